@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.benchmarks.profile_request import profile_file, read
+from lab.device.profile_request import profile_file, read
 from lab.settings.command import Command, CommandLine, answer, show
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
@@ -58,8 +58,7 @@ def _profile(line: CommandLine) -> int:
         show(configs[:1])
         return 0
     # torch is imported only here: help and wrong settings are answered without it.
-    from lab.benchmarks.profile import measure
-    from lab.benchmarks.views.profile import present
+    from lab.device.profile import measure, present
 
     measured = measure(configs, out.stem if out else "measured", settings)
     try:

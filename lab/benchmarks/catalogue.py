@@ -251,6 +251,7 @@ BENCHES = {
         ("algorithm", "rounds", "threads"),
         default="none",
         only=("model", "data", "task", "batch_size", "device", "seed"),
+        module="lab.device.convolution",
     ),
     "layout": Bench(
         "a model's convolutions and steps in NCHW, NHWC, blocked and mixed layouts, and reorders",
@@ -260,6 +261,7 @@ BENCHES = {
             *("model", "data", "task", "optim", "precision", "tf32", "batch_size"),
             *("device", "seed"),
         ),
+        module="lab.device.layout",
     ),
     "counters": Bench(
         "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs; with "
@@ -269,6 +271,7 @@ BENCHES = {
         default="4",
         fixed=ALONE,
         only=("model", "data", "task", "transform", "batch_size", "device", "seed"),
+        module="lab.device.counters",
     ),
     "footprint": Bench(
         "a step's memory by kind, and the largest batch, computed",
@@ -280,12 +283,14 @@ BENCHES = {
             *("model", "data", "task", "transform", "optim", "precision", "batch_size", "seed"),
             *("strategy", "exchange", "sync", "overlap", "bucket_mb", "scaling", "device"),
         ),
+        module="lab.device.footprint",
     ),
     "transfer": Bench(
         "copies between host and device in trace=FILE: number, bytes, rate, share hidden",
         ("trace",),
         default="none",
         only=("trace",),
+        module="lab.device.transfer",
     ),
     "layers": Bench(
         "forward, backward data and backward weights of each layer, and the rest of a step",
@@ -297,6 +302,7 @@ BENCHES = {
             *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
             *("channels_last", "compile", "device", "seed"),
         ),
+        module="lab.device.layers",
     ),
     "throughput": Bench(
         "samples per second by batch, training and inference, and the knee",
@@ -308,6 +314,7 @@ BENCHES = {
             *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
             *("channels_last", "compile", "device", "seed"),
         ),
+        module="lab.device.throughput",
     ),
     "roofline": Bench(
         "layers by operations per byte, under this machine's measured peaks",
@@ -317,6 +324,7 @@ BENCHES = {
             *("model", "data", "task", "transform", "precision", "tf32", "batch_size"),
             *("channels_last", "device", "seed"),
         ),
+        module="lab.device.roofline",
     ),
 }
 

@@ -11,11 +11,10 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lab.benchmarks.catalogue import BENCHES, module_of
 from lab.benchmarks.request import Request
-from lab.benchmarks.views import show
 from lab.draw.chart import Chart
 from lab.draw.text import aligned
 from lab.measure.intervals import Interval
@@ -40,12 +39,12 @@ def present(request: Request, measured: Result) -> bool:
 def is_result(value: object) -> bool:
     """Return whether a value, read from a file, is a result of a benchmark."""
     # A tuple, in which a value that cannot be hashed is merely absent: the file may hold anything.
-    return isinstance(value, dict) and value.get("bench") in (*BENCHES, *show.VIEWS)
+    return isinstance(value, dict) and value.get("bench") in tuple(BENCHES)
 
 
 def text_of(result: Result) -> str:
     """Align the result in columns, and add how to read them."""
-    module = _module_of(result)
+    module = module_of(result["bench"])
     emulated = [f"emulated: {result['emulation']}"] if result["emulation"] != "none" else []
     return "\n".join([*aligned(module.table(result)), "", *module.notes(result), *emulated])
 
@@ -59,14 +58,8 @@ def write(path: Path, result: Result) -> list[Path]:
 
 def chart_of(result: Result) -> Chart | None:
     """Return the chart of a result; None if its benchmark has none."""
-    module = _module_of(result)
-    if hasattr(module, "figure"):
-        return cast(Chart, show.Figure(module, result))
+    module = module_of(result["bench"])
     return module.chart(result) if hasattr(module, "chart") else None
-
-
-def _module_of(result: Result) -> Any:
-    return show.view_of(result["bench"]) or module_of(result["bench"])
 
 
 def tabulate(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> list[list[str]]:

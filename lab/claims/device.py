@@ -172,8 +172,8 @@ def operation_share(device: Device, network: str, layers: str) -> Interval:
 
 
 def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd") -> Interval:
-    """Compute the memory that a training step needs at most (lab.layers.footprint)."""
-    from lab.layers.footprint import Step, footprint
+    """Compute the memory that a training step needs at most (lab.device.footprint)."""
+    from lab.device.footprint import Step, footprint
     from lab.settings.config import load
     from lab.settings.overrides import own_choices
     from lab.training.optim import make_optim
@@ -197,10 +197,9 @@ def executed_share(
     Raises:
         Missing: the algorithm refuses the convolution.
     """
-    from lab.convolution.algorithms import ALGORITHMS
-    from lab.convolution.gemm import Gemm
+    from lab.convolution.algorithms import ALGORITHMS, Gemm
+    from lab.convolution.layer import convolutions_of
     from lab.convolution.problem import Pass
-    from lab.layers.convolutions import convolutions_of
 
     plan, batch = device.blueprint(network), device.batch(network)
     shape, dtype = plan.data.input_shape, plan.data.input_dtype
@@ -214,8 +213,8 @@ def executed_share(
 def refusals(device: Device, network: str, algorithm: str) -> Interval:
     """Count the convolutions that an algorithm refuses."""
     from lab.convolution.algorithms import ALGORITHMS
+    from lab.convolution.layer import convolutions_of
     from lab.convolution.problem import Pass
-    from lab.layers.convolutions import convolutions_of
 
     plan = device.blueprint(network)
     found = convolutions_of(plan.model, plan.data.input_shape, plan.data.input_dtype, 1)

@@ -1,19 +1,184 @@
-"""A convolution layer whose three passes may each have an algorithm of their own."""
+"""Convolution layers of a model, each of whose three passes may have an algorithm of its own.
+
+Which one, is chosen in one of the three ways that frameworks have (Kim et al. 2017, slides 18 and
+19): fixed by the user, by a heuristic (cuDNN's Get), by a profile (cuDNN's Find).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from statistics import median
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-from lab.convolution.choice import Chooser
-from lab.convolution.passes import Chosen, convolve
-from lab.convolution.problem import Problem
+from lab.convolution.algorithms import ALGORITHMS, LIBRARY
+from lab.convolution.problem import Algorithm, Pass, Problem
 
+Chosen = Mapping[Pass, Algorithm]
+Chooser = Callable[[Problem, Tensor, Tensor], Chosen]  # of input and filters
+Named = TypeVar("Named")
 Method = TypeVar("Method", bound=Callable[..., Any])
+FAMILIES = {"winograd": ("winograd4x3", "winograd2x5")}
+# Operations in the time that a byte takes to or from memory: 90 GFLOP/s over 9 GB/s, of one core.
+OPERATIONS_PER_BYTE = 10
+MOVES = 2  # a workspace is written once and read once
+TRIALS, CONFIRMING_TRIALS = 5, 15
+MARGIN = 0.05  # the library stays unless another one is faster by more than that
+HOPELESS = 2.0  # so many times slower than the library in its first call, and there is no second
+
+
+def convolve(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem, chosen: Chosen) -> Tensor:
+    """Return [N, K, H', W'] for x [N, C, H, W], w [K, C / groups, R, S] and bias [K].
+
+    Where the library is chosen for all passes, its own fused forward and backward run.
+    """
+    if all(algorithm is LIBRARY for algorithm in chosen.values()):
+        return conv2d(x, w, bias, problem.stride, problem.padding, 1, problem.groups)
+    return _Passes.apply(x, w, bias, problem, chosen)  # pyright: ignore[reportReturnType]
+
+
+class _Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem, chosen: Chosen
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.problem, ctx.chosen = problem, chosen
+        y = chosen[Pass.FORWARD].forward(x, w, problem)
+        return y if bias is None else y.add_(bias.view(-1, 1, 1))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        problem, chosen, dy = ctx.problem, ctx.chosen, dy.contiguous()
+        wants_dx, wants_dw, wants_db, *_ = ctx.needs_input_grad
+        dx = chosen[Pass.BACKWARD_DATA].backward_data(dy, w, problem) if wants_dx else None
+        dw = chosen[Pass.BACKWARD_WEIGHTS].backward_weights(dy, x, problem) if wants_dw else None
+        return dx, dw, dy.sum((0, 2, 3)) if wants_db else None, None, None
+
+
+def fixed(name: str) -> Chooser:
+    """Choose one algorithm, and the library where it refuses.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    if name not in (*ALGORITHMS, *FAMILIES):
+        allowed = ", ".join((*ALGORITHMS, *FAMILIES))
+        raise ValueError(f"algorithm={name}: allowed are {allowed}")
+    candidates = [ALGORITHMS[each] for each in (*FAMILIES.get(name, (name,)), LIBRARY.name)]
+    return lambda problem, _x, _w: {
+        which: next(each for each in candidates if not each.refusal(problem, which))
+        for which in Pass
+    }
+
+
+def heuristic(problem: Problem, _x: Tensor, _w: Tensor) -> Chosen:
+    """Choose the fewest operations and bytes of workspace, as counted."""
+
+    def cost(algorithm: Algorithm, which: Pass) -> float:
+        counted = algorithm.total(problem, which)
+        return counted.operations + OPERATIONS_PER_BYTE * MOVES * counted.workspace_bytes
+
+    return {
+        which: min(willing(problem, which), key=lambda each: cost(each, which)) for which in Pass
+    }
+
+
+def profile(problem: Problem, x: Tensor, w: Tensor) -> Chosen:
+    """Try all algorithms in turns on these tensors, and choose the fastest of each pass.
+
+    The winner of a few trials among many was lucky too, and a layer has other work than its passes:
+    so forward and backward of the whole layer must be faster again, or the library computes it all.
+    """
+    with torch.no_grad():
+        dy = torch.randn(problem.batch, problem.filters, *problem.out_size, device=x.device)
+        chosen = {which: _fastest(problem, which, x.detach(), w.detach(), dy) for which in Pass}
+    library = dict.fromkeys(Pass, LIBRARY)
+    if chosen == library:
+        return library
+    ways = {"chosen": chosen, "library": library}
+    layers = {name: _whole(problem, way, x, w, dy) for name, way in ways.items()}
+    seconds = _medians(layers, CONFIRMING_TRIALS, x.device)
+    return chosen if seconds["chosen"] < (1 - MARGIN) * seconds["library"] else library
+
+
+def willing(problem: Problem, which: Pass) -> list[Algorithm]:
+    """Return the algorithms that compute this pass, the library first."""
+    return [each for each in ALGORITHMS.values() if not each.refusal(problem, which)]
+
+
+def call_of(
+    algorithm: Algorithm, problem: Problem, which: Pass, x: Tensor, w: Tensor, dy: Tensor
+) -> Callable[[], Tensor]:
+    """Return a call of one pass."""
+    calls: dict[Pass, Callable[[], Tensor]] = {
+        Pass.FORWARD: lambda: algorithm.forward(x, w, problem),
+        Pass.BACKWARD_DATA: lambda: algorithm.backward_data(dy, w, problem),
+        Pass.BACKWARD_WEIGHTS: lambda: algorithm.backward_weights(dy, x, problem),
+    }
+    return calls[which]
+
+
+def _fastest(problem: Problem, which: Pass, x: Tensor, w: Tensor, dy: Tensor) -> Algorithm:
+    calls = {each: call_of(each, problem, which, x, w, dy) for each in willing(problem, which)}
+    # First calls prepare, such as to map memory, so they only tell who has no chance.
+    first_s = {algorithm: _seconds(call, x.device) for algorithm, call in calls.items()}
+    limit = HOPELESS * min(first_s[LIBRARY], _seconds(calls[LIBRARY], x.device))
+    left = [each for each in calls if each is LIBRARY or first_s[each] < limit]
+    tried = _medians({each: calls[each] for each in left}, TRIALS, x.device)
+    best = min(left, key=lambda each: tried[each])
+    return best if tried[best] < (1 - MARGIN) * tried[LIBRARY] else LIBRARY
+
+
+def _whole(
+    problem: Problem, chosen: Chosen, x: Tensor, w: Tensor, dy: Tensor
+) -> Callable[[], object]:
+    """Return a call of forward and backward, with a bias, which costs the library nothing."""
+    inputs = x.detach().requires_grad_(x.requires_grad)
+    filters = w.detach().requires_grad_()
+    bias = w.new_zeros(problem.filters).requires_grad_()
+    wanted = [each for each in (inputs, filters, bias) if each.requires_grad]
+
+    def call() -> object:
+        with torch.enable_grad():
+            y = convolve(inputs, filters, bias, problem, chosen)
+        return torch.autograd.grad(y, wanted, dy)
+
+    return call
+
+
+def _medians(
+    calls: Mapping[Named, Callable[[], object]], trials: int, device: torch.device
+) -> dict[Named, float]:
+    """Call all in turns, and return their medians in seconds."""
+    times: dict[Named, list[float]] = {name: [] for name in calls}
+    for trial in range(trials):
+        for name in _turned(list(calls), trial):
+            times[name].append(_seconds(calls[name], device))
+    return {name: median(seconds) for name, seconds in times.items()}
+
+
+def _turned(candidates: list[Named], trial: int) -> Iterable[Named]:
+    """Return the candidates in another order in each trial."""
+    start = trial % len(candidates)
+    return candidates[start:] + candidates[:start]
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
 
 
 def _eager(method: Method) -> Method:
@@ -72,3 +237,40 @@ class ChosenConv2d(nn.Module):
 def _pair(value: tuple[int, ...]) -> tuple[int, int]:
     down, across = value
     return down, across
+
+
+def convolutions_of(
+    model: nn.Module, input_shape: tuple[int, ...], input_dtype: torch.dtype, batch: int
+) -> dict[str, Problem]:
+    """Return the problem of each convolution that the algorithms know, in the order of forward.
+
+    Nothing is computed: the model runs on torch's meta device. A layer that is called several times
+    counts once, as it was called last.
+
+    Args:
+        model: on the meta device.
+        input_shape, input_dtype: of one sample.
+    """
+    found: dict[str, Problem] = {}
+    with torch.no_grad(), _noting(model, found):
+        model(torch.zeros(batch, *input_shape, dtype=input_dtype, device="meta"))
+    return found
+
+
+@contextmanager
+def _noting(model: nn.Module, found: dict[str, Problem]) -> Iterator[None]:
+    """Note the problem of each convolution that the model calls meanwhile."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if ChosenConv2d.can_replace(module):
+                hook = module.register_forward_pre_hook(partial(_note, found, name))
+                stack.callback(hook.remove)
+        yield
+
+
+def _note(found: dict[str, Problem], name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    assert isinstance(layer, nn.Conv2d) and not isinstance(layer.padding, str)
+    stride, padding = layer.stride, layer.padding
+    found[name] = Problem.of(
+        inputs[0], layer.weight, (stride[0], stride[1]), (padding[0], padding[1]), layer.groups
+    )

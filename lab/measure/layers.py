@@ -1,100 +1,24 @@
-"""Layer clock: times of a model's layers, by hooks during training; and of a GPU's kernels."""
+"""Marks of a model's layers, by hooks during training; and times of a GPU's kernels."""
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lab.measure.clock import Pass, mark, seconds
+from lab.measure.clock import Pass, mark
 
-WAYS = ("forward", "backward")
 CYCLES_PER_S = 3e9  # the fastest GPUs' clocks; a slower one holds longer
 SLACK = 1.5
 LONGEST_S = 0.1
 OPTIMIZER = "Optimizer.step"  # torch's name for every optimizer's step
-Values = NDArray[np.float64]
-
-
-class LayerClock:
-    """A clock for each layer, that is each module with its own parameters, in every pass.
-
-    All times add up to the whole pass (see lab.measure.clock.Pass.spans).
-
-    On a GPU the stream is held until the host has queued a whole pass, so a layer lasts as long as
-    its kernels.
-
-    It is a context manager: hooks live between `__enter__` and `__exit__`.
-
-    Args:
-        model: on its device.
-        device: see lab.measure.clock.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
-        self._modules = layers_of(model)
-        self.parameters = sizes_of(self._modules)
-        self._passes: list[Pass] = []
-        self._open = ExitStack()
-        # Host times: begin of a pass, its last gradient, and the shortest pass.
-        self._begun_s, self._noted_s, self._launch_s = 0.0, math.inf, math.inf
-
-    def __enter__(self) -> Self:
-        self._open.callback(self._model.register_forward_pre_hook(self._begin).remove)
-        self._open.enter_context(marked_layers(self._model, self._device, lambda: self._passes))
-        for parameter in owners_of(self._modules):
-            hook = parameter.register_post_accumulate_grad_hook(self._note)
-            self._open.callback(hook.remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def times_ms(self, warmup: int) -> tuple[list[str], NDArray[np.float64]]:
-        """Return the layers in the order of forward, and how long each took in every pass.
-
-        Args:
-            warmup: number of first passes to leave out.
-
-        Returns:
-            names, and milliseconds [passes, WAYS, layers].
-        """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        first = self._passes[0]
-        order = in_order((name for name, _ in first.forward), self._modules)
-        position = {name: index for index, name in enumerate(order)}
-        return order, np.array([_milliseconds(one, position) for one in self._passes[warmup:]])
-
-    def _begin(self, *_: Any) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # or the host runs further ahead at each pass
-            self._launch_s = min(self._launch_s, self._noted_s - self._begun_s)
-            hold(self._launch_s)
-        self._begun_s = time.perf_counter()
-
-    def _note(self, _parameter: torch.Tensor) -> None:
-        self._noted_s = time.perf_counter()
-
-
-def _milliseconds(one: Pass, position: dict[str, int]) -> np.ndarray:
-    """Return forward and backward milliseconds of each layer in one pass: float64 [2, layers]."""
-    times = np.zeros((2, len(position)))
-    for way, name, begin, end in one.spans():
-        times[WAYS.index(way), position[name]] += 1000 * seconds(begin, end)
-    return times
 
 
 @contextmanager
@@ -210,31 +134,3 @@ def kernels_ms(averages: Iterable[Any], num_steps: int) -> float:
         elif each.device_type == DeviceType.CPU and each.key.startswith(OPTIMIZER):
             optimizer_us += each.device_time_total
     return (whole_us - optimizer_us) / num_steps / 1000
-
-
-def fixed_and_per_sample(batches: Sequence[int], times: Sequence[Values]) -> tuple[Values, Values]:
-    """Fit time = fixed + per_sample · batch by least squares, both of at least 0.
-
-    Errors are relative to the times: noise grows with a time, so in absolute terms the largest
-    batch would decide alone, and the fixed part is what the smallest ones show. Through two batches
-    the line passes exactly, unless a part would be below 0; the other then fits alone.
-
-    Args:
-        batches: at least two, all different.
-        times: for each batch an array of any shape, the same for all.
-
-    Returns:
-        fixed, per_sample: of that shape, in the unit of the times; 0 where a time is.
-    """
-    t = np.stack([np.asarray(each, dtype=np.float64) for each in times], axis=-1)
-    b = np.array(batches, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        s, sb, sbb = ((b**power / t**2).sum(axis=-1) for power in (0, 1, 2))
-        st, sbt = (1 / t).sum(axis=-1), (b / t).sum(axis=-1)
-        determinant = s * sbb - sb**2
-        fixed = (sbb * st - sb * sbt) / determinant
-        per_sample = (s * sbt - sb * st) / determinant
-        growing, constant = fixed < 0, per_sample < 0
-        fixed = np.where(growing, 0.0, np.where(constant, st / s, fixed))
-        per_sample = np.where(constant, 0.0, np.where(growing, sbt / sbb, per_sample))
-    return np.nan_to_num(fixed), np.nan_to_num(per_sample)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lab.convolution.choice import Chooser, fixed, heuristic, profile
-from lab.convolution.layer import ChosenConv2d
+from lab.convolution.layer import Chooser, ChosenConv2d, fixed, heuristic, profile
 from lab.settings import checks
 
 CHOICES = ("fixed", "heuristic", "profile")
@@ -20,7 +19,7 @@ class Convolution:
         choose: "fixed" takes `algorithm`, and the library where that one refuses; "heuristic" the
             fewest counted operations and bytes; "profile" the fastest in trials at the first
             forward of each shape, so that two runs may differ by rounding.
-        algorithm: a name of lab.convolution.algorithms, or "winograd".
+        algorithm: a name of lab.convolution.algorithms.ALGORITHMS, or "winograd".
 
     Raises:
         ValueError: an argument that is not allowed.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.present import chart_of, is_result, text_of
+from lab.draw.chart import drawn
 from lab.settings.errors import one_line
 from lab.settings.reading import DamagedFile, read_json
 
@@ -50,7 +50,5 @@ def _picture(result: dict[str, Any]) -> str:
     chart = chart_of(result)
     if not chart:
         return ""
-    with tempfile.TemporaryDirectory() as folder:
-        (path,) = chart.write(Path(folder, "figure"), ["svg"])
-        data = base64.b64encode(path.read_bytes()).decode()
+    data = base64.b64encode(drawn(chart.spec(), "svg")).decode()
     return f"data:image/svg+xml;base64,{data}"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 WIDE, HIGH = 0.5, 0.72  # of a letter, by its size: less than it may be, as boxes must not touch
+NARROW, THIN = 0.25, frozenset(" !'(),-./:;I[]fijlrt|")
 MOVE = re.compile(r"translate\(([-\d.e]+)[ ,]+([-\d.e]+)\)")
 TURN = re.compile(r"rotate\(([-\d.e]+)")
 
@@ -64,7 +65,7 @@ def _lines(node: ElementTree.Element, x: float, y: float) -> Iterator[Box]:
         base = y + sum(float(span.get("dy", 0)) for span in spans[: line + 1])
         if not text or node.get("opacity") == "0":
             continue
-        reach = WIDE * size * len(text)
+        reach = size * sum(NARROW if letter in THIN else WIDE for letter in text)
         start = {"middle": reach / 2, "end": reach}.get(node.get("text-anchor", ""), 0.0)
         if TURN.search(node.get("transform", "")):  # upwards, as names of vertical axes
             yield Box(text, x - HIGH * size, y - reach + start, x, y + start)

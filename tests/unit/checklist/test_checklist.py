@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from lab import plot
-from lab.benchmarks import profile_request, request
-from lab.benchmarks.views.profile import KERNELS
+from lab.benchmarks import request
 from lab.checklist import check, item, page
 from lab.checklist.figures import Results, reader
 from lab.checklist.item import Command, Figure, Item
 from lab.checklist.machine import Machine
+from lab.device import profile_request
+from lab.device.profile import KERNELS
 from lab.measure.spans import Span
 from lab.record.trace import write_trace
 from lab.settings.command import read

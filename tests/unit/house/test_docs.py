@@ -10,8 +10,9 @@ import pytest
 
 from lab import explain, plot, score, verify
 from lab.advice import request as advice
-from lab.benchmarks import profile_request, request
+from lab.benchmarks import request
 from lab.cluster import __main__ as cluster
+from lab.device import profile_request
 from lab.settings.command import read
 from lab.settings.config import load
 from lab.settings.fields import own_settings

@@ -13,7 +13,7 @@ import pytest
 
 LAB = Path(__file__).resolve().parents[3] / "lab"
 
-ROW = re.compile(r"^\| (\d) \| `(\w+)` \| .* \| ([\w, ]*) ?\|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\d+) \| `(\w+)` \| .* \| ([\w, ]*) ?\|$", re.MULTILINE)
 ROOMS = {
     room: (int(floor), set(filter(None, imported.strip().split(", "))))
     for floor, room, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())

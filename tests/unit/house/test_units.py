@@ -19,12 +19,12 @@ from lab.analysis.results import Results
 from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import table
 from lab.benchmarks import catalogue, codec, collective, memory, present
-from lab.benchmarks.views import convolution, footprint, roofline, transfer
+from lab.device import convolution, footprint, roofline, transfer
+from lab.device.footprint import KINDS
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
 from lab.diagnosis.rules import judge, remedies
 from lab.draw.looks import looks_of
-from lab.layers.footprint import KINDS
 from lab.record.schema import read_record
 from lab.settings.config import load
 from lab.simulate import view as prediction
@@ -114,13 +114,16 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
         ),
         "lab/analysis/results.py": (Results(study)._repr_html_(), "<td>200</td>"),
         "lab/benchmarks/catalogue.py": (catalogue.size_name(NUM_BYTES), "100 MB"),
-        "lab/benchmarks/views/convolution.py": (" ".join(convolution._line(layer)), " 100.0 "),
-        "lab/benchmarks/views/footprint.py": (
-            " ".join(footprint._line(kinds)),
+        "lab/device/convolution.py": (" ".join(convolution._line(layer)), " 100.0 "),
+        "lab/device/footprint.py": (
+            " ".join(footprint.table({"rows": [kinds, kinds], "memory_gb": None})[1]),
             f"a 0.000 {' '.join(['100.0'] * (len(KINDS) + 1))}",
         ),
-        "lab/benchmarks/views/roofline.py": (" ".join(roofline._line(spot)), "a  0.000 100.00 "),
-        "lab/benchmarks/views/transfer.py": (
+        "lab/device/roofline.py": (
+            " ".join(roofline.table({"rows": [spot]})[1]),
+            "a  0.000 100.00 ",
+        ),
+        "lab/device/transfer.py": (
             " ".join(transfer._line(copies)),
             "HtoD a 1 100.000 100000.00 0.100 1000.000",
         ),

@@ -16,9 +16,11 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from lab import profile_layers
-from lab.benchmarks.profile import clocked
+from lab.device import clock
+from lab.device.clock import LayerClock
+from lab.device.profile import clocked
 from lab.measure import layers
-from lab.measure.layers import LayerClock, kernels_ms
+from lab.measure.layers import kernels_ms
 from lab.model.inception import googlenet
 from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
@@ -161,13 +163,13 @@ def launched(gpu: FakeGpu) -> nn.Module:
 
 def test_layers_on_a_gpu_last_as_long_as_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
-    gpu.install(monkeypatch, layers)
+    gpu.install(monkeypatch, clock)
     model = launched(gpu)
-    with LayerClock(model, CUDA) as clock:
+    with LayerClock(model, CUDA) as timed:
         for _ in range(4):
             model(torch.ones(2, 3)).sum().backward()
             gpu.host_s += 5e-3  # other work of a step
-    for layer in medians(clock, warmup=1):
+    for layer in medians(timed, warmup=1):
         assert layer.forward_ms == pytest.approx(0.02), layer.name
         assert layer.backward_ms == pytest.approx(0.04), layer.name
     assert gpu.log.count("sleep") == 4

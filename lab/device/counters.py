@@ -1,0 +1,364 @@
+"""Instructions, loads, stores and cache hits of a model's layers, by callgrind, on CPUs.
+
+With `trace=FILE`, the metrics of kernels that a GPU counted, by kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from lab.benchmarks.present import about, machine, tabulate
+from lab.benchmarks.request import Request
+from lab.device import callgrind
+from lab.device.alone import on_one_rank
+from lab.device.trace import about_trace, adds_up, kernels_of, left_out, read_events, read_from
+from lab.draw.chart import LABEL_PX, LETTER, Chart
+from lab.draw.looks import BLUE, GREEN, ORANGE, SKY
+from lab.draw.plots import BAR, GAP, bars
+from lab.settings.config import ConfigError
+from lab.settings.names import class_name
+from lab.training.identity import surroundings
+
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what these libraries may use
+PROGRAM = (sys.executable, "-m", "lab.device.callgrind")
+RECORDING = (
+    "torch.profiler.profile(experimental_config=torch.profiler._ExperimentalConfig("
+    'profiler_metrics=["dram__bytes_read.sum", ...], profiler_measure_per_kernel=True))'
+)
+M = 1e-6
+HITS = {"l1": "L1", "l2": "L2, of L1's misses"}
+COUNTED = {"loads": BLUE, "stores": ORANGE, "other instructions": GREEN}
+WIDTH = 56  # letters of a kernel's name
+NUM_KERNELS, NUM_METRICS = 20, 4  # in the figure
+METRIC = 150  # pixels of a metric's panel
+UNNAMED = "__missing__"  # Kineto's word
+# Namespaces, also those of lambda functions: most of the length of a name in torch.
+SCOPE = re.compile(r"(?:\(anonymous namespace\)|\{lambda\([^{}]*\)#\d+\}|\w+)::")
+
+Row = dict[str, Any]
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Count all variants in one process under callgrind, and time the same process without it.
+
+    With `trace=FILE`, read what was counted on a GPU.
+
+    Raises:
+        ConfigError: valgrind is missing, or the models fail.
+    """
+    if request.own["trace"]:
+        return _read_kernels(request.own["trace"], request)
+    configs = [variant.config for variant in request.variants]
+    if any(config.device == "cuda" for config in configs):
+        raise ConfigError(
+            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted, "
+            f"recorded with {RECORDING}"
+        )
+    with on_one_rank(configs[0]) as world:
+        around = surroundings(world, *configs)
+    began = time.perf_counter()
+    rows, own = _counted(request), request.own
+    return {
+        "rows": rows,
+        "models": [class_name(config.model["_target_"]) for config in configs],
+        "l1": own["l1"],
+        "l2": own["l2"],
+        "isa": own["isa"],
+        "seconds": time.perf_counter() - began,
+        "slowdown": sum(row["counted_s"] for row in rows) / sum(row["plain_s"] for row in rows),
+        **around,
+    }
+
+
+def _counted(request: Request) -> list[dict[str, Any]]:
+    own = request.own
+    variables = os.environ | {name: own["isa"].upper() for name in LIMITS}
+    variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "counts"
+        callgrind.command(PROGRAM, out, own["l1"], own["l2"])  # refuses before minutes pass
+        program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
+        plain = _printed(program, variables)
+        print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
+        printed = callgrind.run(program, out, own["l1"], own["l2"], variables)
+        return _rows(out, json.loads(printed), json.loads(plain), request)
+
+
+def _printed(program: list[str], variables: dict[str, str]) -> str:
+    """Run the program without callgrind, which finds its errors in seconds.
+
+    Raises:
+        ConfigError: its last line.
+    """
+    done = subprocess.run(program, capture_output=True, text=True, env=variables)
+    if done.returncode:
+        raise ConfigError(f"counters: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout
+
+
+def _rows(
+    out: Path, counted: list[dict[str, Any]], plain: list[dict[str, Any]], request: Request
+) -> list[dict[str, Any]]:
+    """Join each count with its layer, less the count of a call that does nothing."""
+    counts = [
+        callgrind.read(out.with_name(f"{out.name}.{number}"))
+        for number in range(1, len(counted) + 2)
+    ]
+    _, empty, *others = counts  # the first is a warm-up
+    return [
+        {
+            "name": request.variants[row["variant"]].label,
+            "batch_size": request.variants[row["variant"]].config.batch_size,
+            "layer": row["layer"],
+            "kind": row["kind"],
+            "pass": row["pass"],
+            **asdict(found.less(empty)),
+            "counted_s": row["seconds"],
+            "plain_s": timed["seconds"],
+        }
+        for found, row, timed in zip(others, counted[1:], plain[1:], strict=True)
+    ]
+
+
+def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
+    """Combine the metrics of the trace at `path` by kernel.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no metrics, or another setting is given.
+    """
+    for word in request.arguments[1:]:
+        if not word.startswith(("trace=", "out=")):
+            raise ConfigError(f"{word}: is not used with trace=, whose counts others made")
+    events = read_events(path)
+    skipped: Counter[str] = Counter()
+    found = kernels_of(events, skipped)
+    if not found or not found[0].metrics:
+        without = f"; left out: {left_out(skipped)}" if skipped else ""
+        raise ConfigError(
+            f"trace={path}: holds no metrics of kernels (events of category cuda_profiler_range)"
+            f"{without}; to record them: {RECORDING}"
+        )
+    total, *kernels = found
+    return {
+        "rows": [asdict(kernel) for kernel in kernels],
+        "total": asdict(total),
+        **read_from(path, events, skipped),
+    }
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a line for each pass of each layer; for each kernel, and one for all of them."""
+    if _is_of_kernels(result):
+        return _table_of_kernels(result)
+    columns: dict[str, Callable[[Row], str]] = {
+        "": lambda row: row["name"],
+        "layer": lambda row: row["layer"],
+        " ": lambda row: row["kind"],
+        "pass": lambda row: row["pass"],
+    }
+    for key in ("instructions", "loads", "stores"):
+        columns[f"{key} (M)"] = lambda row, key=key: f"{M * row[key]:.3f}"
+    columns["loads, stores %"] = lambda row: _percent(
+        (row["loads"] + row["stores"]) / row["instructions"] if row["instructions"] else None
+    )
+    columns |= {
+        f"{level.upper()} {kind} hits %": partial(_hit, level=level, kind=kind)
+        for kind in ("load", "store")
+        for level in HITS
+    }
+    header, *lines = tabulate(result["rows"], columns)
+    return [[name.strip() for name in header], *lines]
+
+
+def _hit(row: Row, level: str, kind: str) -> str:
+    return _percent(hits(row, level, kind))
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns, and say what counting costs."""
+    if _is_of_kernels(result):
+        return _notes_on_kernels(result)
+    return [
+        f"simulated caches of data (bytes, ways, line): L1 {result['l1']}, L2 {result['l2']}; hits "
+        "of L2 are of what L1 misses",
+        f"caches are empty before each pass; oneDNN and MKL use {result['isa'].upper()}, on one "
+        "thread",
+        f"all took {result['seconds']:.0f} s, and a pass {result['slowdown']:.0f} times as long as "
+        "without callgrind",
+    ]
+
+
+def hits(row: dict[str, Any], level: str, kind: str) -> float | None:
+    """Return a level's share of hits; None: it was not asked.
+
+    Args: level: "l1" or "l2". kind: "load" or "store".
+    """
+    misses = row[f"{level}_{kind}_misses"]
+    asked = row[f"{kind}s"] if level == "l1" else row[f"l1_{kind}_misses"]
+    return 1 - misses / asked if asked else None
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw instructions, and hits of loads, of each layer's passes in the last variant."""
+    if _is_of_kernels(result):
+        return _chart_of_kernels(result)
+    last = result["rows"][-1]["name"]
+    rows = [row for row in result["rows"] if row["name"] == last]
+    names = [f"{row['layer']} {row['pass']}" for row in rows]
+    data = pd.DataFrame(
+        {"name": name, "part": part, "value": M * value}
+        for name, row in zip(names, rows, strict=True)
+        for part, value in zip(COUNTED, _parts(row), strict=True)
+    )
+    counted, width = bars(data, "million instructions", COUNTED, width=340)
+    shares = pd.DataFrame(
+        {"name": name, "level": text, "hits": 100 * share}
+        for name, row in zip(names, rows, strict=True)
+        for level, text in HITS.items()
+        if (share := hits(row, level, "load")) is not None
+    )
+    level = alt.Scale(domain=list(HITS.values()), range=[BLUE, SKY])
+    axis = alt.Axis(labels=False, ticks=False, grid=True)
+    found = alt.Chart(shares).mark_point(filled=True, size=36, opacity=1)
+    found = found.encode(
+        alt.X("hits:Q", title="hits of loads (%)", scale=alt.Scale(domain=[0, 101], nice=False)),
+        alt.Y("name:N", title=None, sort=names, scale=alt.Scale(domain=names), axis=axis),
+        color=alt.Color("level:N", scale=level, legend=alt.Legend(columns=1)),
+    ).properties(width=200, height=BAR * len(names))
+    body = alt.hconcat(counted, found, spacing=GAP).resolve_scale(color="independent")
+    moved, whole = (
+        sum(row[key] for row in rows for key in keys)
+        for keys in (("loads", "stores"), ("instructions",))
+    )
+    message = (
+        f"{100 * moved / whole:.0f} % of the instructions of {result['models'][-1]} load or store, "
+        f"at a batch of {rows[0]['batch_size']}"
+    )
+    lines = [f"counted by callgrind on {machine(result)}", *notes(result), *about(result)]
+    return Chart("counters", message, lines, body, width + 220)
+
+
+def _parts(row: Row) -> tuple[int, int, int]:
+    """Return loads, stores, and all other instructions."""
+    return row["loads"], row["stores"], row["instructions"] - row["loads"] - row["stores"]
+
+
+def _is_of_kernels(result: dict[str, Any]) -> bool:
+    return "trace" in result
+
+
+def _table_of_kernels(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, a line for each kernel, and one for all of them."""
+    names = list(result["total"]["metrics"])
+    return [
+        ["", "launches", *_columns(names)],
+        *(_line(_label(*each), each[1], names) for each in enumerate(result["rows"], start=1)),
+        _line("all", result["total"], names),
+    ]
+
+
+def _notes_on_kernels(result: dict[str, Any]) -> list[str]:
+    """Explain the columns, and where cut names are whole."""
+    start, end = _shared(list(result["total"]["metrics"]))
+    shared = [f"metrics are named {start}…{end}"] if start or end else []
+    events, *skipped = about_trace(result)
+    unnamed = any(row["name"] == UNNAMED for row in result["rows"])
+    return [
+        f"{events}; names are cut, and whole in out=FILE",
+        *skipped,
+        *shared,
+        "metrics ending in .sum are added over launches, of .min and .max the extreme is shown, of "
+        "all others the plain mean: such a trace has no times of kernels to weigh by",
+        *([f"{UNNAMED}: kernels without a name in their library"] if unnamed else []),
+    ]
+
+
+def short(name: str) -> str:
+    """Shorten a kernel's demangled name: no namespaces, and its end cut."""
+    plain = SCOPE.sub("", name.removeprefix("void "))
+    return plain if len(plain) <= WIDTH else f"{plain[: WIDTH - 1]}…"
+
+
+def _label(place: int, row: dict[str, Any]) -> str:
+    return f"{place} {short(row['name'])}"  # cut names may be equal
+
+
+def _line(label: str, row: dict[str, Any], names: list[str]) -> list[str]:
+    values = [row["metrics"].get(name) for name in names]
+    texts = ["-" if value is None else f"{value:.5g}" for value in values]
+    return [label, str(row["num_launches"]), *texts]
+
+
+def _columns(names: list[str]) -> list[str]:
+    start, end = _shared(names)
+    return [name[len(start) : len(name) - len(end)] for name in names]
+
+
+def _shared(names: list[str]) -> tuple[str, str]:
+    """Return the words with which all names start and end."""
+    if len(names) < 2:
+        return "", ""
+    start = re.sub(r"[^_.]*$", "", os.path.commonprefix(names))
+    rests = [name[len(start) :][::-1] for name in names]
+    end = re.sub(r"[^_.]*$", "", os.path.commonprefix(rests))[::-1]
+    return start, end
+
+
+def _chart_of_kernels(result: dict[str, Any]) -> Chart:
+    """Draw a panel for each of the first metrics that are not 0 everywhere."""
+    rows, total = result["rows"][:NUM_KERNELS], result["total"]
+    texts = dict(zip(total["metrics"], _columns(list(total["metrics"])), strict=True))
+    known = [name for name, value in total["metrics"].items() if value] or list(texts)
+    labels = [_label(*each) for each in enumerate(rows, start=1)]
+    room = LETTER * LABEL_PX * max(map(len, labels)) + 40
+    panels: list[Any] = []
+    for name in known[:NUM_METRICS]:
+        data = pd.DataFrame(
+            {"kernel": label, "value": row["metrics"].get(name, 0.0)}
+            for label, row in zip(labels, rows, strict=True)
+        )
+        axis = alt.Axis(labels=not panels, ticks=False, labelLimit=420)
+        title = [*re.findall(r".{1,24}(?:[_.]|$)|.{1,24}", texts[name]), _combined(name)]
+        panel = alt.Chart(data).mark_bar(height=BAR - 6, color=BLUE if adds_up(name) else ORANGE)
+        panels.append(
+            panel.encode(
+                alt.X("value:Q", title=title, axis=alt.Axis(format="~s", tickCount=3)),
+                alt.Y("kernel:N", title=None, sort=labels, axis=axis),
+                tooltip=["kernel", "value:Q"],
+            ).properties(width=METRIC, height=BAR * len(rows))
+        )
+    message = f"Counters of {len(rows)} of {len(result['rows'])} kernels in {result['trace']}"
+    shares = {
+        name: rows[0]["metrics"].get(name, 0.0) / total["metrics"][name]
+        for name in known
+        if adds_up(name) and total["metrics"][name]
+    }
+    if shares:
+        name = max(shares, key=lambda each: shares[each])
+        message = f"{short(rows[0]['name'])} has {100 * shares[name]:.0f} % of all {name}"
+    lines = [*notes(result), *about(result)]
+    width = int(room + len(panels) * (METRIC + GAP))
+    return Chart("counters", message, lines, alt.hconcat(*panels, spacing=GAP), width)
+
+
+def _combined(metric: str) -> str:
+    return "sum over launches" if adds_up(metric) else "mean, or extreme"

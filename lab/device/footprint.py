@@ -1,0 +1,393 @@
+"""Memory of a training step by kind, computed without computing the step, and measured if asked.
+
+The model trains two steps on tensors that have shapes and no values (torch's FakeTensorMode), and
+torch's MemTracker follows each storage from its allocation to its release.
+
+`python -m lab.device.footprint SETTINGS` is the program whose memory is measured: it trains a few
+steps, and prints the peak of one in bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.optim import Optimizer
+
+from lab.benchmarks.present import about, tabulate
+from lab.benchmarks.request import Request
+from lab.device.alone import not_run, span
+from lab.device.callgrind import filled
+from lab.draw.chart import Chart
+from lab.draw.looks import BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from lab.draw.plots import bars
+from lab.exchange.bucket import plan
+from lab.exchange.cost import Sizes
+from lab.measure.memory import peak_bytes, reset_peak
+from lab.problem.build import blueprint
+from lab.settings.config import ConfigError, check_batch, load
+from lab.settings.names import class_name
+from lab.simulate.strategy import sync_bytes
+from lab.training.optim import make_optim
+from lab.training.trainer import AUTOCAST
+
+NUM_STEPS = 2  # the optimizer's state is made in the first
+NAMES = {
+    "PARAM": "parameters",
+    "GRAD": "gradients",
+    "OPT": "optimizer",
+    "ACT": "activations",
+    "TEMP": "temporaries",  # of backward and the update
+    "BUFFER": "other",
+    "OTH": "other",
+}
+EXCHANGE = "exchange"
+KINDS = (*dict.fromkeys(NAMES.values()), EXCHANGE)
+PROGRAM = (sys.executable, "-m", "lab.device.footprint")
+CPU = torch.device("cpu")
+WARMUP, MEASURED = 2, 3  # steps of the measured program
+MB = 1e-6
+COLOURS = dict(zip(KINDS, (BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, BROWN), strict=True))
+
+Row = dict[str, Any]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Compute the footprint of every variant.
+
+    Raises:
+        ConfigError: a model cannot be built, or cannot run without values.
+    """
+    memory_gb, measured = request.own["memory_gb"], request.own["measured"]
+    num_ranks = request.own["num_ranks"]
+    if measured and num_ranks > 1:
+        raise ConfigError(
+            f"num_ranks={num_ranks}: measured=true trains one rank; lab.bench memory measures more"
+        )
+    rows = [_row(each.label, each.config, memory_gb, num_ranks) for each in request.variants]
+    for row, variant in zip(rows, request.variants, strict=True) if measured else ():
+        row["measured_bytes"] = _resident(variant.arguments)
+    return {
+        "rows": rows,
+        "memory_gb": memory_gb,
+        **not_run(),
+    }
+
+
+def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) -> dict[str, Any]:
+    check_batch(config, num_ranks)
+    parts = blueprint(config)
+    optim = make_optim(config.optim, config.batch_size)
+    step = Step(
+        *(parts.data.input_shape, parts.data.input_dtype, parts.target, parts.task.loss),
+        *(optim.optimizer, config.precision),
+    )
+    per_rank = config.batch_size // (num_ranks if config.scaling == "strong" else 1)
+    exchange = exchange_bytes(parts.model, config, num_ranks)
+    try:
+        found = footprint(parts.model, step, per_rank, exchange)
+        most = largest_batch(parts.model, step, 1e9 * memory_gb, exchange) if memory_gb else None
+    except ValueError as error:
+        raise ConfigError(f"model={config.model['_target_']}: {error}") from None
+    return {
+        "name": label if "=" in label else f"batch_size={label}",
+        "model": class_name(config.model["_target_"]),
+        "batch_size": config.batch_size,
+        "per_rank_batch_size": per_rank,
+        "num_parameters": sum(each.numel() for each in parts.model.parameters()),
+        "bytes": dict(found.kinds),
+        "total_bytes": found.total_bytes,
+        "modules": [asdict(each) for each in found.modules],
+        "measured_bytes": None,
+        "largest_batch": most,
+    }
+
+
+def exchange_bytes(model: nn.Module, config: DictConfig, num_ranks: int) -> int:
+    """Count what exchange and sync hold on the rank that needs most (lab.simulate.strategy).
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    if num_ranks == 1:
+        return 0
+    buckets = [each.parameters.values() for each in plan(model, config.bucket_mb)]
+    counts = [sum(each.numel() for each in of) for of in buckets]
+    gathered = sum(n for n, of in zip(counts, buckets, strict=True) if len(of) > 1)
+    backend = "nccl" if config.device == "cuda" else "gloo"
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    found = [
+        sync_bytes(
+            Sizes(sum(counts), gathered, max(counts), rank, num_ranks, backend, local=num_ranks),
+            settings,
+        )
+        for rank in (0, num_ranks - 1)  # a root, and a rank that is none
+    ]
+    if math.isnan(max(found)):
+        raise ConfigError(f"strategy={config.strategy}: its memory is not known")
+    return round(max(found))
+
+
+def _resident(settings: tuple[str, ...]) -> int:
+    """Measure a step's peak in a fresh process.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    # glibc then returns freed blocks at once, so that resident memory is memory in use.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [*PROGRAM, *settings], capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"measured=true: {' '.join(settings)}: {lines[-1]}")
+    return int(done.stdout)
+
+
+def main(settings: list[str]) -> None:
+    """Print the median peak of steps above the memory that was resident before the model was."""
+    torch.set_num_threads(1)
+    config = load(settings)
+    plan = blueprint(config)
+    optim = make_optim(config.optim, config.batch_size)
+    small = nn.Conv2d(1, 1, 3)
+    small(torch.zeros(1, 1, 8, 8)).sum().backward()
+    optim.optimizer(small).step()  # what all this loads is no memory of the model's step
+    reset_peak(CPU)
+    before = peak_bytes(CPU)
+    model, inputs = filled(plan, config.batch_size)
+    optimizer = optim.optimizer(model)
+    targets = torch.zeros(config.batch_size, *plan.target.shape, dtype=plan.target.dtype)
+    half = AUTOCAST.get(config.precision)
+    peaks = []
+    for _ in range(WARMUP + MEASURED):
+        reset_peak(CPU)
+        with torch.autocast("cpu", half, enabled=half is not None):
+            outputs = model(inputs)
+        plan.task.loss(outputs.float() if half else outputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(peak_bytes(CPU) - before)
+    print(int(median(peaks[WARMUP:])))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step, apart from its model and batch.
+
+    Attributes:
+        input_shape, input_dtype: of one sample. target: of one sample; only its shape and type
+            matter.
+        loss: of outputs and targets. optimizer: makes one for a model.
+        precision: fp32, bf16 or fp16, as in training: by autocast.
+    """
+
+    input_shape: tuple[int, ...]
+    input_dtype: torch.dtype
+    target: Tensor
+    loss: Loss
+    optimizer: MakeOptimizer
+    precision: str = "fp32"
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """The bytes that one call of an innermost module holds: its parameters, and its outputs."""
+
+    name: str
+    parameters: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of a step.
+
+    Attributes:
+        kinds: bytes of each of KINDS at the moment that needs most.
+        modules: those that hold anything, in the order of forward.
+    """
+
+    kinds: Mapping[str, int]
+    modules: tuple[ModuleBytes, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+def footprint(model: nn.Module, step: Step, batch: int, exchange_bytes: int = 0) -> Footprint:
+    """Compute the memory of a training step of one rank.
+
+    Workspaces of libraries are not known, and come on top.
+
+    Args:
+        model: on the meta device, in training mode.
+        batch: samples of this rank.
+        exchange_bytes: what an exchange holds all the time.
+
+    Raises:
+        ValueError: it cannot run without values; the message says why.
+    """
+    model = copy.deepcopy(model)  # its parameters will have shapes alone
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # MemTracker looks at addresses, which there are not
+            kinds, modules = _peak(model, step, batch)
+            return Footprint({**kinds, EXCHANGE: exchange_bytes}, modules)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"cannot run without values: {lines[0]}") from None
+
+
+def largest_batch(model: nn.Module, step: Step, num_bytes: float, exchange_bytes: int = 0) -> int:
+    """Return the largest batch whose step fits into so many bytes; 0: none does.
+
+    Memory grows with the batch, so the search halves its interval.
+    """
+
+    def fits(batch: int) -> bool:
+        return footprint(model, step, batch, exchange_bytes).total_bytes <= num_bytes
+
+    fitting, too_large = 0, 1
+    while fits(too_large):
+        fitting, too_large = too_large, 2 * too_large
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        fitting, too_large = (middle, too_large) if fits(middle) else (fitting, middle)
+    return fitting
+
+
+def _peak(
+    model: nn.Module, step: Step, batch: int
+) -> tuple[Mapping[str, int], tuple[ModuleBytes, ...]]:
+    fake = model.to_empty(device="cpu")
+    optimizer = step.optimizer(fake)
+    tracker = MemTracker()
+    tracker.track_external(fake, optimizer)
+    half = AUTOCAST.get(step.precision)
+    modules: tuple[ModuleBytes, ...] = ()
+    with tracker:
+        inputs = torch.empty(batch, *step.input_shape, dtype=step.input_dtype)
+        targets = torch.empty(batch, *step.target.shape, dtype=step.target.dtype)
+        for _ in range(NUM_STEPS):
+            with torch.autocast("cpu", half) if half else contextlib.nullcontext():
+                outputs = fake(inputs)
+            step.loss(outputs.float() if half else outputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            modules = tuple(_modules(tracker, fake))
+            tracker.reset_mod_stats()
+    return _by_kind(tracker.get_tracker_snapshot("peak")), modules
+
+
+def _modules(tracker: MemTracker, model: nn.Module) -> Iterator[ModuleBytes]:
+    """Read what each innermost module held in the last forward."""
+    for name, module in model.named_modules():
+        found = tracker.memory_tracking.get(module)
+        if found and not any(True for _ in module.children()):
+            yield ModuleBytes(name or "model", found.parameter_mem, found.output_mem)
+
+
+def _by_kind(snapshot: Mapping[torch.device, Mapping[Any, int]]) -> Mapping[str, int]:
+    found = dict.fromkeys(NAMES.values(), 0)
+    for of_device in snapshot.values():
+        for kind, num_bytes in of_device.items():
+            name = NAMES.get(getattr(kind, "name", ""))
+            if name:
+                found[name] += num_bytes
+    return found
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line for each set of settings, in MB; of a single one its modules."""
+    rows, memory_gb = result["rows"], result["memory_gb"]
+    columns: dict[str, Callable[[Row], str]] = {
+        "": lambda row: row["name"],
+        "parameters (M)": lambda row: f"{row['num_parameters'] / 1e6:.3f}",
+    }
+    for kind in KINDS:
+        columns[f"{kind} (MB)"] = lambda row, kind=kind: f"{MB * row['bytes'][kind]:.1f}"
+    columns["peak (MB)"] = lambda row: f"{MB * row['total_bytes']:.1f}"
+    if any(row["measured_bytes"] for row in rows):
+        columns["measured (MB)"] = lambda row: f"{MB * row['measured_bytes']:.1f}"
+        columns["computed %"] = lambda row: (
+            f"{100 * row['total_bytes'] / row['measured_bytes']:.1f}"
+        )
+    if memory_gb:
+        columns[f"batch in {memory_gb} GB"] = lambda row: str(row["largest_batch"])
+    lines = tabulate(rows, columns)
+    if len(rows) > 1:
+        return lines
+    modules = [
+        [f"  {each['name']}", "", f"{MB * each['parameters']:.1f}", f"{MB * each['outputs']:.1f}"]
+        for each in rows[0]["modules"]
+    ]
+    head = ["by module", "", "parameters (MB)", "outputs (MB)"]
+    return [*lines, *([*each, *[""] * (len(columns) - 4)] for each in (head, *modules))]
+
+
+def _computed(row: Row) -> str:
+    return f"{100 * row['total_bytes'] / row['measured_bytes']:.1f}"
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns."""
+    measured = (
+        "measured: resident memory above that before the model was built, by Linux's mark, on one "
+        "thread, each row in a fresh process"
+    )
+    return [
+        "computed, not measured: what a step's tensors hold at its peak on one rank, and what its "
+        "exchange holds (num_ranks=); workspaces of libraries come on top",
+        *([measured] if any(row["measured_bytes"] for row in result["rows"]) else []),
+    ]
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw a bar for each set of settings, divided by kind, and a mark where it was measured."""
+    rows = result["rows"]
+    used = [kind for kind in KINDS if any(row["bytes"][kind] for row in rows)]
+    data = pd.DataFrame(
+        {
+            "name": row["name"],
+            "part": kind,
+            "value": MB * row["bytes"][kind],
+            "mark": MB * (row["measured_bytes"] or math.nan) if kind == used[0] else math.nan,
+            "text": f"{MB * row['total_bytes']:.0f}" if kind == used[-1] else "",
+        }
+        for row in rows
+        for kind in used
+    )
+    if not any(row["measured_bytes"] for row in rows):
+        del data["mark"]
+    colours = {kind: COLOURS[kind] for kind in used}
+    body, width = bars(data, "peak of a step (MB)", colours, marks="measured")
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    peaks = span([MB * row["total_bytes"] for row in rows], ".0f")
+    shares = span([100 * row["bytes"]["activations"] / row["total_bytes"] for row in rows], ".0f")
+    message = f"A step of {models} takes {peaks} MB, {shares} % of it activations"
+    sample = f"bars are computed (torch {result['environment']['torch']}), not measured"
+    return Chart("footprint", message, [sample, *about(result)], body, width)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,338 @@
+"""Memory layouts: time of a model's convolutions and steps in each, and of what is moved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import torch
+from omegaconf import DictConfig
+
+from lab.benchmarks import interleave
+from lab.benchmarks.harness import NUM_CALLS, per_call
+from lab.benchmarks.present import about, ends, fastest, ranged
+from lab.benchmarks.request import Request
+from lab.convolution.problem import Pass, Problem
+from lab.device.alone import implementation, medians_of, on_one_rank, seconds_of
+from lab.device.convolution import described, distinct_convolutions
+from lab.device.formats import Layout, MixedLayouts, Moves, calls_in, layouts_for, moves
+from lab.distributed.world import World
+from lab.draw.chart import GREY, Chart
+from lab.draw.looks import BLACK, SKY
+from lab.draw.plots import bars
+from lab.settings.names import class_name
+from lab.training.assemble import assembled
+from lab.training.identity import surroundings
+from lab.training.trainer import AUTOCAST
+
+Call = Callable[[], object]
+
+WARMUP = 3  # steps before all others
+NUM_LOGGED = 5  # calls whose reorders and copies are timed; being logged slows all the rest
+MIXED = "mixed"
+TRANSFORM = {"_target_": f"{MixedLayouts.__module__}.{MixedLayouts.__name__}"}
+STEPS: dict[str, dict[str, Any]] = {  # settings of a run
+    Layout.NCHW: {},
+    Layout.NHWC: {"channels_last": True},
+    MIXED: {"transform": TRANSFORM},
+}
+MS = 1e3
+HEADER = [
+    *("layer", "x", "pass", "layout", "time (ms)", "to NCHW", "reorders", "(ms)", "copies"),
+    *("(ms)", "both (%)", "from > to", "ran"),
+]
+MOST_LAYERS = 13  # in a figure: those that take longest
+PARTS = {"reorders": BLACK, "copies by torch": GREY, "the rest": SKY}
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Times:
+    """Seconds of each timed call of a computation in one layout, and moves of NUM_LOGGED others."""
+
+    layout: str
+    logs: list[Moves] = field(default_factory=list)
+    call_s: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Candidate:
+    """A computation that takes turns with others.
+
+    Attributes:
+        take: computes it once or several times, and returns the seconds of one.
+        log: computes it once, and returns what it moved.
+    """
+
+    times: Times
+    take: Callable[[], float]
+    log: Callable[[], Moves]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One pass of a layer in one layout.
+
+    Attributes:
+        count: layers of the model with these shapes.
+        is_needed: steps compute it: all but backward data of the first layer.
+        ran: which of its implementations oneDNN chose; None: it was not asked.
+    """
+
+    times: Times
+    layer: str
+    shape: str
+    count: int
+    which: Pass
+    is_needed: bool
+    ran: str | None
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Measure layers, then steps, in all layouts in turns.
+
+    Raises:
+        ConfigError: the model has no convolution, or a setting does not fit the data and devices.
+    """
+    config, num_rounds = request.only_config, request.own["rounds"]
+    config.steps, config.optim.lr = WARMUP + NUM_LOGGED + num_rounds, 0.0  # 0 keeps the weights
+    with on_one_rank(config, request.own["threads"]) as world:
+        layers = _layers(config, world.device, num_rounds)
+        steps = _steps(config, world, num_rounds)
+        return {
+            "rows": [row for layer in layers for row in _rows(layer)],
+            "sums": [*(sums(each[0].layer, each) for each in layers), sums("all", sum(layers, []))],
+            "steps": _compared(steps),
+            "model": class_name(config.model["_target_"]),
+            "batch_size": config.batch_size,
+            "num_rounds": num_rounds,
+            "device": world.device.type,
+            **surroundings(world, config),
+        }
+
+
+def sums(name: str, operations: Sequence[Operation]) -> dict[str, Any]:
+    """Add up what a step needs, round by round, times the number of layers of the same shapes."""
+    needed = [each for each in operations if each.is_needed]
+    totals = []
+    for layout in dict.fromkeys(each.times.layout for each in needed):
+        of_layout = [each for each in needed if each.times.layout == layout]
+        call_s = np.sum([each.count * np.array(each.times.call_s) for each in of_layout], axis=0)
+        logs = [_joined(of_layout, number) for number in range(NUM_LOGGED)]
+        totals.append(Times(layout, logs, call_s.tolist()))
+    return {"layer": name, "layouts": _compared(totals)}
+
+
+def _joined(operations: Sequence[Operation], number: int) -> Moves:
+    """Return what all operations move in their logged call of this number."""
+    moved = [each.times.logs[number] for each in operations for _ in range(each.count)]
+    return Moves(
+        tuple(reorder for each in moved for reorder in each.reorders),
+        tuple(seconds for each in moved for seconds in each.copy_s),
+    )
+
+
+def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[list[Operation]]:
+    """Measure the passes of each distinct convolution."""
+    problems = distinct_convolutions(config)
+    dtype = AUTOCAST.get(config.precision, torch.float32)
+    layers = []
+    for place, (problem, names) in enumerate(problems.items()):
+        print(f"[{place + 1}/{len(problems)}] {names[0]}: {described(problem)}", flush=True)
+        candidates, layer = [], []
+        for layout, which, call in _calls(problem, place == 0, dtype, device):
+            is_needed = place > 0 or which != Pass.BACKWARD_DATA
+            one = _candidate(layout, call, device)
+            named = names[0], described(problem), len(names), which, is_needed
+            ran = implementation(call) if device.type == "cpu" else None
+            layer.append(Operation(one.times, *named, ran))
+            candidates.append(one)
+        _take_turns(candidates, num_rounds)
+        layers.append(layer)
+    return layers
+
+
+def _calls(
+    problem: Problem, is_first: bool, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Layout, Pass, Call]]:
+    """Yield a call of each pass in each layout, on random tensors."""
+    make = partial(torch.randn, device=device, dtype=dtype)
+    x = make(problem.batch, problem.channels, *problem.size)
+    w = make(problem.filters, problem.channels // problem.groups, *problem.kernel)
+    dy = make(problem.batch, problem.filters, *problem.out_size)
+    for layout in layouts_for(device, dtype):
+        for which, call in calls_in(layout, problem, x, w, dy, x_is_data=is_first).items():
+            yield layout, which, call
+
+
+def _candidate(layout: Layout, call: Call, device: torch.device) -> Candidate:
+    num_calls = NUM_CALLS if device.type == "cuda" else 1
+    return Candidate(
+        Times(layout),
+        lambda: per_call(call, num_calls, device).call_s,
+        partial(moves, call, device),
+    )
+
+
+def _steps(config: DictConfig, world: World, num_rounds: int) -> list[Times]:
+    """Measure whole steps."""
+    print("steps", flush=True)
+    with ExitStack() as stack:
+        candidates = []
+        for layout, settings in STEPS.items():
+            changed = deepcopy(config)
+            for key, value in settings.items():
+                changed[key] = value
+            part = stack.enter_context(assembled(changed, world))
+            step = partial(next, part.trainer.steps())
+            for _ in range(WARMUP):
+                step()
+            take = partial(seconds_of, step, world.device)
+            log = partial(moves, step, world.device)
+            candidates.append(Candidate(Times(layout), take, log))
+        _take_turns(candidates, num_rounds)
+    return [each.times for each in candidates]
+
+
+def _take_turns(candidates: Sequence[Candidate], num_rounds: int) -> None:
+    """Log all candidates in turns, then time them in turns."""
+    for index, _ in interleave.turns(len(candidates), range(NUM_LOGGED)):
+        candidates[index].times.logs.append(candidates[index].log())
+    rounds = interleave.progress(range(num_rounds), 0)
+    for index, _ in interleave.turns(len(candidates), rounds):
+        candidates[index].times.call_s.append(candidates[index].take())
+
+
+def _rows(operations: Sequence[Operation]) -> list[dict[str, Any]]:
+    """Return a row for each pass and layout of a layer."""
+    rows = []
+    for which in Pass:
+        of_pass = [each for each in operations if each.which == which]
+        for one, compared in zip(of_pass, _compared([each.times for each in of_pass]), strict=True):
+            named = {"layer": one.layer, "shape": one.shape, "count": one.count}
+            named |= {"pass": str(which), "is_needed": one.is_needed, "ran": one.ran}
+            rows.append(named | compared)
+    return rows
+
+
+def _compared(all_times: Sequence[Times]) -> list[dict[str, Any]]:
+    """Return time, ratio to the first of them, which is NCHW, and moves of each."""
+    return [
+        {
+            "layout": str(each.layout),
+            "time_s": interleave.interval(lambda seconds: seconds, each.call_s),
+            "ratio": interleave.ratio(each.call_s, all_times[0].call_s),
+            "reorder_s": median(log.reorder_s for log in each.logs),
+            "reorders": dict(
+                Counter(f"{one.source}>{one.target}" for one in each.logs[-1].reorders)
+            ),
+            "copy_s": median(sum(log.copy_s) for log in each.logs),
+            "num_copies": len(each.logs[-1].copy_s),
+        }
+        for each in all_times
+    ]
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a line for each layer, pass and layout, for sums over layers, and for steps."""
+    *_, whole = result["sums"]
+    return [
+        HEADER,
+        *map(_layer, result["rows"]),
+        *(_line(["sum", "", "all"], row) for row in whole["layouts"]),
+        *(_line(["step", "", ""], row) for row in result["steps"]),
+    ]
+
+
+def _layer(row: dict[str, Any]) -> list[str]:
+    formats = [f"{n}*{each}" if n > 1 else each for each, n in row["reorders"].items()]
+    first = [row["layer"], str(row["count"]), row["pass"]]
+    return [*_line(first, row)[:-2], " ".join(formats), row["ran"] or ""]
+
+
+def _line(first: list[str], row: dict[str, Any]) -> list[str]:
+    share = (row["reorder_s"] + row["copy_s"]) / row["time_s"]["median"]
+    return [
+        *(*first, row["layout"], ranged(row["time_s"], MS), ranged(row["ratio"])),
+        *(str(sum(row["reorders"].values())), f"{MS * row['reorder_s']:.3f}"),
+        *(str(row["num_copies"]), f"{MS * row['copy_s']:.3f}", f"{100 * share:.1f}", "", ""),
+    ]
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Name the layers, and explain the columns."""
+    shapes = {row["layer"]: (row["count"], row["shape"]) for row in result["rows"]}
+    return [
+        *(f"{name} ({count}x): {shape}" for name, (count, shape) in shapes.items()),
+        f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes; "
+        f"medians of {result['num_rounds']} rounds in turns, [95 % intervals]",
+        "the sum has what a step needs of all layers: no backward data of the first one",
+        *_on_layouts(result),
+        "copies: torch's, by its profiler; in a layer, changes of layout; in a step, all of them; "
+        "both (%): reorders and copies, from other calls than the timed ones, of the time",
+        "mixed: convolutions in NHWC, tensors between layers put back into NCHW, by copies",
+    ]
+
+
+def _on_layouts(result: dict[str, Any]) -> Iterator[str]:
+    if result["device"] == "cuda":
+        yield "reorders: cuDNN's kernels that change a layout, by name (no GPU has run this yet)"
+    else:
+        yield "reorders: by oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
+    if any(row["layout"] == "blocked" for row in result["rows"]):
+        yield (
+            "blocked: inputs and gradients as oneDNN's convolutions leave them; filters in NCHW, "
+            "since torch trains no others"
+        )
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw the time of layers and of steps in each layout, with the part that reorders take."""
+    *layers, _ = result["sums"]
+    longest = sorted(layers, key=lambda each: -each["layouts"][0]["time_s"]["median"])
+    shown = [each for each in layers if each in longest[:MOST_LAYERS]]
+    counts = {row["layer"]: row["count"] for row in result["rows"]}
+    drawn = [bars(_parts("step", result["steps"]), "ms of a whole step", PARTS)]
+    of_layers = [
+        _parts(each["layer"] + (f" ({n}x)" if (n := counts[each["layer"]]) > 1 else ""), rows)
+        for each in shown
+        for rows in [each["layouts"]]
+    ]
+    drawn.append(bars(pd.concat(of_layers), "ms per step", PARTS))
+    body = alt.vconcat(*(body for body, _ in drawn)).resolve_scale(color="shared")
+    plain, *others = result["steps"]
+    ratios = {row["layout"]: row["ratio"] for row in others}
+    steps = f"Steps of {result['model']} with {result['batch_size']} images"
+    message = f"{steps}: {fastest(ratios, plain['layout'])}"
+    of = len(layers)
+    left_out = [] if len(shown) == of else [f"the {len(shown)} of {of} shapes that take longest"]
+    sample = [
+        f"{medians_of(result)}, 95 % intervals",
+        "a layer: forward and backward; what reorders and copies take is from other calls",
+    ]
+    width = max(width for _, width in drawn)
+    return Chart("layout", message, [*sample, *left_out, *about(result)], body, width)
+
+
+def _parts(name: str, rows: list[Row]) -> Any:
+    """Return a bar for each layout: its reorders and copies, and the rest of its time."""
+    lines: list[Row] = []
+    for row in rows:
+        time, moved = ends(row["time_s"], MS), (MS * row["reorder_s"], MS * row["copy_s"])
+        values = (*moved, max(0.0, time["value"] - sum(moved)))
+        interval = {"low": time["low"], "high": time["high"]}
+        lines += [
+            {"name": f"{name} {row['layout']}", "part": part, "value": value, **interval}
+            for part, value in zip(PARTS, values, strict=True)
+        ]
+    return pd.DataFrame(lines)

@@ -1,0 +1,322 @@
+"""Measure the layers of a model as a profile, and show it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+
+from lab.benchmarks import interleave
+from lab.benchmarks.present import ranged
+from lab.device.alone import on_one_rank
+from lab.device.clock import WAYS, LayerClock
+from lab.device.profile_request import TURN
+from lab.distributed.world import World
+from lab.draw.text import aligned
+from lab.measure.environment import device_and_torch
+from lab.measure.layers import kernels_ms, profiled
+from lab.measure.spans import PHASES
+from lab.model.fits import ALL, BOTH, REST, STEP, Fit
+from lab.model.profile import Layer, Profile
+from lab.problem.build import require_float32
+from lab.settings.whole import write_atomically
+from lab.training.assemble import Assembly, assembled
+
+CHECKED = 5  # steps in which torch.profiler counts the kernels
+KERNELS = "kernels of a step but the optimizer's, by torch.profiler:"
+HEADER = [
+    *("layer", "parameters"),
+    *("forward ms", "of it fixed", "us per sample"),
+    *("backward ms", "of it fixed", "us per sample"),
+]
+US_PER_MS = 1e3
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steps at one batch size, in milliseconds, a value for each round.
+
+    Attributes:
+        sizes: number of values of each layer's gradient, by name, in the order of forward.
+        layers_ms: [rounds, forward and backward, layers], scaled by one factor so that their
+            medians add up to that of pass_ms.
+        pass_ms: forward and backward of a step without clocks on its layers. step_ms: all of it.
+    """
+
+    batch_size: int
+    sizes: dict[str, int]
+    layers_ms: Values
+    pass_ms: Values
+    step_ms: Values
+
+    @property
+    def rest_ms(self) -> Values:
+        """The rest of the step: optimizer, data, host."""
+        return np.maximum(0.0, self.step_ms - self.pass_ms)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers with the medians of their times."""
+        each = zip(self.sizes.items(), *np.median(self.layers_ms, axis=0), strict=True)
+        return [
+            Layer(name, size, float(forward), float(backward))
+            for (name, size), forward, backward in each
+        ]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A profile, and what was measured besides it.
+
+    Attributes:
+        steps_ms: median of a whole step, by batch size.
+        kernels_ms: of a step's kernels, without the optimizer's, by torch.profiler at the reference
+            batch; None: not on a GPU.
+    """
+
+    profile: Profile
+    steps_ms: dict[int, float]
+    kernels_ms: float | None
+
+
+def measure(configs: Sequence[DictConfig], name: str, settings: list[str]) -> Measurement:
+    """Measure a model's profile on the device at hand.
+
+    Args:
+        configs: settings of the run at several batches, the largest first: it is the reference.
+        settings: settings of the command; part of the profile's source.
+
+    Raises:
+        ConfigError: a setting does not fit the data and devices at hand.
+    """
+    with on_one_rank(configs[0]) as world:
+        on_gpu = world.device.type == "cuda"
+        found = measured(configs, world)
+        kernels = _kernels_ms(configs[0], world) if on_gpu else None
+        command = shlex.join(["python", "-m", "lab.profile_layers", *settings])
+        source = f"measured on {device_and_torch(world.device)}: {command}"
+    steps_ms = {each.batch_size: float(np.median(each.step_ms)) for each in found}
+    threads = None if on_gpu else torch.get_num_threads()
+    return Measurement(profile_of(found, name, source, threads), steps_ms, kernels)
+
+
+def profile_of(
+    found: Sequence[Measured], name: str, source: str, num_threads: int | None
+) -> Profile:
+    """Return the profile whose times lie on lines through those of several batches."""
+    reference = found[0].batch_size
+    fits = tuple(_fits(found))
+    fixed, whole = {}, {}
+    for fit in fits:
+        fixed_ms, per_sample_ms = fit.fixed_ms["median"] or 0.0, fit.per_sample_ms["median"] or 0.0
+        fixed[fit.layer, fit.way] = fixed_ms
+        whole[fit.layer, fit.way] = fixed_ms + reference * per_sample_ms
+    layers = (
+        Layer(layer, size, *(times[layer, way] for times in (whole, fixed) for way in WAYS))
+        for layer, size in found[0].sizes.items()
+    )
+    return Profile(
+        name,
+        source,
+        reference,
+        tuple(layers),
+        rest_ms=whole[REST, STEP],
+        fixed_rest_ms=fixed[REST, STEP],
+        step_ms=float(np.median(found[0].step_ms)),
+        num_threads=num_threads,
+        fits=fits,
+    )
+
+
+def _fits(found: Sequence[Measured]) -> Iterator[Fit]:
+    for index, layer in enumerate(found[0].sizes):
+        for number, way in enumerate(WAYS):
+            yield _fit(layer, way, found, [each.layers_ms[:, number, index] for each in found])
+    yield _fit(ALL, BOTH, found, [each.pass_ms for each in found])
+    yield _fit(REST, STEP, found, [each.rest_ms for each in found])
+
+
+def _fit(layer: str, way: str, found: Sequence[Measured], times: Sequence[Values]) -> Fit:
+    batches = [each.batch_size for each in found]
+
+    def part(number: int) -> dict[str, float | None]:
+        return interleave.interval(lambda *of: fixed_and_per_sample(batches, of)[number], *times)
+
+    return Fit(layer, way, part(0), part(1))
+
+
+def fixed_and_per_sample(batches: Sequence[int], times: Sequence[Values]) -> tuple[Values, Values]:
+    """Fit time = fixed + per_sample · batch by least squares, both of at least 0.
+
+    Errors are relative to the times: noise grows with a time, so in absolute terms the largest
+    batch would decide alone, and the fixed part is what the smallest ones show. Through two batches
+    the line passes exactly, unless a part would be below 0; the other then fits alone.
+
+    Args:
+        batches: at least two, all different.
+        times: for each batch an array of any shape, the same for all.
+
+    Returns:
+        fixed, per_sample: of that shape, in the unit of the times; 0 where a time is.
+    """
+    t = np.stack([np.asarray(each, dtype=np.float64) for each in times], axis=-1)
+    b = np.array(batches, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        s, sb, sbb = ((b**power / t**2).sum(axis=-1) for power in (0, 1, 2))
+        st, sbt = (1 / t).sum(axis=-1), (b / t).sum(axis=-1)
+        determinant = s * sbb - sb**2
+        fixed = (sbb * st - sb * sbt) / determinant
+        per_sample = (s * sbt - sb * st) / determinant
+        growing, constant = fixed < 0, per_sample < 0
+        fixed = np.where(growing, 0.0, np.where(constant, st / s, fixed))
+        per_sample = np.where(constant, 0.0, np.where(growing, sbt / sbb, per_sample))
+    return np.nan_to_num(fixed), np.nan_to_num(per_sample)
+
+
+def measured(configs: Sequence[DictConfig], world: World) -> list[Measured]:
+    """Time steps of all batches, with and without clocks on the layers.
+
+    Batches take turns of TURN steps in a random order, so that drift favours none; and a turn is
+    longer than a step, because the first one finds another batch's data in the caches.
+    """
+    warmup = configs[0].warmup_steps
+    with ExitStack() as stack:
+        timed = [_Timed(stack.enter_context(assembled(each, world)), world) for each in configs]
+        for each in timed:
+            each.take(warmup)
+        rounds = interleave.progress(range((configs[0].steps - warmup) // TURN), 0)
+        for index, _ in interleave.turns(len(timed), rounds):
+            timed[index].take(TURN)
+        return [each.measured() for each in timed]
+
+
+class _Timed:
+    """A trainer at one batch size, and the clock of its layers."""
+
+    def __init__(self, part: Assembly, world: World) -> None:
+        self._trainer = part.trainer
+        require_float32(part.trainer.model)
+        self._clock = LayerClock(part.trainer.model, world.device)
+        self._steps = part.trainer.steps()
+        self._num_steps = 0
+
+    def take(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            with self._clock if clocked(self._num_steps) else nullcontext():
+                next(self._steps)
+            self._num_steps += 1
+
+    def measured(self) -> Measured:
+        """Return the times of all steps after the warm-up."""
+        trainer = self._trainer
+        trainer.clock.pause()
+        warmup = trainer.config.warmup_steps
+        taken = range(self._num_steps)
+        plain = [number for number in taken[warmup:] if not clocked(number)]
+        both = [PHASES.index(phase) for phase in WAYS]
+        pass_ms = 1000 * trainer.clock.phase_seconds()[plain][:, both].sum(axis=1)
+        step_ms = 1000 * trainer.clock.step_seconds()[plain]
+        names, layers_ms = self._clock.times_ms(sum(map(clocked, taken[:warmup])))
+        pass_ms, step_ms, layers_ms = map(_by_round, (pass_ms, step_ms, layers_ms))
+        return Measured(
+            trainer.batch_size,
+            {name: self._clock.parameters[name] for name in names},
+            scaled_to(float(np.median(pass_ms)), layers_ms),
+            pass_ms,
+            step_ms,
+        )
+
+
+def _by_round(values: Values) -> Values:
+    """Average over the steps of one kind in each turn: [steps, ...] to [rounds, ...]."""
+    return values.reshape(-1, TURN // 2, *values.shape[1:]).mean(axis=1)
+
+
+def clocked(number: int) -> bool:
+    """Return whether step `number` has clocks: yes, no, no, yes, so that drift favours neither."""
+    return number % 4 in (0, 3)
+
+
+def scaled_to(pass_ms: float, layers_ms: Values) -> Values:
+    """Scale all times [rounds, ways, layers] so that their medians add up to `pass_ms`.
+
+    The clocks cost time themselves.
+    """
+    return pass_ms / np.median(layers_ms, axis=0).sum() * layers_ms
+
+
+def _kernels_ms(config: DictConfig, world: World) -> float:
+    with assembled(config, world) as part:
+        steps = part.trainer.steps()
+        for _ in islice(steps, config.warmup_steps):
+            pass
+        with profiled() as profiler:
+            num_steps = sum(1 for _ in islice(steps, CHECKED))
+    return kernels_ms(profiler.key_averages(), num_steps)
+
+
+def present(measured: Measurement, out: Path | None) -> None:
+    """Print a table of the layers, and write the profile to `out`, or print it too.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    profile = measured.profile
+    print(table(profile))
+    print("\n".join(["", *_notes(measured)]))
+    if out is None:
+        print(f"\n{profile.to_yaml()}", end="")
+        return
+    write_atomically(out, lambda temporary: temporary.write_text(profile.to_yaml()))
+    print(f"wrote {out}")
+
+
+def table(profile: Profile) -> str:
+    """List the times of each layer at the reference batch, and the lines that they are on."""
+    fits = {(fit.layer, fit.way): fit for fit in profile.fits}
+    lines = [_line(layer, fits) for layer in profile.layers]
+    parameters = sum(layer.parameters for layer in profile.layers)
+    forward_ms = sum(layer.forward_ms for layer in profile.layers)
+    backward_ms = sum(layer.backward_ms for layer in profile.layers)
+    total = ["all", f"{parameters:,}", f"{forward_ms:.3f}", "", "", f"{backward_ms:.3f}", "", ""]
+    return "\n".join(aligned([HEADER, *lines, total]))
+
+
+def _line(layer: Layer, fits: dict[tuple[str, str], Fit]) -> list[str]:
+    forward, backward = (_parts(fits[layer.name, way]) for way in ("forward", "backward"))
+    times = (f"{layer.forward_ms:.3f}", *forward, f"{layer.backward_ms:.3f}", *backward)
+    return [layer.name, f"{layer.parameters:,}", *times]
+
+
+def _parts(fit: Fit) -> tuple[str, str]:
+    return ranged(fit.fixed_ms), ranged(fit.per_sample_ms, US_PER_MS)
+
+
+def _notes(measured: Measurement) -> list[str]:
+    profile = measured.profile
+    lines = []
+    for fit in profile.fits:
+        if (fit.layer, fit.way) in ((ALL, BOTH), (REST, STEP)):
+            fixed, per_sample = _parts(fit)
+            lines.append(f"{fit.layer}: {fixed} ms fixed, {per_sample} us per sample")
+    for batch, step_ms in measured.steps_ms.items():
+        by_lines = 1000 * (profile.compute_s(batch) + (profile.rest_s(batch) or 0.0))
+        lines.append(
+            f"batch {batch}: step {step_ms:.3f} ms without clocks on its layers; by the lines "
+            f"{by_lines:.3f} ({100 * (by_lines / step_ms - 1):+.1f} %)"
+        )
+    lines.append("(rest): optimizer, data, host; [95 % intervals]")
+    if measured.kernels_ms is not None:
+        whole_ms = sum(layer.forward_ms + layer.backward_ms for layer in profile.layers)
+        lines.append(f"layers {whole_ms:.3f} ms; {KERNELS} {measured.kernels_ms:.3f} ms")
+    return lines

@@ -1,0 +1,303 @@
+"""A model's layers under a roofline: how fast each could be, by its operations and bytes, and is.
+
+(S. Williams, A. Waterman and D. Patterson, Roofline: An Insightful Visual Performance Model,
+Communications of the ACM 52(4), 2009.) The roofs are this machine's, as measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import altair as alt
+import pandas as pd
+import torch
+from omegaconf import DictConfig
+
+from lab.benchmarks.catalogue import size_name
+from lab.benchmarks.present import about, tabulate
+from lab.benchmarks.request import Request
+from lab.device.alone import on_one_rank, threaded
+from lab.device.profile import measured
+from lab.draw.chart import LABEL_PX, Chart
+from lab.draw.looks import BLACK, BLUE, VERMILLION
+from lab.draw.plots import Axis
+from lab.measure.operations import Uncountable, count
+from lab.measure.peaks import arithmetic_of, gpu_peak
+from lab.measure.rates import copy_rate, measured_rates
+from lab.model.profile import Layer
+from lab.model.work import Operation, Work
+from lab.problem.build import blueprint
+from lab.settings.config import ConfigError
+from lab.settings.names import class_name
+from lab.training.identity import surroundings
+
+COPIES = (200_000, 4_000_000, 256_000_000)  # bytes: about those of two caches, and of none
+STEPS, WARMUP = 24, 4
+G, MB = 1e-9, 1e-6
+COLOURS = {"forward": BLUE, "backward": VERMILLION}
+ROOFS = ("roof of products and memory", "of copies in caches")
+NAMED = 6  # layers whose names are in the figure: those that take longest
+CLOSE = (0.5, 0.08)  # decades, along x and y, in which two names would overlap
+SIZE = (620, 360)  # pixels
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """Highest rates of a device.
+
+    Attributes:
+        flops_per_s: of products. bytes_per_s: of copies, by the bytes that one moves: the largest
+            go to memory, the others to a cache.
+    """
+
+    flops_per_s: float
+    bytes_per_s: Mapping[int, float]
+    source: str
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """The rate of the largest copies."""
+        return self.bytes_per_s[max(self.bytes_per_s)]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Forward or backward of one layer.
+
+    Attributes:
+        flops, num_bytes: counted; bytes as if no cache kept any.
+        seconds: measured.
+        loose_bytes: of these, moved by operations without products, such as ReLU and pooling:
+            fused into the product before them, they would not go to memory.
+    """
+
+    layer: str
+    way: str
+    flops: float
+    num_bytes: float
+    seconds: float
+    loose_bytes: float
+
+    def bound_s(self, roofs: Roofs) -> tuple[float, float]:
+        """Return the least seconds that products and memory take."""
+        return self.flops / roofs.flops_per_s, self.num_bytes / roofs.memory_bytes_per_s
+
+
+def spots(work: Work, layers: Iterable[Layer], batch: int) -> list[Spot]:
+    """Join counted work and measured times of the same layers.
+
+    Args:
+        layers: measured at `batch`, in any order.
+    """
+    measured = {layer.name: layer for layer in layers}
+    found = []
+    for counted in work.layers:
+        layer = measured[counted.name]
+        for way, operations, took_ms in (
+            ("forward", counted.forward, layer.forward_ms),
+            ("backward", counted.backward, layer.backward_ms),
+        ):
+            found.append(_spot(counted.name, way, operations, took_ms / 1000, batch))
+    return found
+
+
+def _spot(
+    layer: str, way: str, operations: tuple[Operation, ...], seconds: float, batch: int
+) -> Spot:
+    flops = sum(each.flops.at(batch) for each in operations)
+    num_bytes = sum(each.num_bytes.at(batch) for each in operations)
+    loose = sum(each.num_bytes.at(batch) for each in operations if not each.flops.at(batch))
+    return Spot(layer, way, flops, num_bytes, seconds, loose if flops else 0.0)
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Measure the roofs and the layers of one model at one batch.
+
+    Raises:
+        ConfigError: the model cannot be counted, or there are several.
+    """
+    config = request.only_config
+    # As lab.profile_layers: a rate of 0 keeps the weights.
+    config.measure, config.steps, config.warmup_steps = "breakdown", STEPS, WARMUP
+    config.optim.lr = 0.0
+    plan = blueprint(config)
+    data = plan.data
+    try:
+        work = count(plan.model, data.input_shape, data.input_dtype, plan.target, plan.task.loss)
+    except Uncountable as error:
+        raise ConfigError(f"model={config.model['_target_']}: cannot be counted: {error}") from None
+    with on_one_rank(config, request.own["threads"]) as world:
+        roofs = roofs_of(config, world.device)
+        (at_batch,) = measured([config], world)
+        found = spots(work, at_batch.layers, config.batch_size)
+        return {
+            "rows": [_row(spot, roofs) for spot in found],
+            "roofs": {
+                "flops_per_s": roofs.flops_per_s,
+                "bytes_per_s": [[size, rate] for size, rate in roofs.bytes_per_s.items()],
+                "source": roofs.source,
+            },
+            "model": class_name(config.model["_target_"]),
+            "batch_size": config.batch_size,
+            "unit": data.unit,
+            **surroundings(world, config),
+        }
+
+
+def _row(spot: Spot, roofs: Roofs) -> dict[str, Any]:
+    products_s, memory_s = spot.bound_s(roofs)
+    least_s = max(products_s, memory_s)
+    return {
+        **asdict(spot),
+        "flops_per_byte": spot.flops / spot.num_bytes if spot.num_bytes else None,
+        "bound": "products" if products_s >= memory_s else "memory",
+        "of_roof": least_s / spot.seconds if spot.seconds else None,
+    }
+
+
+def roofs_of(config: DictConfig, device: torch.device) -> Roofs:
+    """Return a GPU's peaks by its datasheet, or those of the CPU as measured.
+
+    Raises:
+        ConfigError: the GPU's peaks are not known.
+    """
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        rates = measured_rates(threads)
+        copies = {size: copy_rate(size, threads) for size in COPIES}
+        source = f"measured, {threads} thread{'s' if threads > 1 else ''}"
+        return Roofs(max(rates.product, rates.convolution), copies, source)
+    name = torch.cuda.get_device_name(device)
+    found = gpu_peak(name)
+    rate = found and found.flops_per_s.get(arithmetic_of(config.precision, config.tf32))
+    if not (found and rate and found.bandwidth_bytes_per_s):
+        raise ConfigError(f"device={name}: lab/measure/peaks.py does not know its peaks")
+    return Roofs(rate, {0: found.bandwidth_bytes_per_s}, found.source)
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line for each layer and direction."""
+    return tabulate(
+        result["rows"],
+        {
+            "layer": lambda row: row["layer"],
+            "": lambda row: row["way"],
+            "GFLOP": lambda row: f"{G * row['flops']:.3f}",
+            "MB": lambda row: f"{MB * row['num_bytes']:.2f}",
+            "FLOP/byte": lambda row: _known(row["flops_per_byte"], 1.0, ".1f"),
+            "ms": lambda row: f"{1e3 * row['seconds']:.3f}",
+            "GFLOP/s": lambda row: _known(_rate(row), 1.0, ".1f"),
+            "bound by": lambda row: row["bound"],
+            "of the roof %": lambda row: _known(row["of_roof"], 100.0, ".0f"),
+            "fusable MB": lambda row: f"{MB * row['loose_bytes']:.2f}",
+        },
+    )
+
+
+def _known(value: float | None, scale: float, digits: str) -> str:
+    return "-" if value is None else f"{scale * value:{digits}}"
+
+
+def _rate(row: Row) -> float | None:
+    """Return operations per second in billions."""
+    return G * row["flops"] / row["seconds"] if row["seconds"] else None
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Name the roofs, and what fusing could save."""
+    roofs, rows = result["roofs"], result["rows"]
+    copies = ", ".join(f"{_size(size)}{G * rate:.1f} GB/s" for size, rate in roofs["bytes_per_s"])
+    loose, whole = (sum(row[key] for row in rows) for key in ("loose_bytes", "num_bytes"))
+    most = sorted(rows, key=lambda row: -row["loose_bytes"])[:3]
+    names = ", ".join(f"{r['layer']} {r['way']} {MB * r['loose_bytes']:.1f} MB" for r in most)
+    return [
+        f"{result['model']}, {result['batch_size']} {result['unit']}s; roofs ({roofs['source']}): "
+        f"{G * roofs['flops_per_s']:.1f} GFLOP/s in products; copies: {copies}",
+        "of the roof: the least time, by products or by memory, over the measured one; above 100 % "
+        "where a cache kept what is counted as memory, or an algorithm multiplies less (Winograd, "
+        "FFT)",
+        "fusable: bytes of operations without products (ReLU, pooling, norms) beside a product of "
+        f"the same layer, {MB * loose:.1f} of {MB * whole:.1f} MB in all; most: {names}",
+    ]
+
+
+def _size(num_bytes: int) -> str:
+    return f"of {size_name(num_bytes)} " if num_bytes else ""
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw each layer's rate over its operations per byte, under the roofs."""
+    rows, roofs = (
+        [row for row in result["rows"] if row["flops"] and row["seconds"]],
+        result["roofs"],
+    )
+    named = _named(rows)
+    data: Any = pd.DataFrame(
+        {
+            "x": row["flops_per_byte"],
+            "y": _rate(row),
+            "way": row["way"],
+            "layer": row["layer"],
+            "name": row["layer"] if any(row is each for each in named) else "",
+        }
+        for row in rows
+    )
+    fastest = max(rate for _, rate in roofs["bytes_per_s"])
+    low = min(float(data["x"].min()), roofs["flops_per_s"] / fastest) / 2
+    x_ends = low, 2 * float(data["x"].max())
+    y_ends = float(data["y"].min()) / 1.5, 1.6 * max(G * roofs["flops_per_s"], data["y"].max())
+    x, y = Axis("operations per byte (FLOP/byte)", log=10), Axis("GFLOP/s", log=10)
+    across = alt.X("x:Q", title=x.title, scale=x.scale(x_ends), axis=x.axis(x_ends))
+    up = alt.Y("y:Q", title=y.title, scale=y.scale(y_ends), axis=y.axis(y_ends))
+    scale = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
+    dashes = alt.Scale(domain=list(ROOFS), range=[[1, 0], [6, 3]])
+    dots = alt.Chart(data).encode(across, up)
+    body = alt.layer(
+        alt.Chart(_roofs(roofs, x_ends))
+        .mark_line(color=BLACK, clip=True)
+        .encode(across, up, alt.StrokeDash("roof:N", scale=dashes), detail="size:N"),
+        dots.mark_point(filled=True, size=40, opacity=0.75).encode(
+            color=alt.Color("way:N", scale=scale), tooltip=["layer", "way", "x:Q", "y:Q"]
+        ),
+        dots.mark_text(align="left", dx=6, dy=9, fontSize=LABEL_PX).encode(text="name:N"),
+    ).properties(width=SIZE[0], height=SIZE[1])
+    least_s = sum(row["of_roof"] * row["seconds"] for row in rows)
+    reached = 100 * least_s / sum(row["seconds"] for row in rows)
+    message = f"Layers of {result['model']} reach {reached:.0f} % of what the roofs allow"
+    sample = f"{threaded(result)} · {result['batch_size']} {result['unit']}s"
+    about_roofs = f"roofs: {roofs['source']}"
+    return Chart("roofline", message, [sample, about_roofs, *about(result)], body, SIZE[0] + 50)
+
+
+def _named(rows: list[Row]) -> list[Row]:
+    """Return the longest of each layer's two rows, without those whose names would overlap."""
+    longest: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: -row["seconds"]):
+        longest.setdefault(row["layer"], row)
+    kept: list[tuple[float, float, Row]] = []
+    for row in longest.values():
+        x, y = math.log10(row["flops_per_byte"]), math.log10(row["flops"] / row["seconds"])
+        if all(abs(x - a) > CLOSE[0] or abs(y - b) > CLOSE[1] for a, b, _ in kept):
+            kept.append((x, y, row))
+    return [row for *_, row in kept[:NAMED]]
+
+
+def _roofs(roofs: dict[str, Any], ends: tuple[float, float]) -> Any:
+    """Return the corners of each roof: of copies that go to memory, and of those in caches."""
+    peak = roofs["flops_per_s"]
+    largest = max(size for size, _ in roofs["bytes_per_s"])
+    return pd.DataFrame(
+        {
+            "x": x,
+            "y": G * min(peak, rate * x),
+            "size": size,
+            "roof": ROOFS[size != largest],
+        }
+        for size, rate in roofs["bytes_per_s"]
+        for x in sorted({ends[0], min(max(peak / rate, ends[0]), ends[1]), ends[1]})
+    )

@@ -1,0 +1,422 @@
+"""Samples per second in training and in inference, and the batch from which on they flatten.
+
+Beside counted operations stand those of published formulae (D. Levinthal, Performance analysis of
+deep neural networks, 2018, slides 4 to 6: convolutions, LSTM cells, the Transformer). All are
+floating-point operations of one sample; a multiply-add is two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from lab.benchmarks import interleave
+from lab.benchmarks.present import about, ends, ranged, tabulate
+from lab.benchmarks.request import Request
+from lab.convolution.layer import convolutions_of
+from lab.device.alone import compiling_each, medians_of, on_one_rank, seconds_of, span
+from lab.draw.chart import Chart
+from lab.draw.looks import BLUE, COLOURS, VERMILLION, Look, looks_of
+from lab.draw.plots import Axis, dots, lines
+from lab.measure.peaks import arithmetic_of, gpu_peak
+from lab.measure.rates import measured_rates
+from lab.model.lstm import LSTM
+from lab.model.transformer import Transformer
+from lab.problem.build import blueprint
+from lab.settings.config import ConfigError
+from lab.settings.names import class_name
+from lab.simulate.source import work_of
+from lab.training.assemble import Assembly, assembled
+from lab.training.identity import surroundings
+from lab.training.trainer import AUTOCAST
+
+WARMUP = 3  # steps of each batch, one of them under the profiler
+WAYS = ("training", "inference")
+FLAT = 0.95  # from the first batch with this share of the best rate on, a larger one gains little
+G = 1e-9
+DEFAULT = "default"  # the series that changes nothing but the batch
+# Names of torch's operations that multiply matrices; what is inside a fused one counts with it.
+PRODUCT = re.compile(
+    r"aten::_?((b?add|grouped_)?b?mm_?|(add)?mv_?|v?dot|.*convolution.*|.*rnn.*|.*lstm.*"
+    r"|scaled_dot_product_.*_attention.*|flash_attention.*|efficient_attention.*)"
+)
+MARKS = ("ProfilerStep", "Optimizer.", "enumerate(", "autograd::")  # spans, not operations
+SAMPLES = 2  # one is too few for BatchNorm at 1x1 px
+# H·W of the output; C are the channels that a filter sees: lab.convolution.problem.
+CONVOLUTION = "2·N·K·C·R·S·H·W of each convolution"
+CELL = "16·hidden² a token and layer"
+TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² a module"
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Candidate:
+    """One set of settings, its parts, and the seconds of its steps and of its forward alone."""
+
+    label: str
+    config: DictConfig
+    part: Assembly
+    step: Callable[[], object]
+    infer: Callable[[], object]
+    products: float | None = None
+    step_s: list[float] = field(default_factory=list)
+    infer_s: list[float] = field(default_factory=list)
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Measure all variants in turns, on one rank.
+
+    Raises:
+        ConfigError: a setting does not fit the data and devices at hand.
+    """
+    configs = [variant.config for variant in request.variants]
+    for config in configs:
+        config.steps = WARMUP + request.own["rounds"]
+    with ExitStack() as stack:
+        world = stack.enter_context(on_one_rank(configs[0], request.own["threads"]))
+        stack.enter_context(compiling_each(configs, len(WAYS)))
+        candidates = [
+            _candidate(variant.label, stack.enter_context(assembled(config, world)), config)
+            for variant, config in zip(request.variants, configs, strict=True)
+        ]
+        rounds = interleave.progress(range(request.own["rounds"]), 0)
+        for index, _ in interleave.turns(len(candidates), rounds):
+            one = candidates[index]
+            one.step_s.append(seconds_of(one.step, world.device))
+            one.infer_s.append(seconds_of(one.infer, world.device))
+        rows = [_row(each, world.device) for each in candidates]
+        return {
+            "rows": rows,
+            "knees": knees(rows),
+            "unit": candidates[0].part.trainer.data.unit,
+            "num_rounds": request.own["rounds"],
+            **surroundings(world, *configs),
+        }
+
+
+def series_of(label: str) -> str:
+    """Return what a label says besides the batch: the rows that have it in common are a series."""
+    words = [word for word in label.split() if "=" in word]
+    return " ".join(word for word in words if not word.startswith("batch_size="))
+
+
+def knees(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return the knee of training and of inference in each series of several batches."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        series.setdefault(row["series"], []).append(row)
+    return {
+        name: {way: knee(each, way) for way in WAYS}
+        for name, each in series.items()
+        if len(each) > 1
+    }
+
+
+def knee(rows: Sequence[dict[str, Any]], way: str) -> int:
+    """Return the smallest batch whose rate is at least FLAT of the best one."""
+    best = max(row[way]["median"] for row in rows)
+    ordered = sorted(rows, key=lambda row: row["batch_size"])
+    return next(row["batch_size"] for row in ordered if row[way]["median"] >= FLAT * best)
+
+
+def _candidate(label: str, part: Assembly, config: DictConfig) -> Candidate:
+    """Warm up one set of settings, and profile a step of it."""
+    trainer = part.trainer
+    loop, infer = trainer.steps(), _inference(part, config)
+    one = Candidate(label, config, part, lambda: next(loop), infer)
+    for _ in range(WARMUP - 1):
+        one.step()
+        infer()
+    on_gpu = trainer.world.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        one.step()
+    one.products = share_of_products(profiler.key_averages(), on_gpu)
+    return one
+
+
+def _inference(part: Assembly, config: DictConfig) -> Callable[[], None]:
+    """Return a call that computes the outputs of one batch, without gradients."""
+    trainer = part.trainer
+    inputs, _ = next(iter(trainer.data.test_batches(0, 1, trainer.batch_size)))
+    if len(inputs) < trainer.batch_size:
+        raise ConfigError(
+            f"batch_size={trainer.batch_size}: the test part has {len(inputs)} samples, too few "
+            "for a batch of inference"
+        )
+    if config.channels_last:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    half = AUTOCAST.get(config.precision)
+
+    def infer() -> None:
+        trainer.model.eval()
+        with torch.no_grad(), torch.autocast(inputs.device.type, half, enabled=half is not None):
+            trainer.sync.module(inputs)  # the compiled form, if there is one
+        trainer.model.train()
+
+    return infer
+
+
+def _row(one: Candidate, device: torch.device) -> dict[str, Any]:
+    batch, peak = one.part.trainer.batch_size, _peak(one.config, device)
+    training = interleave.interval(lambda s: batch / s, one.step_s)
+    operations = _operations(one.config)
+    flops = operations["flops_per_sample"]
+    flops_per_s = flops * training["median"] if flops and training["median"] else None
+    return {
+        "name": one.label,
+        "series": series_of(one.label),
+        "model": class_name(one.config.model["_target_"]),
+        "batch_size": batch,
+        "step_s": interleave.middle(one.step_s),
+        "training": training,
+        "inference": interleave.interval(lambda s: batch / s, one.infer_s),
+        **operations,
+        "flops_per_s": flops_per_s,
+        "peak": peak,
+        "utilisation": flops_per_s / peak["flops_per_s"] if flops_per_s and peak else None,
+        "products_share": one.products,
+    }
+
+
+def _operations(config: DictConfig) -> dict[str, Any]:
+    """Return operations of a sample: of a step and of forward as counted, and by a formula."""
+    keys = ("flops_per_sample", "forward_flops", "formula_flops", "formula")
+    found: dict[str, Any] = dict.fromkeys(keys)
+    if "profile" in config.model:
+        return found  # model=replay waits and computes nothing
+    try:
+        work = work_of(config)
+    except ConfigError:
+        return found
+    found |= {"flops_per_sample": work.flops_per_sample}
+    found |= {"forward_flops": work.forward_flops_per_sample}
+    plan = blueprint(config)
+    if next(plan.model.parameters()).is_meta:
+        by_formula = estimate(plan.model, plan.data.input_shape, plan.data.input_dtype)
+        if by_formula:
+            found |= {"formula_flops": by_formula.flops, "formula": by_formula.formula}
+    return found
+
+
+def _peak(config: DictConfig, device: torch.device) -> dict[str, Any] | None:
+    """Return the rate that utilisation is a share of: a GPU's datasheet, or measured on a CPU."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        source = f"measured: a large matrix product, {threads} thread{'s' if threads > 1 else ''}"
+        return {"flops_per_s": measured_rates(threads).product, "source": source}
+    found = gpu_peak(torch.cuda.get_device_name(device))
+    rate = found and found.flops_per_s.get(arithmetic_of(config.precision, config.tf32))
+    return {"flops_per_s": rate, "source": found.source} if found and rate else None
+
+
+def share_of_products(averages: Iterable[Any], on_gpu: bool) -> float | None:
+    """Return the share of all operations' own time that products take; None without any time.
+
+    Args:
+        averages: torch.profiler's events, summed by name.
+        on_gpu: take the time of kernels instead of the host's.
+    """
+    products_us = all_us = 0.0
+    for each in averages:
+        if each.device_type != DeviceType.CPU or each.key.startswith(MARKS):
+            continue  # kernels count with the operation that launched them
+        own_us = each.self_device_time_total if on_gpu else each.self_cpu_time_total
+        all_us += own_us
+        products_us += own_us if PRODUCT.fullmatch(each.key) else 0.0
+    return products_us / all_us if all_us else None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The operations of one sample's forward by a published formula.
+
+    Attributes:
+        formula: in words; it leaves out layers of other kinds.
+    """
+
+    flops: float
+    formula: str
+
+
+def estimate(
+    model: nn.Module, input_shape: tuple[int, ...], input_dtype: torch.dtype
+) -> Estimate | None:
+    """Estimate a model of a published kind; None: there is no formula for it.
+
+    Args:
+        model: on the meta device.
+        input_shape, input_dtype: of one sample.
+    """
+    if isinstance(model, LSTM):
+        layers, hidden = model.lstm.num_layers, model.lstm.hidden_size
+        return Estimate(input_shape[0] * layers * cell(hidden), CELL)
+    if isinstance(model, Transformer):
+        layers, heads, width = model.size
+        return Estimate(layers * transformer_module(input_shape[0], width, heads), TRANSFORMER)
+    problems = convolutions_of(model, input_shape, input_dtype, SAMPLES).values()
+    flops = sum(problem.operations for problem in problems) / SAMPLES
+    return Estimate(flops, CONVOLUTION) if flops else None
+
+
+def cell(hidden: int) -> int:
+    """Return 16·hidden² of an LSTM cell, for one token (slide 5).
+
+    Four gates, each with two products of a vector and a matrix of hidden x hidden: the input is as
+    wide as the state.
+    """
+    return 16 * hidden**2
+
+
+def transformer_module(length: int, width: int, heads: int) -> float:
+    """Return 3·2·(L²·d + L·d²/heads) + 64·L·d² of a module, as printed (slide 6).
+
+    A module is a layer of the encoder with one of the decoder, so it has three attentions; the
+    slide has six modules. docs/layers.md holds its terms to a count.
+
+    Args:
+        length: L, tokens of a sequence. width: d, values of a token.
+    """
+    attention = 2 * (length**2 * width + length * width**2 / heads)
+    return 3 * attention + 64 * length * width**2
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line for each batch or set of settings."""
+    named: dict[str, Callable[[Row], str]] = {"": _name} if _is_named(result) else {}
+    return tabulate(
+        result["rows"],
+        {
+            **named,
+            "batch": lambda row: str(row["batch_size"]),
+            "step (ms)": lambda row: f"{1e3 * row['step_s']['median']:.2f}",
+            "mad": lambda row: f"{1e3 * row['step_s']['mad']:.2f}",
+            "training (1/s)": lambda row: ranged(row["training"]),
+            "inference (1/s)": lambda row: ranged(row["inference"]),
+            "GFLOP/s": lambda row: f"{G * row['flops_per_s']:.2f}" if row["flops_per_s"] else "-",
+            "of the peak %": lambda row: _percent(row["utilisation"]),
+            "products %": lambda row: _percent(row["products_share"]),
+        },
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Name the knees, hold formulae to counts, and explain the columns."""
+    peaks = [row["peak"] for row in result["rows"] if row["peak"]]
+    texts = [f"{G * peak['flops_per_s']:.4g} GFLOP/s, {peak['source']}" for peak in peaks]
+    rate = f" ({'; '.join(dict.fromkeys(texts))})" if texts else ""
+    return [
+        *_knees(result),
+        *dict.fromkeys(_formula(row, result["unit"]) for row in result["rows"] if row["formula"]),
+        f"medians of {result['num_rounds']} rounds in turns, 95 % intervals; GFLOP/s: counted "
+        f"operations of training; of the peak{rate}",
+        "products: share of the step's own time in matrix products, convolutions, attention and "
+        "recurrent layers, by torch.profiler in one step",
+    ]
+
+
+def _knees(result: dict[str, Any]) -> Iterator[str]:
+    for name, of_ways in result["knees"].items():
+        knees_ = " and ".join(f"{batch} in {way}" for way, batch in of_ways.items())
+        series = f" ({name or DEFAULT})" if _is_named(result) else ""
+        yield (
+            f"knee{series}: from a batch of {knees_} on, a larger one adds less than 5 % to the "
+            f"best rate of {result['unit']}s per second"
+        )
+
+
+def _formula(row: Row, unit: str) -> str:
+    counted, by_formula = row["forward_flops"], row["formula_flops"]
+    return (
+        f"{row['model']}: forward of one {unit} takes {G * counted:.4g} GFLOP as counted; "
+        f"{row['formula']} (published) gives {G * by_formula:.4g}, {by_formula / counted:.3f} of it"
+    )
+
+
+def _is_named(result: dict[str, Any]) -> bool:
+    return any(row["series"] for row in result["rows"])
+
+
+def _name(row: Row) -> str:
+    return row["series"] or DEFAULT
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw both rates over the batch with their knees; or by settings, if no batches differ."""
+    draw = _over_batches if result["knees"] else _by_settings
+    message, body, width = draw(result)
+    lines_below = [f"{medians_of(result)}, 95 % intervals", *about(result)]
+    return Chart("throughput", message, lines_below, body, width)
+
+
+def _over_batches(result: dict[str, Any]) -> tuple[str, Any, int]:
+    """Draw a line for each way, or where there are several series a panel with all of them."""
+    rows, several = result["rows"], _is_named(result)
+    data = pd.DataFrame(
+        {
+            "series": _name(row) if several else way,
+            "x": row["batch_size"],
+            "panel": WAYS.index(way) if several else 0,
+            **ends(row[way]),
+        }
+        for row in rows
+        for way in WAYS
+    )
+    looks = looks_of(data["series"])
+    labels = {name: name for name in looks}
+    if not several:
+        looks = {WAYS[0]: Look(BLUE, "-", "o"), WAYS[1]: Look(VERMILLION, "--", "s")}
+        ((_, knees_of),) = result["knees"].items()
+        labels = {way: f"{way}, knee {knees_of[way]}" for way in WAYS}
+    batches = sorted({row["batch_size"] for row in rows})
+    body, width = lines(
+        *(data, Axis("batch", log=2, ticks=batches), Axis(f"{result['unit']}s per second"), looks),
+        *(labels, WAYS.__getitem__ if several else None),
+        size=(300, 300) if several else (460, 300),
+    )
+    flat = [of_ways[WAYS[0]] for of_ways in result["knees"].values()]
+    message = f"Training {_models(rows)} gains less than 5 % beyond a batch of {span(flat, 'g')}"
+    if flat == [max(batches)]:
+        message = f"Training {_models(rows)} still gains at a batch of {flat[0]}"
+    return message, body, width
+
+
+def _by_settings(result: dict[str, Any]) -> tuple[str, Any, int]:
+    rows = result["rows"]
+    one_batch = len({row["batch_size"] for row in rows}) == 1
+    names = [_name(row) + ("" if one_batch else f", batch {row['batch_size']}") for row in rows]
+    panels = {way: f"{way} ({result['unit']}s per second)" for way in WAYS}
+    data = pd.DataFrame(
+        {"name": name, "panel": panels[way], **ends(row[way])}
+        for way in WAYS
+        for name, row in zip(names, rows, strict=True)
+    )
+    looks = {name: Look(COLOURS[at % len(COLOURS)], "-", "o") for at, name in enumerate(names)}
+    body, width = dots(data, looks)
+    best, least = (pick(rows, key=_trained) for pick in (max, min))
+    factor = _trained(best) / _trained(least)
+    message = f"Training {_models(rows)}: {_name(best)} is {factor:.2f} × as fast as {_name(least)}"
+    return message, body, width
+
+
+def _trained(row: Row) -> float:
+    return row["training"]["median"]
+
+
+def _models(rows: Iterable[Row]) -> str:
+    return ", ".join(dict.fromkeys(row["model"] for row in rows))

@@ -1,0 +1,363 @@
+"""Contents of a Kineto or Chrome trace: copies between host and device, and counters of kernels.
+
+Copies of Kineto (torch.profiler, on CUDA and ROCm), of XLA and of ROCm's own profilers are
+understood, which name them differently. Counters are written by torch.profiler with CUPTI's range
+profiler: an event of category cuda_profiler_range for each launch, whose args hold the metrics
+(Kineto, CuptiRangeProfiler.cpp).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.device.alone import not_run
+from lab.settings.errors import ConfigError
+from lab.settings.reading import read_bytes
+
+GZIP = b"\x1f\x8b"
+LARGEST_BYTES = 2**29
+LARGEST = 2.0**63  # times, sizes and counts beyond it are damage
+COPY, KERNEL = "gpu_memcpy", "kernel"  # Kineto's categories of events; XLA and ROCm have none
+KINETO = re.compile(r"Memcpy (\w+) \((.*)\)")  # "Memcpy HtoD (Pinned -> Device)"
+XLA = re.compile(r"Memcpy([HDP])2([HDP])")
+XLA_DETAILS = re.compile(r"kind_src:(\S+) kind_dst:(\S+) size:(\d+)")
+ROCM = re.compile(r"(?:memory_)?copy_?(host|device)_?to_?(host|device)(?:2d)?", re.IGNORECASE)
+ROCM_KERNEL = re.compile(r"__amd_rocclr_(copy|fill)\w*")  # copies and fills by a kernel
+SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)  # edges of the histogram, bytes
+MICROSECONDS = 1e-6
+RANGE = "cuda_profiler_range"  # a category of events
+UNIT = "__"  # a metric is named UNIT__COUNTER.ROLLUP, as in dram__bytes_read.sum
+# Every other one, such as a rate or a share of the peak, has a plain mean: Kineto divides the
+# trace's time evenly among the ranges, so there are no times to weigh by.
+ROLLUPS: dict[str, Callable[[Sequence[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
+Floats = NDArray[np.float64]
+Place = tuple[str, str]  # process and thread, which stand for device and stream
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a trace, as JSON or gzipped JSON.
+
+    Raises:
+        ConfigError: it cannot be read, or is no trace.
+    """
+    try:
+        content = read_bytes(path, LARGEST_BYTES)
+        trace = json.loads(_unzipped(content) if content.startswith(GZIP) else content)
+    except OSError as error:
+        raise ConfigError(f"trace={path}: {error.strerror or error}") from None
+    except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
+        raise ConfigError(f"trace={path}: is no trace: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"trace={path}: is no trace: nested too deeply") from None
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
+        raise ConfigError(f"trace={path}: is no trace: has no list of traceEvents")
+    return events
+
+
+def number(value: object) -> float | None:
+    """Return an event's time, size or count; None: it is not a number from 0 to 2^63."""
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if 0 <= found < LARGEST else None
+
+
+def left_out(skipped: Mapping[str, int]) -> str:
+    """Return how many events were left out, by reason: "copies without bytes: 2"."""
+    return "; ".join(f"{reason}: {number}" for reason, number in skipped.items())
+
+
+def read_from(path: Path, events: Sequence[Any], skipped: Mapping[str, int]) -> dict[str, Any]:
+    """Return what a result says of the trace that it was read from."""
+    about = {"trace": path.name, "num_events": len(events), "skipped": dict(skipped)}
+    return about | not_run()
+
+
+def about_trace(result: Mapping[str, Any]) -> list[str]:
+    """Say how many events a trace has, and which were left out."""
+    skipped = left_out(result.get("skipped", {}))
+    events = f"{result['trace']}: {result['num_events']} events"
+    return [events, *([f"left out: {skipped}"] if skipped else [])]
+
+
+def _unzipped(content: bytes) -> bytes:
+    """Unzip a trace, unless it is a few bytes that stand for gigabytes."""
+    with gzip.open(io.BytesIO(content)) as file:
+        found = file.read(LARGEST_BYTES + 1)
+    if len(found) > LARGEST_BYTES:
+        raise ValueError(f"it unzips to more than {LARGEST_BYTES / 2**20:.0f} MiB")
+    return found
+
+
+@dataclass(frozen=True)
+class Copies:
+    """All copies of one kind.
+
+    Attributes:
+        direction: HtoD, DtoH, DtoD, … kind: the memories, as "Pinned -> Device".
+        seconds: sum of their times. hidden_s: of these, while kernels ran on the same device.
+        sizes: how many copies are below each edge of SIZES and above the last.
+    """
+
+    direction: str
+    kind: str
+    invocations: int
+    num_bytes: int
+    seconds: float
+    hidden_s: float
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    device: str
+    begin_us: float
+    us: float
+    num_bytes: float
+
+
+def copies_of(
+    events: Iterable[Mapping[str, Any]], skipped: Counter[str] | None = None
+) -> list[Copies]:
+    """Add up the copies of a trace by direction and kind, the most bytes first.
+
+    A copy is hidden while any kernel runs on its device, on whichever stream.
+
+    Args:
+        skipped: counts the copies and kernels that are left out, by reason: a number is missing,
+            negative, not finite or too large.
+    """
+    events, skipped = list(events), Counter() if skipped is None else skipped
+    streams = _streams(events)
+    copies: dict[tuple[str, str], list[_Copy]] = {}
+    kernels: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        what = _what(event, streams)
+        try:
+            if what == "copies":
+                copy = _copy(event)
+                copies.setdefault(_kind(event), []).append(copy)
+            elif what == "kernels":
+                span = _span(event)
+                kernels.setdefault(_place(event)[0], []).append(span)
+        except ValueError as error:
+            skipped[f"{what} {error}"] += 1
+    # Times since 1970 in microseconds leave a float no digits for a copy; their differences do.
+    times = [each.begin_us for of_kind in copies.values() for each in of_kind]
+    origin = min(times, default=0.0)
+    busy = {device: _Busy(spans, origin) for device, spans in kernels.items()}
+    found = [_added(*key, of_kind, busy, origin) for key, of_kind in copies.items()]
+    return sorted(found, key=lambda each: -each.num_bytes)
+
+
+class _Busy:
+    """The time that a device has computed until any moment, in microseconds."""
+
+    def __init__(self, spans: Sequence[tuple[float, float]], origin: float) -> None:
+        merged: list[list[float]] = []
+        for begin, us in sorted(spans):
+            begin -= origin
+            if merged and begin <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], begin + us)
+            else:
+                merged.append([begin, begin + us])
+        self._moments = np.array(merged).ravel()
+        steps = np.zeros(len(self._moments))
+        steps[1::2] = self._moments[1::2] - self._moments[::2]
+        self._until = np.cumsum(steps)
+
+    def within(self, begin: Floats, end: Floats) -> Floats:
+        """Return how long it computed in each span."""
+        return self._busy_until(end) - self._busy_until(begin)
+
+    def _busy_until(self, moment: Floats) -> Floats:
+        return np.asarray(np.interp(moment, self._moments, self._until))
+
+
+def _added(
+    direction: str, kind: str, copies: Sequence[_Copy], busy: Mapping[str, _Busy], origin: float
+) -> Copies:
+    hidden_us = 0.0
+    for device in {each.device for each in copies} & busy.keys():
+        here = [each for each in copies if each.device == device]
+        begin = np.array([each.begin_us - origin for each in here])
+        end = begin + np.array([each.us for each in here])
+        hidden_us += float(busy[device].within(begin, end).sum())
+    sizes = [each.num_bytes for each in copies]
+    bins = np.bincount(np.digitize(sizes, SIZES), minlength=len(SIZES) + 1)
+    seconds = MICROSECONDS * math.fsum(each.us for each in copies)
+    return Copies(
+        *(direction, kind, len(copies), int(math.fsum(sizes)), seconds),
+        min(seconds, MICROSECONDS * hidden_us),
+        tuple(bins.tolist()),
+    )
+
+
+def _streams(events: Iterable[Mapping[str, Any]]) -> set[Place]:
+    """Return the places that XLA names as a device's streams: its events have no categories."""
+    return {
+        _place(event)
+        for event in events
+        if event.get("ph") == "M"
+        and event.get("name") == "thread_name"
+        and str(_args(event).get("name")).startswith("Stream #")
+    }
+
+
+def _what(event: Mapping[str, Any], streams: set[Place]) -> str | None:
+    """Return "copies" or "kernels" for an event on a device that is one; None for any other."""
+    category, name = event.get("cat"), str(event.get("name"))
+    if event.get("ph", "X") != "X":
+        return None
+    by_kernel = ROCM_KERNEL.fullmatch(name)
+    is_copy = any(each.fullmatch(name) for each in (KINETO, XLA, ROCM))
+    if category == COPY or (category == KERNEL and (is_copy or by_kernel)):
+        return None if by_kernel and by_kernel[1] == "fill" else "copies"
+    if category == KERNEL:
+        return "kernels"
+    if category is not None or (streams and _place(event) not in streams):
+        return None
+    if is_copy:
+        return "copies"
+    return "kernels" if streams and not name.startswith(("Memcpy", "Memset")) else None
+
+
+def _kind(event: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a copy's direction and memories."""
+    name, details = str(event.get("name")), _details(event)
+    if found := KINETO.fullmatch(name):
+        return found[1], found[2]
+    if found := XLA.fullmatch(name):
+        memories = f"{details[1]} -> {details[2]}".title() if details else name
+        return f"{found[1]}to{found[2]}", memories
+    if found := ROCM.fullmatch(name):
+        source, target = found[1].capitalize(), found[2].capitalize()
+        return f"{source[0]}to{target[0]}", f"{source} -> {target}"
+    return "other", name
+
+
+def _copy(event: Mapping[str, Any]) -> _Copy:
+    """Return a copy's numbers. ValueError: one is missing or wrong."""
+    if ROCM_KERNEL.fullmatch(str(event.get("name"))) and _args(event).get("bytes") is None:
+        raise ValueError("that ROCm made by a kernel, without bytes")
+    details = _details(event)
+    size = _number({"size": details[3]}, "size") if details else _number(_args(event), "bytes")
+    return _Copy(_place(event)[0], *_span(event), size)
+
+
+def _span(event: Mapping[str, Any]) -> tuple[float, float]:
+    return _number(event, "ts"), _number(event, "dur")
+
+
+def _number(values: Mapping[str, Any], key: str) -> float:
+    if values.get(key) is None:
+        raise ValueError(f"without {key}")
+    if (found := number(values[key])) is None:
+        raise ValueError(f"whose {key} is no number from 0 to 2^63")
+    return found
+
+
+def _details(event: Mapping[str, Any]) -> re.Match[str] | None:
+    return XLA_DETAILS.search(str(_args(event).get("memcpy_details")))
+
+
+def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = event.get("args")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _place(event: Mapping[str, Any]) -> Place:
+    return str(event.get("pid")), str(event.get("tid"))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All launches of one kernel, on all GPUs.
+
+    Attributes:
+        name: demangled, with its template's arguments; a user's range has the range's name.
+        metrics: of all launches, by name; without those that no launch has.
+    """
+
+    name: str
+    num_launches: int
+    metrics: dict[str, float]
+
+
+def kernels_of(
+    events: Iterable[dict[str, Any]], skipped: Counter[str] | None = None
+) -> list[Kernel]:
+    """Combine the metrics of a trace by kernel.
+
+    Args:
+        skipped: counts what is left out, by reason: launches without a name or args, and metrics
+            that are not finite or negative.
+
+    Returns:
+        The sum of all kernels first, named "all"; then each, by its largest share of any metric
+        that adds up. Nothing if the trace has no such events.
+    """
+    launches: dict[str, list[dict[str, float]]] = {}
+    skipped = Counter() if skipped is None else skipped
+    for event in events:
+        if event.get("cat") == RANGE:
+            name, args = event.get("name"), event.get("args")
+            if isinstance(name, str) and isinstance(args, dict):
+                launches.setdefault(name, []).append(_metrics(args, skipped))
+            else:
+                skipped["kernels without a name or args"] += 1
+    if not launches:
+        return []
+    total = _kernel("all", [launch for each in launches.values() for launch in each])
+    kernels = [_kernel(name, each) for name, each in launches.items()]
+    return [total, *sorted(kernels, key=lambda each: _rank(each, total))]
+
+
+def adds_up(metric: str) -> bool:
+    """Tell whether launches' values of a metric are added."""
+    return metric.endswith(".sum")
+
+
+def _metrics(args: dict[str, Any], skipped: Counter[str]) -> dict[str, float]:
+    numbers = {name: number(value) for name, value in args.items() if UNIT in name}
+    found = {name: value for name, value in numbers.items() if value is not None}
+    if len(found) < len(numbers):
+        skipped["metrics that are no numbers from 0 to 2^63"] += len(numbers) - len(found)
+    return found
+
+
+def _kernel(name: str, launches: Sequence[dict[str, float]]) -> Kernel:
+    values: dict[str, list[float]] = {}
+    for launch in launches:
+        for metric, value in launch.items():
+            values.setdefault(metric, []).append(value)
+    combined = {
+        metric: ROLLUPS.get(metric.rpartition(".")[2], fmean)(each)
+        for metric, each in values.items()
+    }
+    return Kernel(name, len(launches), combined)
+
+
+def _rank(kernel: Kernel, total: Kernel) -> tuple[float, int]:
+    shares = [
+        value / total.metrics[metric]
+        for metric, value in kernel.metrics.items()
+        if adds_up(metric) and total.metrics[metric]
+    ]
+    return -max(shares, default=0.0), -kernel.num_launches

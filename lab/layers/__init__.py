@@ -1,1 +1,0 @@
-"""The layer laboratory: where a step's time, operations and memory go inside one device."""

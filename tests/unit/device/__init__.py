@@ -1,0 +1,1 @@
+"""Tests of lab/device, and of lab/convolution."""

@@ -1,0 +1,134 @@
+"""Counters of kernels in a trace: against a count by hand, and what holds none."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import bench
+from lab.device.counters import short
+from lab.device.trace import kernels_of
+from tests.unit.device.test_charts import chart_in
+from tests.unit.device.test_transfer import kernel, write
+
+READ, WRITTEN, BUSY = "dram__bytes_read.sum", "dram__bytes_write.sum", "sm__throughput.pct"
+
+
+def launch(name: str, device: int = 0, **args: Any) -> dict[str, Any]:
+    span = {"ts": 0, "dur": 5, "pid": device, "tid": 0, "ph": "X"}
+    return {"cat": "cuda_profiler_range", "name": name, "args": args, **span}
+
+
+COPY = "void at::native::(anonymous namespace)::copy<float, 4>(int, at::Tensor const&)"
+EVENTS = [
+    {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "args": {READ: 5}},
+    {"name": "process_name", "ph": "M"},
+    kernel(100, 50),
+    launch("gemm", **{READ: 100, WRITTEN: 1, BUSY: 90.0, "External id": 7}),
+    launch(COPY, **{READ: 10, WRITTEN: 30, BUSY: 10.0}),
+    launch("gemm", device=1, **{READ: 200, WRITTEN: 2, BUSY: 40.0}),
+    launch("__missing__", **{READ: 0, BUSY: 5.0}),
+    launch("gemm", **{READ: 300, WRITTEN: 3, BUSY: 50.0}),
+]
+
+
+def test_sums_are_added_and_rates_averaged_by_kernel() -> None:
+    total, gemm, copy, missing = kernels_of(EVENTS)  # gemm: 600 of 610 bytes read
+    assert (total.name, total.num_launches) == ("all", 5)
+    assert total.metrics == {READ: 610, WRITTEN: 36, BUSY: pytest.approx(195 / 5)}
+    assert (gemm.name, gemm.num_launches) == ("gemm", 3)
+    assert gemm.metrics == {READ: 600, WRITTEN: 6, BUSY: pytest.approx(60)}
+    assert (copy.name, copy.metrics[WRITTEN]) == (COPY, 30)
+    assert missing.metrics == {READ: 0, BUSY: 5.0}
+
+
+def test_extremes_of_launches_stay_extremes() -> None:
+    metrics = [{"a__b.max": 3, "a__b.min": 2}, {"a__b.max": 7, "a__b.min": 4}]
+    total, _ = kernels_of(launch("k", **each) for each in metrics)
+    assert total.metrics == {"a__b.max": 7, "a__b.min": 2}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, None, "many", [1], 10**400])
+def test_a_metric_that_is_no_number_is_left_out_and_counted(value: object) -> None:
+    skipped: Counter[str] = Counter()
+    damaged = launch("gemm", **{READ: value, WRITTEN: 5})
+    total, gemm, *_ = kernels_of([*EVENTS, damaged, {**damaged, "name": None}], skipped)
+    assert (gemm.num_launches, total.metrics[READ], total.metrics[WRITTEN]) == (4, 610, 41)
+    assert skipped == {
+        "metrics that are no numbers from 0 to 2^63": 1,
+        "kernels without a name or args": 1,
+    }
+
+
+def test_names_lose_their_namespaces_and_their_end() -> None:
+    assert short(COPY) == "copy<float, 4>(int, Tensor const&)"
+    assert short("a::{lambda()#1}::b<" + 90 * "c" + ">") == "b<" + 53 * "c" + "…"
+
+
+def test_a_trace_becomes_a_table_and_a_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write(tmp_path / "gpu.json.gz", {"traceEvents": EVENTS})
+    assert bench.main(["counters", f"trace={trace}", f"out={tmp_path / 'out.json'}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["launches", READ, WRITTEN, BUSY]
+    assert [line.split()[-4:] for line in lines[1:5]] == [
+        ["3", "600", "6", "60"],
+        ["1", "10", "30", "10"],
+        ["1", "0", "-", "5"],
+        ["5", "610", "36", "39"],
+    ]
+    assert "__missing__: kernels without a name" in "\n".join(lines[5:])
+    assert chart_in(tmp_path / "out.json").message == f"gemm has 98 % of all {READ}"
+
+
+def test_what_all_metrics_names_share_is_written_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"smsp__inst_executed_op_{each}_pred_on.sum" for each in ("fadd", "ffma")]
+    trace = write(tmp_path / "gpu.json", [launch("gemm", **dict.fromkeys(names, 1))])
+    assert bench.main(["counters", f"trace={trace}"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].split() == ["launches", "fadd", "ffma"]
+    assert "metrics are named smsp__inst_executed_op_…_pred_on.sum" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory"),
+        (b"nothing", "is no trace: "),
+        (b"[]", "holds no metrics of kernels"),
+        (json.dumps(EVENTS[:3]).encode(), "profiler_measure_per_kernel=True"),
+        (b'[{"cat": "cuda_profiler_range", "name": "a", "args": {}}]', "holds no metrics"),
+        (b'[{"cat": "cuda_profiler_range", "name": "a"}]', "kernels without a name or args: 1"),
+        (b'[{"cat": "cuda_profiler_range", "name": "a", "args": 3}]', "without a name or args"),
+    ],
+)
+def test_what_holds_no_counters_is_one_line_and_code_2(
+    tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert bench.main(["counters", f"trace={path}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("lab.bench: error: trace=") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("trace=a.json", "model=lenet"), "model=lenet: is not used with trace="),
+        (("trace=a.json", "l1=32768,8,64"), "l1=32768,8,64: is not used with trace="),
+    ],
+)
+def test_settings_beside_a_trace_are_refused(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["counters", *words]) == 2
+    assert message in capsys.readouterr().err

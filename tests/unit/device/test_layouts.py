@@ -1,0 +1,147 @@
+"""Memory layouts: the same values in each, and what libraries move on their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+
+from lab.convolution.problem import Pass, Problem
+from lab.device.formats import (
+    Layout,
+    MixedLayouts,
+    Reorder,
+    calls_in,
+    copies,
+    layouts_for,
+    moves,
+    reorders_among,
+    transposes,
+)
+from lab.measure.onednn import Primitive
+
+CPU = torch.device("cpu")
+PROBLEMS = {
+    "plain": Problem(2, 16, (12, 10), 24, (3, 3), padding=(1, 1)),
+    "strided, of data": Problem(2, 3, (20, 20), 16, (5, 5), stride=(2, 2)),
+    "one channel": Problem(2, 1, (12, 12), 8, (5, 5)),
+    "a group for each channel": Problem(2, 16, (8, 8), 16, (3, 3), (1, 1), (1, 1), 16),
+}
+
+
+@dataclass
+class Event:
+    """One line of torch.profiler's sums."""
+
+    key: str
+    count: int
+    self_device_time_total: float
+    self_cpu_time_total: float = 0.0
+    device_type: DeviceType = DeviceType.CUDA
+
+
+def tensors_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw an input, filters, and a gradient of the output."""
+    group = problem.channels // problem.groups
+    return (
+        torch.randn(problem.batch, problem.channels, *problem.size),
+        torch.randn(problem.filters, group, *problem.kernel),
+        torch.randn(problem.batch, problem.filters, *problem.out_size),
+    )
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_all_layouts_compute_the_same_and_keep_their_layout(name: str) -> None:
+    problem = PROBLEMS[name]
+    tensors = tensors_of(problem)
+    plain = calls_in(Layout.NCHW, problem, *tensors)
+    for layout in (Layout.NHWC, Layout.BLOCKED):
+        calls = calls_in(layout, problem, *tensors, x_is_data=problem.channels == 3)
+        for which in Pass:
+            found = calls[which]()
+            is_activation = which != Pass.BACKWARD_WEIGHTS
+            assert found.is_mkldnn == (layout is Layout.BLOCKED and is_activation)
+            if layout is Layout.NHWC:
+                assert found.is_contiguous(memory_format=torch.channels_last)
+            dense = found.to_dense() if found.is_mkldnn else found
+            torch.testing.assert_close(dense, plain[which](), rtol=1e-4, atol=1e-4)
+
+
+def test_blocked_is_for_float32_on_cpus() -> None:
+    both = [Layout.NCHW, Layout.NHWC]
+    assert layouts_for(CPU, torch.float32) == [*both, Layout.BLOCKED]
+    assert layouts_for(CPU, torch.bfloat16) == both
+    assert layouts_for(torch.device("cuda"), torch.float32) == both
+
+
+def test_reorders_are_changes_of_format() -> None:
+    def primitive(kind: str, source: str, target: str) -> Primitive:
+        return Primitive(kind, "jit:blk", {"src": source, "dst": target}, 0.5)
+
+    executed = [
+        primitive("reorder", "abcd", "aBcd8b"),
+        primitive("reorder", "abcd", "abcd"),
+        primitive("convolution", "aBcd8b", "acdb"),
+    ]
+    assert reorders_among(executed) == [Reorder("abcd", "aBcd8b", 0.5)]
+
+
+def test_transposes_of_cudnn_are_known_by_the_names_of_its_kernels() -> None:
+    events = [
+        Event("void cudnn::engines_precompiled::nchwToNhwcKernel<float, __half, (bool)0>", 2, 6e6),
+        Event("void cudnn::ops::nhwcToNchwKernel<__half, __half, float>", 1, 1e6),
+        Event("nhwcToFoldedNhwcKernel", 1, 5e5),
+        Event("sm80_xmma_fprop_implicit_gemm_f32f32_nhwckrsc_nhwc_tilesize128x128x16", 1, 9e6),
+        Event("cudnn::ops::nchwToNhwcKernel", 1, 1e6, device_type=DeviceType.CPU),
+    ]
+    assert transposes(events) == [
+        *[Reorder("nchw", "nhwc", 3.0)] * 2,
+        Reorder("nhwc", "nchw", 1.0),
+        Reorder("nhwc", "foldednhwc", 0.5),
+    ]
+
+
+def test_copies_of_torch_have_the_time_of_their_device() -> None:
+    events = [
+        Event("aten::copy_", 2, 8e6, 4e6, DeviceType.CPU),
+        Event("aten::mm", 1, 1e6, 1e6, DeviceType.CPU),
+    ]
+    assert copies(events, on_gpu=False) == [2.0, 2.0]
+    assert copies(events, on_gpu=True) == [4.0, 4.0]
+    assert copies(events[1:], on_gpu=False) == []
+
+
+def test_a_copy_into_another_layout_is_found_on_this_machine(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    image = torch.randn(4, 8, 32, 32)
+    moved = moves(lambda: image.contiguous(memory_format=torch.channels_last), CPU)
+    assert len(moved.copy_s) == 1 and moved.copy_s[0] > 0 and moved.reorders == ()
+    assert moves(image.relu, CPU).copy_s == ()
+    assert capfd.readouterr() == ("", "")  # neither the log nor the profiler is seen
+
+
+def test_a_mixed_model_converts_around_each_convolution_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    mixed = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    mixed.load_state_dict(plain.state_dict())
+    MixedLayouts()(mixed)
+    between: list[Tensor] = []
+    inside: list[Tensor] = []
+    mixed[1].register_forward_hook(lambda _layer, inputs, _output: between.append(inputs[0]))
+    mixed[1].register_full_backward_hook(lambda _layer, _dx, dy: between.append(dy[0]))
+    mixed[2].register_forward_hook(lambda _layer, inputs, _output: inside.append(inputs[0]))
+    image = torch.randn(2, 3, 10, 10)
+    for model in (plain, mixed):
+        model(image).square().sum().backward()
+    assert [each.is_contiguous() for each in between] == [True, True]
+    assert [each.is_contiguous(memory_format=torch.channels_last) for each in inside] == [True]
+    for expected, found in zip(plain.parameters(), mixed.parameters(), strict=True):
+        assert expected.grad is not None and found.grad is not None
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-4)
+    filters = mixed.get_parameter("2.weight")
+    assert filters.is_contiguous(memory_format=torch.channels_last)

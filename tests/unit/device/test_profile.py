@@ -1,0 +1,48 @@
+"""Profiles from steps at several batches, whose times are made up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lab.device.profile import Measured, profile_of, scaled_to
+from lab.model.fits import ALL, REST
+
+ROUNDS = 12
+
+
+def steps_at(batch: int, noise: np.ndarray) -> Measured:
+    """A step of two layers: 1 + b/10 and 2 ms forward, b/5 and 3 ms backward; 1 + b/50 around."""
+    layers_ms = np.array([[1 + batch / 10, 2.0], [batch / 5, 3.0]]) * noise[:, None, None]
+    pass_ms = layers_ms.sum(axis=(1, 2))
+    return Measured(batch, {"a": 5, "b": 7}, layers_ms, pass_ms, pass_ms + 1 + batch / 50)
+
+
+def test_the_lines_are_found_again_at_the_largest_batch() -> None:
+    noise = np.random.default_rng(0).normal(1.0, 0.01, (3, ROUNDS))
+    found = [steps_at(batch, each) for batch, each in zip((80, 40, 20), noise, strict=True)]
+    profile = profile_of(found, "mine", "made up", 1)
+    a, b = profile.layers
+    assert (profile.reference_batch, a.parameters, b.parameters) == (80, 5, 7)
+    assert (a.forward_ms, a.backward_ms) == pytest.approx((9.0, 16.0), rel=0.02)
+    assert (b.fixed_forward_ms, b.fixed_backward_ms) == pytest.approx((2.0, 3.0), rel=0.05)
+    assert (profile.rest_ms, profile.fixed_rest_ms) == pytest.approx((2.6, 1.0), rel=1e-6)
+    fits = {(fit.layer, fit.way): fit for fit in profile.fits}
+    for true, fit in ((1.0, fits["a", "forward"]), (6.0, fits[ALL, "forward and backward"])):
+        low, high = fit.fixed_ms["low"], fit.fixed_ms["high"]
+        assert low is not None and high is not None and low < true < high
+    assert fits[REST, "step"].per_sample_ms["median"] == pytest.approx(1 / 50)
+    # Between the batches that were measured: 50 samples.
+    assert 1000 * profile.compute_s(50) == pytest.approx(6 + 15, rel=0.02)
+
+
+def test_few_rounds_have_no_intervals() -> None:
+    found = [steps_at(batch, np.ones(2)) for batch in (8, 2)]
+    profile = profile_of(found, "mine", "made up", None)
+    assert all(fit.fixed_ms["low"] is None is fit.per_sample_ms["high"] for fit in profile.fits)
+    assert profile.drawn(0.0) is profile
+
+
+def test_layers_are_scaled_to_a_pass_without_clocks() -> None:
+    times = np.array([[[4.0, 1.0], [2.0, 1.0]]])  # one round of two layers
+    assert scaled_to(12.0, times).tolist() == [[[6.0, 1.5], [3.0, 1.5]]]
