@@ -59,12 +59,11 @@ def _plot(line: CommandLine) -> int:
     width_in = number("width_in", given["width_in"], at_least=2) if "width_in" in given else None
     target = number("target", given["target"]) if "target" in given else None
     title = truth("title", texts["title"])
-    # Imported here: help and a wrong setting are answered before pandas and matplotlib load.
+    # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.analysis.plot import Sink, report
-    from lab.draw.page import Page
 
     out = Path(given["out"]) if "out" in given else None
-    sink = Sink(out, formats, Page(width_in, title), listed("only", given.get("only", "")))
+    sink = Sink(out, formats, listed("only", given.get("only", "")), width_in, title)
     try:
         report([Path(word) for word in line.words], sink, given.get("baseline"), target)
     except (ValueError, OSError) as error:

@@ -16,13 +16,12 @@ from lab.record.schema import read_record
 FORMULA = re.compile(r"[=+@\t\r]|-(?!\s*[\d.])")  # how one begins; and not -1
 
 
-def write_records(study: Study, out: Path) -> None:
-    """Write records.csv and records.parquet of all cells, failed ones too, to the folder `out`.
+def write_records(table: pd.DataFrame, out: Path) -> None:
+    """Write a table of records as records.csv and records.parquet to the folder `out`.
 
     Raises:
         OSError: a file cannot be written.
     """
-    table = records_table(study)
     without_formulas(table).to_csv(out / "records.csv", index=False)
     table.to_parquet(out / "records.parquet", index=False)
 

@@ -1,16 +1,27 @@
-"""The map of strategies as a chart's body: the fastest one by model, batch and links."""
+"""The map of strategies: the fastest one by model, batch and links."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import altair as alt
 import pandas as pd
 
-from lab.analysis.places import REFERENCE, Lead, Where, columns_of, rows_of
-from lab.draw.chart import INK, LABEL_PX, PALE_INK
+from lab.analysis.charts import NothingToDraw
+from lab.analysis.places import (
+    REFERENCE,
+    Lead,
+    Where,
+    columns_of,
+    on_most_ranks,
+    places_of,
+    rows_of,
+)
+from lab.analysis.records import Cell
+from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart
 from lab.draw.looks import looks_of
 from lab.measure.intervals import ENOUGH_REPEATS, Interval
 
@@ -24,14 +35,35 @@ NOTE = (
 WORDS = "split(replace(datum.label, regexp('cluster[.]|rate=', 'g'), ''), ' ')"  # a line for each
 
 
+def map_of_strategies(cells: Iterable[Cell], floor: float, width: int = WIDTH) -> Chart:
+    """Chart which fixed strategy was the fastest, at a study's largest number of ranks.
+
+    Raises:
+        NothingToDraw: strategies were not compared over several links, or models or batches.
+    """
+    places = on_most_ranks(places_of(cells))
+    if len(places) < 2:
+        raise NothingToDraw("strategies were compared at fewer than two places")
+    leads = {place.where: place.lead(floor) for place in places}
+    counts = Counter(lead.name for lead in leads.values())
+    (name, most), ranks = counts.most_common(1)[0], places[0].where.world_size
+    message = f"On {ranks} ranks, {name} is fastest at {most} of {len(places)} places"
+    sample = sample_of(len(place.steps_s[leads[place.where].name]) for place in places)
+    body, _ = map_of({"": leads}, width=width)
+    return Chart("map_of_strategies", message, [f"{NOTE}.", f"{sample}."], body, width)
+
+
 def map_of(
-    maps: Mapping[str, Mapping[Where, Lead]], marked: Collection[tuple[str, Where]] = ()
+    maps: Mapping[str, Mapping[Where, Lead]],
+    marked: Collection[tuple[str, Where]] = (),
+    width: int = 0,
 ) -> tuple[Any, int]:
     """Draw a place for each model, batch and links, in the colour of its fastest strategy.
 
     Args:
         maps: leads by the title of their panel; "" of one alone.
         marked: panels and places that get a black frame.
+        width: pixels of the whole, if that is more than places need.
 
     Returns:
         A chart of Altair with its data, and its width in pixels.
@@ -68,7 +100,8 @@ def map_of(
         _text(base, "factor", dy=2, color=INK),
         _text(base, "others", dy=17, color=PALE_INK),
     )
-    width = max(CELL * len(links), LEAST)
+    beside = 20 + LETTER * LABEL_PX * max(len(line) for row in rows for line in row.split("|"))
+    width = max(CELL * len(links), int(width - beside) if width else LEAST)
     panel = panel.properties(width=width, height=ROW * len(rows))
     if len(maps) == 1:
         return panel.properties(data=data), width

@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from lab.analysis import summary
+from lab.analysis.charts import NothingToDraw
 from lab.analysis.export import write_records
-from lab.analysis.figures.convergence import convergence
-from lab.analysis.figures.map import map_of_strategies
-from lab.analysis.figures.payload import payload
-from lab.analysis.figures.ranks import own_work, own_work_of_ranks
-from lab.analysis.figures.speedup import scaling, speedup_bars, throughput
-from lab.analysis.figures.step import step_time
-from lab.analysis.figures.timeline import timeline_of_step
-from lab.analysis.noise import noise_floor
-from lab.analysis.points import points_of
-from lab.analysis.records import Study, load_study, read_steps
-from lab.analysis.sheet import NothingToDraw, Sheet
-from lab.analysis.speedup import table
+from lab.analysis.records import Study, read_steps
+from lab.analysis.results import NAMES as CHARTS
+from lab.analysis.results import Results, load
 from lab.analysis.target import times_to_target
-from lab.draw.looks import looks_of
-from lab.draw.page import SCREEN, Page
-from lab.draw.save import save
-from lab.record.schema import SCALINGS, read_record
+from lab.analysis.timeline import own_work, own_work_of_ranks, timeline_of_step
+from lab.draw.chart import Chart, pixels_of
+from lab.record.schema import read_record
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.reading import DamagedFile
 
-FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
-    *(speedup_bars, scaling, throughput),
-    *(step_time, payload, convergence),
-)
-TIMELINES = "timeline"
-RANKS = "ranks"
-MAP = map_of_strategies.__name__  # of studies of several links
-NAMES = (*(draw.__name__ for draw in FIGURES), MAP, TIMELINES, RANKS)
+TIMELINES, RANKS = "timeline", "ranks"
+FIGURES = [name for name in CHARTS if name not in ("speedup", "efficiency")]  # scaling has both
+NAMES = (*FIGURES, TIMELINES, RANKS)
 
 
 @dataclass(frozen=True)
@@ -51,12 +34,15 @@ class Sink:
             folder beside the first.
         formats: any of png, svg, pdf.
         only: names of figures (NAMES), or how they begin; empty: all.
+        width_in: exact width in inches, as of a paper's column; None: a screen's.
+        title: whether figures have title and notes; without, they are printed as a caption.
     """
 
     out: Path | None
     formats: Sequence[str]
-    page: Page = SCREEN
     only: Sequence[str] = field(default=())
+    width_in: float | None = None
+    title: bool = True
 
     def wants(self, name: str) -> bool:
         """Return whether a figure of this name is to be drawn."""
@@ -67,6 +53,20 @@ class Sink:
         for word in self.only:
             if not any(name.startswith(word) for name in NAMES):
                 raise ValueError(f"only={word}: allowed are {', '.join(NAMES)}")
+
+    def draw(self, name: str, stem: Path, make: Callable[[int], Chart]) -> None:
+        """Write the figure that `make` returns for a width in pixels, or say why there is none."""
+        if not self.wants(name):
+            return
+        try:
+            chart = make(pixels_of(self.width_in))
+        except (NothingToDraw, DamagedFile) as reason:
+            print(f"skipped {stem.name}: {reason}")
+            return
+        paths = chart.write(stem, self.formats, self.width_in, self.title)
+        print(f"wrote {', '.join(map(str, paths))}")
+        if not self.title:
+            print(f"caption: {chart.caption}")
 
 
 def report(
@@ -82,7 +82,7 @@ def report(
 
     Args:
         folders: `runs/<study>`, or one `runs/<study>/<cell>`.
-        baseline: as in `speedup.table`.
+        baseline: as in `lab.load`.
         target: also print the time to this value of the metric.
 
     Raises:
@@ -93,31 +93,34 @@ def report(
     if len(folders) == 1 and (folders[0] / "record.json").is_file():
         _report_cell(folders[0], sink)
     else:
-        _report_study(load_study(*folders), sink, baseline, target)
+        _report_study(load(*folders, baseline=baseline), sink, target)
 
 
-def _report_study(study: Study, sink: Sink, baseline: str | None, target: float | None) -> None:
-    points = points_of(study.cells)
-    rows, floor = table(study, baseline), noise_floor(points)
+def _report_study(results: Results, sink: Sink, target: float | None) -> None:
+    study, rows = results.study, results.rows
     out = _made(sink.out or _folder_of(study))
     summary.write_csv(rows, out / "summary.csv")
-    write_records(study, out)
-    print(summary.text(rows, study, floor), end="\n\n")
+    write_records(results.frame, out)
+    print(summary.text(rows, study, results.floor), end="\n\n")
     if target is not None:
-        print(summary.target_table(times_to_target(points, target), target), end="\n\n")
-    looks = looks_of(row.series for row in rows)
-    present = [name for name in SCALINGS if any(row.scaling == name for row in rows)]
-    for name in present:
-        selected = tuple(row for row in rows if row.scaling == name)
-        suffix = "_weak" if name == "weak" and len(present) > 1 else ""
-        _draw_all(Sheet(study, name, selected, looks, floor, sink.page), out, suffix, sink)
+        print(summary.target_table(times_to_target(results.points, target), target), end="\n\n")
+    for scaling in results.scalings:
+        suffix = "_weak" if scaling == "weak" and len(results.scalings) > 1 else ""
+        for name in FIGURES:
+            if name != "map_of_strategies" or (results.has_map and scaling == "strong"):
+                sink.draw(name, out / f"{name}{suffix}", _maker(results, name, scaling))
     for cell in study.cells:
-        if sink.wants(TIMELINES) and cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
+        if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
             stem = out / f"{TIMELINES}_{study.name_of(cell.folder).replace('/', '_')}"
-            try:
-                _draw_timeline(cell.folder, stem, sink)
-            except DamagedFile as reason:
-                print(f"skipped {stem.name}: {reason}")
+            sink.draw(TIMELINES, stem, lambda width, at=cell.folder: _timeline(at, width))
+
+
+def _maker(results: Results, name: str, scaling: str) -> Callable[[int], Chart]:
+    def make(width: int) -> Chart:
+        chart = results.chart(name, scaling, width)
+        return replace(chart, about=[*chart.about, *results.notes(scaling)])
+
+    return make
 
 
 def _report_cell(folder: Path, sink: Sink) -> None:
@@ -134,11 +137,15 @@ def _report_cell(folder: Path, sink: Sink) -> None:
             ) from None
         steps = None
     out = _made(sink.out or folder / "figures")
-    if steps is not None and sink.wants(RANKS):
+    if steps is not None:
         record = read_record(folder / "record.json")
-        _save(partial(own_work_of_ranks, steps, record, sink.page), out / RANKS, sink)
-    if has_timeline and sink.wants(TIMELINES):
-        _draw_timeline(folder, out / TIMELINES, sink)
+        sink.draw(RANKS, out / RANKS, lambda width: own_work_of_ranks(steps, record, width))
+    if has_timeline:
+        sink.draw(TIMELINES, out / TIMELINES, lambda width: _timeline(folder, width))
+
+
+def _timeline(cell: Path, width: int) -> Chart:
+    return timeline_of_step(read_trace(cell / TIMELINE).typical_step(), width)
 
 
 def _folder_of(study: Study) -> Path:
@@ -151,29 +158,3 @@ def _folder_of(study: Study) -> Path:
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _draw_timeline(cell: Path, stem: Path, sink: Sink) -> None:
-    timeline = read_trace(cell / TIMELINE).typical_step()
-    _save(lambda: timeline_of_step(timeline, sink.page), stem, sink)
-
-
-def _draw_all(sheet: Sheet, out: Path, suffix: str, sink: Sink) -> None:
-    several_links = len({cell.circumstances for cell in sheet.study.cells}) > 1
-    maps = several_links and sheet.scaling == "strong"
-    for draw in (*FIGURES, map_of_strategies) if maps else FIGURES:
-        stem = out / f"{draw.__name__}{suffix}"
-        if not sink.wants(draw.__name__):
-            continue
-        try:
-            _save(partial(draw, sheet), stem, sink)
-        except NothingToDraw as reason:
-            print(f"skipped {stem.name}: {reason}")
-
-
-def _save(draw: Callable[[], Figure], stem: Path, sink: Sink) -> None:
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in sink.formats]
-    figure = save(draw, *paths, page=sink.page)
-    print(f"wrote {', '.join(map(str, paths))}")
-    if not sink.page.title:
-        print(f"caption: {figure.get_label()}")

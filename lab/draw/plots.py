@@ -138,8 +138,8 @@ def lines(
     if "measured" in data:
         known = base.mark_point(size=46, filled=True, opacity=1)
         known = known.transform_filter("isValid(datum.measured)")
-        beside = alt.Y("measured:Q", scale=y_scale)
-        layers.append(known.encode(across, beside, color=look["color"], tooltip=shown))
+        level = alt.Y("measured:Q", scale=y_scale)
+        layers.append(known.encode(across, level, color=look["color"], tooltip=shown))
     if named:
         data = pd.concat([data, _ends(data, y_domain, bool(y.log), size[1])])
         layers.append(_names(base, look, x_scale, y_scale))

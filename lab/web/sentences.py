@@ -10,7 +10,7 @@ from lab.analysis.differences import Place, place_of
 from lab.analysis.leaders import leaders
 from lab.analysis.speedup import CEILING, Row
 from lab.measure.intervals import ENOUGH_REPEATS, of_ratio
-from lab.web.texts import interval_text, percent_text
+from lab.web.tables import interval_text, percent_text
 
 Reasons = Mapping[Place, str]
 
