@@ -60,7 +60,7 @@ def _plot(line: CommandLine) -> int:
     target = number("target", given["target"]) if "target" in given else None
     title = truth("title", texts["title"])
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
-    from lab.analysis.plot import Sink, report
+    from lab.analysis.results import Sink, report
 
     out = Path(given["out"]) if "out" in given else None
     sink = Sink(out, formats, listed("only", given.get("only", "")), width_in, title)

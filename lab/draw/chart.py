@@ -37,7 +37,12 @@ CONFIG: dict[str, Any] = {
     "axis": {
         **{"labelColor": INK, "titleColor": INK, "domainColor": GREY, "tickColor": GREY},
         **{"gridColor": GRID, "labelFontSize": LABEL_PX, "titleFontSize": 12},
-        **{"titleFontWeight": "normal", "labelOverlap": True, "labelLimit": 480},
+        **{
+            "titleFontWeight": "normal",
+            "labelOverlap": True,
+            "labelSeparation": 6,
+            "labelLimit": 480,
+        },
     },
     "legend": {
         **{"labelColor": INK, "titleColor": INK, "labelFontSize": LABEL_PX, "labelLimit": 560},
@@ -46,7 +51,7 @@ CONFIG: dict[str, Any] = {
     "header": {"labelColor": INK, "labelFontSize": 12, "title": None},
     "title": {
         **{"anchor": "start", "fontSize": TITLE_PX, "color": INK, "subtitleColor": PALE_INK},
-        **{"subtitleFontSize": SUBTITLE_PX, "offset": 14, "frame": "group"},
+        **{"subtitleFontSize": SUBTITLE_PX, "offset": 14, "frame": "bounds"},
     },
 }
 

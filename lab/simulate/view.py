@@ -73,7 +73,7 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
     Args:
         spans: of one rank, which stands for all.
     """
-    from lab.analysis.timeline import timeline_of_step
+    from lab.analysis.runs import timeline_of_step
 
     (row,) = result["rows"]
     facts = {key: row[key] for key in ("strategy", "world_size", "batch_size", "scaling")}

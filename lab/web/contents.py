@@ -11,13 +11,12 @@ from statistics import median
 from typing import Any
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.differences import Difference, differences, place_of
-from lab.analysis.noise import floor_text
+from lab.analysis.compare import Difference, differences, floor_text
+from lab.analysis.points import Point
 from lab.analysis.records import Study
 from lab.analysis.results import Results, load
-from lab.analysis.speedup import Row, shared_runs
-from lab.analysis.summary import leader_lines
-from lab.analysis.timeline import timeline_of_run
+from lab.analysis.runs import timeline_of_run
+from lab.analysis.summary import leader_lines, shared_runs
 from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
 from lab.diagnosis.remedies import remedies
 from lab.diagnosis.rules import Verdict, judge
@@ -58,7 +57,7 @@ class Contents:
     """
 
     study: Study
-    rows: Sequence[Row]
+    points: Sequence[Point]
     floor: float
     verdict: Sequence[str]
     facts: dict[str, str]
@@ -95,17 +94,17 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         ValueError: the study cannot be read.
     """
     results, left_out = load(folder), list[str]()
-    study, rows, floor = results.study, results.rows, results.floor
+    study, points, floor = results.study, results.points, results.floor
     explained = [(each, judge(each)) for each in _evidence(results, left_out)]
-    notes = (*leader_lines(rows, floor), floor_text(floor), shared_runs(rows))
+    notes = (*leader_lines(points, floor), floor_text(floor), shared_runs(points))
     made = Contents(
         study=study,
-        rows=rows,
+        points=points,
         floor=floor,
-        verdict=verdict(rows, floor, {place_of(e.one): reason(e, v) for e, v in explained}),
+        verdict=verdict(points, floor, {e.point.place: reason(e, v) for e, v in explained}),
         facts=_facts(study),
         notes=[note for note in notes if note],
-        tables=[points_table(rows, f"{prefix}points")],
+        tables=[points_table(points, f"{prefix}points")],
         charts=_charts(results, prefix, left_out),
         timelines=_timelines(study, prefix, left_out),
         explanations=[_explanation(e, v) for e, v in explained],
@@ -145,7 +144,7 @@ def _charts(results: Results, prefix: str, left_out: list[str]) -> list[Drawing]
     names = [(scaling, each) for scaling in results.scalings for each in CHARTS]
     names = [] if len(results.looks) > MOST_SERIES else names
     commands = {
-        place_of(point.one): sweep_command(
+        point.place: sweep_command(
             results.study, point.one, point.one.strategy, str(point.one.world_size)
         )
         for point in results.points
@@ -265,7 +264,7 @@ def claims_tables(folder: Path, study: Study, prefix: str) -> list[Table]:
 def compare(first: Contents, second: Contents) -> Compared:
     """Compare the points that two studies share."""
     known = [floor for floor in (first.floor, second.floor) if not math.isnan(floor)]
-    found = differences(first.rows, second.rows, max(known, default=math.nan))
+    found = differences(first.points, second.points, max(known, default=math.nan))
     names = [contents.study.folder.name for contents in (first, second)]
     floors = [
         f"{name}: noise floor " + ("unknown" if math.isnan(floor) else f"{100 * floor:.1f} %")
@@ -285,11 +284,11 @@ def _compared_text(found: Sequence[Difference], first: str, second: str) -> str:
 def _differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
     rows = [
         [
-            TableCell(each.row.series),
-            TableCell(str(each.row.world_size), each.row.world_size),
-            TableCell(str(each.row.fixed_batch_size), each.row.fixed_batch_size),
+            TableCell(each.point.series),
+            TableCell(str(each.point.world_size), each.point.world_size),
+            TableCell(str(each.point.fixed_batch_size), each.point.fixed_batch_size),
             TableCell(percent_text(each.ratio), each.ratio.mid),
-            TableCell(str(each.row.num_repeats), each.row.num_repeats),
+            TableCell(str(each.point.num_repeats), each.point.num_repeats),
             TableCell(each.finding),
         ]
         for each in found

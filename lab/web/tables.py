@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lab.analysis.speedup import Row, unit_of
+from lab.analysis.points import Point
+from lab.analysis.summary import runs_text, unit_of
 from lab.measure.intervals import Interval, of_level
 from lab.task.metrics import heading, main_metric
 
@@ -40,26 +41,26 @@ class Table:
     rows: Sequence[Sequence[TableCell]]
 
 
-def points_table(rows: Sequence[Row], name: str) -> Table:
+def points_table(points: Sequence[Point], name: str) -> Table:
     """Make a line for each point of a study, with the interval and the number of each figure."""
-    unit = unit_of(rows)
-    metric = main_metric(each for row in rows for each in row.final)
+    unit = unit_of(points)
+    metric = main_metric(each for point in points for each in point.final)
     title, factor = heading(metric)
     columns = {
-        "series": [TableCell(row.series) for row in rows],
-        "ranks": [_count(row.world_size) for row in rows],
-        "batch": [_count(row.fixed_batch_size) for row in rows],
-        "scaling": [TableCell(row.scaling) for row in rows],
-        "n": [_count(row.num_repeats) for row in rows],
-        "step ms": [_interval(of_level([*row.steps_s.values()]), 1e3) for row in rows],
-        f"{unit}s/s": [_interval(row.samples_per_s) for row in rows],
-        "speedup": [_interval(row.speedup) for row in rows],
-        "efficiency": [_interval(row.efficiency) for row in rows],
-        "exposed ms": [_interval(row.exposed_exchange_s, 1e3) for row in rows],
-        "payload MB": [_number(row.payload_max_bytes, 1e-6) for row in rows],
-        title: [_number(row.final.get(metric, math.nan), factor) for row in rows],
-        "runs": [TableCell(_runs(row)) for row in rows],
-        "emulation": [TableCell(row.emulation or "none") for row in rows],
+        "series": [TableCell(point.series) for point in points],
+        "ranks": [_count(point.world_size) for point in points],
+        "batch": [_count(point.fixed_batch_size) for point in points],
+        "scaling": [TableCell(point.scaling) for point in points],
+        "n": [_count(point.num_repeats) for point in points],
+        "step ms": [_interval(of_level([*point.steps_s.values()]), 1e3) for point in points],
+        f"{unit}s/s": [_interval(point.samples_per_s) for point in points],
+        "speedup": [_interval(point.speedup) for point in points],
+        "efficiency": [_interval(point.efficiency) for point in points],
+        "exposed ms": [_interval(point.exposed_exchange_s, 1e3) for point in points],
+        "payload MB": [_number(point.payload_max_bytes, 1e-6) for point in points],
+        title: [_number(point.final.get(metric, math.nan), factor) for point in points],
+        "runs": [TableCell(runs_text(point)) for point in points],
+        "emulation": [TableCell(point.emulation or "none") for point in points],
     }
     told = {
         key: cells
@@ -92,11 +93,6 @@ def _number(value: float, scale: float = 1.0) -> TableCell:
 
 def _interval(value: Interval, scale: float = 1.0) -> TableCell:
     return TableCell(interval_text(value, scale), None if math.isnan(value.mid) else value.mid)
-
-
-def _runs(row: Row) -> str:
-    bad = [f"{count} {name}" for name, count in row.statuses.items() if count and name != "done"]
-    return ", ".join([f"{row.statuses['done']} done", *bad])
 
 
 def number_text(value: float, scale: float = 1.0) -> str:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.web.command import parts_of
-from lab.web.page import render
-from lab.web.vega import bundle
+from lab.web.drawing import bundle
+from lab.web.page import parts_of, render
 from tests.support.studies import HOSTILE, make_study, name_by
 
 RESULTS = Path(__file__).parents[3] / "docs/results/layers"

@@ -1,22 +1,30 @@
-"""Charts of one run: its timeline, as in Kim et al., slide 27, and the own work of its ranks."""
+"""Charts of single runs: their curves, a step's timeline, and the own work of its ranks."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
+import numpy as np
 import pandas as pd
 
-from lab.analysis.charts import PHASE_LOOKS
+from lab.analysis.charts import PHASE_LOOKS, Frame, Looks, NothingToDraw, batch_name
+from lab.analysis.points import CEILING
+from lab.analysis.records import Cell
 from lab.draw.chart import INK, LABEL_PX, LETTER, WIDTH, Chart
 from lab.draw.looks import ORANGE
-from lab.draw.plots import bars, legend_columns
+from lab.draw.plots import GAP, Axis, bars, fitted, legend_columns, lines, round_values
 from lab.measure.spans import OWN, Span
 from lab.record.schema import Record, worded
 from lab.record.trace import Timeline, lanes
+from lab.settings.reading import DamagedFile
+from lab.task.metrics import LOGARITHMIC, PERCENT, axis, main_metric, metrics_of
 
+NUM_DRAWN, NUM_SMOOTHED = 400, 50  # points of a curve, and windows that smooth it
+HIGH = 190  # pixels of a panel of curves
 COMPUTE, LAYER, TRANSFER, CODEC = "compute", "layer", "exchange", "codec"
 NAMES = {
     "data": "Data",
@@ -51,6 +59,140 @@ OWN_COLOURS = {
     **{name: PHASE_LOOKS[name] for name in ("forward", "backward", "exchange", "update")},
     WAIT: "#E8E8E8",
 }
+
+
+def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = WIDTH) -> Chart:
+    """Chart training loss and a test metric against steps and seconds, one run per series.
+
+    The point is the one with the most ranks, and of those the largest batch; the run is its
+    lowest repeat. `none` has no line at several ranks: its replicas are not one model.
+
+    Raises:
+        NothingToDraw: no run of such a point kept losses or evaluations that change.
+    """
+    known = list(cells)
+    runs = _representatives(known, scaling, looks)
+    metric = main_metric(name for run in runs for e in run.evaluations for name in metrics_of(e))
+    label, factor = axis(metric)
+    try:
+        curves = {
+            "training loss": {run.series: _losses(run) for run in runs},
+            label: {run.series: _evaluated(run, metric, factor) for run in runs},
+        }
+    except DamagedFile as error:
+        raise NothingToDraw(str(error)) from None
+    kinds = {kind: each for kind, each in curves.items() if any(map(_changes, each.values()))}
+    if not kinds:
+        raise NothingToDraw("no losses and no evaluations that change")
+    columns, size = fitted(2, LETTER * LABEL_PX * max(map(len, looks)), width, HIGH)
+    panels = [
+        _curves(tables, x, kind, looks, width // columns, metric in LOGARITHMIC and kind == label)
+        for kind, tables in kinds.items()
+        for x in ({"step": "step"}, {"seconds": "training time (s)"})
+    ]
+    body = alt.concat(*panels, columns=columns, spacing=GAP)
+    one, repeated = runs[0], sorted({run.repeat for run in runs})
+    about = [
+        f"On {one.world_size} ranks, {batch_name(scaling)} {one.fixed_batch_size}; one run per "
+        f"series (repeat {', '.join(map(str, repeated))}): no intervals."
+    ]
+    absent = [name for name in looks if name not in {run.series for run in runs}]
+    if one.world_size > 1 and any(cell.strategy == CEILING for cell in known):
+        about.append("none is left out: its replicas are not one model.")
+        absent = [name for name in absent if name.split(" ")[0] != CEILING]
+    about += [f"Not at this point: {', '.join(absent)}."] if absent else []
+    return Chart(
+        "convergence", _learnt(kinds, metric if label in kinds else ""), about, body, width
+    )
+
+
+def _representatives(cells: Sequence[Cell], scaling: str, looks: Looks) -> list[Cell]:
+    done = [
+        cell
+        for cell in cells
+        if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", scaling)
+        and (cell.strategy != CEILING or cell.world_size == 1)
+    ]
+    if not done:
+        raise NothingToDraw("no finished throughput run that trains one model")
+    largest = max((cell.world_size, cell.fixed_batch_size) for cell in done)
+    here = [cell for cell in done if (cell.world_size, cell.fixed_batch_size) == largest]
+    here.sort(key=lambda cell: (cell.repeat, cell.started_at))
+    first = {cell.series: cell for cell in reversed(here)}
+    return [first[name] for name in looks if name in first]
+
+
+def _losses(cell: Cell) -> Frame:
+    """Average over ranks, smooth by a running mean, and thin to at most `NUM_DRAWN` points."""
+    steps = cell.steps()
+    if steps is None or bool(np.isnan(steps["loss"].to_numpy(float)).all()):
+        return pd.DataFrame()
+    by_step = steps.groupby("step").agg({"end_s": "max", "loss": "mean"}).reset_index()
+    window = max(1, len(by_step) // NUM_SMOOTHED)
+    by_step["loss"] = by_step["loss"].rolling(window, min_periods=1).mean()
+    thin = by_step.iloc[:: math.ceil(len(by_step) / NUM_DRAWN)]
+    return thin.rename(columns={"end_s": "seconds", "loss": "value"})
+
+
+def _evaluated(cell: Cell, metric: str, factor: float) -> Frame:
+    rows = [e for e in cell.evaluations if e.get(metric) is not None]
+    table = pd.DataFrame(rows, columns=["step", "seconds", metric])
+    return table.assign(value=factor * table[metric].astype(float))
+
+
+def _changes(table: Frame) -> bool:
+    """Return whether a curve is more than a level line, as of runs that do not learn."""
+    return not table.empty and bool(np.ptp(table["value"]) > 1e-6 * table["value"].abs().max())
+
+
+def _curves(
+    tables: Mapping[str, Frame],
+    x: Mapping[str, str],
+    kind: str,
+    looks: Looks,
+    width: int,
+    logarithmic: bool,
+) -> Any:
+    """Draw the curves of one kind against one column."""
+    ((column, title),) = x.items()
+    data: Frame = pd.concat(
+        table[[column, "value"]].rename(columns={column: "x"}).assign(series=name)
+        for name, table in tables.items()
+        if not table.empty
+    )
+    data = data[np.isfinite(data["value"])].assign(low=math.nan, high=math.nan)
+    low, high = float(data["value"].min()), float(data["value"].max())
+    reach = (low / 1.1, 1.1 * high) if logarithmic else _around(low, high)
+    ticks = _few_ticks(*reach) if logarithmic else None
+    drawn = {name: look for name, look in looks.items() if name in set(data["series"])}
+    y = Axis(kind, log=10 if logarithmic else 0, domain=reach, ticks=ticks)
+    across = Axis(title, domain=(float(data["x"].min()), float(data["x"].max())))
+    return lines(data, across, y, drawn, marks=False, width=width)[0].properties(height=HIGH)
+
+
+def _around(low: float, high: float) -> tuple[float, float]:
+    margin = 0.05 * (high - low or abs(high))
+    return low - margin, high + margin
+
+
+def _few_ticks(low: float, high: float) -> list[float]:
+    """Return labels of a logarithmic axis, also if it spans less than a decade."""
+    known = round_values(low, high)
+    return known if len(known) > 2 else [float(f"{v:.2g}") for v in np.geomspace(low, high, 4)]
+
+
+def _learnt(kinds: Mapping[str, Mapping[str, Frame]], metric: str) -> str:
+    """Say where the curves end: of the metric if it was evaluated, else of the loss."""
+    kind = list(kinds)[-1]
+    ends = {name: float(t["value"].iloc[-1]) for name, t in kinds[kind].items() if not t.empty}
+    unit = " %" if metric in PERCENT else ""
+    what = metric or kind
+    best = (max if metric in PERCENT else min)(ends, key=lambda name: ends[name])
+    low, high = f"{min(ends.values()):.3g}", f"{max(ends.values()):.3g}"
+    if low == high:
+        return f"{what[0].upper()}{what[1:]} ends at {low}{unit}"
+    better = "highest" if metric in PERCENT else "lowest"
+    return f"{what[0].upper()}{what[1:]} ends at {low} to {high}{unit}, {better} with {best}"
 
 
 def timeline_of_step(timeline: Timeline, width: int = WIDTH) -> Chart:
@@ -190,7 +332,8 @@ def _waits(timeline: Timeline) -> str:
     ranks, steps = {span.rank for span in spans}, {s.name for s in spans if s.row == "step"}
     length_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
     waits_s = sum(s.end_s - s.start_s for s in spans if s.row == "wait") / len(ranks)
-    step = str(about["step"]).capitalize() if "step" in about else f"{len(steps) or 1} steps"
+    several = f"{len(steps)} steps" if len(steps) > 1 else "A step"
+    step = str(about["step"]).capitalize() if "step" in about else several
     of = f"{about.get('strategy', 'a run')} on {about.get('world_size', len(ranks))} ranks"
     share = f"{100 * waits_s / length_s:.0f} %"
     return f"{step} of {of}: {1e3 * length_s:.3g} ms, of which waits are {share}"
