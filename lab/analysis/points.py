@@ -88,12 +88,12 @@ class Point:
 
     @property
     def place(self) -> Place:
-        """What tells it from the study's others."""
+        """The values that tell it from the study's others."""
         return place_of(self.one)
 
     @cached_property
     def context(self) -> tuple[object, ...]:
-        """What runs must share to be compared: scaling, batch, model, machine, threads."""
+        """The values that runs to be compared share: scaling, batch, model, machine, threads."""
         one = self.one
         kept = [one.settings.get(key) for key in (*CONTEXT, "threads")]
         work = one.scaling, one.fixed_batch_size, one.transform, one.profile

@@ -237,7 +237,8 @@ def _drawn(spans: list[Span], width: int, pale: bool) -> Any:
     length_s = max(span.end_s for span in spans) - origin
     placed = tracks_of(spans)
     names = {track: _track_name(*track) for track in sorted({track for _, track in placed})}
-    wide = int(width - LETTER * LABEL_PX * max(map(len, names.values())) - 30)
+    room = LETTER * LABEL_PX * max(map(len, names.values()))
+    wide = int(width - room - 30)
     whole = [(span, track, _fitting_name(span, wide / length_s)) for span, track in placed]
     pieces = [(span, track, None) for span, track in pieces_of(spans, placed)]
     data = pd.DataFrame(
@@ -258,7 +259,7 @@ def _drawn(spans: list[Span], width: int, pale: bool) -> Any:
     scale = alt.Scale(domain=[0, 1e3 * length_s], nice=False)
     base = alt.Chart().encode(
         alt.X("start:Q", title="time from the beginning (ms)", scale=scale),
-        alt.Y("track:N", sort=[*names.values()], title=None),
+        alt.Y("track:N", sort=[*names.values()], title=None, axis=alt.Axis(minExtent=room)),
     )
     look: dict[str, Any] = {"stroke": INK, "strokeWidth": 0.4, "clip": True}
     bar: dict[str, Any] = {
