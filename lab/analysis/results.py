@@ -13,7 +13,7 @@ import pandas as pd
 
 from lab.analysis.charts import CHARTS, NothingToDraw
 from lab.analysis.compare import floor_text, leaders, noise_floor
-from lab.analysis.places import map_of_strategies
+from lab.analysis.places import map_of_strategies, on_most_ranks, places_of
 from lab.analysis.points import Place, Point, frame_of, table, together
 from lab.analysis.records import Study, load_study, read_steps
 from lab.analysis.runs import convergence, own_work, own_work_of_ranks, timeline_of_step
@@ -82,8 +82,9 @@ class Results:
 
     @property
     def has_map(self) -> bool:
-        """Whether strategies were measured over several links, or machines."""
-        return len({cell.circumstances for cell in self.study.cells}) > 1
+        """Whether strategies were compared over several links, or machines."""
+        places = on_most_ranks(places_of(self.study.cells))
+        return len({place.where.links for place in places}) > 1
 
     @property
     def scalings(self) -> list[str]:
