@@ -60,11 +60,10 @@ def main(arguments: list[str]) -> int:
 
 def _plot(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
-    # Imported here: help and a wrong setting are answered before pandas and matplotlib load.
-    from lab.analysis.plot import Sink, report
-    from lab.draw.page import Page
+    # Imported here: help and a wrong setting are answered before pandas and Altair load.
+    from lab.analysis.results import Sink, report
 
-    sink = Sink(own.out, own.format, Page(own.width_in, own.title), own.only or ())
+    sink = Sink(own.out, own.format, own.only or (), own.width_in, own.title)
     try:
         report([Path(word) for word in line.words], sink, own.baseline, own.target)
     except (ValueError, OSError) as error:

@@ -45,9 +45,8 @@ def main(arguments: list[str]) -> int:
 
 def _report(line: CommandLine, command: str) -> int:
     out = own_settings(Settings, line.settings).out
-    # Imported here: help and a wrong setting are answered before pandas and matplotlib load.
-    from lab.web.command import parts_of
-    from lab.web.page import render, write
+    # Imported here: help and a wrong setting are answered before pandas and Altair load.
+    from lab.web.page import parts_of, render, write
 
     paths = [Path(word) for word in line.words]
     try:

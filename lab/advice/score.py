@@ -14,11 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from lab.advice.advise import Forecast, contenders, ranked, steps_on
-from lab.analysis.leaders import Times
-from lab.analysis.map import NOTE, interval_text, sample_of
-from lab.analysis.map import map_of as map_body
-from lab.analysis.places import REFERENCE, Lead, Place, Where, columns_of, on_most_ranks
-from lab.analysis.verdict import Summary, behind, summaries
+from lab.analysis.compare import Times
+from lab.analysis.places import (
+    NOTE,
+    REFERENCE,
+    Lead,
+    Place,
+    Summary,
+    Where,
+    behind,
+    columns_of,
+    interval_text,
+    on_most_ranks,
+    sample_of,
+    summaries,
+)
+from lab.analysis.places import map_of as map_body
 from lab.draw.chart import Chart
 from lab.draw.text import markdown
 from lab.measure.intervals import UNKNOWN, Interval, wilson
@@ -190,7 +201,7 @@ class Map:
     """The places of a study whose cells were held out, and what follows from them.
 
     Attributes:
-        summaries: see lab.analysis.verdict.
+        summaries: see lab.analysis.places.
     """
 
     answers: tuple[Answer, ...]

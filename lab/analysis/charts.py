@@ -1,71 +1,204 @@
-"""The charts of a study, from its summary: one row a point, as summary.csv has it."""
+"""The charts of a study, from its summary: one row a point, as summary.csv has it.
+
+Each function takes the points of one scaling, the looks of all series, and the chart's width in
+pixels.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import altair as alt
 import pandas as pd
 
-from lab.analysis.sheet import NothingToDraw
-from lab.analysis.speedup import CEILING
-from lab.draw.chart import Chart
-from lab.draw.looks import looks_of, order
-from lab.draw.plots import Axis, lines
+from lab.analysis.points import CEILING
+from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, WIDTH, Chart, wrap
+from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION, Look
+from lab.draw.plots import GAP, Axis, bars, fitted, lines
 from lab.measure.intervals import ENOUGH_REPEATS
+from lab.measure.spans import PHASES
+from lab.task.metrics import heading
 
 Frame = Any  # a pandas.DataFrame, and
 Point = Any  # a row of it: pandas' own types do not know what columns hold
+Looks = Mapping[str, Look]
+
+NUM_DRAWN, NUM_SMOOTHED = 400, 50  # points of a curve, and windows that smooth it
+LOW, HIGH = 150, 190  # pixels of panels of bars, and of curves, from bottom to top
+PHASE_LOOKS: dict[str, str] = dict(zip(PHASES, (GREY, SKY, BLUE, VERMILLION, GREEN), strict=True))
+CEILING_PART, EXPOSED_PART = "step of none (ceiling)", "exposed exchange"
+WHOLE_PART = "whole step, with nothing to compare"
+PART_LOOKS = {CEILING_PART: BLUE, EXPOSED_PART: VERMILLION, WHOLE_PART: "#C8C8C8"}
 
 
-def speedup(summary: Frame) -> Chart:
-    """Chart speedup against ranks: a panel for each batch, a line for each series."""
-    points = _known(summary, "speedup_mid", "no 1-rank run to measure speedup from")
-    best = _best(points, "speedup_mid")
-    message = (
-        f"{_lead(points, best)}: {best['speedup_mid']:.2f} × one rank, on {best['world_size']} "
-        f"ranks at {_batch_name(best)} {best['fixed_batch_size']}"
+class NothingToDraw(ValueError):
+    """Raised if a chart's data are missing; the text says which."""
+
+
+def speedup_bars(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
+    """Chart speedup: a panel for each series, a group of bars for each batch, one a world size.
+
+    The layout is that of H. Kim et al., "Performance Analysis of CNN Frameworks for GPUs",
+    ISPASS 2017, slide 26.
+    """
+    points = _with_speedup(summary)
+    series = [name for name in looks if name in set(points["series"])]
+    columns, (wide, high) = fitted(len(series), GAP, width, LOW)
+    titles = {name: "|".join(_panel_title(summary, points, name, wide)) for name in series}
+    data: Frame = pd.DataFrame(
+        {
+            "series": points["series"].map(titles.get),
+            "batch": points["fixed_batch_size"],
+            "ranks": points["world_size"],
+            **_interval(points, "speedup"),
+            "repeats": points["num_repeats"],
+            "pale": points["emulation"] != "none",
+        }
     )
+    shades = alt.Scale(scheme=alt.SchemeParams("blues", extent=[0.35, 1.0]))
+    legend = alt.Legend(title="ranks", orient="bottom", titleOrient="left")
+    base = alt.Chart().encode(
+        alt.X("batch:O", title=_batch_of(points.iloc[0]), axis=alt.Axis(labelAngle=0)),
+        xOffset=alt.XOffset("ranks:O"),
+    )
+    panel = alt.layer(
+        base.mark_bar(stroke=INK, strokeWidth=0.5).encode(
+            alt.Y("value:Q", title="speedup"),
+            alt.Color("ranks:O", scale=shades, legend=legend),
+            opacity=alt.condition("datum.pale", alt.value(0.45), alt.value(1.0)),
+            tooltip=["batch:O", "ranks:O", "value:Q", "low:Q", "high:Q", "repeats:Q"],
+        ),
+        base.mark_rule(color=INK, strokeWidth=1.4)
+        .transform_filter("isValid(datum.low)")
+        .encode(alt.Y("low:Q"), alt.Y2("high:Q")),
+        alt.Chart().mark_rule(color=INK).encode(alt.YDatum(1)),
+    ).properties(data=data, width=wide, height=high)
+    header = alt.Header(labelExpr="split(datum.value, '|')", labelPadding=4)
+    facet = alt.Facet("series:N", title=None, sort=[*titles.values()], header=header)
+    body = panel.facet(facet=facet, columns=columns, spacing=GAP)
+    about = [f"Speedup over {baselines(points)}, {_scaling(points)}. {repeats(points)}."]
+    about += _emulated(points, "Pale")
+    return Chart("speedup_bars", _fastest(points), about, body, width)
+
+
+def scaling(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
+    """Chart speedup above efficiency, against ranks."""
+    both = [speedup(summary, looks, width), efficiency(summary, looks, width)]
+    body = alt.vconcat(*(each.body for each in both), spacing=2 * GAP)
+    return replace(both[0], name="scaling", body=body, about=[*both[0].about, *both[1].about[:1]])
+
+
+def speedup(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
+    """Chart speedup against ranks: a panel for each batch, a line for each series."""
+    points = _with_speedup(summary)
     about = [
-        f"Speedup over {_baselines(points)}, {best['scaling']} scaling. Dotted: ideal. "
-        f"{repeats(points)}."
+        f"Speedup over {baselines(points)}, {_scaling(points)}. Dotted: ideal. {repeats(points)}."
     ]
-    return _over_ranks("speedup", message, about, points, "speedup", ideal="ranks")
+    drawn = _over_ranks(points, looks, width, "speedup", ideal="ranks")
+    return Chart("speedup", _fastest(points), [*about, *_emulated(points)], *drawn)
 
 
-def efficiency(summary: Frame) -> Chart:
+def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     """Chart efficiency, speedup divided by ranks."""
-    points = _known(summary, "efficiency_mid", "no 1-rank run to measure efficiency from")
+    points = _with_speedup(summary)
     best = _best(points, "efficiency_mid")
     message = (
         f"{best['series']} keeps {100 * best['efficiency_mid']:.0f} % of each rank's speed on "
-        f"{best['world_size']} ranks"
+        f"{_ranks(best)}"
     )
-    about = [f"Efficiency: speedup / ranks, {best['scaling']} scaling. {repeats(points)}."]
-    return _over_ranks("efficiency", message, about, points, "efficiency", ideal="one")
+    about = [f"Efficiency: speedup / ranks, {_scaling(points)}. {repeats(points)}."]
+    drawn = _over_ranks(points, looks, width, "efficiency", ideal="one")
+    return Chart("efficiency", message, [*about, *_emulated(points)], *drawn)
 
 
-def throughput(summary: Frame) -> Chart:
+def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     """Chart samples per second of all ranks."""
-    points = _known(summary, "samples_per_s_mid", "no record gives samples_per_s")
-    best, unit = _best(points, "samples_per_s_mid"), _unit(points)
-    message = (
-        f"{best['series']} trains {best['samples_per_s_mid']:,.0f} {unit}s per second on "
-        f"{best['world_size']} ranks"
+    points = _known(_from_one_rank(summary), "samples_per_s_mid", "no record gives samples_per_s")
+    best, unit = _best(points, "samples_per_s_mid"), _shared(points, "unit", "sample")
+    rate, each = best["samples_per_s_mid"], _shared(points, "predictions_per_sample", 1)
+    more = f" ({rate * each:,.0f} {best['prediction']}s)" if each > 1 else ""
+    message = f"{best['series']} trains {rate:,.0f} {unit}s{more} per second on {_ranks(best)}"
+    about = [f"Throughput of all ranks, {_scaling(points)}. {repeats(points)}."]
+    about += [f"A {unit} has {each} {best['prediction']}s."] if each > 1 else []
+    drawn = _over_ranks(points, looks, width, "samples_per_s", f"{unit}s per second")
+    return Chart("throughput", message, [*about, *_emulated(points)], *drawn)
+
+
+def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
+    """Chart a step's parts: a bar for each series and number of ranks, a panel for each batch.
+
+    Parts are phases if the study has breakdown runs; else, from its throughput runs, the step of
+    `none` and the time that the strategy adds to it, with the interval of this difference.
+    """
+    phases = [f"{name}_s" for name in PHASES if f"{name}_s" in summary]
+    if phases and bool(summary[phases].notna().any(axis=None)):
+        points = summary[summary[phases].notna().any(axis=1)]
+        parts = {name: points[f"{name}_s"] for name in PHASES}
+        parts[EXPOSED_PART] = parts.pop("exchange")
+        colours = {EXPOSED_PART if k == "exchange" else k: v for k, v in PHASE_LOOKS.items()}
+        step_s = points[phases].sum(axis=1)
+        counts = sorted(set(points["num_breakdowns"]))
+        runs = f"Medians of {' to '.join(map(str, counts))} breakdown runs a point, no intervals"
+        what = f"A step by its phases, {_scaling(points)}."
+        low = high = None
+    else:
+        points = _known(summary, "step_s", "no finished throughput run")
+        low, parts, high = _exposed_parts(points)
+        colours, step_s, runs = PART_LOOKS, points["step_s"], repeats(points)
+        if parts[CEILING_PART].isna().all():
+            raise NothingToDraw("no breakdown run, and no run of none to compare with")
+        what = f"A step: that of none, and the exposed exchange, {_scaling(points)}."
+    shares = (parts[EXPOSED_PART] / step_s)[points["strategy"] != CEILING]
+    places = sorted(points.index, key=lambda at: _place(points.loc[at], looks))
+    name = {at: f"{points['series'][at]}  N={points['world_size'][at]}" for at in places}
+    data: Frame = pd.DataFrame(
+        {
+            **{"name": name[at], "part": part, "value": 1e3 * values[at]},
+            **{
+                "panel": points["fixed_batch_size"][at],
+                "hollow": points["emulation"][at] != "none",
+            },
+            **{"low": math.nan if low is None else 1e3 * low[at]},
+            **{"high": math.nan if high is None else 1e3 * high[at]},
+            **({"command": points["command"][at]} if "command" in points else {}),
+        }
+        for at in places
+        for part, values in parts.items()
+        if not math.isnan(values[at])
     )
-    about = [f"Throughput of all ranks, {best['scaling']} scaling. {repeats(points)}."]
-    return _over_ranks("throughput", message, about, points, "samples_per_s", f"{unit}s per second")
+    count = data["panel"].nunique()
+    room = LETTER * LABEL_PX * max(map(len, name.values()))
+    columns, (wide, _) = fitted(count, GAP, max(int(width - room) + 2 * GAP, width // 2), 0)
+    batch, used = _batch_of(points.iloc[0]), set(data["part"])
+    body, _ = bars(
+        *(data, "step time (ms)", {k: v for k, v in colours.items() if k in used}),
+        width=wide,
+        panels=lambda size: f"{batch} {size}",
+        columns=columns,
+    )
+    about = [f"{what} {runs}.", *_emulated(points, "Pale")]
+    return Chart("step_time", _exposed(points, shares), about, body, width)
 
 
-def payload(summary: Frame) -> Chart:
-    """Chart the bytes that the busiest rank hands to the network in a step."""
-    sent = summary[summary["payload_max_bytes"] > 0].copy()
+def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
+    """Chart the bytes that the busiest rank hands to the network in a step, beside an fp32 ring's.
+
+    A rank of a ring all-reduce sends 2(N-1)/N of the gradient: 8n(N-1)/N bytes for n fp32
+    parameters (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+    """
+    sent = summary[summary["payload_max_bytes"] > 0].sort_values("fixed_batch_size")
     if sent.empty:
         raise NothingToDraw("no finished run sent anything")
-    for end in ("lo", "mid", "hi"):
-        sent[f"payload_{end}"] = sent["payload_max_bytes"] / 1e6 if end == "mid" else math.nan
+    sent = sent.drop_duplicates(["series", "world_size"], keep="last").sort_values("world_size")
+    most_mb, least_mb = sent["payload_max_bytes"] / 1e6, sent["payload_min_bytes"] / 1e6
+    differ = (least_mb > 0) & (least_mb < most_mb)
+    ends = {"payload_lo": least_mb.where(differ), "payload_hi": most_mb.where(differ)}
+    parameters = float(sent["num_parameters"].max())
+    ring_mb = 8e-6 * parameters * (1 - 1 / sent["world_size"])
+    sent = sent.assign(payload_mid=most_mb, **ends, ring=ring_mb.where(ring_mb > 0))
     last = sent[sent["world_size"] == sent["world_size"].max()]
     most, least = (last.loc[last["payload_mid"].agg(which)] for which in ("idxmax", "idxmin"))
     factor = most["payload_mid"] / least["payload_mid"]
@@ -73,12 +206,20 @@ def payload(summary: Frame) -> Chart:
     if factor < 1.05:
         message = f"All series send as much: {most['payload_mid']:.3g} MB a step and rank"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
-    title = "MB a step, busiest rank"
-    return _over_ranks("payload", message, about, sent, "payload", title, logarithmic=True)
+    if parameters > 0:
+        about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")
+    about += ["Upright: from the idlest rank to the busiest."] if differ.any() else []
+    drawn = _over_ranks(
+        *(sent, looks, width, "payload", "MB a step, busiest rank"),
+        ideal="ring" if parameters > 0 else "",
+        logarithmic=True,
+    )
+    return Chart("payload", message, [*about, *_emulated(sent)], *drawn)
 
 
-CHARTS: dict[str, Callable[[Frame], Chart]] = {
-    each.__name__: each for each in (speedup, efficiency, throughput, payload)
+CHARTS: dict[str, Callable[[Frame, Looks, int], Chart]] = {
+    each.__name__: each
+    for each in (speedup_bars, scaling, speedup, efficiency, throughput, step_time, payload)
 }
 
 
@@ -92,22 +233,33 @@ def repeats(points: Frame) -> str:
     return f"{text} repeats a point, 95 % t intervals{some}"
 
 
+def baselines(points: Frame) -> str:
+    """Name the baselines of the speedup."""
+    own = points["baseline"] == points["series"]
+    if own.all() and points["strategy"].nunique() > 1:
+        return "each series' own 1-rank run"
+    names = {str(name).split(" ")[0] for name in points["baseline"]}
+    changed = set(points["strategy"][own & (points["transform"] != "none")])
+    named = f"{' or '.join(sorted(names - changed or names))} on 1 rank"
+    rest = f" ({', '.join(sorted(changed))}: its own)" if changed and names - changed else ""
+    return named + rest
+
+
 def _over_ranks(
-    name: str,
-    message: str,
-    about: Sequence[str],
     points: Frame,
+    looks: Looks,
+    width: int,
     value: str,
     title: str = "",
     ideal: str = "",
     logarithmic: bool = False,
-) -> Chart:
-    """Chart columns `value`_lo, _mid and _hi against ranks, in a panel for each batch.
+) -> tuple[Any, int]:
+    """Draw columns `value`_lo, _mid and _hi against ranks, in a panel for each batch.
 
     Args:
-        ideal: "ranks": a dotted line of so much, "one": of 1; "": none.
+        ideal: "ranks": a dotted line of so much, "one": of 1, or a column; "": none.
     """
-    series = sorted(set(points["series"]), key=order)
+    series = [name for name in looks if name in set(points["series"])]
     sizes = sorted(set(points["world_size"]))
     # Series are drawn a little beside each other, so that none hides another.
     aside = min(0.16, 0.04 * sizes[-1])
@@ -118,28 +270,79 @@ def _over_ranks(
             "x": points["world_size"],
             "at": points["world_size"] + points["series"].map(places.get),
             "panel": points["fixed_batch_size"],
-            "value": points[f"{value}_mid"],
-            "low": points[f"{value}_lo"],
-            "high": points[f"{value}_hi"],
+            **_interval(points, value),
             "repeats": points["num_repeats"],
             "hollow": points["emulation"] != "none",
+            **({"command": points["command"]} if "command" in points else {}),
         }
     )
     if ideal:
-        data[ideal] = data["x"] if ideal == "ranks" else 1.0
+        data[ideal] = {"ranks": data["x"], "one": 1.0}.get(ideal, points.get(ideal))
     x = Axis("ranks", ticks=sizes, domain=(sizes[0] - 0.4 * aside, sizes[-1] + aside))
-    y = Axis(title or value.replace("_", " "), log=10 if logarithmic else 0)
-    if not logarithmic:
-        top = float(data[["value", "high"]].max().max())
-        y = replace(y, domain=(0.0, 1.05 * max(top, 1.0 if ideal else 0.0)))
-    batch = _batch_name(points.iloc[0])
-    body, width = lines(
-        *(data, x, y, looks_of(series), {each: _label(points, each) for each in series}),
+    y = Axis(title or value, log=10 if logarithmic else 0)
+    ends: Frame = data[["value", "low", "high", *([ideal] if logarithmic and ideal else [])]]
+    low, high = float(ends.min().min()), float(ends.max().max())
+    above = 1.05 * max(high, 1.0 if ideal else 0.0)
+    y = replace(y, domain=(low / 1.3, 1.3 * high) if logarithmic else (0.0, above))
+    batch = _batch_of(points.iloc[0])
+    return lines(
+        *(data, x, y, {each: looks[each] for each in series}),
+        {each: _label(points, each) for each in series},
         panels=lambda size: f"{batch} {size}",
         reference=ideal,
+        width=width,
     )
-    emulated = [_emulation(points)] if (points["emulation"] != "none").any() else []
-    return Chart(name, message, [*about, *emulated], body, width)
+
+
+def _exposed_parts(points: Frame) -> tuple[Any, dict[str, Any], Any]:
+    """Return the lower ends of steps, their parts, and their upper ends, in seconds."""
+    step_s, mid = points["step_s"], points["exposed_exchange_s_mid"]
+    alone = points["strategy"] == CEILING
+    # A strategy may come out faster than the ceiling by noise: the bar then ends at its own step.
+    shown = mid.clip(lower=0.0).where(~alone)
+    parts = {
+        CEILING_PART: (step_s - shown).where(~alone, step_s),
+        EXPOSED_PART: shown,
+        WHOLE_PART: step_s.where(~alone & mid.isna()),
+    }
+    low, high = (
+        (step_s - mid + points[f"exposed_exchange_s_{end}"]).where(~alone) for end in ("lo", "hi")
+    )
+    return low, parts, high
+
+
+def _exposed(points: Frame, shares: Any) -> str:
+    """Say how much of the steps on the most ranks is exposed exchange."""
+    size = points["world_size"].max()
+    known = shares[(points["world_size"] == size)].dropna().clip(lower=0.0)
+    if known.empty or size == 1:
+        return "A step without any exchange"
+    least, most = (points["series"][known.agg(which)] for which in ("idxmin", "idxmax"))
+    low, high = f"{100 * known.min():.0f}", f"{100 * known.max():.0f}"
+    if low == high:
+        return f"On {size} ranks, exposed exchange is {low} % of a step"
+    return f"On {size} ranks, exposed exchange is {low} % ({least}) to {high} % ({most}) of a step"
+
+
+def _with_speedup(summary: Frame) -> Frame:
+    return _known(_from_one_rank(summary), "speedup_mid", "no 1-rank run to measure speedup from")
+
+
+def _from_one_rank(summary: Frame) -> Frame:
+    """Select what was measured, and for each series the shared run of one rank if it has no other.
+
+    Raises:
+        NothingToDraw: nothing was measured.
+    """
+    points = _known(summary, "step_s", "no finished throughput run")
+    lacking = points[(points["one_rank"] != "") & (points["one_rank"] != points["series"])]
+    lacking = lacking.drop_duplicates(["series", "fixed_batch_size"])
+    ones = points[points["world_size"] == 1].drop(columns=["strategy", "one_rank"])
+    keys = ["one_rank", "fixed_batch_size"]
+    wanted = lacking[["series", "strategy", *keys]].rename(columns={"series": "of"})
+    shared = wanted.merge(ones, left_on=keys, right_on=["series", keys[1]])
+    shared = shared.assign(series=shared["of"]).drop(columns="of")
+    return pd.concat([shared, points], ignore_index=True)
 
 
 def _known(summary: Frame, column: str, lacking: str) -> Frame:
@@ -149,12 +352,29 @@ def _known(summary: Frame, column: str, lacking: str) -> Frame:
     return found
 
 
+def _interval(points: Frame, value: str) -> dict[str, Any]:
+    names = {"value": "mid", "low": "lo", "high": "hi"}
+    return {name: points[f"{value}_{end}"] for name, end in names.items()}
+
+
+def _place(point: Point, looks: Looks) -> tuple[int, int]:
+    return point["world_size"], list(looks).index(point["series"])
+
+
 def _best(points: Frame, column: str) -> Point:
     """Return the point of the highest value on the most ranks, of what trains the same model."""
     rivals = points[(points["strategy"] != CEILING) & (points["transform"] == "none")]
     rivals = points if rivals.empty else rivals
     last = rivals[rivals["world_size"] == rivals["world_size"].max()]
     return last.loc[last[column].idxmax()]
+
+
+def _fastest(points: Frame) -> str:
+    best = _best(points, "speedup_mid")
+    return (
+        f"{_lead(points, best)}: {best['speedup_mid']:.2f} × one rank, on {_ranks(best)} at "
+        f"{_batch_of(best)} {best['fixed_batch_size']}"
+    )
 
 
 def _lead(points: Frame, best: Point) -> str:
@@ -169,28 +389,50 @@ def _lead(points: Frame, best: Point) -> str:
     return f"{best['series']} is fastest"
 
 
-def _baselines(points: Frame) -> str:
-    names = sorted({str(name).split(" ")[0] for name in points["baseline"]})
-    own = (points["baseline"] == points["series"]).all() and len(names) > 1
-    return "each series' own 1-rank run" if own else f"{' or '.join(names)} on 1 rank"
+def _panel_title(summary: Frame, points: Frame, series: str, width: int) -> list[str]:
+    """Name the series, with its metric: what is fast must also have learnt."""
+    lines_ = wrap(_label(points, series), width, 12)
+    metric = str(summary["metric"].iloc[0])
+    learns = metric in points and (points["data"] != "synthetic").any()
+    known = points[metric][points["series"] == series].dropna() if learns else points[:0]
+    if not len(known):
+        return lines_
+    title, factor = heading(metric)
+    low, high = f"{factor * known.min():.3g}", f"{factor * known.max():.3g}"
+    text = low if low == high else f"{low}–{high}"
+    return [*lines_, f"{metric} {text}{title.removeprefix(metric)}"]
 
 
-def _batch_name(point: Point) -> str:
-    return "global batch" if point["scaling"] == "strong" else "per-rank batch"
+def _batch_of(point: Point) -> str:
+    return batch_name(point["scaling"])
+
+
+def batch_name(scaling: str) -> str:
+    """Name the batch size that a scaling keeps."""
+    return "global batch" if scaling == "strong" else "per-rank batch"
+
+
+def _scaling(points: Frame) -> str:
+    return f"{points['scaling'].iloc[0]} scaling"
+
+
+def _ranks(point: Point) -> str:
+    return "1 rank" if point["world_size"] == 1 else f"{point['world_size']} ranks"
 
 
 def _label(points: Frame, series: str) -> str:
+    """Name the series, with its difference from the others."""
     one = points[points["series"] == series].iloc[0]
     if one["strategy"] == CEILING:
         return f"{series} (ceiling)"
     return series if one["transform"] == "none" else f"{series} (another model)"
 
 
-def _unit(points: Frame) -> str:
-    units = set(points["unit"])
-    return units.pop() if len(units) == 1 else "sample"
+def _shared(points: Frame, column: str, otherwise: Any) -> Any:
+    values = set(points[column])
+    return values.pop() if len(values) == 1 else otherwise
 
 
-def _emulation(points: Frame) -> str:
+def _emulated(points: Frame, look: str = "Hollow") -> list[str]:
     how = sorted(set(points["emulation"]) - {"none"})
-    return f"Hollow: emulated ({'; '.join(how)})."
+    return [f"{look}: emulated ({'; '.join(how)})."] if how else []

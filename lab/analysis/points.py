@@ -1,63 +1,290 @@
-"""The points of a study: its runs by series, scaling, world size and batch."""
+"""The points of a study, and their speedup, efficiency and exposed communication.
+
+    strong scaling:  S(N, B) = T(1, B) / T(N, B)          B: global batch
+    weak scaling:    S(N, b) = N * T(1, b) / T(N, b)      b: batch of one rank
+    efficiency:      S / N
+    exposed:         T(strategy, N, B) - T(none, N, B), of the same model
+
+T is the median over timed steps of the maximum over ranks, and over repeats the geometric mean.
+Only throughput runs count, and a point and what it is compared with are paired by repeat.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from lab.analysis.records import Cell
+import numpy as np
+import pandas as pd
+
+from lab.analysis.records import Cell, Study
 from lab.analysis.series import CONTEXT
 from lab.draw.looks import order
+from lab.measure.intervals import (
+    UNKNOWN,
+    Interval,
+    geometric_mean,
+    of_difference,
+    of_level,
+    of_ratio,
+)
+from lab.measure.spans import PHASES
+from lab.record.schema import STATUSES, Scaling, worded
 from lab.settings.names import adds_nothing, idle_groups, root_of
 
+CEILING = "none"
+Place = tuple[str, str, int, int]  # series, scaling, ranks and batch
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Point:
-    """All runs of one series at one scaling, world size and batch; finished ones first."""
+    """All runs of one series at one scaling, world size and batch, and their statistics.
+
+    Times are in seconds; NaN means not measured.
+
+    Attributes:
+        cells: the runs, finished ones first.
+        base: the point of one rank that speedup is measured from.
+        alone: the point of one rank of this series: its own, or if that was not measured one of
+            another series that computes the same there.
+        ceiling: the point that does the same work without any exchange.
+    """
 
     cells: tuple[Cell, ...]
+    base: Point | None = None
+    alone: Point | None = None
+    ceiling: Point | None = None
 
     @property
     def one(self) -> Cell:
         """One cell, for properties that all share; a failed cell may lack some."""
         return self.cells[0]
 
-    def done(self, measure: str) -> dict[int, Cell]:
-        """Map repeats to finished runs."""
-        return {c.repeat: c for c in self.cells if c.status == "done" and c.measure == measure}
+    @property
+    def series(self) -> str:
+        return self.one.series
 
+    @property
+    def strategy(self) -> str:
+        return self.one.strategy
+
+    @property
+    def scaling(self) -> Scaling:
+        return self.one.scaling
+
+    @property
+    def world_size(self) -> int:
+        return self.one.world_size
+
+    @property
+    def fixed_batch_size(self) -> int:
+        """See Cell.fixed_batch_size."""
+        return self.one.fixed_batch_size
+
+    @property
+    def place(self) -> Place:
+        """The values that tell it from the study's others."""
+        return place_of(self.one)
+
+    @cached_property
     def context(self) -> tuple[object, ...]:
-        """Return what runs must share to be compared: scaling, batch, model, machine, threads."""
+        """The values that runs to be compared share: scaling, batch, model, machine, threads."""
         one = self.one
         kept = [one.settings.get(key) for key in (*CONTEXT, "threads")]
         work = one.scaling, one.fixed_batch_size, one.transform, one.profile
         return *work, *kept, *one.hosts.items()
 
-    def step_s(self) -> dict[int, float]:
-        """Map repeats to step times in seconds, from throughput runs."""
+    def done(self, measure: str) -> dict[int, Cell]:
+        """Map repeats to finished runs."""
+        return {c.repeat: c for c in self.cells if c.status == "done" and c.measure == measure}
+
+    @cached_property
+    def steps_s(self) -> Mapping[int, float]:
+        """Step time by repeat, from throughput runs."""
         done = self.done("throughput")
         return {r: done[r].step_s for r in sorted(done) if not math.isnan(done[r].step_s)}
+
+    @cached_property
+    def step_s(self) -> float:
+        """The geometric mean of the step time over repeats."""
+        return geometric_mean(list(self.steps_s.values()))
+
+    @property
+    def num_repeats(self) -> int:
+        return len(self.steps_s)
+
+    @property
+    def baseline(self) -> str:
+        """The series that speedup is measured from; empty if there is none."""
+        return self.base.series if self.base else ""
+
+    @property
+    def one_rank(self) -> str:
+        """The series of `alone`; empty if there is none."""
+        return self.alone.series if self.alone else ""
+
+    @cached_property
+    def speedups(self) -> Mapping[int, float]:
+        """Speedup by repeat."""
+        base, own = self.base.steps_s if self.base else {}, self.steps_s
+        return {r: self._factor * base[r] / own[r] for r in sorted(base.keys() & own.keys())}
+
+    @cached_property
+    def speedup(self) -> Interval:
+        return _paired(of_ratio, self.base, self).scaled(self._factor)
+
+    @property
+    def efficiency(self) -> Interval:
+        return self.speedup.scaled(1 / self.world_size)
+
+    @cached_property
+    def exposed_exchange_s(self) -> Interval:
+        return _paired(of_difference, self, self.ceiling)
+
+    @cached_property
+    def samples_per_s(self) -> Interval:
+        return of_level(_known(c.samples_per_s for c in self.done("throughput").values()))
+
+    @property
+    def payload_max_bytes(self) -> float:
+        """Bytes of a step, of the rank that sends most."""
+        return max(self._payload, default=math.nan)
+
+    @cached_property
+    def final(self) -> dict[str, float]:
+        """Means of the metrics of last evaluations, by name."""
+        names = dict.fromkeys(name for cell in self._every for name in cell.final)
+        values = {n: _known(c.final.get(n, math.nan) for c in self._every) for n in names}
+        return {name: float(np.mean(each)) if each else math.nan for name, each in values.items()}
+
+    @property
+    def emulation(self) -> str:
+        """The clauses of all runs; empty if nothing is emulated."""
+        return "; ".join(sorted({worded(cell.emulation) for cell in self._every} - {""}))
+
+    @cached_property
+    def phases_s(self) -> dict[str, float]:
+        """Each phase's median over breakdown runs; empty without any."""
+        runs = [cell.phases_s for cell in self.done("breakdown").values() if cell.phases_s]
+        return {p: _median(run.get(p, math.nan) for run in runs) for p in PHASES} if runs else {}
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """The number of runs by status."""
+        return {name: sum(c.status == name for c in self.cells) for name in STATUSES}
+
+    def median(self, value: str) -> float:
+        """Return the median over finished runs of a value of Cell."""
+        return _median(getattr(cell, value) for cell in self.done("throughput").values())
+
+    @property
+    def _every(self) -> list[Cell]:
+        return [*self.done("throughput").values(), *self.done("breakdown").values()]
+
+    @property
+    def _payload(self) -> list[float]:
+        return [value for cell in self._every for value in cell.payload_bytes_per_step]
+
+    @property
+    def _factor(self) -> int:
+        """How many times the samples of one rank a step has."""
+        return self.world_size if self.scaling == "weak" else 1
+
+    def values(self) -> dict[str, Any]:
+        """Return its row of the table: an interval has three columns, a phase and a status one."""
+        one = self.one
+        return {
+            **{"scaling": one.scaling, "series": one.series, "strategy": one.strategy},
+            **{"world_size": one.world_size, "batch_size": one.batch_size},
+            "per_rank_batch_size": one.per_rank_batch_size,
+            "num_repeats": self.num_repeats,
+            "num_breakdowns": len(self.done("breakdown")),
+            "step_s": self.step_s,
+            "step_mad_s": self.median("step_mad_s"),
+            **_ends("samples_per_s", self.samples_per_s),
+            **{name: self.median(name) for name in ("flops_per_s", "mfu")},
+            **{"unit": one.unit, "prediction": one.prediction},
+            "predictions_per_sample": one.predictions_per_sample,
+            **{"baseline": self.baseline, "one_rank": self.one_rank},
+            **_ends("speedup", self.speedup),
+            **_ends("efficiency", self.efficiency),
+            **_ends("exposed_exchange_s", self.exposed_exchange_s),
+            "payload_max_bytes": self.payload_max_bytes,
+            "payload_min_bytes": min(self._payload, default=math.nan),
+            "num_parameters": _median(cell.num_parameters for cell in self._every),
+            **self.final,
+            **{"transform": one.transform or "none", "emulation": self.emulation or "none"},
+            **{f"{name}_s": seconds for name, seconds in self.phases_s.items()},
+            **{f"num_{status}": count for status, count in self.statuses.items()},
+            **{key: one.settings.get(key) for key in CONTEXT},
+        }
+
+
+def table(study: Study, baseline: str | None = None) -> list[Point]:
+    """Return the points of a study, each with those that it is compared with, in reading order.
+
+    Args:
+        study: the records.
+        baseline: the strategy whose 1-rank runs speedup is measured from. By default `none`, or
+            each series' own 1-rank runs where the study has none of `none`; a series without its
+            own takes those of one that computes the same on one rank.
+
+    Raises:
+        ValueError: no finished 1-rank throughput run of a `baseline` that was asked for.
+    """
+    points = points_of(study.cells)
+    bases = {p.strategy for p in points if p.world_size == 1 and p.steps_s}
+    if baseline is not None and baseline not in bases:
+        allowed = ", ".join(sorted(bases, key=order)) or "none of them: no 1-rank run finished"
+        raise ValueError(f"baseline={baseline!r}: has no 1-rank run here; allowed are {allowed}")
+    named = baseline or (CEILING if CEILING in bases else None)
+    return [
+        replace(
+            point,
+            alone=own_baseline(points, point),
+            base=_baseline(points, point, named),
+            ceiling=_ceiling(points, point),
+        )
+        for point in points
+    ]
 
 
 def points_of(cells: Iterable[Cell]) -> list[Point]:
     """Group cells by series, scaling, world size and batch, in reading order."""
-    groups: dict[tuple[str, int, int, str], list[Cell]] = {}
+    groups: defaultdict[tuple[str, int, int, str], list[Cell]] = defaultdict(list)
     for cell in cells:
         if cell.world_size and cell.fixed_batch_size:  # a run may fail before these are known
             key = (cell.scaling, cell.fixed_batch_size, cell.world_size, cell.series)
-            groups.setdefault(key, []).append(cell)
+            groups[key].append(cell)
     keys = sorted(groups, key=lambda key: (*key[:3], order(key[3])))
-    return [Point(tuple(sorted(groups[key], key=_failed))) for key in keys]
+    return [Point(tuple(sorted(groups[key], key=lambda c: c.status != "done"))) for key in keys]
 
 
-def _failed(cell: Cell) -> bool:
-    return cell.status != "done"
+def frame_of(points: Iterable[Point]) -> pd.DataFrame:
+    """Return the tidy table, a row for each point; NaN: not measured."""
+    return pd.DataFrame([point.values() for point in points])
+
+
+def place_of(cell: Cell) -> Place:
+    """Return the place of the point that a cell belongs to."""
+    return cell.series, cell.scaling, cell.world_size, cell.fixed_batch_size
+
+
+def together(points: Iterable[Point]) -> list[list[Point]]:
+    """Group the points that compete: those of one context and world size."""
+    groups: defaultdict[tuple[object, ...], list[Point]] = defaultdict(list)
+    for point in points:
+        groups[(point.world_size, *point.context)].append(point)
+    return [*groups.values()]
 
 
 def is_copy(point: Point) -> bool:
     """Return whether this point computes on one rank, and nothing else."""
-    return point.one.world_size == 1 and adds_nothing(point.one.exchange, point.one.sync)
+    return point.world_size == 1 and adds_nothing(point.one.exchange, point.one.sync)
 
 
 def same_work(points: list[Point], point: Point, strategy: str, world_size: int) -> Point | None:
@@ -68,8 +295,8 @@ def same_work(points: list[Point], point: Point, strategy: str, world_size: int)
 
 def own_baseline(points: list[Point], point: Point) -> Point | None:
     """Find the measured one-rank point of the same series, or one that computes the same."""
-    alike = [p for p in points if p.one.series == point.one.series]
-    return reference(alike, point, point.one.strategy, 1) or shared_baseline(points, point)
+    alike = [p for p in points if p.series == point.series]
+    return reference(alike, point, point.strategy, 1) or shared_baseline(points, point)
 
 
 def shared_baseline(points: list[Point], point: Point, strategy: str | None = None) -> Point | None:
@@ -107,10 +334,48 @@ def reference(
     fits = [
         p
         for p in points
-        if p.one.world_size == world_size
-        and strategy in (None, p.one.strategy)
-        and (p.one.scaling, p.one.fixed_batch_size) == (want.scaling, want.fixed_batch_size)
+        if p.world_size == world_size
+        and strategy in (None, p.strategy)
+        and (p.scaling, p.fixed_batch_size) == (want.scaling, want.fixed_batch_size)
         and {k: v for k, v in p.one.settings.items() if counts(k)}.items() <= want.settings.items()
-        and p.step_s()
+        and p.steps_s
     ]
     return max(fits, key=lambda p: len(p.one.settings), default=None)
+
+
+def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point | None:
+    """Find the one-rank point; a transform makes another model, whose speedup is over its own."""
+    if strategy is not None and not point.one.transform:
+        named = reference(points, point, strategy, 1)
+        return named or shared_baseline(points, point, strategy)
+    return own_baseline(points, point)
+
+
+def _ceiling(points: list[Point], point: Point) -> Point | None:
+    """Find the point that does the same work without any exchange; one rank exchanges nothing."""
+    if point.world_size == 1:
+        return None
+    return same_work(points, point, CEILING, point.world_size)
+
+
+def _paired(
+    statistic: Callable[..., Interval], first: Point | None, second: Point | None
+) -> Interval:
+    if first is None or second is None:
+        return UNKNOWN
+    a, b = first.steps_s, second.steps_s
+    shared = sorted(a.keys() & b.keys())
+    return statistic([a[r] for r in shared], [b[r] for r in shared])
+
+
+def _ends(name: str, value: Interval) -> dict[str, float]:
+    return {f"{name}_{end}": getattr(value, end) for end in ("lo", "mid", "hi")}
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _median(values: Iterable[float]) -> float:
+    known = _known(values)
+    return float(np.median(known)) if known else math.nan

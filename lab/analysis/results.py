@@ -1,7 +1,9 @@
-"""Results of studies as tables and charts, for notebooks and programs: `lab.load("runs/demo")`."""
+"""Results of studies as tables and charts: of `lab.load("runs/demo")` and of `lab.plot`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -9,16 +11,33 @@ from typing import Any
 
 import pandas as pd
 
-from lab.analysis.charts import CHARTS
-from lab.analysis.export import records_table
-from lab.analysis.leaders import leaders
-from lab.analysis.records import Study, load_study
-from lab.analysis.sheet import NothingToDraw
-from lab.analysis.speedup import Row, table
-from lab.analysis.summary import frame_of
-from lab.draw.chart import Chart
-from lab.record.schema import SCALINGS
+from lab.analysis.charts import CHARTS, NothingToDraw
+from lab.analysis.compare import floor_text, leaders, noise_floor
+from lab.analysis.places import map_of_strategies, on_most_ranks, places_of
+from lab.analysis.points import Place, Point, frame_of, table, together
+from lab.analysis.records import Study, load_study, read_steps
+from lab.analysis.runs import convergence, own_work, own_work_of_ranks, timeline_of_step
+from lab.analysis.summary import (
+    records_table,
+    shared_runs,
+    target_table,
+    text,
+    times_to_target,
+    write_csv,
+    write_records,
+)
+from lab.draw.chart import WIDTH, Chart, pixels_of
+from lab.draw.looks import Look, looks_of
+from lab.record.schema import SCALINGS, read_record
+from lab.record.steps import STEPS
+from lab.record.trace import TIMELINE, read_trace
+from lab.settings.reading import DamagedFile
+from lab.task.metrics import main_metric
 
+NAMES = (*CHARTS, convergence.__name__, map_of_strategies.__name__)
+TIMELINES, RANKS = "timeline", "ranks"
+FIGURES = [name for name in NAMES if name not in ("speedup", "efficiency")]  # scaling has both
+ALL = (*FIGURES, TIMELINES, RANKS)
 SHOWN = {  # columns of a notebook's table, and their titles
     **{"series": "series", "world_size": "ranks", "fixed_batch_size": "batch"},
     **{"num_repeats": "repeats", "step_s": "step (ms)", "speedup_mid": "speedup"},
@@ -47,45 +66,101 @@ class Results:
         return records_table(self.study)
 
     @cached_property
-    def rows(self) -> list[Row]:
-        """The statistics of each point, as lab.analysis.speedup computes them."""
+    def points(self) -> list[Point]:
+        """The points of the study, with their runs and statistics."""
         return table(self.study, self._baseline)
+
+    @cached_property
+    def floor(self) -> float:
+        """The noise floor (lab.analysis.compare); NaN if unknown."""
+        return noise_floor(self.points)
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """The look of each series, in reading order: the same in all charts."""
+        return looks_of(point.series for point in self.points)
+
+    @property
+    def has_map(self) -> bool:
+        """Whether strategies were compared over several links, or machines."""
+        places = on_most_ranks(places_of(self.study.cells))
+        return len({place.where.links for place in places}) > 1
+
+    @property
+    def scalings(self) -> list[str]:
+        """The scalings that were measured."""
+        return [each for each in SCALINGS if any(p.scaling == each for p in self.points)]
 
     def summary(self) -> pd.DataFrame:
         """Return a row for each series, number of ranks and batch.
 
         Times are in seconds and sizes in bytes. `speedup_lo`, `_mid` and `_hi` are an interval of
         95 % over repeats; NaN: not measured. `leads`: no other series was shown to be faster there.
+        `metric`: the name of the column with the task's own one.
         """
-        summary = frame_of(self.rows)
-        summary["fixed_batch_size"] = [row.fixed_batch_size for row in self.rows]
-        groups: dict[tuple[object, ...], list[Row]] = {}
-        for row in self.rows:
-            groups.setdefault((row.world_size, *row.context), []).append(row)
-        first = {place: set(leaders(group)) for place, group in groups.items()}
-        summary["leads"] = [
-            row.series in first[(row.world_size, *row.context)] for row in self.rows
-        ]
+        return self._summary.copy()
+
+    @cached_property
+    def _summary(self) -> Any:
+        summary = frame_of(self.points)
+        summary["fixed_batch_size"] = [point.fixed_batch_size for point in self.points]
+        first = [(group, set(leaders(group))) for group in together(self.points)]
+        leading = {
+            point.place for group, names in first for point in group if point.series in names
+        }
+        summary["leads"] = [point.place in leading for point in self.points]
+        summary["metric"] = main_metric(name for point in self.points for name in point.final)
         return summary
 
-    def chart(self, name: str = "speedup", scaling: str | None = None) -> Chart:
+    def chart(
+        self,
+        name: str = "speedup",
+        scaling: str | None = None,
+        width: int = WIDTH,
+        commands: Mapping[Place, str] | None = None,
+    ) -> Chart:
         """Return a chart, with its message and its notes.
 
         Args:
-            name: speedup, efficiency, throughput or payload.
+            name: of NAMES.
             scaling: "strong" or "weak"; None: the one that was measured, strong of both.
+            width: pixels.
+            commands: how to measure a point again, told where the pointer rests.
 
         Raises:
             ValueError: there is no such chart, or nothing was measured that it shows.
         """
-        if name not in CHARTS:
-            raise ValueError(f"figure={name}: allowed are {', '.join(CHARTS)}")
-        summary: Any = self.summary()
-        found = [each for each in SCALINGS if (summary["scaling"] == each).any()]
+        if name not in NAMES:
+            raise ValueError(f"figure={name}: allowed are {', '.join(NAMES)}")
+        summary = self._summary
+        found = self.scalings
         wanted = scaling or next(iter(found), "strong")
         if wanted not in found:
             raise NothingToDraw(f"scaling={wanted}: measured are {', '.join(found) or 'none'}")
-        return CHARTS[name](summary[summary["scaling"] == wanted])
+        if name == convergence.__name__:
+            return convergence(self.study.cells, wanted, self.looks, width)
+        if name == map_of_strategies.__name__:
+            return map_of_strategies(self.study.cells, self.floor, width)
+        if commands:
+            summary = summary.assign(command=[commands.get(p.place, "") for p in self.points])
+        return CHARTS[name](summary[summary["scaling"] == wanted], self.looks, width)
+
+    def notes(self, scaling: str) -> list[str]:
+        """Say what was run on which machines, what differences count, and whose runs are shared."""
+        machines = self.study.machines
+        keys = ("model", "data", *(() if machines else ("device", "machine")))
+        values = {
+            key: sorted({c.settings[key] for c in self.study.cells if key in c.settings})
+            for key in keys
+        }
+        about = [f"{key} {', '.join(each)}" for key, each in values.items() if each]
+        lines = [
+            " · ".join([f"study {self.study.name}", *about]),
+            "; ".join(f"on={label}: {text}" for label, text in machines.items()),
+            floor_text(self.floor),
+            shared_runs(p for p in self.points if p.scaling == scaling),
+        ]
+        return [f"{line}." for line in lines if line]
 
     def figure(self, name: str = "speedup", scaling: str | None = None) -> Any:
         """Return the same as a chart of Altair, which a notebook shows. Arguments: see `chart`."""
@@ -99,7 +174,9 @@ class Results:
         return f"<h4>{escape(self.study.name)}: {len(self.study.cells)} runs</h4>{html}"
 
     def __repr__(self) -> str:
-        return f"Results({self.study.name}: {len(self.study.cells)} runs, {len(self.rows)} points)"
+        return (
+            f"Results({self.study.name}: {len(self.study.cells)} runs, {len(self.points)} points)"
+        )
 
 
 def load(folder: str | Path, *more: str | Path, baseline: str | None = None) -> Results:
@@ -114,3 +191,138 @@ def load(folder: str | Path, *more: str | Path, baseline: str | None = None) -> 
         ValueError: no such folder, or no record in it that can be read.
     """
     return Results(load_study(Path(folder), *map(Path, more)), baseline)
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Where figures go, and how they look.
+
+    Attributes:
+        out: folder for the files, made if missing; None: STUDY/figures, or of several studies a
+            folder beside the first.
+        formats: any of png, svg, pdf.
+        only: names of figures (ALL), or how they begin; empty: all.
+        width_in: exact width in inches, as of a paper's column; None: a screen's.
+        title: whether figures have title and notes; without, they are printed as a caption.
+    """
+
+    out: Path | None
+    formats: Sequence[str]
+    only: Sequence[str] = field(default=())
+    width_in: float | None = None
+    title: bool = True
+
+    def wants(self, name: str) -> bool:
+        """Return whether a figure of this name is to be drawn."""
+        return not self.only or any(name.startswith(word) for word in self.only)
+
+    def check(self) -> None:
+        """Refuse names that are no figure's. ValueError: names one, and those there are."""
+        for word in self.only:
+            if not any(name.startswith(word) for name in ALL):
+                raise ValueError(f"only={word}: allowed are {', '.join(ALL)}")
+
+    def draw(self, name: str, stem: Path, make: Callable[[int], Chart]) -> None:
+        """Write the figure that `make` returns for a width in pixels, or say why there is none."""
+        if not self.wants(name):
+            return
+        try:
+            chart = make(pixels_of(self.width_in))
+        except (NothingToDraw, DamagedFile) as reason:
+            print(f"skipped {stem.name}: {reason}")
+            return
+        paths = chart.write(stem, self.formats, self.width_in, self.title)
+        print(f"wrote {', '.join(map(str, paths))}")
+        if not self.title:
+            print(f"caption: {chart.caption}")
+
+
+def report(
+    folders: Sequence[Path],
+    sink: Sink,
+    baseline: str | None = None,
+    target: float | None = None,
+) -> None:
+    """Write the tables and figures of the studies in `folders`, as one study; print its table.
+
+    For a single cell, draw the own work of its ranks, and its timeline if it has one; for studies,
+    also the timelines of their cells.
+
+    Args:
+        folders: `runs/<study>`, or one `runs/<study>/<cell>`.
+        baseline: as in `lab.load`.
+        target: also print the time to this value of the metric.
+
+    Raises:
+        ValueError: a study cannot be read, or has no such baseline; the cell has nothing to draw.
+        OSError: the folder for the files cannot be written to.
+    """
+    sink.check()
+    if len(folders) == 1 and (folders[0] / "record.json").is_file():
+        _report_cell(folders[0], sink)
+    else:
+        _report_study(load(*folders, baseline=baseline), sink, target)
+
+
+def _report_study(results: Results, sink: Sink, target: float | None) -> None:
+    study, points = results.study, results.points
+    out = _made(sink.out or _folder_of(study))
+    write_csv(points, out / "summary.csv")
+    write_records(results.frame, out)
+    print(text(points, study, results.floor), end="\n\n")
+    if target is not None:
+        print(target_table(times_to_target(points, target), target), end="\n\n")
+    for scaling in results.scalings:
+        suffix = "_weak" if scaling == "weak" and len(results.scalings) > 1 else ""
+        for name in FIGURES:
+            if name != "map_of_strategies" or (results.has_map and scaling == "strong"):
+                sink.draw(name, out / f"{name}{suffix}", _maker(results, name, scaling))
+    for cell in study.cells:
+        if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
+            stem = out / f"{TIMELINES}_{study.name_of(cell.folder).replace('/', '_')}"
+            sink.draw(TIMELINES, stem, lambda width, at=cell.folder: _timeline(at, width))
+
+
+def _maker(results: Results, name: str, scaling: str) -> Callable[[int], Chart]:
+    def make(width: int) -> Chart:
+        chart = results.chart(name, scaling, width)
+        return replace(chart, about=[*chart.about, *results.notes(scaling)])
+
+    return make
+
+
+def _report_cell(folder: Path, sink: Sink) -> None:
+    """Draw a cell's own work of ranks, and its timeline, as far as it has them."""
+    has_timeline = (folder / TIMELINE).is_file()
+    try:
+        steps = read_steps(folder / STEPS)
+        own_work(steps)
+    except (ValueError, OSError) as error:
+        if not has_timeline:
+            raise ValueError(
+                f"{folder}: nothing to draw: {error}; and no {TIMELINE}, which runs with "
+                "measure=breakdown leave"
+            ) from None
+        steps = None
+    out = _made(sink.out or folder / "figures")
+    if steps is not None:
+        record = read_record(folder / "record.json")
+        sink.draw(RANKS, out / RANKS, lambda width: own_work_of_ranks(steps, record, width))
+    if has_timeline:
+        sink.draw(TIMELINES, out / TIMELINES, lambda width: _timeline(folder, width))
+
+
+def _timeline(cell: Path, width: int) -> Chart:
+    return timeline_of_step(read_trace(cell / TIMELINE).typical_step(), width)
+
+
+def _folder_of(study: Study) -> Path:
+    """Return the folder for figures; those of several studies must not replace those of one."""
+    if not study.labels:
+        return study.folder / "figures"
+    return study.folder.parent / "+".join(study.labels.values()).replace("/", "-")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,11 +1,12 @@
-"""The table of a study: as CSV, and as text for a terminal."""
+"""The tables of a study: as CSV and Parquet, and as text for a terminal."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,118 +15,132 @@ import numpy as np
 import pandas as pd
 from scipy import optimize
 
-from lab.analysis.export import without_formulas
-from lab.analysis.leaders import leaders
-from lab.analysis.noise import floor_text
-from lab.analysis.records import Study
-from lab.analysis.series import CONTEXT
-from lab.analysis.speedup import CEILING, Row, prediction_of, shared_runs, unit_of
-from lab.analysis.target import TimeToTarget
-from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval, student
-from lab.task.metrics import heading, main_metric
+from lab.analysis.compare import floor_text, leaders
+from lab.analysis.points import CEILING, Point, frame_of, together
+from lab.analysis.records import Cell, Study
+from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
+from lab.task.metrics import PERCENT, heading, main_metric, metrics_of
 from lab.task.metrics import shown as shown_value
 
 UNMEASURED = "-"
+FORMULA = re.compile(r"[=+@\t\r]|-(?!\s*[\d.])")  # how one begins; and not -1
 
 
-def write_csv(rows: Iterable[Row], path: Path) -> None:
-    """Write one line per row; empty fields were not measured.
+def write_csv(points: Iterable[Point], path: Path) -> None:
+    """Write a line per point; empty fields were not measured.
 
     An interval has three columns, `<name>_lo`, `<name>_mid` and `<name>_hi`; a phase one,
     `<name>_s`; a status one, `num_<status>`, which counts throughput and breakdown runs.
     """
-    without_formulas(frame_of(rows)).to_csv(path, index=False)
+    without_formulas(frame_of(points)).to_csv(path, index=False)
 
 
-def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return the same table, a line for each row; NaN: not measured."""
-    return pd.DataFrame([_flat(row) for row in rows])
+def write_records(table: pd.DataFrame, out: Path) -> None:
+    """Write a table of records as records.csv and records.parquet to the folder `out`.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    without_formulas(table).to_csv(out / "records.csv", index=False)
+    table.to_parquet(out / "records.parquet", index=False)
 
 
-def text(rows: Sequence[Row], study: Study, floor: float = math.nan) -> str:
+def records_table(study: Study) -> pd.DataFrame:
+    """Return a row per cell: its folder, its series, and each value of its record.
+
+    A column is named by the value's dotted key (`step_s.median`, `settings.optim.lr`). Lists, such
+    as evaluations and values by rank, are JSON text. An unknown value is missing. A column whose
+    values have several types, as settings may, is text.
+    """
+    rows = [
+        {
+            "folder": study.name_of(cell.folder),
+            "series": cell.series,
+            **dict(_flat(cell.record.to_json())),
+        }
+        for cell in study.cells
+    ]
+    table = pd.DataFrame(rows).convert_dtypes()
+    for name in table.select_dtypes("object"):  # of several types, or unknown in all rows
+        table[name] = table[name].map(_text, na_action="ignore").astype("string")
+    return table
+
+
+def without_formulas(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table in whose texts a spreadsheet finds no formula.
+
+    Names come from others, and `=...` in one would be evaluated where the file is opened: an
+    apostrophe before it makes it text. Numbers stay as they are.
+    """
+    texts = table.select_dtypes(["object", "string"])
+    return table.assign(**{name: texts[name].map(_as_text, na_action="ignore") for name in texts})
+
+
+def _as_text(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     """Write the table, the leaders at each point, and the failures.
 
     Args:
-        floor: the study's noise floor (lab.analysis.noise); NaN if unknown.
+        floor: the study's noise floor (lab.analysis.compare); NaN if unknown.
     """
     parts = [
-        *(_table(rows) if rows else ()),
+        *(_table(points) if points else ()),
         "\n".join(f"on={label}: {text}" for label, text in study.machines.items()),
-        "\n".join(line for line in (shared_runs(rows), *_advice(rows)) if line),
-        "\n".join(_scalability_lines(rows)),
-        "\n".join(line for line in (floor_text(floor), *leader_lines(rows, floor)) if line),
+        "\n".join(line for line in (shared_runs(points), *_advice(points)) if line),
+        "\n".join(_scalability_lines(points)),
+        "\n".join(line for line in (floor_text(floor), *leader_lines(points, floor)) if line),
         "\n".join(_trouble(study)),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for field in dataclasses.fields(row):
-        value = getattr(row, field.name)
-        if isinstance(value, Interval):
-            flat |= {f"{field.name}_{end}": getattr(value, end) for end in ("lo", "mid", "hi")}
-        elif field.name == "phases_s":
-            flat |= {f"{name}_s": seconds for name, seconds in value.items()}
-        elif field.name == "statuses":
-            flat |= {f"num_{status}": count for status, count in value.items()}
-        elif field.name == "final":
-            flat |= value
-        elif field.name == "steps_s":
-            flat["step_s"] = row.step_s
-        elif field.name in ("speedups", "context", "hosts"):
-            pass  # columns hold the settings themselves
-        elif field.name == "settings":
-            flat |= {key: value.get(key) for key in CONTEXT}
-        else:
-            flat[field.name] = value
-    return flat | {"emulation": row.emulation or "none", "transform": row.transform or "none"}
+def shared_runs(points: Iterable[Point]) -> str:
+    """Say whose runs of one rank count for other series as well; empty if none do."""
+    users: dict[str, dict[str, None]] = {}
+    for point in points:
+        if point.one_rank not in ("", point.series):
+            users.setdefault(point.one_rank, {})[point.series] = None
+    return "; ".join(
+        f"N=1 of {name} is shared by {', '.join(others)}: the same computation on one rank"
+        for name, others in users.items()
+    )
 
 
-def _table(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Write values that all rows share as one line, and the other columns as a table.
+def unit_of(points: Iterable[Point]) -> str:
+    """Return the unit that all measured points share, in the singular, or "sample"."""
+    units = {point.one.unit for point in points if point.num_repeats}
+    return units.pop() if len(units) == 1 else "sample"
 
-    No two rows share all columns; a single row is one line.
+
+def prediction_of(points: Iterable[Point]) -> tuple[str, int]:
+    """Return the name and the number per sample of the predictions of all measured points.
+
+    The number is 1 if they differ.
     """
-    unit, predictions = unit_of(rows), prediction_of(rows)
-    metric = main_metric(name for row in rows for name in row.final)
-    shown = [_shown(row, unit, predictions, metric) for row in rows]
-    for column in ("TFLOP/s", "MFU %"):  # which only counted models have
-        if all(one[column] == UNMEASURED for one in shown):
-            shown = [{k: v for k, v in one.items() if k != column} for one in shown]
-    common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
-    line = ", ".join(f"{key} {value}" for key, value in common.items())
-    if len(rows) == 1:
-        return (line,)
-    columns = pd.DataFrame([{k: v for k, v in one.items() if k not in common} for one in shown])
-    return f"all: {line}", columns.to_string(index=False)
+    measured = [point.one for point in points if point.num_repeats]
+    kinds = {(one.prediction, one.predictions_per_sample) for one in measured}
+    return kinds.pop() if len(kinds) == 1 else ("prediction", 1)
 
 
-def _shown(row: Row, unit: str, predictions: tuple[str, int], metric: str) -> dict[str, str]:
-    prediction, each = predictions
-    title, factor = heading(metric)
-    bad = [f"{count} {name}" for name, count in row.statuses.items() if count and name != "done"]
-    return {
-        "series": row.series,
-        "N": str(row.world_size),
-        "batch": str(row.fixed_batch_size),
-        "scaling": row.scaling,
-        "n": str(row.num_repeats),
-        "step ms": _value(row.step_s, 1e3),
-        "mad": _value(row.step_mad_s, 1e3),
-        f"{unit}s/s": _value(row.samples_per_s.mid),
-        **({f"{prediction}s/s": _value(row.samples_per_s.mid, each)} if each > 1 else {}),
-        "TFLOP/s": _value(row.flops_per_s, 1e-12),
-        "MFU %": _value(row.mfu, 100),
-        "speedup": _interval(row.speedup),
-        "efficiency": _interval(row.efficiency),
-        "exposed ms": _interval(row.exposed_exchange_s, 1e3),
-        "payload MB": _value(row.payload_max_bytes, 1e-6),
-        title: _value(row.final.get(metric, math.nan), factor),
-        "baseline": row.baseline or "-",
-        "runs": ", ".join([f"{row.statuses['done']} done", *bad]),
-        "emulation": row.emulation or "none",
-    }
+def runs_text(point: Point) -> str:
+    """Count the runs of a point by how they ended."""
+    bad = [f"{count} {name}" for name, count in point.statuses.items() if count and name != "done"]
+    return ", ".join([f"{point.statuses['done']} done", *bad])
 
 
 def target_table(found: Sequence[TimeToTarget], target: float) -> str:
@@ -134,9 +149,9 @@ def target_table(found: Sequence[TimeToTarget], target: float) -> str:
         return ""
     lines = [
         {
-            "series": each.point.one.series,
-            "N": str(each.point.one.world_size),
-            "batch": str(each.point.one.fixed_batch_size),
+            "series": each.point.series,
+            "N": str(each.point.world_size),
+            "batch": str(each.point.fixed_batch_size),
             "seconds": _interval(each.seconds),
             "steps": str(each.steps or "-"),
             "reached": f"{each.num_reached} of {each.num_runs}",
@@ -145,6 +160,103 @@ def target_table(found: Sequence[TimeToTarget], target: float) -> str:
     ]
     title = f"time to {found[0].metric} {shown_value(found[0].metric, target)}:"
     return "\n".join([title, pd.DataFrame(lines).to_string(index=False)])
+
+
+@dataclass(frozen=True)
+class TimeToTarget:
+    """How long the runs of a point took to reach a target.
+
+    Attributes:
+        seconds: of training, evaluations left out, over the runs that reached it; UNKNOWN if one
+            did not, because a mean over the others would flatter.
+        steps: of the run that took the most; 0 if none reached it.
+    """
+
+    point: Point
+    metric: str
+    seconds: Interval
+    steps: int
+    num_reached: int
+    num_runs: int
+
+
+def times_to_target(points: Sequence[Point], target: float) -> list[TimeToTarget]:
+    """Find when each point's runs first reached `target`, at the resolution of `eval_every`.
+
+    The metric is the first that is not the loss; shares, such as accuracy, must rise to the
+    target, all else must fall to it.
+
+    Args:
+        target: in the metric's own unit: 0.9 is an accuracy of 90 %.
+    """
+    return [found for point in points if (found := _of_point(point, target))]
+
+
+def _of_point(point: Point, target: float) -> TimeToTarget | None:
+    runs = [cell for cell in point.done("throughput").values() if cell.evaluations]
+    if not runs:
+        return None
+    metric = main_metric(metrics_of(runs[0].evaluations[0]))
+    reached = [when for run in runs if (when := _first(run, metric, target))]
+    seconds = of_level([s for s, _ in reached]) if len(reached) == len(runs) else UNKNOWN
+    steps = max((step for _, step in reached), default=0)
+    return TimeToTarget(point, metric, seconds, steps, len(reached), len(runs))
+
+
+def _first(run: Cell, metric: str, target: float) -> tuple[float, int] | None:
+    """Return seconds and step of the first evaluation that reached the target."""
+    for evaluation in run.evaluations:
+        value, seconds, step = (evaluation.get(key) for key in (metric, "seconds", "step"))
+        if value is None or seconds is None or step is None:
+            continue
+        if (value >= target) if metric in PERCENT else (value <= target):
+            return seconds, int(step)
+    return None
+
+
+def _table(points: Sequence[Point]) -> tuple[str, ...]:
+    """Write values that all points share as one line, and the other columns as a table.
+
+    No two points share all columns; a single one is a line.
+    """
+    unit, predictions = unit_of(points), prediction_of(points)
+    metric = main_metric(name for point in points for name in point.final)
+    shown = [_shown(point, unit, predictions, metric) for point in points]
+    for column in ("TFLOP/s", "MFU %"):  # which only counted models have
+        if all(one[column] == UNMEASURED for one in shown):
+            shown = [{k: v for k, v in one.items() if k != column} for one in shown]
+    common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
+    line = ", ".join(f"{key} {value}" for key, value in common.items())
+    if len(points) == 1:
+        return (line,)
+    columns = pd.DataFrame([{k: v for k, v in one.items() if k not in common} for one in shown])
+    return f"all: {line}", columns.to_string(index=False)
+
+
+def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -> dict[str, str]:
+    prediction, each = predictions
+    title, factor = heading(metric)
+    return {
+        "series": point.series,
+        "N": str(point.world_size),
+        "batch": str(point.fixed_batch_size),
+        "scaling": point.scaling,
+        "n": str(point.num_repeats),
+        "step ms": _value(point.step_s, 1e3),
+        "mad": _value(point.median("step_mad_s"), 1e3),
+        f"{unit}s/s": _value(point.samples_per_s.mid),
+        **({f"{prediction}s/s": _value(point.samples_per_s.mid, each)} if each > 1 else {}),
+        "TFLOP/s": _value(point.median("flops_per_s"), 1e-12),
+        "MFU %": _value(point.median("mfu"), 100),
+        "speedup": _interval(point.speedup),
+        "efficiency": _interval(point.efficiency),
+        "exposed ms": _interval(point.exposed_exchange_s, 1e3),
+        "payload MB": _value(point.payload_max_bytes, 1e-6),
+        title: _value(point.final.get(metric, math.nan), factor),
+        "baseline": point.baseline or "-",
+        "runs": runs_text(point),
+        "emulation": point.emulation or "none",
+    }
 
 
 def _value(value: float, scale: float = 1.0) -> str:
@@ -158,16 +270,16 @@ def _interval(value: Interval, scale: float = 1.0) -> str:
     return f"{middle} [{value.lo * scale:.2f}, {value.hi * scale:.2f}]"
 
 
-def _advice(rows: Iterable[Row]) -> list[str]:
-    counts = {row.num_repeats for row in rows if row.num_repeats}
+def _advice(points: Iterable[Point]) -> list[str]:
+    counts = {point.num_repeats for point in points if point.num_repeats}
     if not counts or min(counts) >= ENOUGH_REPEATS:
         return []
     return [f"Points of fewer than {ENOUGH_REPEATS} repeats (n) have no interval and no rank."]
 
 
-def _scalability_lines(rows: Sequence[Row]) -> list[str]:
+def _scalability_lines(points: Sequence[Point]) -> list[str]:
     """Write a table of the serial fraction by ranks, and of the Universal Scalability Law."""
-    found = scalability(rows)
+    found = scalability(points)
     if not found:
         return []
     sizes = sorted({size for one in found for size in one.serial_fraction})
@@ -186,23 +298,22 @@ def _scalability_lines(rows: Sequence[Row]) -> list[str]:
     return [title, pd.DataFrame(lines).to_string(index=False)]
 
 
-def leader_lines(rows: Iterable[Row], floor: float) -> list[str]:
+def leader_lines(points: Iterable[Point], floor: float) -> list[str]:
     """Write a line for each context and world size; only runs that share them compete."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.world_size, *row.context), []).append(row)
-    lines = [_leader_line(group, floor) for group in groups.values()]
+    lines = [_leader_line(group, floor) for group in together(points)]
     return [line for line in lines if line]
 
 
-def _leader_line(rows: list[Row], floor: float) -> str:
-    competing = {row.series for row in rows if row.num_repeats and row.strategy != CEILING}
-    if len(competing) < 2 or max(row.num_repeats for row in rows) < ENOUGH_REPEATS:
+def _leader_line(points: list[Point], floor: float) -> str:
+    competing = {
+        point.series for point in points if point.num_repeats and point.strategy != CEILING
+    }
+    if len(competing) < 2 or max(point.num_repeats for point in points) < ENOUGH_REPEATS:
         return ""  # without intervals nothing can be told apart
-    one, names = rows[0], leaders(rows, floor)
+    one, names = points[0], leaders(points, floor)
     role = "leader" if len(names) == 1 else "leaders, not told apart"
-    model = f" with {one.transform}" if one.transform else ""
-    where = "".join(f" {key}={value}" for key, value in one.hosts.items())
+    model = f" with {one.one.transform}" if one.one.transform else ""
+    where = "".join(f" {key}={value}" for key, value in one.one.hosts.items())
     place = f"N={one.world_size} {one.scaling} batch {one.fixed_batch_size}{model}{where}"
     return f"{place}: {role}: {', '.join(names)}"
 
@@ -223,7 +334,7 @@ class Scalability:
     Attributes:
         serial_fraction: by ranks, the experimentally determined serial fraction e of A. Karp and
             H. Flatt (CACM 33(5), 1990): (1 / S - 1 / N) / (1 - 1 / N). It is constant if Amdahl's
-            law holds, and grows with N where communication does.
+            law holds, and gpoints with N where communication does.
         contention, coherency: sigma and kappa of N. Gunther's law (2008),
             S = N / (1 + sigma (N - 1) + kappa N (N - 1)); all NaN with fewer than two numbers of
             ranks above one.
@@ -243,12 +354,12 @@ class Scalability:
         return math.sqrt(max(0.0, 1 - self.contention.mid) / self.coherency.mid)
 
 
-def scalability(rows: Iterable[Row]) -> list[Scalability]:
+def scalability(points: Iterable[Point]) -> list[Scalability]:
     """Compute the scalability of each series that has runs on several ranks."""
-    groups: defaultdict[tuple[object, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        if row.scaling == "strong" and row.world_size > 1 and row.speedups:
-            groups[row.series, row.batch_size, row.context].append(row)
+    groups: defaultdict[tuple[object, ...], list[Point]] = defaultdict(list)
+    for point in points:
+        if point.scaling == "strong" and point.world_size > 1 and point.speedups:
+            groups[point.series, point.fixed_batch_size, point.context].append(point)
     return [_scalability(group) for group in groups.values()]
 
 
@@ -268,16 +379,18 @@ def universal_law(speedups: Mapping[int, float]) -> tuple[float, float]:
     return float(sigma), float(kappa)
 
 
-def _scalability(rows: Sequence[Row]) -> Scalability:
+def _scalability(points: Sequence[Point]) -> Scalability:
     fractions = {
-        row.world_size: student(
-            np.array([serial_fraction(s, row.world_size) for s in row.speedups.values()])
+        point.world_size: student(
+            np.array([serial_fraction(s, point.world_size) for s in point.speedups.values()])
         )
-        for row in rows
+        for point in points
     }
-    shared = set.intersection(*(set(row.speedups) for row in rows))
-    fits = [universal_law({r.world_size: r.speedups[k] for r in rows}) for k in sorted(shared)]
+    shared = set.intersection(*(set(point.speedups) for point in points))
+    fits = [universal_law({p.world_size: p.speedups[k] for p in points}) for k in sorted(shared)]
     contention = coherency = UNKNOWN
-    if len(rows) > 1 and fits:
+    if len(points) > 1 and fits:
         contention, coherency = (student(np.array(values)) for values in zip(*fits, strict=True))
-    return Scalability(rows[0].series, rows[0].batch_size, fractions, contention, coherency)
+    return Scalability(
+        points[0].series, points[0].fixed_batch_size, fractions, contention, coherency
+    )

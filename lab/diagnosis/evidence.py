@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lab.analysis.noise import noise_floor
-from lab.analysis.points import Point, points_of, same_work, shared_baseline
+from lab.analysis.compare import noise_floor
+from lab.analysis.points import CEILING, Point, points_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
-from lab.analysis.speedup import CEILING
 from lab.measure.intervals import geometric_mean
 from lab.measure.spans import OWN
 from lab.measure.statistics import round_means
@@ -47,7 +46,7 @@ class Evidence:
         slowest_rank: that rank; -1 is unknown.
         slow: each phase in which a rank is slow, the longest mean delay first.
         backward_s: mean over ranks.
-        floor: the study's noise floor (lab.analysis.noise).
+        floor: the study's noise floor (lab.analysis.compare).
         codec_s: encoding and decoding in exchanges, mean over ranks.
         payload_bytes, messages: sent in a step by the rank that sent most.
         settings: the run's resolved settings; {} if unknown.
@@ -115,7 +114,7 @@ def evidence_of(
         raise ValueError(f"{cell.folder}: world_size=1: a single rank exchanges nothing")
     settings = _settings(cell)
     breakdowns = list(point.done("breakdown").values())
-    step_s = _step_s(point) if point.step_s() else _median(run.step_s for run in breakdowns)
+    step_s = _step_s(point) if point.steps_s else _median(run.step_s for run in breakdowns)
     if not step_s:
         raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
     base = (
@@ -175,7 +174,7 @@ def _median(values: Any) -> float:
 
 
 def _step_s(point: Point | None) -> float:
-    return geometric_mean(list(point.step_s().values())) if point else math.nan
+    return geometric_mean(list(point.steps_s.values())) if point else math.nan
 
 
 def _exposed_s(
@@ -183,7 +182,7 @@ def _exposed_s(
 ) -> float:
     if point.one.strategy == CEILING:
         return 0.0
-    if ceiling and point.step_s():
+    if ceiling and point.steps_s:
         return max(0.0, _step_s(point) - _step_s(ceiling))
     waits = _by_rank(runs, ("exchange_s",), every)
     return scale * float(waits.min()) if len(waits) else math.nan
@@ -260,7 +259,7 @@ def _to_run(
     if lacking:
         missing = " and ".join("one rank" if ranks == "1" else "the ceiling" for ranks in lacking)
         commands[missing] = command(study, cell, CEILING, ",".join(lacking))
-    if not point.step_s():
+    if not point.steps_s:
         commands["its step, unmarked"] = command(study, cell, cell.strategy, size)
     if not point.done("breakdown") and not own:
         more = "measure=breakdown"

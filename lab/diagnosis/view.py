@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lab.analysis.noise import floor_text
+from lab.analysis.compare import floor_text
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Remedy, Verdict, worded_phase
 from lab.measure.stragglers import Slow

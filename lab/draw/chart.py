@@ -20,8 +20,11 @@ from lab.settings.whole import write_atomically
 VL_VERSION = "6.4"  # of Vega-Lite, Altair's, and one of those that vl-convert has
 INK, PALE_INK, GRID, GREY = "#1a1a1a", "#5c5c5c", "#e3e3e3", "#767676"
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
-SCALE = 2.0  # pixels of a PNG for one of the chart
+SCALE, PAPER_PPI = 2.0, 300  # pixels of a PNG for one of the chart, and for an inch of paper
+WIDTH = 920  # pixels of a chart that fits its panels into a width
+PAPER_PT = 7  # of a label in a paper, whose figures are not scaled: legible there
 TITLE_PX, SUBTITLE_PX, LABEL_PX = 16, 12, 11
+ROOT = re.compile(r'<svg[^>]*? width="([\d.]+)" height="([\d.]+)" viewBox="[^"]*"')
 LETTER = 0.54  # mean width of a letter, of its height
 FORMATS = ("png", "svg", "pdf")
 CLIP = re.compile(r"(?<=\bid=\")clip\d+(?=\")|(?<=url\(#)clip\d+(?=\))")
@@ -71,43 +74,76 @@ class Chart:
     body: Any
     width: int
 
+    @property
+    def caption(self) -> str:
+        """Message and notes as sentences."""
+        return " ".join(f"{text.rstrip('.')}." for text in (self.message, *self.about))
+
     def with_title(self) -> Any:
         """Return the chart of Altair with its title, which notebooks show."""
         wrapped = [line for text in self.about for line in wrap(text, self.width, SUBTITLE_PX)]
         title = alt.TitleParams(text=wrap(self.message, self.width, TITLE_PX), subtitle=wrapped)
         return self.body.properties(title=title).configure(**CONFIG)
 
-    def spec(self) -> dict[str, Any]:
-        """Return the specification with title, as JSON holds it."""
-        return json.loads(self.with_title().to_json())
+    def spec(self, title: bool = True) -> dict[str, Any]:
+        """Return the specification, as JSON holds it."""
+        chart = self.with_title() if title else self.body.configure(**CONFIG)
+        return json.loads(chart.to_json())
 
-    def write(self, stem: Path, formats: Sequence[str]) -> list[Path]:
+    def write(
+        self, stem: Path, formats: Sequence[str], width_in: float | None = None, title: bool = True
+    ) -> list[Path]:
         """Draw the chart to files.
 
         Args:
             stem: of their paths, without a suffix.
             formats: of FORMATS.
+            width_in: exact width in inches, of a chart made for `pixels_of` them; None: its own.
 
         Raises:
             OSError: a file cannot be written.
         """
-        spec, paths = self.spec(), [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
+        spec, paths = self.spec(title), [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
         for path, kind in zip(paths, formats, strict=True):
-            content = drawn(spec, kind)
+            content = drawn(spec, kind, width_in)
             write_atomically(path, lambda temporary, bytes_=content: temporary.write_bytes(bytes_))
         return paths
 
 
-def drawn(spec: Mapping[str, Any], kind: str) -> bytes:
-    """Draw a specification as a file of FORMATS."""
-    if kind == "png":
+def drawn(spec: Mapping[str, Any], kind: str, width_in: float | None = None) -> bytes:
+    """Draw a specification as a file of FORMATS; see `Chart.write`."""
+    if width_in is None and kind == "png":
         return vl_convert.vegalite_to_png(dict(spec), VL_VERSION, scale=SCALE)
-    if kind == "pdf":
+    if width_in is None and kind == "pdf":
         return vl_convert.vegalite_to_pdf(dict(spec), VL_VERSION)
     svg = vl_convert.vegalite_to_svg(dict(spec), VL_VERSION)
+    if width_in is not None:
+        svg = _sized(svg, width_in, "pt" if kind == "svg" else "")
+    if kind == "png":
+        return vl_convert.svg_to_png(svg, ppi=PAPER_PPI)
+    if kind == "pdf":
+        return vl_convert.svg_to_pdf(svg)
     # vl-convert counts these up from one chart to the next: files are to depend on data alone.
     numbers = {each: str(at) for at, each in enumerate(dict.fromkeys(CLIP.findall(svg)))}
     return CLIP.sub(lambda found: f"clip{numbers[found[0]]}", svg).encode()
+
+
+def pixels_of(width_in: float | None) -> int:
+    """Return the pixels to make a chart for, so that on paper its labels have PAPER_PT points."""
+    return WIDTH if width_in is None else int(72 * width_in * LABEL_PX / PAPER_PT)
+
+
+def _sized(svg: str, width_in: float, unit: str) -> str:
+    """Give a picture its exact width: room on the right if it is narrow, smaller if it is wide."""
+
+    def root(found: re.Match[str]) -> str:
+        width, height = max(float(found[1]), pixels_of(width_in)), float(found[2])
+        points = 72 * width_in
+        size = f'width="{points:g}{unit}" height="{points * height / width:g}{unit}"'
+        view = f'viewBox="0 0 {width:g} {height:g}"'
+        return f"{found[0].partition(' width=')[0]} {size} {view}"
+
+    return ROOT.sub(root, svg, count=1)
 
 
 def wrap(text: str, width: int, size: int) -> list[str]:

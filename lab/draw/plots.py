@@ -24,6 +24,7 @@ PANEL, MOST_COLUMNS, GAP = 240, 4, 18  # pixels of a panel, panels beside each o
 ALONE = 400  # pixels of a panel that has none beside it
 NAMED_COLUMNS = 2  # panels with names beside each other
 MOST_NAMED = 9  # lines whose names fit beside a panel
+LEAST, EDGE = 170, 50  # pixels of the narrowest panel, and of what is left of the first one
 BAR = 18  # pixels of a bar with the gap to the next
 BARS = 460  # pixels of the longest bar
 
@@ -73,6 +74,7 @@ def lines(
     upright: float | None = None,
     marks: bool = True,
     size: tuple[int, int] | None = None,
+    width: int = 0,
 ) -> tuple[Any, int]:
     """Draw a line with intervals for each series, named where it ends, in a panel for each `panel`.
 
@@ -87,15 +89,23 @@ def lines(
         upright: where a dotted grey line stands upright.
         marks: whether a line's points have marks.
         size: pixels of a panel; None: wider if there is one alone.
+        width: pixels of the whole, which panels are fitted into instead; 0: as they need.
     """
     labels = labels or {name: name for name in looks}
-    shown = [name for name in data.columns if name not in ("panel", "hollow", "at", reference)]
-    data = data.assign(series=data["series"].map(labels.get))
+    shown = [_tip(data, name, {"x": x.title, "value": y.title}) for name in _told(data, reference)]
+    shown.append(alt.Tooltip("interval:N"))
+    data = data.assign(series=data["series"].map(labels.get), interval=_intervals(data))
     for name, value in {"panel": 0, "hollow": False, "at": data["x"]}.items():
         data[name] = data.get(name, value)
     order = sorted(set(data["panel"]))
     size = size or (PANEL if len(order) > 1 else ALONE, PANEL)
+    beside = 12 + LETTER * LABEL_PX * max(map(len, labels.values()))
     named = data.groupby("panel")["series"].nunique().max() <= MOST_NAMED
+    named = bool(named) and (not width or beside < 0.4 * width)
+    beside = beside if named else GAP
+    columns = min(len(order), NAMED_COLUMNS if named else MOST_COLUMNS)
+    if width:
+        columns, size = fitted(len(order), beside, width, size[1])
     x_domain, y_domain = x.domain or _reach(data[["x", "at"]], x), y.domain or _values(data, y)
     x_scale, y_scale = x.scale(x_domain), y.scale(y_domain)
     if not x.log:
@@ -103,7 +113,9 @@ def lines(
         x_scale.padding = 6
     look = look_of_series({name: looks[name] for name in looks}, labels)
     if not named:
-        look["color"] = look["color"].legend(columns=legend_columns(labels.values()))
+        fitting = legend_columns(labels.values(), width or 4 * PANEL)
+        legend = alt.Legend(columns=fitting, symbolType="stroke", symbolStrokeWidth=2)
+        look = {channel: one.legend(legend) for channel, one in look.items()}
     across = alt.X("at:Q", title=x.title, scale=x_scale, axis=x.axis(x_domain, grid=False))
     up = alt.Y("value:Q", title=y.title, scale=y_scale, axis=y.axis(y_domain))
     base, layers = alt.Chart(), list[Any]()
@@ -127,15 +139,13 @@ def lines(
     if "measured" in data:
         known = base.mark_point(size=46, filled=True, opacity=1)
         known = known.transform_filter("isValid(datum.measured)")
-        beside = alt.Y("measured:Q", scale=y_scale)
-        layers.append(known.encode(across, beside, color=look["color"], tooltip=shown))
+        level = alt.Y("measured:Q", scale=y_scale)
+        layers.append(known.encode(across, level, color=look["color"], tooltip=shown))
     if named:
         data = pd.concat([data, _ends(data, y_domain, bool(y.log), size[1])])
         layers.append(_names(base, look, x_scale, y_scale))
-    columns = min(len(order), NAMED_COLUMNS if named else MOST_COLUMNS)
     panel = alt.layer(*layers).properties(width=size[0], height=size[1])
-    beside = 12 + LETTER * LABEL_PX * max(map(len, labels.values())) if named else GAP
-    width = int(columns * (size[0] + beside) + 50)
+    width = width or int(columns * (size[0] + beside) + EDGE)
     if panels is None:
         return panel.properties(data=data), width
     texts = {value: panels(value) for value in order}
@@ -150,21 +160,26 @@ def bars(
     colours: Mapping[str, str],
     marks: str = "",
     width: int = BARS,
+    panels: Callable[[Any], str] | None = None,
+    columns: int = 1,
 ) -> tuple[Any, int]:
     """Draw horizontal bars, stacked of their parts, with a text at their ends.
 
     Args:
         data: columns name, value and part (a key of `colours`), in reading order, and optionally
             low and high (an interval around a bar's end), text (written behind it), hollow
-            (emulated), and mark (a value with a tick across the bar).
+            (emulated), mark (a value with a tick across the bar), and panel (of several, in
+            ascending order).
         title: of the axis.
         colours: by part, in the order in which they are stacked.
         marks: what a mark is, for the legend. width: pixels of the longest bar.
+        panels: the title of a panel by its value. columns: panels beside each other.
     """
     names, parts = list(dict.fromkeys(data["name"])), list(colours)
     shown = list(data.columns)
     data = data.assign(order=data["part"].map(parts.index))
-    data["end"] = data.groupby("name")["value"].transform("sum")
+    bar_of = ["name", "panel"] if panels else ["name"]
+    data["end"] = data.groupby(bar_of)["value"].transform("sum")
     reaching = [name for name in ("end", "high", "mark") if name in data]
     data["behind"] = data[reaching].max(axis=1)
     high = float(data["behind"].max())
@@ -174,9 +189,9 @@ def bars(
     colour = alt.Color(
         "part:N",
         scale=alt.Scale(domain=parts, range=list(colours.values())),
-        legend=alt.Legend(columns=legend_columns(parts)) if len(parts) > 1 else None,
+        legend=alt.Legend(columns=legend_columns(parts, width)) if len(parts) > 1 else None,
     )
-    base = alt.Chart(data).encode(down)
+    base = alt.Chart().encode(down)
     across = alt.X("value:Q", title=title, scale=scale, stack="zero")
     hollow = alt.condition("datum.hollow", alt.value(0.35), alt.value(1.0))
     bar = base.mark_bar(height=BAR - 6).encode(
@@ -197,7 +212,13 @@ def bars(
         text = base.mark_text(align="left", dx=6, fontSize=LABEL_PX, color=INK)
         layers.append(text.encode(alt.X("behind:Q", scale=scale), alt.Text("text:N")))
     chart = alt.layer(*layers).properties(width=width, height=BAR * len(names))
-    return chart, int(width + LETTER * LABEL_PX * max(map(len, names)) + 40)
+    beside = int(columns * (width + GAP) + LETTER * LABEL_PX * max(map(len, names)) + 40 - GAP)
+    if panels is None:
+        return chart.properties(data=data), beside
+    texts = {value: panels(value) for value in sorted(set(data["panel"]))}
+    data["panel"] = data["panel"].map(texts.get)
+    facet = alt.Facet("panel:N", title=None, sort=list(texts.values()))
+    return chart.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP), beside
 
 
 def dots(
@@ -243,6 +264,21 @@ def dots(
     return alt.hconcat(*drawn, spacing=GAP), int(len(panels) * (wide + GAP) + room)
 
 
+def fitted(count: int, beside: float, width: int, height: int) -> tuple[int, tuple[int, int]]:
+    """Fit panels into a width.
+
+    Args:
+        beside: pixels between panels, and right of the last.
+
+    Returns:
+        How many stand beside each other, and the pixels of each.
+    """
+    room = width - EDGE
+    most = max(1, min(count, int(room / (LEAST + beside))))
+    columns = math.ceil(count / math.ceil(count / most))
+    return columns, (int(room / columns - beside), height)
+
+
 def round_values(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten between two values."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -264,6 +300,22 @@ def _values(data: Frame, axis: Axis) -> tuple[float, float]:
     ends = data[[name for name in ("value", "low", "high", "measured") if name in data]]
     high = float(ends.max().max())
     return (float(ends.min().min()) / 1.3, 1.3 * high) if axis.log else (0.0, 1.05 * high)
+
+
+def _told(data: Frame, *others: str) -> list[str]:
+    """List the columns that are shown where the pointer rests."""
+    return [name for name in data if name not in ("panel", "hollow", "at", "low", "high", *others)]
+
+
+def _tip(data: Frame, name: str, titles: Mapping[str, str]) -> alt.Tooltip:
+    if data[name].dtype.kind == "f":
+        return alt.Tooltip(f"{name}:Q", title=titles.get(name, name), format=".4~g")
+    return alt.Tooltip(f"{name}:N", title=titles.get(name, name))
+
+
+def _intervals(data: Frame) -> list[str]:
+    ends = zip(data["low"], data["high"], strict=True)
+    return ["" if math.isnan(low) else f"{low:.4g} to {high:.4g}" for low, high in ends]
 
 
 def _longest(texts: Any) -> int:

@@ -12,8 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 
-from lab.draw.page import SCREEN, Page
-from lab.draw.paper import on_paper, paper_canvas
 from lab.measure.intervals import Interval
 
 LEGEND_ROOM = 2.0  # inches to the right of the axes in every figure
@@ -57,46 +55,37 @@ def canvas(
     num_columns: int,
     width: float,
     height: float,
-    page: Page = SCREEN,
     **share: Any,
 ) -> tuple[Figure, list[list[Axes]]]:
     """Make a figure with its axes, indexed [row][column].
 
     Args:
-        width, height: inches on a screen; for a paper see paper_canvas.
+        width, height: inches.
         share: `sharex` and `sharey` of matplotlib's `subplots`.
     """
-    if page.width_in is not None:
-        return paper_canvas(num_rows, num_columns, page.width_in, height, **share)
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False, **share)
     return figure, [list(row) for row in axes]
 
 
-def frame(
-    figure: Figure, title: str, handles: list[Artist], footer: list[str], page: Page = SCREEN
-) -> Figure:
-    """Put a title, a legend and a footer around the axes; without title, it is the figure's label.
+def frame(figure: Figure, title: str, handles: list[Artist], footer: list[str]) -> Figure:
+    """Put a title, a legend and a footer around the axes.
 
     Args:
-        figure: with everything drawn; made wider for a legend of long names, or on paper higher.
+        figure: with everything drawn; made wider for a legend of long names.
         title: wrapped so that it ends before the legend.
         handles: the legend's entries.
         footer: paragraphs; empty ones are left out.
     """
     footer = [text for text in footer if text]
-    figure.set_label(" ".join([f"{title}.", *(f"{text}." for text in footer)]))
-    if page.width_in is not None:
-        return on_paper(figure, title, handles, footer, page)
     longest = max(len(line) for h in handles for line in str(h.get_label()).splitlines())
     legend = 0.7 + 0.065 * longest  # inches: the line of a legend entry, and letters of 8 pt
     width = figure.get_figwidth() + max(0.0, legend - LEGEND_ROOM)
     figure.set_figwidth(width)
     look = {"frameon": False, "fontsize": 8, "handlelength": 2.6}  # long enough to show dashes
     figure.legend(handles=handles, loc="outside right upper", **look)
-    if page.title:
-        title = textwrap.fill(title, int((width - legend) * 11))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        wrapped = [textwrap.fill(text, int(width * 17)) for text in footer]
-        figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", fontsize=7, color="#444444")
+    title = textwrap.fill(title, int((width - legend) * 11))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    wrapped = [textwrap.fill(text, int(width * 17)) for text in footer]
+    figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", fontsize=7, color="#444444")
     return figure

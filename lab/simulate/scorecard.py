@@ -12,7 +12,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from lab.analysis.noise import noise_floor
+from lab.analysis.compare import noise_floor
 from lab.analysis.places import Place, Where, columns_of, places_of
 from lab.analysis.points import points_of
 from lab.analysis.records import commits_of, load_study

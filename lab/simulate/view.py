@@ -72,16 +72,13 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
     Args:
         spans: of one rank, which stands for all.
     """
-    from lab.analysis.figures.timeline import timeline_of_step
-    from lab.draw.save import save
+    from lab.analysis.runs import timeline_of_step
 
     (row,) = result["rows"]
     facts = {key: row[key] for key in ("strategy", "world_size", "batch_size", "scaling")}
     facts |= {"model": ", ".join(result["profiles"]), "device": result["hardware"][0]["name"]}
     write_trace(target, spans, {**facts, "source": "predicted; one rank stands for all"})
-    picture = target.with_suffix(".png")
-    save(lambda: timeline_of_step(read_trace(target)), picture)
-    return [target, picture]
+    return [target, *timeline_of_step(read_trace(target)).write(target.with_suffix(""), ["png"])]
 
 
 def chart(result: Row) -> Chart:

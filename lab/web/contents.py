@@ -1,34 +1,35 @@
-"""Everything that a page says about one study."""
+"""Everything that a page says about its studies."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from lab.analysis.differences import place_of
-from lab.analysis.noise import floor_text, noise_floor
-from lab.analysis.points import Point, points_of
-from lab.analysis.records import Study, load_study
-from lab.analysis.sheet import Sheet
-from lab.analysis.speedup import Row, shared_runs, table
-from lab.analysis.summary import leader_lines
+from lab.analysis.charts import NothingToDraw
+from lab.analysis.compare import Difference, differences, floor_text
+from lab.analysis.points import Point
+from lab.analysis.records import Study
+from lab.analysis.results import Results, load
+from lab.analysis.runs import timeline_of_run
+from lab.analysis.summary import leader_lines, shared_runs
 from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
 from lab.diagnosis.rules import Verdict, judge, remedies
 from lab.diagnosis.view import full, headline, reason
-from lab.draw.looks import looks_of
-from lab.record.schema import SCALINGS
 from lab.record.trace import TIMELINE, read_trace
+from lab.settings.files import choices_of, read_file
 from lab.settings.reading import DamagedFile, read_json
-from lab.web.charts import charts_of
-from lab.web.judged import claims_tables, predictions_table
-from lab.web.map import map_chart
+from lab.simulate.request import DEFAULT_PROFILE
+from lab.web.drawing import WIDTH, Drawing, drawing
 from lab.web.sentences import verdict
-from lab.web.tables import Table, of_texts, points_table
-from lab.web.timeline import timeline_chart
-from lab.web.vega import Chart
+from lab.web.tables import Table, TableCell, of_texts, percent_text, points_table
 
+CHARTS = ("speedup", "efficiency", "throughput", "step_time", "payload", "convergence")
+HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score
 MOST_SERIES = 40  # of a chart; more look alike
 MOST_TIMELINES = 8  # of a study: first repeats of as many breakdowns
 MACHINE = ("hostname", "cpu", "num_cores", "memory_gib", "gpus", "os", "python", "torch", "nccl")
@@ -55,17 +56,31 @@ class Contents:
     """
 
     study: Study
-    rows: Sequence[Row]
+    points: Sequence[Point]
     floor: float
     verdict: Sequence[str]
     facts: dict[str, str]
     notes: Sequence[str]
     tables: list[Table]
-    charts: list[Chart]
-    timelines: list[Chart]
+    charts: list[Drawing]
+    timelines: list[Drawing]
     explanations: list[Explanation]
     records: list[dict[str, Any]]
     left_out: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The second study beside the first.
+
+    Attributes:
+        verdict: a sentence with counts.
+        floors: the noise floor of each study's machine, a line each.
+    """
+
+    verdict: str
+    floors: Sequence[str]
+    table: Table
 
 
 def contents_of(folder: Path, prefix: str) -> Contents:
@@ -77,20 +92,19 @@ def contents_of(folder: Path, prefix: str) -> Contents:
     Raises:
         ValueError: the study cannot be read.
     """
-    study = load_study(folder)
-    points = points_of(study.cells)
-    rows, floor, left_out = table(study), noise_floor(points), list[str]()
-    explained = [(each, judge(each)) for each in _evidence(study, points, floor, left_out)]
-    notes = (*leader_lines(rows, floor), floor_text(floor), shared_runs(rows))
+    results, left_out = load(folder), list[str]()
+    study, points, floor = results.study, results.points, results.floor
+    explained = [(each, judge(each)) for each in _evidence(results, left_out)]
+    notes = (*leader_lines(points, floor), floor_text(floor), shared_runs(points))
     made = Contents(
         study=study,
-        rows=rows,
+        points=points,
         floor=floor,
-        verdict=verdict(rows, floor, {place_of(e.one): reason(e, v) for e, v in explained}),
+        verdict=verdict(points, floor, {e.point.place: reason(e, v) for e, v in explained}),
         facts=_facts(study),
         notes=[note for note in notes if note],
-        tables=[points_table(rows, f"{prefix}points")],
-        charts=_charts(study, rows, points, floor, prefix, left_out),
+        tables=[points_table(points, f"{prefix}points")],
+        charts=_charts(results, prefix, left_out),
         timelines=_timelines(study, prefix, left_out),
         explanations=[_explanation(e, v) for e, v in explained],
         records=[read_json(c.folder / "record.json") for c in study.cells],
@@ -102,18 +116,16 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         except ValueError as why:
             left_out.append(str(why))
     made.tables += _troubles(study, prefix)
-    if (number := len(_series(rows))) > MOST_SERIES:
+    if (number := len(results.looks)) > MOST_SERIES:
         left_out.append(f"charts by series: {number} series could not be told apart")
     return made
 
 
-def _evidence(
-    study: Study, points: list[Point], floor: float, left_out: list[str]
-) -> list[Evidence]:
-    found = list[Evidence]()
+def _evidence(results: Results, left_out: list[str]) -> list[Evidence]:
+    found, points = list[Evidence](), results.points
     for point in points:
         try:
-            found.append(evidence_of(study, point.one, point, points, floor))
+            found.append(evidence_of(results.study, point.one, point, points, results.floor))
         except DamagedFile as why:
             left_out.append(f"an explanation: {why}")
         except ValueError:  # a failed run, one rank, or no timed step: nothing to explain
@@ -126,48 +138,33 @@ def _explanation(evidence: Evidence, found: Verdict) -> Explanation:
     return Explanation(headline(evidence, found), text.partition("\n\n")[2])
 
 
-def _charts(
-    study: Study,
-    rows: Sequence[Row],
-    points: Sequence[Point],
-    floor: float,
-    prefix: str,
-    left_out: list[str],
-) -> list[Chart]:
-    mapped = map_chart(study, floor, f"{prefix}map")
-    looks = looks_of(_series(rows))
-    if len(looks) > MOST_SERIES:
-        return [mapped] if mapped else []
+def _charts(results: Results, prefix: str, left_out: list[str]) -> list[Drawing]:
+    found = list[Drawing]()
+    names = [(scaling, each) for scaling in results.scalings for each in CHARTS]
+    names = [] if len(results.looks) > MOST_SERIES else names
     commands = {
-        place_of(point.one): sweep_command(
-            study, point.one, point.one.strategy, str(point.one.world_size)
+        point.place: sweep_command(
+            results.study, point.one, point.one.strategy, str(point.one.world_size)
         )
-        for point in points
+        for point in results.points
     }
-    by_scaling = [
-        chart
-        for scaling in SCALINGS
-        for of_scaling in [tuple(row for row in rows if row.scaling == scaling)]
-        if of_scaling
-        for chart in charts_of(
-            Sheet(study, scaling, of_scaling, looks, floor), commands, prefix, left_out
-        )
-    ]
-    return [mapped, *by_scaling] if mapped else by_scaling
+    for scaling, name in [("strong", "map_of_strategies")] * results.has_map + names:
+        try:
+            chart = results.chart(name, scaling, WIDTH, commands)
+            found.append(drawing(f"{prefix}{scaling}-{name}", chart))
+        except NothingToDraw as why:
+            left_out.append(f"{name.replace('_', ' ')}, {scaling} scaling: {why}")
+    return found
 
 
-def _series(rows: Sequence[Row]) -> set[str]:
-    return {row.series for row in rows}
-
-
-def _timelines(study: Study, prefix: str, left_out: list[str]) -> list[Chart]:
+def _timelines(study: Study, prefix: str, left_out: list[str]) -> list[Drawing]:
     cells = [c for c in study.cells if c.repeat == 0 and (c.folder / TIMELINE).is_file()]
-    charts = list[Chart]()
+    charts = list[Drawing]()
     for number, cell in enumerate(cells[:MOST_TIMELINES]):
         title = f"{cell.series} on {cell.world_size} ranks, batch {cell.batch_size}"
         try:
-            timeline = read_trace(cell.folder / TIMELINE)
-            charts.append(timeline_chart(f"{prefix}timeline-{number}", title, timeline))
+            chart = timeline_of_run(read_trace(cell.folder / TIMELINE), title, WIDTH)
+            charts.append(drawing(f"{prefix}timeline-{number}", chart))
         except ValueError as why:
             left_out.append(f"a timeline: {why}")
     if len(cells) > MOST_TIMELINES:
@@ -219,3 +216,82 @@ def _worded(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return "" if value is None else str(value)
+
+
+def predictions_table(folder: Path, study: Study, prefix: str) -> list[Table]:
+    """Fit hardware to a study's cells of one and two ranks, and predict all of its cells.
+
+    Raises:
+        ValueError: it cannot be fitted.
+    """
+    if not any(cell.profile for cell in study.cells):
+        return []  # real layers, which only a profile of them would tell apart
+    from lab.simulate.scorecard import of_study
+
+    profile, hardware = (
+        read_file(group, name, None)
+        for group, name in (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
+    )
+    card = of_study(folder, profile, hardware)
+    header = ["strategy", "profile", "links", "ranks", "batch", "measured ms", "predicted ms"]
+    rows = [
+        [
+            *(cell.strategy, cell.profile, cell.conditions),
+            *(str(cell.world_size), str(cell.batch_size)),
+            *(f"{1e3 * median(cell.measured_s):.4g}", f"{1e3 * cell.predicted_s:.4g}"),
+            *(f"{100 * cell.error:+.1f} %", cell.evidence),
+        ]
+        for cell in card.cells
+    ]
+    title = "Predicted beside measured steps; of fitted cells the error says little"
+    return [of_texts(f"{prefix}predicted", title, [*header, "error", "cell"], rows)]
+
+
+def claims_tables(folder: Path, study: Study, prefix: str) -> list[Table]:
+    """Judge the published claims that the study measures, if there are claims of its name."""
+    if study.name not in choices_of("claims"):
+        return []
+    from lab.claims.findings import verify  # imports torch
+    from lab.claims.page import claim_line, header_of
+
+    found = verify(study.name, folder)
+    rows = [claim_line(verdict) for verdict in found.verdicts]
+    title = f"Published claims: {found.paper.title}"
+    return [of_texts(f"{prefix}claims", title, header_of(found.verdicts), rows)]
+
+
+def compare(first: Contents, second: Contents) -> Compared:
+    """Compare the points that two studies share."""
+    known = [floor for floor in (first.floor, second.floor) if not math.isnan(floor)]
+    found = differences(first.points, second.points, max(known, default=math.nan))
+    names = [contents.study.folder.name for contents in (first, second)]
+    floors = [
+        f"{name}: noise floor " + ("unknown" if math.isnan(floor) else f"{100 * floor:.1f} %")
+        for name, floor in zip(names, (first.floor, second.floor), strict=True)
+    ]
+    return Compared(_compared_text(found, *names), floors, _differences_table(found, *names))
+
+
+def _compared_text(found: Sequence[Difference], first: str, second: str) -> str:
+    if not found:
+        return f"{first} and {second} share no measured point."
+    counts = Counter(each.finding for each in found)
+    parts = [f"{count} {finding}" for finding, count in sorted(counts.items())]
+    return f"Of {len(found)} points that both measured, {second} is at {', '.join(parts)}."
+
+
+def _differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
+    rows = [
+        [
+            TableCell(each.point.series),
+            TableCell(str(each.point.world_size), each.point.world_size),
+            TableCell(str(each.point.fixed_batch_size), each.point.fixed_batch_size),
+            TableCell(percent_text(each.ratio), each.ratio.mid),
+            TableCell(str(each.point.num_repeats), each.point.num_repeats),
+            TableCell(each.finding),
+        ]
+        for each in found
+    ]
+    title = f"Steps of {second}, compared with {first}; intervals hold for all lines together"
+    header = ["series", "ranks", "batch", "step", "n", f"{second} is"]
+    return Table("differences", title, header, rows)

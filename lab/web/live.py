@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +21,6 @@ from typing import Any
 
 from lab.settings.errors import one_line
 from lab.study.grid import Study
-from lab.web.progress import Progress
 
 ADDRESS = "127.0.0.1"
 MOST_CONNECTIONS = 16  # at a time; others are closed, so that none can take all descriptors
@@ -32,6 +31,32 @@ SAFE_HEADERS = {
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
 }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a sweep is whose page is shown while it runs.
+
+    Attributes:
+        num_ended: cells that need not run any more.
+        num_drawn: those that the newest page shows.
+        eta: the time that the rest will take; empty: unknown.
+    """
+
+    num_ended: int
+    num_cells: int
+    num_drawn: int
+    eta: str
+    stopping: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the page asks for again and again."""
+        return {**asdict(self), "text": str(self)}
+
+    def __str__(self) -> str:
+        left = f", about {self.eta} left" if self.eta and self.num_ended < self.num_cells else ""
+        state = "; stopping" if self.stopping else ""
+        return f"{self.num_ended} of {self.num_cells} cells have ended{left}{state}"
 
 
 class LivePage:
@@ -73,9 +98,8 @@ class LivePage:
         return Progress(self._num_ended, self._num_cells, self._num_drawn, eta, self._stopping)
 
     def _draw(self) -> None:
-        # Imported here: most sweeps need no pandas and no matplotlib.
-        from lab.web.command import parts_of
-        from lab.web.page import Parts, render
+        # Imported here: most sweeps need no pandas and no Altair.
+        from lab.web.page import Parts, parts_of, render
 
         shown = replace(self.progress(), num_drawn=self._num_ended)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from lab.settings.reading import read_json
 from lab.settings.whole import write_atomically
-from lab.web.compared import Compared
-from lab.web.contents import Contents
+from lab.web.contents import Compared, Contents, compare, contents_of
+from lab.web.drawing import Drawing, bundle
+from lab.web.live import Progress
 from lab.web.privacy import clean
-from lab.web.progress import Progress
-from lab.web.vega import CONFIG, Chart, bundle
 
 if TYPE_CHECKING:
-    from lab.web.benched import Benched  # imports matplotlib
+    from lab.web.benched import Benched
 
 ASSETS = Path(__file__).parent / "assets"
 # As entities nothing in a script element can end it; JSON reads them as the same characters.
@@ -42,6 +42,43 @@ class Parts:
     studies: Sequence[Contents]
     benched: Sequence[Benched]
     compared: Compared | None
+
+
+def parts_of(paths: Sequence[Path], command: str) -> Parts:
+    """Read studies, folders of runs, and results of lab.bench, JSON files.
+
+    Results that lie in a study's folder belong to it, and are read too.
+
+    Raises:
+        ValueError: one cannot be read.
+        OSError: likewise.
+    """
+    results = [path for path in paths if path.suffix == ".json"]
+    folders = [path for path in paths if path not in results]
+    studies = [contents_of(path, f"s{at}-") for at, path in enumerate(folders, start=1)]
+    names = [each.study.folder.name for each in studies] or [path.stem for path in paths]
+    compared = compare(*studies[:2]) if len(studies) > 1 else None
+    benched = [_benched(path) for path in results]
+    for study, folder in zip(studies, folders, strict=True):
+        benched += _benched_in(folder, study.left_out)
+    return Parts(" and ".join(names), command, studies, benched, compared)
+
+
+def _benched_in(folder: Path, left_out: list[str]) -> Iterator[Benched]:
+    """Read the results of lab.bench among a study's files; say which of them are damaged."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = read_json(path)
+            if isinstance(result, dict) and "bench" in result:
+                yield _benched(path)
+        except (ValueError, OSError) as why:
+            left_out.append(str(why))
+
+
+def _benched(path: Path) -> Benched:
+    from lab.web.benched import read_benched  # imports torch
+
+    return read_benched(path)
 
 
 def render(parts: Parts, progress: Progress | None = None) -> str:
@@ -85,9 +122,8 @@ def write(page: str, path: Path) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
 
 
-def _data(charts: Iterable[Chart], studies: Iterable[Contents]) -> dict[str, Any]:
+def _data(charts: Iterable[Drawing], studies: Iterable[Contents]) -> dict[str, Any]:
     return {
-        "config": CONFIG,
         "charts": {chart.name: chart.spec for chart in charts},
         "records": [record for study in studies for record in study.records],
     }

@@ -6,16 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from lab.analysis.differences import Place, place_of
-from lab.analysis.leaders import leaders
-from lab.analysis.speedup import CEILING, Row
+from lab.analysis.compare import leaders
+from lab.analysis.points import CEILING, Place, Point
 from lab.measure.intervals import ENOUGH_REPEATS, of_ratio
-from lab.web.texts import interval_text, percent_text
+from lab.web.tables import interval_text, percent_text
 
 Reasons = Mapping[Place, str]
 
 
-def verdict(rows: Sequence[Row], floor: float, reasons: Reasons) -> list[str]:
+def verdict(points: Sequence[Point], floor: float, reasons: Reasons) -> list[str]:
     """Say what is fastest, how sure that is, and why it is not faster.
 
     The place is that with the most ranks, of those the largest batch, and of several models or
@@ -25,22 +24,22 @@ def verdict(rows: Sequence[Row], floor: float, reasons: Reasons) -> list[str]:
         floor: the study's noise floor.
         reasons: what holds a point back.
     """
-    running = [row for row in rows if row.num_repeats and row.strategy != CEILING]
+    running = [point for point in points if point.num_repeats and point.strategy != CEILING]
     if not running:
-        of_none = sum(row.num_repeats > 0 for row in rows)
+        of_none = sum(point.num_repeats > 0 for point in points)
         if not of_none:
             return ["No run has finished."]
         return [f"Only {CEILING} was measured, at {of_none} points: there is no exchange to judge."]
-    size = max((row.world_size, row.fixed_batch_size) for row in running)
-    here = [row for row in running if (row.world_size, row.fixed_batch_size) == size]
-    context = Counter(row.context for row in here).most_common(1)[0][0]
-    here = [row for row in here if row.context == context]
+    size = max((point.world_size, point.fixed_batch_size) for point in running)
+    here = [point for point in running if (point.world_size, point.fixed_batch_size) == size]
+    context = Counter(point.context for point in here).most_common(1)[0][0]
+    here = [point for point in here if point.context == context]
     return [_fastest(here, floor), *_why(here, reasons)]
 
 
-def _fastest(rows: Sequence[Row], floor: float) -> str:
-    ordered = sorted(rows, key=lambda row: row.step_s)
-    best, first = ordered[0], leaders(rows, floor)
+def _fastest(points: Sequence[Point], floor: float) -> str:
+    ordered = sorted(points, key=lambda point: point.step_s)
+    best, first = ordered[0], leaders(points, floor)
     ranks = f"{best.world_size} rank{'s' if best.world_size > 1 else ''}"
     batch = "batch" if best.scaling == "strong" else "a per-rank batch of"
     place = f"On {ranks} at {batch} {best.fixed_batch_size}"
@@ -67,15 +66,15 @@ def _fastest(rows: Sequence[Row], floor: float) -> str:
     )
 
 
-def _speedup(row: Row) -> str:
-    if math.isnan(row.speedup.mid) or row.world_size == 1:
+def _speedup(point: Point) -> str:
+    if math.isnan(point.speedup.mid) or point.world_size == 1:
         return ""
-    return f", {interval_text(row.speedup)} times as fast as one rank"
+    return f", {interval_text(point.speedup)} times as fast as one rank"
 
 
-def _why(rows: Sequence[Row], reasons: Reasons) -> list[str]:
-    best = min(rows, key=lambda row: row.step_s)
-    reason = reasons.get(place_of(best))
+def _why(points: Sequence[Point], reasons: Reasons) -> list[str]:
+    best = min(points, key=lambda point: point.step_s)
+    reason = reasons.get(best.place)
     return [f"Why it is not faster: {reason}."] if reason else []
 
 

@@ -1,4 +1,4 @@
-"""Tables of a page: cells with a text to read and a value to sort by."""
+"""Tables of a page, cells with a text to read and a value to sort by, and its numbers as texts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lab.analysis.speedup import Row, unit_of
+from lab.analysis.points import Point
+from lab.analysis.summary import runs_text, unit_of
 from lab.measure.intervals import Interval, of_level
 from lab.task.metrics import heading, main_metric
-from lab.web.texts import UNKNOWN_TEXT, interval_text, number_text
+
+UNKNOWN_TEXT = "–"
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,26 @@ class Table:
     rows: Sequence[Sequence[TableCell]]
 
 
-def points_table(rows: Sequence[Row], name: str) -> Table:
+def points_table(points: Sequence[Point], name: str) -> Table:
     """Make a line for each point of a study, with the interval and the number of each figure."""
-    unit = unit_of(rows)
-    metric = main_metric(each for row in rows for each in row.final)
+    unit = unit_of(points)
+    metric = main_metric(each for point in points for each in point.final)
     title, factor = heading(metric)
     columns = {
-        "series": [TableCell(row.series) for row in rows],
-        "ranks": [_count(row.world_size) for row in rows],
-        "batch": [_count(row.fixed_batch_size) for row in rows],
-        "scaling": [TableCell(row.scaling) for row in rows],
-        "n": [_count(row.num_repeats) for row in rows],
-        "step ms": [_interval(of_level([*row.steps_s.values()]), 1e3) for row in rows],
-        f"{unit}s/s": [_interval(row.samples_per_s) for row in rows],
-        "speedup": [_interval(row.speedup) for row in rows],
-        "efficiency": [_interval(row.efficiency) for row in rows],
-        "exposed ms": [_interval(row.exposed_exchange_s, 1e3) for row in rows],
-        "payload MB": [_number(row.payload_max_bytes, 1e-6) for row in rows],
-        title: [_number(row.final.get(metric, math.nan), factor) for row in rows],
-        "runs": [TableCell(_runs(row)) for row in rows],
-        "emulation": [TableCell(row.emulation or "none") for row in rows],
+        "series": [TableCell(point.series) for point in points],
+        "ranks": [_count(point.world_size) for point in points],
+        "batch": [_count(point.fixed_batch_size) for point in points],
+        "scaling": [TableCell(point.scaling) for point in points],
+        "n": [_count(point.num_repeats) for point in points],
+        "step ms": [_interval(of_level([*point.steps_s.values()]), 1e3) for point in points],
+        f"{unit}s/s": [_interval(point.samples_per_s) for point in points],
+        "speedup": [_interval(point.speedup) for point in points],
+        "efficiency": [_interval(point.efficiency) for point in points],
+        "exposed ms": [_interval(point.exposed_exchange_s, 1e3) for point in points],
+        "payload MB": [_number(point.payload_max_bytes, 1e-6) for point in points],
+        title: [_number(point.final.get(metric, math.nan), factor) for point in points],
+        "runs": [TableCell(runs_text(point)) for point in points],
+        "emulation": [TableCell(point.emulation or "none") for point in points],
     }
     told = {
         key: cells
@@ -93,6 +95,31 @@ def _interval(value: Interval, scale: float = 1.0) -> TableCell:
     return TableCell(interval_text(value, scale), None if math.isnan(value.mid) else value.mid)
 
 
-def _runs(row: Row) -> str:
-    bad = [f"{count} {name}" for name, count in row.statuses.items() if count and name != "done"]
-    return ", ".join([f"{row.statuses['done']} done", *bad])
+def number_text(value: float, scale: float = 1.0) -> str:
+    """Write a value to four digits, and never with an exponent."""
+    return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, 4)
+
+
+def interval_text(value: Interval, scale: float = 1.0) -> str:
+    """Write a value with its interval, if it has one, to as many digits as this warrants."""
+    if math.isnan(value.mid) or math.isnan(value.lo):
+        return number_text(value.mid, scale)
+    ends = value.lo, value.mid, value.hi
+    low, middle, high = (_digits(each * scale, 3) for each in ends)
+    return f"{middle} [{low}, {high}]"
+
+
+def _digits(value: float, count: int) -> str:
+    rounded = float(f"{value:.{count}g}")
+    if rounded == 0:
+        return "0"
+    decimals = max(0, count - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:.{min(decimals, 9)}f}"
+
+
+def percent_text(ratio: Interval) -> str:
+    """Write a ratio above or below 1 as a difference: +12 % [+9, +15]."""
+    middle = f"{100 * (ratio.mid - 1):+.1f} %"
+    if math.isnan(ratio.lo):
+        return middle
+    return f"{middle} [{100 * (ratio.lo - 1):+.1f}, {100 * (ratio.hi - 1):+.1f}]"

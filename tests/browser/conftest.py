@@ -18,8 +18,7 @@ from playwright.sync_api import (
     sync_playwright,
 )
 
-from lab.web.command import parts_of
-from lab.web.page import render, write
+from lab.web.page import parts_of, render, write
 from tests.support import HANG_S
 from tests.support.studies import make_study
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from lab.web.command import parts_of
-from lab.web.page import render, write
+from lab.web.page import parts_of, render, write
 from tests.browser.conftest import open_page
 from tests.support.studies import HOSTILE, make_study, name_by
 

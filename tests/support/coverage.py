@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lab.analysis.leaders import leaders_of
+from lab.analysis.compare import leaders_of
 from lab.measure.intervals import of_ratio
 
 REPEATS = (3, 4, 6, 10)

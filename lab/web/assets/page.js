@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { config, charts, records } = JSON.parse(document.getElementById("data").textContent);
+  const { charts, records } = JSON.parse(document.getElementById("data").textContent);
 
   // Tables: a button in each head sorts, a field above filters.
   for (const table of document.querySelectorAll("table")) {
@@ -74,13 +74,9 @@
     const drawing = figure.querySelector(".drawing");
     const isTimeline = figure.classList.contains("timeline");
     const place = document.createElement("div");
-    const isNarrow = document.documentElement.clientWidth < 600;  // a phone: panels lie below each other
+    const isNarrow = !isTimeline && drawing.clientWidth < 600;
     const chart = charts[figure.dataset.chart];
-    const fitting = chart.usermeta ? chart.usermeta.legend_columns : config.legend.columns;
-    const legend = { ...config.legend, columns: isNarrow ? Math.min(2, fitting) : fitting };
-    const axisY = isNarrow ? { labelLimit: 180 } : config.axisY;
-    const spec = { ...chart, config: { ...config, legend, axisY } };
-    if (isNarrow && spec.columns) spec.columns = 1;
+    const spec = isNarrow ? narrowed(chart, drawing.clientWidth) : chart;
     const options = {
       mode: "vega-lite", actions: false, ast: true, defaultStyle: false, tooltip: showTip,
       renderer: isTimeline ? "canvas" : "svg",
@@ -93,6 +89,17 @@
     figure.dataset.marks = String(countMarks(view.scenegraph().root));
     figure.dataset.live = "yes";
     if (isTimeline) zoomByKeys(drawing, view);
+  }
+
+  // On a phone panels and a legend's entries lie below each other.
+  function narrowed(chart, room) {
+    const { datasets, ...rest } = chart;
+    const fit = (key, value) => {
+      if (key === "columns") return 1;
+      if (key === "labelLimit") return 180;
+      return key === "width" && value > 100 ? Math.round(0.7 * room) : value;
+    };
+    return { ...JSON.parse(JSON.stringify(rest, fit)), datasets };
   }
 
   function countMarks(node) {

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lab.analysis import summary
-from lab.analysis.leaders import leaders
+from lab.analysis.compare import leaders
+from lab.analysis.points import Point, table
 from lab.analysis.records import Study, load_study
-from lab.analysis.speedup import Row, table
 from lab.draw.looks import looks_of
 from lab.record.files import write_json
 from lab.record.schema import Emulation
@@ -32,7 +32,7 @@ def write_cell(study: Path, strategy: str, ranks: int, seconds: float | None, **
     return folder
 
 
-def one(rows: list[Row], series: str, ranks: int) -> Row:
+def one(rows: list[Point], series: str, ranks: int) -> Point:
     return next(row for row in rows if (row.series, row.world_size) == (series, ranks))
 
 
@@ -54,7 +54,7 @@ def test_weak_speedup_counts_the_larger_batch(folder: Path) -> None:
     write_cell(folder, "none", 1, 1.0, scaling="weak")
     write_cell(folder, "tree", 4, 2.0, scaling="weak")
     row = one(table(load_study(folder)), "tree", 4)
-    assert (row.per_rank_batch_size, row.speedup.mid, row.efficiency.mid) == (64, 2.0, 0.5)
+    assert (row.one.per_rank_batch_size, row.speedup.mid, row.efficiency.mid) == (64, 2.0, 0.5)
 
 
 def test_strong_and_weak_do_not_share_a_baseline(folder: Path) -> None:
@@ -89,11 +89,11 @@ def test_breakdown_runs_feed_phases_and_never_speedup(folder: Path) -> None:
     phases = {"data": 1.0, "forward": 2.0, "backward": 3.0, "exchange": 4.0, "update": None}
     write_cell(folder, "none", 1, 8.0, measure="breakdown", phases_s=phases)
     row = one(table(load_study(folder)), "none", 1)
-    assert (row.step_s, row.num_repeats, row.num_breakdowns) == (1.0, 1, 1)
+    assert (row.step_s, row.num_repeats, len(row.done("breakdown"))) == (1.0, 1, 1)
     assert row.phases_s["backward"] == 3.0 and math.isnan(row.phases_s["update"])
 
 
-def strategies_with_times(folder: Path, times: dict[str, list[float]]) -> list[Row]:
+def strategies_with_times(folder: Path, times: dict[str, list[float]]) -> list[Point]:
     for repeat in range(len(times["none"])):
         for strategy, seconds in times.items():
             ranks = 1 if strategy == "none" else 2

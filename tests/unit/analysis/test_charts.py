@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import struct
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from lab.analysis.charts import CHARTS, payload, speedup
-from lab.analysis.sheet import NothingToDraw
-from lab.draw.chart import drawn, spread
+from lab.analysis.charts import CHARTS, NothingToDraw
+from lab.draw.chart import DASHES, WIDTH, Chart, drawn, pixels_of, spread
+from lab.draw.looks import LOOKS, looks_of
 from tests.conftest import ROOT
+from tests.support.cases import ALL_STRATEGIES
 from tests.support.svg import outside, overlapping
 
 STRATEGIES = ("none", "allreduce", "tree", "overlap", "int8", "onebit", "topk", "powersgd")
@@ -25,11 +27,15 @@ def summary_of(
         {
             **{"series": name, "strategy": name, "scaling": "strong", "world_size": size},
             **{"fixed_batch_size": batch, "num_repeats": 5, "baseline": "none", "unit": "image"},
-            **{"transform": "none", "emulation": "none", "leads": name == "onebit"},
+            **{"transform": "none", "emulation": "none", "leads": name == "onebit", "one_rank": ""},
+            **{"metric": "accuracy", "accuracy": 0.9, "data": "digits", "num_parameters": 1e6},
+            **{"prediction": "prediction", "predictions_per_sample": 1, "step_s": batch / size},
             **_around("speedup", size**0.8 + 0.01 * place),
             **_around("efficiency", size**-0.2 + 0.001 * place),
+            **_around("exposed_exchange_s", 0.01 * place if size > 1 else math.nan),
             **_around("samples_per_s", 100 * size**0.8 + place),
             "payload_max_bytes": 1e8 / (1 + place) ** 2 if size > 1 and place else 0.0,
+            "payload_min_bytes": 0.0,
         }
         for place, name in enumerate(strategies)
         for batch in batches
@@ -38,62 +44,91 @@ def summary_of(
     return pd.DataFrame(rows)
 
 
+def chart(name: str, summary: pd.DataFrame, width: int = WIDTH) -> Chart:
+    return CHARTS[name](summary, looks_of(summary["series"]), width)
+
+
 def _around(name: str, value: float) -> dict[str, float]:
     return {f"{name}_lo": 0.95 * value, f"{name}_mid": value, f"{name}_hi": 1.05 * value}
 
 
 @pytest.mark.parametrize("name", CHARTS)
-@pytest.mark.parametrize("count", [2, len(STRATEGIES), 20])
-def test_no_text_lies_on_another_or_leaves_the_picture(name: str, count: int) -> None:
+@pytest.mark.parametrize(("count", "width"), [(4, pixels_of(3.3)), (8, WIDTH), (20, 1250)])
+def test_no_text_lies_on_another_or_leaves_the_picture(name: str, count: int, width: int) -> None:
     strategies = (*STRATEGIES, *(f"onebit bucket_mb={n}" for n in range(20)))[:count]
-    svg = drawn(CHARTS[name](summary_of(strategies)).spec(), "svg").decode()
+    svg = drawn(chart(name, summary_of(strategies), width).spec(), "svg").decode()
     assert overlapping(svg) == []
     assert outside(svg) == []
+    assert 0.8 * width < float(svg.partition('width="')[2].partition('"')[0]) < 1.1 * width
+
+
+def test_every_strategy_has_a_look_of_its_own_which_charts_draw() -> None:
+    names = tuple(sorted(ALL_STRATEGIES))
+    svg = drawn(chart("speedup", summary_of(names, (32,))).spec(), "svg").decode()
+    for name in names:
+        look = LOOKS[name]
+        dashes = ",".join(f"{part:g}" for part in DASHES[look.line])
+        assert f'stroke="{look.colour}" stroke-width="1.8" stroke-dasharray="{dashes}"' in svg
+    assert len({(look.colour, look.line) for look in LOOKS.values()}) == len(LOOKS)
+
+
+def test_a_paper_has_its_width_to_the_point(tmp_path: Path) -> None:
+    made = chart("scaling", summary_of(("none", "tree")), pixels_of(3.3))
+    made.write(tmp_path / "a", ["svg", "pdf", "png"], width_in=3.3, title=False)
+    svg = (tmp_path / "a.svg").read_text()
+    assert ' width="237.6pt" ' in svg and made.message not in svg
+    assert b"[0 0 237.6 " in (tmp_path / "a.pdf").read_bytes()
+    width, _ = struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24])
+    assert width == 990
+    places = [svg.index(f"global batch {batch}<") for batch in (32, 256, 1024)]
+    assert places == sorted(places)  # below each other
+    assert made.caption.startswith(f"{made.message}. Speedup over none on 1 rank, strong scaling.")
 
 
 def test_texts_that_touch_are_found() -> None:
-    chart = speedup(summary_of())
-    crowded = drawn(chart.spec(), "svg").decode().replace('font-size="11px"', 'font-size="20px"')
+    made = chart("speedup", summary_of())
+    crowded = drawn(made.spec(), "svg").decode().replace('font-size="11px"', 'font-size="20px"')
     assert len(overlapping(crowded)) > 10
 
 
 def test_panels_come_in_the_order_of_numbers() -> None:
-    svg = drawn(speedup(summary_of(batches=(1024, 32, 256))).spec(), "svg").decode()
+    svg = drawn(chart("speedup", summary_of(batches=(1024, 32, 256))).spec(), "svg").decode()
     places = [svg.index(f"global batch {batch}<") for batch in (32, 256, 1024)]
     assert places == sorted(places)
 
 
 def test_the_title_is_the_message() -> None:
     summary = summary_of()
-    assert speedup(summary).message.startswith("At most, with powersgd: ")  # not shown to lead
+    assert chart("speedup", summary).message.startswith("At most, with powersgd: ")
     summary["leads"] = summary["series"].isin(["powersgd"])
-    assert speedup(summary).message == (
+    assert chart("speedup", summary).message == (
         "powersgd is fastest: 5.35 × one rank, on 8 ranks at global batch 32"
     )
     summary["leads"] = summary["series"].isin(["powersgd", "topk"])
-    assert speedup(summary).message.startswith("powersgd, topk lead, not told apart: 5.35 × ")
+    message = chart("speedup", summary).message
+    assert message.startswith("powersgd, topk lead, not told apart: 5.35 × ")
     summary["num_repeats"] = 1
-    chart = speedup(summary)
-    assert chart.message.startswith("At most, with powersgd: 5.35 × ")
-    assert "1 repeat a point: no intervals" in chart.about[0]
-    assert payload(summary).message == "powersgd sends 16 times less than allreduce"
+    made = chart("speedup", summary)
+    assert made.message.startswith("At most, with powersgd: 5.35 × ")
+    assert "1 repeat a point: no intervals" in made.about[0]
+    assert chart("payload", summary).message == "powersgd sends 16 times less than allreduce"
 
 
 def test_a_chart_without_data_says_what_is_missing() -> None:
     summary = summary_of().assign(speedup_mid=math.nan, payload_max_bytes=0)
     with pytest.raises(NothingToDraw, match="no 1-rank run to measure speedup from"):
-        speedup(summary)
+        chart("speedup", summary)
     with pytest.raises(NothingToDraw, match="no finished run sent anything"):
-        payload(summary)
+        chart("payload", summary)
 
 
 def test_files_depend_on_the_data_alone(tmp_path: Path) -> None:
     summary = pd.read_csv(ROOT / "docs" / "results" / "demo" / "summary.csv")
-    summary = summary.assign(fixed_batch_size=summary["batch_size"], leads=True)
-    chart = speedup(summary)
+    summary = summary.assign(fixed_batch_size=summary["batch_size"], leads=True, one_rank="")
+    made = chart("speedup", summary)
     for kind in ("png", "svg"):
-        (first,) = chart.write(tmp_path / "first", [kind])
-        (again,) = chart.write(tmp_path / "again", [kind])
+        (first,) = made.write(tmp_path / "first", [kind])
+        (again,) = made.write(tmp_path / "again", [kind])
         assert first.read_bytes() == again.read_bytes()
 
 

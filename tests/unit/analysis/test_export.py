@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from lab.analysis.export import records_table, write_records
 from lab.analysis.records import load_study
+from lab.analysis.summary import records_table, write_records
 from lab.record.schema import Bucket, Record
 from tests.support.records import leave, make_record
 
@@ -58,7 +58,7 @@ def test_values_of_several_types_are_text(study: Path) -> None:
 
 
 def test_both_files_hold_the_same(study: Path, tmp_path: Path) -> None:
-    write_records(load_study(study), tmp_path)
+    write_records(records_table(load_study(study)), tmp_path)
     csv, parquet = (
         pd.read_csv(tmp_path / "records.csv"),
         pd.read_parquet(tmp_path / "records.parquet"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,14 @@ import pandas as pd
 import pytest
 
 from lab.analysis import summary
+from lab.analysis.points import table
 from lab.analysis.records import labels_of, load_study, named_by_study
-from lab.analysis.speedup import table
 from lab.draw.looks import LOOKS, looks_of
 from lab.measure.spans import Span
 from lab.plot import main
 from lab.record.trace import TIMELINE, write_trace
-from tests.support.figures import keep_saved, legend
 from tests.support.records import leave, make_record
+from tests.support.svg import outside, overlapping
 
 BIG = {"cpu": "a large processor", "num_cores": 8, "memory_gib": 32, "torch": "2.13.0"}
 SMALL = {"cpu": "a small processor", "num_cores": 2, "memory_gib": 8, "torch": "2.13.0"}
@@ -128,25 +127,18 @@ def test_a_machine_is_another_line_in_the_colour_of_the_strategy() -> None:
         assert (look.colour, look.marker) == (known.colour, known.marker)
 
 
-@pytest.fixture
-def plotted(studies: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def test_figures_of_both_are_beside_those_of_one(studies: list[Path]) -> None:
     for study in studies:
         spans = [Span(0, "step", "step 1", 0.0, 1.0), Span(0, "forward", "forward", 0.0, 0.5)]
         write_trace(study / "tree-2" / TIMELINE, spans)
-    saved = keep_saved(monkeypatch)
     assert main([*map(str, studies), "format=svg"]) == 0
-    yield saved
-
-
-def test_figures_of_both_are_beside_those_of_one(
-    studies: list[Path], plotted: dict[str, Any]
-) -> None:
     out = studies[0].parent / "m1+m2"
     names = {path.name for path in out.iterdir()}
     assert {"summary.csv", "records.csv", "timeline_m1_tree-2.svg"} <= names
     assert "timeline_m2_tree-2.svg" in names  # of cells of the same name, none is overwritten
     assert not (studies[0] / "figures").exists()
     assert len(pd.read_csv(out / "records.csv")) == 8
-    assert {"tree on=m1", "tree on=m2"} <= set(legend(plotted["scaling.svg"]))
-    footer = plotted["scaling.svg"].get_supxlabel()
-    assert "on=m1: a large processor, 8 cores" in footer.replace("\n", " ")
+    drawn = (out / "scaling.svg").read_text()
+    assert overlapping(drawn) == outside(drawn) == []
+    assert ">tree on=m1<" in drawn and ">tree on=m2<" in drawn
+    assert "on=m1: a large processor, 8 cores" in drawn

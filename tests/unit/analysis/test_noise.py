@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from lab.analysis import summary
-from lab.analysis.leaders import leaders
-from lab.analysis.noise import noise_floor
-from lab.analysis.points import points_of
+from lab.analysis.compare import leaders, noise_floor
+from lab.analysis.points import points_of, table
 from lab.analysis.records import Study, load_study
-from lab.analysis.speedup import table
 from tests.support.records import leave, make_record
 
 EXACT = {"none": "NoExchange", "tree": "Tree", "ring": "Ring", "allreduce": "AllReduce"}

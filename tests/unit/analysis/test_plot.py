@@ -12,10 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from lab.measure.spans import OWN
 from lab.plot import main
 from lab.record.schema import Emulation
 from tests.support import HANG_S
 from tests.support.records import leave, make_record
+from tests.support.svg import outside, overlapping
 
 FIGURES = ("speedup_bars", "scaling", "throughput", "step_time", "payload", "convergence")
 PHASES_S = {"data": 0.01, "forward": 0.1, "backward": 0.2, "exchange": 0.05, "update": 0.01}
@@ -86,7 +88,7 @@ def test_svg_depends_on_the_records_alone(study: Path, tmp_path: Path) -> None:
 def test_a_title_names_the_baseline(study: Path) -> None:
     assert main([str(study), "format=svg"]) == 0
     assert (
-        "Speedup over none at 1 rank (fc1x1: its own), strong scaling"
+        "Speedup over none on 1 rank (fc1x1: its own), strong scaling"
         in (study / "figures/speedup_bars.svg").read_text()
     )
     shutil.rmtree(study)
@@ -96,6 +98,40 @@ def test_a_title_names_the_baseline(study: Path) -> None:
     assert main([str(study), "format=svg"]) == 0
     drawn = (study / "figures" / "speedup_bars.svg").read_text()
     assert "Speedup over each series' own 1-rank run, strong scaling" in drawn
+
+
+def test_a_caption_replaces_title_and_notes(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(study), "format=svg", "width_in=3.3", "only=throughput,step_time"]
+    assert main([*arguments, "title=false"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("caption: ") == 2
+    assert "caption: tree trains " in printed and "study demo · model AlexNet" in printed
+    drawn = (study / "figures/throughput.svg").read_text()
+    assert 'width="237.6pt"' in drawn and "study demo" not in drawn
+    assert overlapping(drawn) == outside(drawn) == []
+    assert main(arguments) == 0
+    assert "caption: " not in capsys.readouterr().out
+    assert "study demo" in (study / "figures/throughput.svg").read_text()
+
+
+def test_a_cells_own_work_is_a_bar_a_rank(study: Path, tmp_path: Path) -> None:
+    cell = study / "tree-2-0-strong-throughput"
+    rows = [
+        (rank, {"update": 0.01, "between": 0.0, "forward": 0.1 + 0.2 * rank}) for rank in (0, 1)
+    ]
+    pd.DataFrame(
+        {
+            **{"rank": rank, "step": 0, "timed": True, "step_s": 0.4},
+            **{f"own_{name}_s": own.get(name, np.nan) for name in OWN},
+        }
+        for rank, own in rows
+    ).to_parquet(cell / "steps.parquet")
+    assert main([str(cell), "format=svg", f"out={tmp_path / 'own'}"]) == 0
+    drawn = (tmp_path / "own/ranks.svg").read_text()
+    assert "Rank 1 works 310 ms a step, the median rank 210 ms" in drawn
+    assert overlapping(drawn) == outside(drawn) == []
 
 
 def test_weak_and_strong_are_drawn_apart(study: Path) -> None:
@@ -177,7 +213,7 @@ def test_wrong_input_is_one_line_and_code_2(
 
 
 def test_analysis_imports_no_torch() -> None:
-    code = "import sys, lab.plot, lab.analysis.plot; assert 'torch' not in sys.modules"
+    code = "import sys, lab.plot, lab.analysis.results; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=HANG_S)
 
 
@@ -185,7 +221,7 @@ def test_help_loads_no_heavy_library() -> None:
     code = (
         "import sys, lab.plot\n"
         "lab.plot.main(['--help'])\n"
-        "assert not {'pandas', 'matplotlib', 'numpy'} & set(sys.modules)"
+        "assert not {'pandas', 'altair', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=HANG_S, capture_output=True, text=True

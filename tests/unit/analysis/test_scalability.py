@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lab.analysis import summary
+from lab.analysis.points import Point, table
 from lab.analysis.records import load_study
-from lab.analysis.speedup import Row, table
 from lab.analysis.summary import scalability, serial_fraction, universal_law
 from tests.support.records import leave, make_record
 
@@ -20,7 +20,7 @@ def law(size: int, sigma: float, kappa: float) -> float:
     return size / (1 + sigma * (size - 1) + kappa * size * (size - 1))
 
 
-def rows_of(folder: Path, sigma: float, kappa: float, noise: float = 0.0) -> list[Row]:
+def rows_of(folder: Path, sigma: float, kappa: float, noise: float = 0.0) -> list[Point]:
     """Leave a study of one strategy, in three repeats, and return its rows."""
     for repeat in range(3):
         for size in SIZES:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lab.analysis.points import table
 from lab.analysis.records import load_study
-from lab.analysis.speedup import table
 from tests.support.records import leave, make_record
 
 TREE = {"exchange._target_": "lab.exchange.paths.Tree", "exchange.chunk_mb": None}

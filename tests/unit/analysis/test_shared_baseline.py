@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from lab.analysis import summary
-from lab.analysis.figures.speedup import scaling
+from lab.analysis.charts import _from_one_rank
+from lab.analysis.points import Point, table
 from lab.analysis.records import load_study
-from lab.analysis.sheet import Sheet
-from lab.analysis.speedup import Row, shared_runs, table
+from lab.analysis.results import Results
+from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import gather
-from lab.draw.looks import looks_of
 from lab.study.grid import Cell, read
 from tests.support.records import leave, make_record
 
 SAME = "the same computation on one rank"
 
 
-def measured(folder: Path, seconds: dict[str, float], *grid: str, **more: Any) -> list[Row]:
+def measured(folder: Path, seconds: dict[str, float], *grid: str, **more: Any) -> list[Point]:
     """Leave a record of each cell of a grid; its step takes the seconds of `<strategy>-<ranks>`."""
     for cell in read(["study=mine", "world_size=1,2", *grid]).cells:
         leave(
@@ -46,7 +46,7 @@ def record_of(cell: Cell, seconds: float, more: dict[str, Any]) -> Any:
     )
 
 
-def one(rows: list[Row], series: str, ranks: int = 2) -> Row:
+def one(rows: list[Point], series: str, ranks: int = 2) -> Point:
     return next(row for row in rows if (row.series, row.world_size) == (series, ranks))
 
 
@@ -118,11 +118,11 @@ def test_tables_figures_and_explanations_use_it_and_say_so(tmp_path: Path) -> No
             "tree": "tree",
             "overlap": "tree",
         }
-    sheet = Sheet(study, "strong", tuple(rows), looks_of(row.series for row in rows))
-    assert sorted((r.series, r.world_size) for r in sheet.from_one_rank()) == [
+    results = Results(study)
+    data: Any = _from_one_rank(results.summary())
+    assert sorted(zip(data["series"], data["world_size"], strict=True)) == [
         *(("overlap", 1), ("overlap", 2), ("tree", 1), ("tree", 2)),
     ]
-    figure = scaling(sheet)
-    assert note in " ".join(text.get_text() for text in figure.texts)
+    assert f"{note}." in results.notes("strong")
     overlap = next(cell for cell in study.cells if cell.strategy == "overlap")
     assert gather(study, overlap).one_s == pytest.approx(4.0)

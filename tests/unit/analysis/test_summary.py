@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lab.analysis import summary
+from lab.analysis.points import table
 from lab.analysis.records import load_study
-from lab.analysis.speedup import table
 from tests.support.records import leave, make_record
 
 

@@ -9,7 +9,7 @@ import pytest
 from lab import plot
 from lab.analysis.points import points_of
 from lab.analysis.records import load_study
-from lab.analysis.target import times_to_target
+from lab.analysis.summary import times_to_target
 from tests.support.records import leave, make_record
 
 CURVES = {

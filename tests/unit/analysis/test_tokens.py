@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from lab.analysis import summary
-from lab.analysis.figures.convergence import convergence, make_logarithmic
-from lab.analysis.figures.speedup import throughput
+from lab.analysis.points import Point, table
 from lab.analysis.records import Study, load_study
-from lab.analysis.sheet import Sheet
-from lab.analysis.speedup import Row, prediction_of, table
-from lab.draw.looks import looks_of
-from tests.support.figures import ticks
+from lab.analysis.results import Results
+from lab.analysis.runs import _few_ticks
+from lab.analysis.summary import prediction_of
+from lab.draw.chart import drawn
 from tests.support.records import leave, make_record
+from tests.support.svg import outside, overlapping
 
 TOKENS: dict[str, Any] = {"unit": "sequence", "prediction": "token", "predictions_per_sample": 128}
 
 
-def study_of(folder: Path, **more: Any) -> tuple[Study, list[Row]]:
+def study_of(folder: Path, **more: Any) -> tuple[Study, list[Point]]:
     """Leave runs of 64 sequences in half a second, on one rank and on two."""
     for ranks in (1, 2):
         evaluations = [
@@ -32,10 +31,6 @@ def study_of(folder: Path, **more: Any) -> tuple[Study, list[Row]]:
         leave(folder / f"{ranks}", record)
     study = load_study(folder)
     return study, table(study)
-
-
-def sheet(study: Study, rows: list[Row]) -> Sheet:
-    return Sheet(study, "strong", tuple(rows), looks_of(["allreduce"]))
 
 
 def test_the_table_and_the_csv_have_both(tmp_path: Path) -> None:
@@ -49,19 +44,17 @@ def test_the_table_and_the_csv_have_both(tmp_path: Path) -> None:
 
 
 def test_images_have_one_rate(tmp_path: Path) -> None:
-    study, rows = study_of(tmp_path)
-    assert "predictions/s" not in summary.text(rows, study)
-    (panel,) = throughput(sheet(study, rows)).axes
-    assert panel.child_axes == []
+    study, points = study_of(tmp_path)
+    assert "predictions/s" not in summary.text(points, study)
+    assert Results(study).chart("throughput").message == (
+        "allreduce trains 128 images per second on 2 ranks"
+    )
 
 
-def test_the_figure_has_a_second_axis(tmp_path: Path) -> None:
-    figure = throughput(sheet(*study_of(tmp_path, **TOKENS)))
-    (panel,) = figure.axes
-    (right,) = panel.child_axes
-    assert (panel.get_ylabel(), right.get_ylabel()) == ("sequences/s, all ranks", "tokens/s")
-    figure.savefig(tmp_path / "a.svg")
-    assert right.get_ylim() == pytest.approx([128 * end for end in panel.get_ylim()])
+def test_the_chart_tells_both_rates(tmp_path: Path) -> None:
+    chart = Results(study_of(tmp_path, **TOKENS)[0]).chart("throughput")
+    assert chart.message == "allreduce trains 128 sequences (16,384 tokens) per second on 2 ranks"
+    assert "A sequence has 128 tokens." in chart.about
 
 
 def test_rates_of_different_predictions_share_no_axis(tmp_path: Path) -> None:
@@ -72,15 +65,14 @@ def test_rates_of_different_predictions_share_no_axis(tmp_path: Path) -> None:
 
 
 def test_perplexity_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
-    panel, _ = convergence(sheet(*study_of(tmp_path, **TOKENS))).axes
-    assert (panel.get_ylabel(), panel.get_yscale()) == ("test perplexity", "log")
-    assert {"20", "50", "100", "200"} <= set(ticks(panel, "y"))
+    chart = Results(study_of(tmp_path, **TOKENS)[0]).chart("convergence")
+    assert chart.message == "Perplexity ends at 12"
+    svg = drawn(chart.spec(), "svg").decode()
+    assert overlapping(svg) == outside(svg) == []
+    places = [svg.index(f">{each}</text>") for each in (20, 50, 100, 200)]  # on one axis
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("ends", [(4.2, 16.0), (2.1, 2.9), (3.0, 800.0)])
 def test_a_logarithmic_axis_has_numbers_however_short_it_is(ends: tuple[float, float]) -> None:
-    panel = Figure().add_subplot()
-    panel.plot(ends)
-    make_logarithmic(panel)
-    low, high = panel.get_ylim()
-    assert sum(low <= tick <= high for tick in panel.get_yticks()) >= 3
+    assert sum(ends[0] <= tick <= ends[1] for tick in _few_ticks(*ends)) >= 3

@@ -12,29 +12,23 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab.analysis import summary
-from lab.analysis.charts import payload as payload_chart
-from lab.analysis.figures.payload import payload
+from lab.analysis.points import table
 from lab.analysis.records import Study, load_study
 from lab.analysis.results import Results
-from lab.analysis.sheet import Sheet
-from lab.analysis.speedup import table
 from lab.benchmarks import catalogue, codec, collective, memory, present
 from lab.device import convolution, footprint, roofline, transfer
 from lab.device.footprint import KINDS
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
 from lab.diagnosis.rules import judge, remedies
-from lab.draw.looks import looks_of
 from lab.record.schema import read_record
 from lab.settings.config import load
 from lab.simulate import view as prediction
 from lab.study import dry_run
 from lab.sync.pattern import gradsync, idle
 from lab.training import outcome
-from lab.web import charts
 from lab.web.tables import points_table
 from tests.conftest import ROOT
-from tests.support.figures import ys
 from tests.support.records import leave, make_record
 
 NUM_BYTES = 10**8  # 95.4 MiB
@@ -68,8 +62,6 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     (cell,) = (cell for cell in study.cells if cell.strategy == "star")
     (row,) = (row for row in table(study) if row.series == "star")
     record, evidence = read_record(cell.folder / "record.json"), gather(study, cell)
-    sheet = Sheet(study, "strong", (row,), looks_of(["star"]))
-    (panel,) = payload(sheet).axes
     used = dict.fromkeys(("total_bytes", "theory_bytes", "extra_bytes"), NUM_BYTES)
     peaks = {"peak_bytes": [{"mad": NUM_BYTES}], "extra_theory_bytes": [NUM_BYTES]}
     peaks |= {"optimizer_bytes": [NUM_BYTES], "optimizer_share": 0.25}
@@ -92,24 +84,14 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     rows = {"rows": [{"scaling": "strong", "evidence": "", "conditions": "", "basis": "profile"}]}
     points = points_table([row], "a")
     tabled = zip(points.header, points.rows[0], strict=True)
-    charted = charts.payload(sheet, {}).spec
-    titles = charted["spec"]["layer"][0]["encoding"]["y"]["title"]
     return {
-        "lab/web/charts.py": (
-            f"{charted['data']['values'][0]['value']} {titles}",
-            "200.0 MB per step, busiest rank",
-        ),
         "lab/web/tables.py": (
             " ".join(f"{name} {cell.text}" for name, cell in tabled),
             "payload MB 200.0",
         ),
         "lab/analysis/summary.py": (summary.text([row], study), "payload MB 200,"),
-        "lab/analysis/figures/payload.py": (
-            f"{panel.get_ylabel()}: {max(map(max, map(ys, panel.lines)))}",
-            "payload per step, busiest rank (MB): 200.0",
-        ),
         "lab/analysis/charts.py": (
-            json.dumps(payload_chart(Results(study).summary()).spec()),
+            json.dumps(Results(study).chart("payload").spec()),
             '"value": 200.0',
         ),
         "lab/analysis/results.py": (Results(study)._repr_html_(), "<td>200</td>"),

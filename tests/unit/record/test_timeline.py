@@ -13,15 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from lab.analysis.figures.timeline import timeline_of_step
+from lab.analysis.runs import timeline_of_step
 from lab.distributed.collective import Done
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
+from lab.draw.chart import drawn
 from lab.measure.clock import KEPT_STEPS, Clock
 from lab.measure.layers import marked_layers
 from lab.measure.spans import Span
 from lab.plot import main as plot
 from lab.record.trace import Timeline, lanes, read_trace, write_trace
-from tests.support.figures import keep_saved, legend, texts, ticks
+from tests.support.svg import boxes_of, outside, overlapping
 
 CPU = torch.device("cpu")
 ABOUT = {"strategy": "overlap", "world_size": 2, "emulation": "none"}
@@ -195,33 +196,30 @@ def test_a_throughput_run_notes_nothing() -> None:
     assert clock.spans(0, 0, 0) == []
 
 
+KINDS = ("", " transfers", " transfers 2")
+
+
 def test_the_figure_names_ranks_and_buckets_and_says_what_is_emulated() -> None:
     spans = tuple(span for rank in range(10) for span in step(rank, 0.0))
-    figure = timeline_of_step(Timeline(spans, {**ABOUT, "emulation": "10 ranks share 2 cores"}))
-    panel = figure.axes[0]
-    ticks = [tick.get_text() for tick in panel.get_yticklabels()]
-    assert ticks == [text for rank in range(8) for text in (f"rank {rank}", "transfers")]
-    texts = [text.get_text() for text in panel.texts]
+    chart = timeline_of_step(Timeline(spans, {**ABOUT, "emulation": "10 ranks share 2 cores"}))
+    assert chart.message == "A step of overlap on 2 ranks: 1e+03 ms, of which waits are 10 %"
+    assert "Pale: emulated (10 ranks share 2 cores)." in chart.about
+    assert "The first 8 of 10 ranks." in chart.about
+    svg = drawn(chart.spec(), "svg").decode()
+    assert overlapping(svg) == outside(svg) == []
+    texts = [box.text for box in boxes_of(svg)]
+    names = [f"rank {rank}{kind}" for rank in range(8) for kind in KINDS]
+    assert [text for text in texts if text in names] == names
     assert {"Forward", "Backward", "fc.weight and 1 more", "conv.weight"} <= set(texts)
-    (legend,) = figure.legends
-    assert "emulated" in [text.get_text() for text in legend.get_texts()]
-    footer = figure.get_supxlabel()
-    assert "emulated: 10 ranks share 2 cores" in footer and "first 8 of 10 ranks" in footer
 
 
-def test_plot_draws_a_cell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = keep_saved(monkeypatch)
+def test_plot_draws_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "record.json").write_text("{}")
     assert plot([str(tmp_path)]) == 2
     assert (
         "and no timeline.json, which runs with measure=breakdown leave" in capsys.readouterr().err
     )
     write_trace(tmp_path / "timeline.json", [*step(0, 0.0), *step(1, 0.1)], ABOUT)
-    assert plot([str(tmp_path), "format=png"]) == 0
-    assert (tmp_path / "figures" / "timeline.png").is_file()
-    (panel,) = saved["timeline.png"].axes
-    assert ticks(panel, "y") == [text for rank in (0, 1) for text in (f"rank {rank}", "transfers")]
-    assert {"Forward", "Backward", "conv.weight"} <= set(texts(panel))
-    assert {"Forward", "Transfer", "Update"} <= set(legend(saved["timeline.png"]))
+    assert plot([str(tmp_path), "format=svg"]) == 0
+    texts = {box.text for box in boxes_of((tmp_path / "figures" / "timeline.svg").read_text())}
+    assert {"rank 0", "rank 1 transfers", "Forward", "Transfer", "Update"} <= texts

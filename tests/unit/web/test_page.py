@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.web.command import parts_of
-from lab.web.page import render
-from lab.web.vega import bundle
+from lab.web.drawing import bundle
+from lab.web.page import parts_of, render
 from tests.support.studies import HOSTILE, make_study, name_by
 
 RESULTS = Path(__file__).parents[3] / "docs/results/layers"
@@ -134,6 +133,10 @@ def test_names_of_others_stay_text(tmp_path: Path) -> None:
     name_by(plain, [f"name {at}" for at in range(len(HOSTILE))])
     name_by(hostile, HOSTILE)
     expected, found = Reader(page_of(plain)), Reader(page_of(hostile))
+    drawn = {"line", "text", "tspan", "path", "g"}  # long names have their place in another legend
+    for tags in (found.tags, expected.tags):
+        for each in drawn:
+            del tags[each]
     assert found.tags == expected.tags
     names = {name for _, name, _ in found.attributes}
     assert names == {name for _, name, _ in expected.attributes}

@@ -1,0 +1,61 @@
+"""Charts on a page: drawn when it is written, and interactive where scripts may run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vl_convert import javascript_bundle
+
+from lab.codec.build import cache_folder
+from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
+from lab.settings.whole import write_atomically
+
+WIDTH = 1250  # pixels of a page's charts; a narrower page makes them smaller
+LICENSE = Path(__file__).parent / "assets" / "vega_license.txt"
+ROLE = re.compile(r' (?:role|aria-roledescription|aria-label)="[^"]*"')
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart, and what a reader who cannot see it is told.
+
+    Attributes:
+        name: identifies it on the page.
+        title: what it shows.
+        note: how to read it: number of runs, kind of intervals.
+        spec: Vega-Lite, with its data inside.
+    """
+
+    name: str
+    title: str
+    note: str
+    spec: dict[str, Any]
+
+    def svg(self) -> str:
+        """Draw the chart, as it is without JavaScript."""
+        svg = ROLE.sub("", drawn(self.spec, "svg").decode())  # the figure around it has a name
+        return CLIP.sub(lambda found: f"{self.name}-{found[0]}", svg)  # a page has one name space
+
+
+def drawing(name: str, chart: Chart) -> Drawing:
+    """Prepare a chart for a page, which writes its title itself."""
+    spec = chart.spec(title=False)
+    del spec["$schema"]  # the page's own library reads it
+    spec["config"] |= {"background": None, "aria": False, "padding": 2}
+    return Drawing(name, chart.message, " ".join(chart.about), spec)
+
+
+def bundle() -> str:
+    """Return the script that makes charts interactive, with its license.
+
+    vl-convert makes it in two seconds, so it is kept in the user's cache.
+    """
+    path = cache_folder() / f"vega-{version('vl-convert-python')}-{VL_VERSION}.js"
+    if not path.exists():
+        made = javascript_bundle(vl_version=VL_VERSION)  # pyright: ignore[reportCallIssue]
+        write_atomically(path, lambda temporary: temporary.write_text(made, encoding="utf-8"))
+    return f"/*\n{LICENSE.read_text()}*/\n{path.read_text(encoding='utf-8')}"
