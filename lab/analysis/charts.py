@@ -7,7 +7,8 @@ pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ import pandas as pd
 from lab.analysis.points import CEILING
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, WIDTH, Chart, wrap
 from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION, Look
-from lab.draw.plots import GAP, Axis, bars, fitted, lines
+from lab.draw.plots import GAP, Axis, bars, fitted, joined, lines
 from lab.measure.intervals import ENOUGH_REPEATS
 from lab.measure.spans import PHASES
 from lab.task.metrics import heading
@@ -27,6 +28,7 @@ Point = Any  # a row of it: pandas' own types do not know what columns hold
 Looks = Mapping[str, Look]
 
 NUM_DRAWN, NUM_SMOOTHED = 400, 50  # points of a curve, and windows that smooth it
+NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")  # on its own, so no part of a name
 LOW, HIGH = 150, 190  # pixels of panels of bars, and of curves, from bottom to top
 PHASE_LOOKS: dict[str, str] = dict(zip(PHASES, (GREY, SKY, BLUE, VERMILLION, GREEN), strict=True))
 CEILING_PART, EXPOSED_PART = "step of none (ceiling)", "exposed exchange"
@@ -55,7 +57,7 @@ def speedup_bars(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
             "ranks": points["world_size"],
             **_interval(points, "speedup"),
             "repeats": points["num_repeats"],
-            "pale": points["emulation"] != "none",
+            "pale": _unlike(points),
         }
     )
     shades = alt.Scale(scheme=alt.SchemeParams("blues", extent=[0.35, 1.0]))
@@ -80,14 +82,14 @@ def speedup_bars(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     facet = alt.Facet("series:N", title=None, sort=[*titles.values()], header=header)
     body = panel.facet(facet=facet, columns=columns, spacing=GAP)
     about = [f"Speedup over {baselines(points)}, {_scaling(points)}. {repeats(points)}."]
-    about += _emulated(points, "Pale")
+    about += _notes(points, "Pale")
     return Chart("speedup_bars", _fastest(points), about, body, width)
 
 
 def scaling(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     """Chart speedup above efficiency, against ranks."""
     both = [speedup(summary, looks, width), efficiency(summary, looks, width)]
-    body = alt.vconcat(*(each.body for each in both), spacing=2 * GAP)
+    body = joined([each.body for each in both], 1, 2 * GAP)
     return replace(both[0], name="scaling", body=body, about=[*both[0].about, *both[1].about[:1]])
 
 
@@ -98,7 +100,7 @@ def speedup(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         f"Speedup over {baselines(points)}, {_scaling(points)}. Dotted: ideal. {repeats(points)}."
     ]
     drawn = _over_ranks(points, looks, width, "speedup", ideal="ranks")
-    return Chart("speedup", _fastest(points), [*about, *_emulated(points)], *drawn)
+    return Chart("speedup", _fastest(points), [*about, *_notes(points)], *drawn)
 
 
 def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -106,12 +108,12 @@ def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     points = _with_speedup(summary)
     best = _best(points, "efficiency_mid")
     message = (
-        f"{best['series']} keeps {100 * best['efficiency_mid']:.0f} % of each rank's speed on "
+        f"{best['label']} keeps {100 * best['efficiency_mid']:.0f} % of each rank's speed on "
         f"{_ranks(best)}"
     )
     about = [f"Efficiency: speedup / ranks, {_scaling(points)}. {repeats(points)}."]
     drawn = _over_ranks(points, looks, width, "efficiency", ideal="one")
-    return Chart("efficiency", message, [*about, *_emulated(points)], *drawn)
+    return Chart("efficiency", message, [*about, *_notes(points)], *drawn)
 
 
 def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -120,11 +122,11 @@ def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     best, unit = _best(points, "samples_per_s_mid"), _shared(points, "unit", "sample")
     rate, each = best["samples_per_s_mid"], _shared(points, "predictions_per_sample", 1)
     more = f" ({rate * each:,.0f} {best['prediction']}s)" if each > 1 else ""
-    message = f"{best['series']} trains {rate:,.0f} {unit}s{more} per second on {_ranks(best)}"
+    message = f"{best['label']} trains {rate:,.0f} {unit}s{more} per second on {_ranks(best)}"
     about = [f"Throughput of all ranks, {_scaling(points)}. {repeats(points)}."]
     about += [f"A {unit} has {each} {best['prediction']}s."] if each > 1 else []
     drawn = _over_ranks(points, looks, width, "samples_per_s", f"{unit}s per second")
-    return Chart("throughput", message, [*about, *_emulated(points)], *drawn)
+    return Chart("throughput", message, [*about, *_notes(points)], *drawn)
 
 
 def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -152,14 +154,15 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
             raise NothingToDraw("no breakdown run, and no run of none to compare with")
         what = f"A step: that of none, and the exposed exchange, {_scaling(points)}."
     shares = (parts[EXPOSED_PART] / step_s)[points["strategy"] != CEILING]
-    places = sorted(points.index, key=lambda at: _place(points.loc[at], looks))
-    name = {at: f"{points['series'][at]}  N={points['world_size'][at]}" for at in places}
+    unlike = _unlike(points)
+    places = sorted(_told_once(points), key=lambda at: _place(points.loc[at], looks))
+    name = {at: f"{points['label'][at]}  N={points['world_size'][at]}" for at in places}
     data: Frame = pd.DataFrame(
         {
             **{"name": name[at], "part": part, "value": 1e3 * values[at]},
             **{
                 "panel": points["fixed_batch_size"][at],
-                "hollow": points["emulation"][at] != "none",
+                "hollow": unlike[at],
             },
             **{"low": math.nan if low is None else 1e3 * low[at]},
             **{"high": math.nan if high is None else 1e3 * high[at]},
@@ -179,7 +182,7 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         panels=lambda size: f"{batch} {size}",
         columns=columns,
     )
-    about = [f"{what} {runs}.", *_emulated(points, "Pale")]
+    about = [f"{what} {runs}.", *_notes(points, "Pale")]
     return Chart("step_time", _exposed(points, shares), about, body, width)
 
 
@@ -202,7 +205,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     last = sent[sent["world_size"] == sent["world_size"].max()]
     most, least = (last.loc[last["payload_mid"].agg(which)] for which in ("idxmax", "idxmin"))
     factor = most["payload_mid"] / least["payload_mid"]
-    message = f"{least['series']} sends {factor:.3g} times less than {most['series']}"
+    message = f"{least['label']} sends {factor:.3g} times less than {most['label']}"
     if factor < 1.05:
         message = f"All series send as much: {most['payload_mid']:.3g} MB a step and rank"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
@@ -214,7 +217,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         ideal="ring" if parameters > 0 else "",
         logarithmic=True,
     )
-    return Chart("payload", message, [*about, *_emulated(sent)], *drawn)
+    return Chart("payload", message, [*about, *_notes(sent)], *drawn)
 
 
 CHARTS: dict[str, Callable[[Frame, Looks, int], Chart]] = {
@@ -272,7 +275,7 @@ def _over_ranks(
             "panel": points["fixed_batch_size"],
             **_interval(points, value),
             "repeats": points["num_repeats"],
-            "hollow": points["emulation"] != "none",
+            "hollow": _unlike(points),
             **({"command": points["command"]} if "command" in points else {}),
         }
     )
@@ -311,13 +314,21 @@ def _exposed_parts(points: Frame) -> tuple[Any, dict[str, Any], Any]:
     return low, parts, high
 
 
+def _told_once(points: Frame) -> list[int]:
+    """List the points to draw: on one rank all strategies compute as `none` does."""
+    ceiling = (points["strategy"] == CEILING) & (points["world_size"] == 1)
+    copies = (points["world_size"] == 1) & ~ceiling
+    drawn = points[~copies] if ceiling.any() and not copies.all() else points
+    return [*drawn.index]
+
+
 def _exposed(points: Frame, shares: Any) -> str:
     """Say how much of the steps on the most ranks is exposed exchange."""
     size = points["world_size"].max()
     known = shares[(points["world_size"] == size)].dropna().clip(lower=0.0)
     if known.empty or size == 1:
         return "A step without any exchange"
-    least, most = (points["series"][known.agg(which)] for which in ("idxmin", "idxmax"))
+    least, most = (points["label"][known.agg(which)] for which in ("idxmin", "idxmax"))
     low, high = f"{100 * known.min():.0f}", f"{100 * known.max():.0f}"
     if low == high:
         return f"On {size} ranks, exposed exchange is {low} % of a step"
@@ -337,9 +348,9 @@ def _from_one_rank(summary: Frame) -> Frame:
     points = _known(summary, "step_s", "no finished throughput run")
     lacking = points[(points["one_rank"] != "") & (points["one_rank"] != points["series"])]
     lacking = lacking.drop_duplicates(["series", "fixed_batch_size"])
-    ones = points[points["world_size"] == 1].drop(columns=["strategy", "one_rank"])
+    ones = points[points["world_size"] == 1].drop(columns=["strategy", "label", "one_rank"])
     keys = ["one_rank", "fixed_batch_size"]
-    wanted = lacking[["series", "strategy", *keys]].rename(columns={"series": "of"})
+    wanted = lacking[["series", "label", "strategy", *keys]].rename(columns={"series": "of"})
     shared = wanted.merge(ones, left_on=keys, right_on=["series", keys[1]])
     shared = shared.assign(series=shared["of"]).drop(columns="of")
     return pd.concat([shared, points], ignore_index=True)
@@ -381,12 +392,12 @@ def _lead(points: Frame, best: Point) -> str:
     """Name the series of the best point, and those that it was not shown to beat there."""
     place = ["scaling", "world_size", "fixed_batch_size", "transform"]
     here = points[(points[place] == best[place]).all(axis=1) & points["leads"]]
-    others = [str(name) for name in here["series"] if name != best["series"]]
+    others = [str(name) for name in here["label"] if name != best["label"]]
     if not best["leads"] or best["num_repeats"] < ENOUGH_REPEATS or len(others) > 3:
-        return f"At most, with {best['series']}"
+        return f"{best['label']} reaches most"
     if others:
-        return f"{', '.join([best['series'], *others])} lead, not told apart"
-    return f"{best['series']} is fastest"
+        return f"{', '.join([best['label'], *others])} lead, not told apart"
+    return f"{best['label']} is fastest"
 
 
 def _panel_title(summary: Frame, points: Frame, series: str, width: int) -> list[str]:
@@ -424,8 +435,8 @@ def _label(points: Frame, series: str) -> str:
     """Name the series, with its difference from the others."""
     one = points[points["series"] == series].iloc[0]
     if one["strategy"] == CEILING:
-        return f"{series} (ceiling)"
-    return series if one["transform"] == "none" else f"{series} (another model)"
+        return f"{one['label']} (ceiling)"
+    return one["label"] if one["transform"] == "none" else f"{one['label']} (another model)"
 
 
 def _shared(points: Frame, column: str, otherwise: Any) -> Any:
@@ -433,6 +444,30 @@ def _shared(points: Frame, column: str, otherwise: Any) -> Any:
     return values.pop() if len(values) == 1 else otherwise
 
 
-def _emulated(points: Frame, look: str = "Hollow") -> list[str]:
-    how = sorted(set(points["emulation"]) - {"none"})
-    return [f"{look}: emulated ({'; '.join(how)})."] if how else []
+def _unlike(points: Frame) -> Any:
+    """Tell emulated points from others; if all are emulated, a note says so, and no mark."""
+    emulated = points["emulation"] != "none"
+    return emulated & (not emulated.all())
+
+
+def _notes(points: Frame, look: str = "Hollow") -> list[str]:
+    """Say how points were emulated, and which settings their labels leave out."""
+    notes = list[str]()
+    if how := emulation_text(points["emulation"]):
+        which = look if _unlike(points).any() else "All"
+        notes.append(f"{which}: emulated ({how}).")
+    usual = points["usual"].iloc[0]
+    return [*notes, f"Unless a name says otherwise: {usual}."] if usual else notes
+
+
+def emulation_text(emulations: Iterable[str]) -> str:
+    """Join the clauses of several runs, those that differ in numbers alone as one: `1, 2 hosts`."""
+    clauses = {each for text in set(emulations) - {"none"} for each in text.split("; ")}
+    alike: dict[str, list[list[str]]] = {}
+    for clause in sorted(clauses):
+        alike.setdefault(NUMBER.sub("{}", clause), []).append(NUMBER.findall(clause))
+    merged = [
+        text.format(*(", ".join(dict.fromkeys(place)) for place in zip(*numbers, strict=True)))
+        for text, numbers in alike.items()
+    ]
+    return "; ".join(merged)

@@ -69,6 +69,11 @@ class Point:
         return self.one.series
 
     @property
+    def label(self) -> str:
+        """See Cell.label."""
+        return self.one.label
+
+    @property
     def strategy(self) -> str:
         return self.one.strategy
 

@@ -20,6 +20,7 @@ from lab.analysis.series import (
     identity,
     labels_of,
     named_by_study,
+    usual_values,
 )
 from lab.record.origin import Stretch
 from lab.record.schema import Emulation, Record, Scaling, Status, read_record
@@ -42,6 +43,7 @@ class Cell:
         commit: of the lab; empty if it is not known, or its files had been changed.
         exchange, sync: class names.
         series: the strategy, and the settings in which runs of the study differ.
+        label: the same without the values that most series share (Study.usual), for charts.
         conditions: of these settings, those that no strategy brings with it.
         profile: the one whose layers model=replay waits for; empty for a real model.
         settings: the settings typed or differing, and the context that runs must share to be
@@ -60,6 +62,7 @@ class Cell:
     exchange: str
     sync: str
     series: str
+    label: str
     world_size: int
     batch_size: int
     per_rank_batch_size: int
@@ -142,6 +145,7 @@ class Study:
         missing: why a cell is not among them, by its name.
         labels: a name for each of several folders; empty for one.
         machines: descriptions of the machines that `on=...` names; empty if there is one.
+        usual: settings that most series share, which their labels leave out.
     """
 
     folder: Path
@@ -150,6 +154,7 @@ class Study:
     missing: Mapping[str, str]
     labels: Mapping[Path, str] = field(default_factory=dict)
     machines: Mapping[str, str] = field(default_factory=dict)
+    usual: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, folder: Path) -> str:
         """Name a cell's folder, with its study if there are several."""
@@ -195,10 +200,11 @@ def load_study(folder: Path, *more: Path) -> Study:
     differing, machines = differences(identities), dict[str, str]()
     if more:
         differing, machines = named_by_study(differing, [labels[path.parent] for path in records])
+    usual = usual_values(zip((each.strategy for each in identities), differing, strict=True))
     each_cell = zip(records.items(), identities, differing, strict=True)
-    cells = tuple(_cell(path, record, who, values) for (path, record), who, values in each_cell)
+    cells = tuple(_cell(*read, who, values, usual) for read, who, values in each_cell)
     names = sorted({record.study or path.parent.name for path, record in records.items()})
-    study = Study(folder, ", ".join(names), cells, {}, labels, machines)
+    study = Study(folder, ", ".join(names), cells, {}, labels, machines, usual)
     _refuse_copies(study)
     return replace(study, missing={study.name_of(path): why for path, why in missing.items()})
 
@@ -243,7 +249,15 @@ def _refuse_copies(study: Study) -> None:
             )
 
 
-def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, str]) -> Cell:
+def _cell(
+    folder: Path,
+    record: Record,
+    who: Identity,
+    differing: Mapping[str, str],
+    usual: Mapping[str, str],
+) -> Cell:
+    words = {key: f"{key}={value}" for key, value in differing.items()}
+    told = [word for key, word in words.items() if usual.get(key) != differing[key]]
     return Cell(
         folder=folder,
         commit="" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",
@@ -252,7 +266,8 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         strategy=record.strategy,
         exchange=who.class_of("exchange"),
         sync=who.class_of("sync"),
-        series=" ".join([record.strategy, *(f"{k}={v}" for k, v in differing.items())]),
+        series=" ".join([record.strategy, *words.values()]),
+        label=" ".join([record.strategy, *told]),
         world_size=record.world_size,
         batch_size=record.batch_size,
         per_rank_batch_size=record.per_rank_batch_size,

@@ -96,13 +96,16 @@ class Results:
 
         Times are in seconds and sizes in bytes. `speedup_lo`, `_mid` and `_hi` are an interval of
         95 % over repeats; NaN: not measured. `leads`: no other series was shown to be faster there.
-        `metric`: the name of the column with the task's own one.
+        `label`: the series without the settings that most share, which `usual` lists. `metric`: the
+        name of the column with the task's own one.
         """
         return self._summary.copy()
 
     @cached_property
     def _summary(self) -> Any:
         summary = frame_of(self.points)
+        summary["label"] = [point.label for point in self.points]
+        summary["usual"] = ", ".join(f"{k}={v}" for k, v in self.study.usual.items())
         summary["fixed_batch_size"] = [point.fixed_batch_size for point in self.points]
         first = [(group, set(leaders(group))) for group in together(self.points)]
         leading = {

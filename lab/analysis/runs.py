@@ -16,7 +16,7 @@ from lab.analysis.points import CEILING
 from lab.analysis.records import Cell
 from lab.draw.chart import INK, LABEL_PX, LETTER, WIDTH, Chart
 from lab.draw.looks import ORANGE
-from lab.draw.plots import GAP, Axis, bars, fitted, legend_columns, lines, round_values
+from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, round_values
 from lab.measure.spans import OWN, Span
 from lab.record.schema import Record, worded
 from lab.record.trace import Timeline, lanes
@@ -72,31 +72,33 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
     """
     known = list(cells)
     runs = _representatives(known, scaling, looks)
+    shown = {run.label: looks[run.series] for run in runs}
     metric = main_metric(name for run in runs for e in run.evaluations for name in metrics_of(e))
     label, factor = axis(metric)
     try:
         curves = {
-            "training loss": {run.series: _losses(run) for run in runs},
-            label: {run.series: _evaluated(run, metric, factor) for run in runs},
+            "training loss": {run.label: _losses(run) for run in runs},
+            label: {run.label: _evaluated(run, metric, factor) for run in runs},
         }
     except DamagedFile as error:
         raise NothingToDraw(str(error)) from None
     kinds = {kind: each for kind, each in curves.items() if any(map(_changes, each.values()))}
     if not kinds:
         raise NothingToDraw("no losses and no evaluations that change")
-    columns, size = fitted(2, LETTER * LABEL_PX * max(map(len, looks)), width, HIGH)
+    columns, size = fitted(2, LETTER * LABEL_PX * max(map(len, shown)), width, HIGH)
     panels = [
-        _curves(tables, x, kind, looks, width // columns, metric in LOGARITHMIC and kind == label)
+        _curves(tables, x, kind, shown, width // columns, metric in LOGARITHMIC and kind == label)
         for kind, tables in kinds.items()
         for x in ({"step": "step"}, {"seconds": "training time (s)"})
     ]
-    body = alt.concat(*panels, columns=columns, spacing=GAP)
+    body = joined(panels, columns)
     one, repeated = runs[0], sorted({run.repeat for run in runs})
     about = [
         f"On {one.world_size} ranks, {batch_name(scaling)} {one.fixed_batch_size}; one run per "
         f"series (repeat {', '.join(map(str, repeated))}): no intervals."
     ]
-    absent = [name for name in looks if name not in {run.series for run in runs}]
+    labels = {cell.series: cell.label for cell in known}
+    absent = [labels[name] for name in looks if labels[name] not in shown]
     if one.world_size > 1 and any(cell.strategy == CEILING for cell in known):
         about.append("none is left out: its replicas are not one model.")
         absent = [name for name in absent if name.split(" ")[0] != CEILING]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from os.path import realpath
@@ -33,6 +33,7 @@ NEEDS = {"cluster.slow_factor": "cluster.slow_host"}
 # Of the values by which runs may differ, those that tell machines apart, and how to word them.
 WORDED = {"machine": "{}", "device": "on {}", "num_cores": "{} cores", "memory_gib": "{} GiB"}
 KEYS = ("device", "machine", *MACHINE)
+USUAL = 0.7  # share of a study's series with a value that charts need not repeat in each name
 Differing = Mapping[str, str]
 
 
@@ -94,6 +95,24 @@ def differences(identities: Sequence[Identity]) -> list[dict[str, str]]:
         | _known({key: one.resolved.get(key) for key in then})
         for one in identities
     ]
+
+
+def usual_values(runs: Iterable[tuple[str, Differing]]) -> dict[str, str]:
+    """Find the values that most series of a study share.
+
+    Args:
+        runs: the strategy of each, and the values by which it differs from others.
+
+    Returns:
+        By key, for a note that says them once; empty if names without them would not be unique.
+    """
+    series = {(strategy, *values.items()) for strategy, values in runs}
+    counts = Counter(pair for _, *pairs in series for pair in pairs)
+    usual = {pair for pair, count in counts.items() if count >= USUAL * len(series)}
+    names = {
+        (strategy, *(pair for pair in pairs if pair not in usual)) for strategy, *pairs in series
+    }
+    return dict(usual) if len(names) == len(series) else {}
 
 
 def _hidden(first: list[str], typed: list[str], identities: Sequence[Identity]) -> list[str]:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 import torch
@@ -48,7 +47,7 @@ from lab.distributed.nodes import Nodes
 from lab.distributed.world import World
 from lab.draw.chart import GREY, Chart
 from lab.draw.looks import Look, looks_of
-from lab.draw.plots import GAP, Axis, lines
+from lab.draw.plots import Axis, joined, lines
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, Plans
@@ -353,7 +352,7 @@ def chart(result: dict[str, Any]) -> Chart:
         if shown:
             line = "" if key == "busbw_gb_per_s" else "one"
             panels.append(lines(one, x, y, shown, reference=line, size=PANEL_PX))
-    body = alt.concat(*(panel for panel, _ in panels), columns=2, spacing=GAP)
+    body = joined([panel for panel, _ in panels], 2)
     largest = {row["algorithm"]: row for row in rows if row["size_bytes"] == sizes[-1]}
     others = {
         name: row["ratio_to_library"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ Frame = Any  # a pandas.DataFrame: pandas' own types do not know what its column
 PANEL, MOST_COLUMNS, GAP = 240, 4, 18  # pixels of a panel, panels beside each other, between them
 ALONE = 400  # pixels of a panel that has none beside it
 NAMED_COLUMNS = 2  # panels with names beside each other
+FADED = 0.12  # opacity of the series that a reader did not single out
 MOST_NAMED = 9  # lines whose names fit beside a panel
 LEAST, EDGE = 170, 50  # pixels of the narrowest panel, and of what is left of the first one
 BAR = 18  # pixels of a bar with the gap to the next
@@ -116,9 +118,16 @@ def lines(
         fitting = legend_columns(labels.values(), width or 4 * PANEL)
         legend = alt.Legend(columns=fitting, symbolType="stroke", symbolStrokeWidth=2)
         look = {channel: one.legend(legend) for channel, one in look.items()}
+    # A click on a name, or on an entry of the legend, singles its series out on a page.
+    picked = alt.selection_point(
+        name="picked", fields=["series"], **({} if named else {"bind": "legend"})
+    )
+    look["opacity"] = alt.condition(picked, alt.value(1.0), alt.value(FADED))
     across = alt.X("at:Q", title=x.title, scale=x_scale, axis=x.axis(x_domain, grid=False))
     up = alt.Y("value:Q", title=y.title, scale=y_scale, axis=y.axis(y_domain))
-    base, layers = alt.Chart(), list[Any]()
+    shade = {name: look[name] for name in ("color", "opacity")}
+    base = alt.Chart()
+    layers: list[Any] = [base.mark_line(strokeWidth=1.8).encode(across, up, **look)]
     if reference:
         dotted = base.mark_line(color=GREY, strokeDash=[2, 3], strokeWidth=1.2, clip=True)
         layers.append(dotted.encode(alt.X("x:Q", scale=x_scale), y=f"{reference}:Q"))
@@ -126,24 +135,30 @@ def lines(
         standing = base.mark_rule(color=GREY, strokeDash=[2, 3], strokeWidth=1.2)
         once = standing.transform_aggregate(n="count()")
         layers.append(once.encode(alt.XDatum(upright, scale=x_scale)))
-    layers += [
-        base.mark_line(strokeWidth=1.8).encode(across, up, **look),
-        base.mark_rule(strokeWidth=1.4)
-        .transform_filter("isValid(datum.low)")
-        .encode(across, alt.Y("low:Q", scale=y_scale), alt.Y2("high:Q"), color=look["color"]),
-    ]
-    point = base.mark_point(size=46, strokeWidth=1.6, opacity=1)
+    whole = base.mark_rule(strokeWidth=1.4).transform_filter("isValid(datum.low)")
+    layers.append(whole.encode(across, alt.Y("low:Q", scale=y_scale), alt.Y2("high:Q"), **shade))
+    point = base.mark_point(size=46, strokeWidth=1.6)
     hollow = alt.condition("datum.hollow", alt.value("white"), look["color"])
     if marks:
-        layers.append(point.encode(across, up, stroke=look["color"], fill=hollow, tooltip=shown))
+        layers.append(
+            point.encode(
+                across,
+                up,
+                stroke=look["color"],
+                fill=hollow,
+                opacity=look["opacity"],
+                tooltip=shown,
+            )
+        )
     if "measured" in data:
-        known = base.mark_point(size=46, filled=True, opacity=1)
+        known = base.mark_point(size=46, filled=True)
         known = known.transform_filter("isValid(datum.measured)")
         level = alt.Y("measured:Q", scale=y_scale)
-        layers.append(known.encode(across, level, color=look["color"], tooltip=shown))
+        layers.append(known.encode(across, level, **shade, tooltip=shown))
     if named:
         data = pd.concat([data, _ends(data, y_domain, bool(y.log), size[1])])
-        layers.append(_names(base, look, x_scale, y_scale))
+        layers.insert(0, _names(base, shade, x_scale, y_scale))
+    layers[0] = layers[0].add_params(picked)  # Altair looks for it in the first layer of panels
     panel = alt.layer(*layers).properties(width=size[0], height=size[1])
     width = width or int(columns * (size[0] + beside) + EDGE)
     if panels is None:
@@ -264,6 +279,14 @@ def dots(
     return alt.hconcat(*drawn, spacing=GAP), int(len(panels) * (wide + GAP) + room)
 
 
+def joined(charts: Sequence[Any], columns: int, spacing: int = GAP) -> Any:
+    """Put charts beside and below each other; a series singled out in one is so in all."""
+    with warnings.catch_warnings():
+        # Altair says so when it takes their selections as one, which is intended.
+        warnings.filterwarnings("ignore", message="Automatically deduplicated selection")
+        return alt.concat(*charts, columns=columns, spacing=spacing)
+
+
 def fitted(count: int, beside: float, width: int, height: int) -> tuple[int, tuple[int, int]]:
     """Fit panels into a width.
 
@@ -327,7 +350,7 @@ def _names(base: Any, look: Mapping[str, Any], x: alt.Scale, y: alt.Scale) -> An
     text = base.mark_text(align="left", dx=9, fontSize=LABEL_PX, clip=False)
     shown = text.transform_filter("isValid(datum.name)")
     end = alt.Y("end:Q", scale=y)
-    return shown.encode(alt.X("at:Q", scale=x), end, alt.Text("name:N"), color=look["color"])
+    return shown.encode(alt.X("at:Q", scale=x), end, alt.Text("name:N"), **look)
 
 
 def _ends(data: Frame, domain: tuple[float, float], log: bool, height: int) -> Frame:

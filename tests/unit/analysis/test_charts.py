@@ -25,7 +25,8 @@ def summary_of(
     """Return points of which all end close to each other."""
     rows = [
         {
-            **{"series": name, "strategy": name, "scaling": "strong", "world_size": size},
+            **{"series": name, "strategy": name, "label": name, "usual": ""},
+            **{"scaling": "strong", "world_size": size},
             **{"fixed_batch_size": batch, "num_repeats": 5, "baseline": "none", "unit": "image"},
             **{"transform": "none", "emulation": "none", "leads": name == "onebit", "one_rank": ""},
             **{"metric": "accuracy", "accuracy": 0.9, "data": "digits", "num_parameters": 1e6},
@@ -99,7 +100,7 @@ def test_panels_come_in_the_order_of_numbers() -> None:
 
 def test_the_title_is_the_message() -> None:
     summary = summary_of()
-    assert chart("speedup", summary).message.startswith("At most, with powersgd: ")
+    assert chart("speedup", summary).message.startswith("powersgd reaches most: ")
     summary["leads"] = summary["series"].isin(["powersgd"])
     assert chart("speedup", summary).message == (
         "powersgd is fastest: 5.35 × one rank, on 8 ranks at global batch 32"
@@ -109,7 +110,7 @@ def test_the_title_is_the_message() -> None:
     assert message.startswith("powersgd, topk lead, not told apart: 5.35 × ")
     summary["num_repeats"] = 1
     made = chart("speedup", summary)
-    assert made.message.startswith("At most, with powersgd: 5.35 × ")
+    assert made.message.startswith("powersgd reaches most: 5.35 × ")
     assert "1 repeat a point: no intervals" in made.about[0]
     assert chart("payload", summary).message == "powersgd sends 16 times less than allreduce"
 
@@ -124,7 +125,13 @@ def test_a_chart_without_data_says_what_is_missing() -> None:
 
 def test_files_depend_on_the_data_alone(tmp_path: Path) -> None:
     summary = pd.read_csv(ROOT / "docs" / "results" / "demo" / "summary.csv")
-    summary = summary.assign(fixed_batch_size=summary["batch_size"], leads=True, one_rank="")
+    summary = summary.assign(
+        fixed_batch_size=summary["batch_size"],
+        leads=True,
+        one_rank="",
+        label=summary["series"],
+        usual="",
+    )
     made = chart("speedup", summary)
     for kind in ("png", "svg"):
         (first,) = made.write(tmp_path / "first", [kind])
