@@ -96,6 +96,7 @@ def lines(
     labels = labels or {name: name for name in looks}
     shown = [_tip(data, name, {"x": x.title, "value": y.title}) for name in _told(data, reference)]
     shown.append(alt.Tooltip("interval:N"))
+    data = data.reset_index(drop=True)
     data = data.assign(series=data["series"].map(labels.get), interval=_intervals(data))
     for name, value in {"panel": 0, "hollow": False, "at": data["x"]}.items():
         data[name] = data.get(name, value)

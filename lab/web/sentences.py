@@ -43,33 +43,34 @@ def _fastest(points: Sequence[Point], floor: float) -> str:
     ranks = f"{best.world_size} rank{'s' if best.world_size > 1 else ''}"
     batch = "batch" if best.scaling == "strong" else "a per-rank batch of"
     place = f"On {ranks} at {batch} {best.fixed_batch_size}"
-    speed = f"{1e3 * best.step_s:.4g} ms a step{_speedup(best)}, n = {best.num_repeats}"
+    speed = f"{1e3 * best.step_s:.3g} ms a step{_speedup(best)}, n = {best.num_repeats}"
     if len(ordered) == 1:
-        return f"{place}, {best.series} takes {speed}; nothing else was measured there."
+        return f"{place}, {best.label} takes {speed}; nothing else was measured there."
     if best.num_repeats < ENOUGH_REPEATS:
         return (
-            f"{place}, {best.series} was the fastest of {len(ordered)} ({speed}), but fewer than "
+            f"{place}, {best.label} was the fastest of {len(ordered)} ({speed}), but fewer than "
             f"{ENOUGH_REPEATS} repeats cannot tell whether by chance."
         )
-    others = [name for name in first if name != best.series]
+    others = [point.label for point in points if point.series in first and point is not best]
     if others:
         return (
-            f"{place}, {best.series} was the fastest of {len(ordered)} ({speed}), "
+            f"{place}, {best.label} was the fastest of {len(ordered)} ({speed}), "
             f"not distinguishable from {_listed(others)}."
         )
     second = ordered[1]
     shared = [key for key in best.steps_s if key in second.steps_s]
     gain = of_ratio([second.steps_s[k] for k in shared], [best.steps_s[k] for k in shared])
     return (
-        f"{place}, {best.series} is the fastest of {len(ordered)} ({speed}): "
-        f"the step of {second.series}, the next, takes {percent_text(gain)} longer."
+        f"{place}, {best.label} is the fastest of {len(ordered)} ({speed}): "
+        f"the step of {second.label}, the next, takes {percent_text(gain)} longer."
     )
 
 
 def _speedup(point: Point) -> str:
     if math.isnan(point.speedup.mid) or point.world_size == 1:
         return ""
-    return f", {interval_text(point.speedup)} times as fast as one rank"
+    text = interval_text(point.speedup, digits=3)
+    return f", {text} times as fast as one rank"
 
 
 def _why(points: Sequence[Point], reasons: Reasons) -> list[str]:

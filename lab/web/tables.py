@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lab.analysis.charts import emulation_text
 from lab.analysis.points import Point
 from lab.analysis.summary import runs_text, unit_of
 from lab.measure.intervals import Interval, of_level
 from lab.task.metrics import heading, main_metric
 
 UNKNOWN_TEXT = "–"
+KEYS = ("series", "ranks", "batch")  # columns that name a point
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def points_table(points: Sequence[Point], name: str) -> Table:
     metric = main_metric(each for point in points for each in point.final)
     title, factor = heading(metric)
     columns = {
-        "series": [TableCell(point.series) for point in points],
+        "series": [TableCell(point.label) for point in points],
         "ranks": [_count(point.world_size) for point in points],
         "batch": [_count(point.fixed_batch_size) for point in points],
         "scaling": [TableCell(point.scaling) for point in points],
@@ -60,15 +62,24 @@ def points_table(points: Sequence[Point], name: str) -> Table:
         "payload MB": [_number(point.payload_max_bytes, 1e-6) for point in points],
         title: [_number(point.final.get(metric, math.nan), factor) for point in points],
         "runs": [TableCell(runs_text(point)) for point in points],
-        "emulation": [TableCell(point.emulation or "none") for point in points],
+        "emulation": [TableCell(emulation_text([point.emulation]) or "none") for point in points],
     }
     told = {
         key: cells
         for key, cells in columns.items()
         if any(cell.text != UNKNOWN_TEXT for cell in cells)
     }
-    lines = list(zip(*told.values(), strict=True))
-    return Table(name, "Every point; brackets are 95 % intervals over n repeats", [*told], lines)
+    # A column in which all points say the same is told once, above the table.
+    alike = {
+        key: cells[0].text
+        for key, cells in told.items()
+        if key not in KEYS and len(cells) > 1 and len({cell.text for cell in cells}) == 1
+    }
+    shown = {key: cells for key, cells in told.items() if key not in alike}
+    lines = list(zip(*shown.values(), strict=True))
+    title = "Every point; brackets are 95 % intervals over n repeats"
+    same = ", ".join(f"{key} {text}" for key, text in alike.items())
+    return Table(name, f"{title}. All have {same}" if same else title, [*shown], lines)
 
 
 def of_texts(name: str, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -95,15 +106,15 @@ def _interval(value: Interval, scale: float = 1.0) -> TableCell:
     return TableCell(interval_text(value, scale), None if math.isnan(value.mid) else value.mid)
 
 
-def number_text(value: float, scale: float = 1.0) -> str:
-    """Write a value to four digits, and never with an exponent."""
-    return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, 4)
+def number_text(value: float, scale: float = 1.0, digits: int = 4) -> str:
+    """Write a value, and never with an exponent."""
+    return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, digits)
 
 
-def interval_text(value: Interval, scale: float = 1.0) -> str:
+def interval_text(value: Interval, scale: float = 1.0, digits: int = 4) -> str:
     """Write a value with its interval, if it has one, to as many digits as this warrants."""
     if math.isnan(value.mid) or math.isnan(value.lo):
-        return number_text(value.mid, scale)
+        return number_text(value.mid, scale, digits)
     ends = value.lo, value.mid, value.hi
     low, middle, high = (_digits(each * scale, 3) for each in ends)
     return f"{middle} [{low}, {high}]"
