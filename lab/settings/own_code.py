@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from lab.settings.blame import blame, is_users
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import conf_dir, standing_here
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 TARGET = re.compile(r"^_target_: *(\S+)", re.MULTILINE)
@@ -85,6 +86,8 @@ def check_choices(
         ConfigError: a choice is not found, cannot be imported, or lacks an argument or takes
             another; or code of the lab's that is no choice of its group.
     """
+    from omegaconf import OmegaConf
+
     hashes = dict[str, str]()
     for group in OWN:
         for path in targets(OmegaConf.to_container(config[group], resolve=True)):
