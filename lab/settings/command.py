@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -80,11 +81,13 @@ class CommandLine:
     """The parsed words of a command line.
 
     Attributes:
+        text: the whole line, as typed, for a shell.
         words: the positional words.
         settings: `key=value` words, in order; `--config-dir` is one of them.
         shows_settings: whether `--cfg job` asks only to print the settings.
     """
 
+    text: str
     words: list[str]
     settings: list[str]
     shows_settings: bool
@@ -190,7 +193,8 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
 
         check_words(settings, command.fields)
     shows_settings, is_multirun = "--cfg" in flags, "--multirun" in flags
-    return CommandLine(words, settings, shows_settings, is_multirun, "--help" in flags)
+    text = shlex.join(["python", "-m", command.name, *arguments])
+    return CommandLine(text, words, settings, shows_settings, is_multirun, "--help" in flags)
 
 
 def show(configs: Iterable[DictConfig]) -> None:

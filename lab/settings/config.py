@@ -5,7 +5,6 @@ Nothing here imports torch, and Hydra only what needs it: help and a wrong setti
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Collection, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lab.settings import checks, hints
 from lab.settings.blame import reason_of
 from lab.settings.errors import ConfigError
-from lab.settings.fields import INTEGER, fields_of, setting
+from lab.settings.fields import INTEGER, fields_of, number_of, setting
 from lab.settings.files import choices_of
 from lab.settings.names import DIRECTORY
 from lab.settings.own_code import asked_for, callable_at
@@ -155,10 +154,7 @@ def check_words(arguments: Sequence[str], own: Collection[str] = ()) -> None:
             number = hints.number(text)
             if number is None or (kind == "int" and not INTEGER.fullmatch(text)):
                 raise ConfigError(f"{argument}: {hints.must_be(kind, text)}")
-            if kind == "int":
-                checks.whole(key, int(text), about["limits"].at_least, about["limits"].at_most)
-            else:
-                checks.number(key, number, **dataclasses.asdict(about["limits"]))
+            number_of(key, text, int if kind == "int" else float, about["limits"])
 
 
 def no_choice(group: str, choice: str, config_dir: str | None) -> str:
@@ -197,11 +193,7 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
 
 
 def check_name(key: str, value: str | None) -> None:
-    """Refuse a study's or cell's name that is none of a directory.
-
-    Raises:
-        ConfigError: it has other signs, or holds a secret.
-    """
+    """Refuse a study's or cell's name that no directory can have, or that holds a secret."""
     as_name = value is None or re.fullmatch(DIRECTORY, value)
     if not as_name or without_secrets(str(value)) != str(value):
         raise ConfigError(
@@ -211,11 +203,7 @@ def check_name(key: str, value: str | None) -> None:
 
 
 def check_batch(config: DictConfig, world_size: int) -> None:
-    """Refuse a batch that does not divide evenly.
-
-    Raises:
-        ConfigError: the message names the nearest batch sizes that work.
-    """
+    """Refuse a batch that does not divide evenly, and name the nearest that do."""
     ranks = 1 if config.scaling == "weak" else world_size
     unit = ranks * config.accumulate
     if config.batch_size % unit:

@@ -151,12 +151,7 @@ def _outcome(record: Record) -> str:
 
 
 def _check_launcher(study: Study) -> None:
-    """Refuse cells that cannot be started, before any cell has run.
-
-    Raises:
-        ConfigError: SLURM or Horovod is needed and missing, or a cell needs more GPUs than this
-            host has; the message then names the largest number of ranks that fits.
-    """
+    """Refuse cells that cannot be started, for lack of SLURM, Horovod or GPUs, before any runs."""
     on_slurm = study.launcher == "slurm"
     if any(cell.over_horovod for cell in study.cells):
         if on_slurm:
