@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 
 from lab.advice.request import OF_PREDICTION, OwnSettings, read
@@ -31,11 +30,10 @@ cost model that fit the other settings, and ranks up to the hardware's size.""",
 
 def main(arguments: list[str]) -> int:
     """Print the advice; write it to `out=`. The exit code is 2 for bad input."""
-    command = shlex.join(["python", "-m", COMMAND.name, *arguments])
-    return answer(COMMAND, arguments, lambda line: _advise(line, command))
+    return answer(COMMAND, arguments, _advise)
 
 
-def _advise(line: CommandLine, command: str) -> int:
+def _advise(line: CommandLine) -> int:
     advice = read(line.settings)
     if line.shows_settings:
         show(cell.config for cell in advice.prediction.cells)
@@ -44,7 +42,7 @@ def _advise(line: CommandLine, command: str) -> int:
     from lab.advice import view
     from lab.advice.advise import advised
 
-    result = {"command": command, **advised(advice)}
+    result = {"command": line.text, **advised(advice)}
     print(view.text(result))
     if advice.prediction.out:
         print(f"wrote {', '.join(map(str, view.write(advice.prediction.out, result)))}")

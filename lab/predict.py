@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 
 from lab.settings.command import Command, CommandLine, answer, show
@@ -35,11 +34,10 @@ profile.KEY=... change single figures. With neither, the profile is alexnet_tita
 
 def main(arguments: list[str]) -> int:
     """Print the table of predictions; write them to `out=`. The exit code is 2 for bad input."""
-    command = shlex.join(["python", "-m", "lab.predict", *arguments])
-    return answer(COMMAND, arguments, lambda line: _predict(line, command))
+    return answer(COMMAND, arguments, _predict)
 
 
-def _predict(line: CommandLine, command: str) -> int:
+def _predict(line: CommandLine) -> int:
     request = read(line.settings)
     if line.shows_settings:
         show(cell.config for cell in request.cells)
@@ -49,7 +47,7 @@ def _predict(line: CommandLine, command: str) -> int:
     from lab.simulate.grid import predicted
 
     result, spans = predicted(request)
-    result = {"command": command, **result}
+    result = {"command": line.text, **result}
     print(view.table(result))
     written = view.write(request.out, result) if request.out else []
     written += view.write_timeline(request.trace, result, spans) if request.trace else []

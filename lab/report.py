@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +38,10 @@ shows the differences. Results of lab.bench, FILE.json, are shown too.""",
 
 def main(arguments: list[str]) -> int:
     """Write the page; the exit code is 2 for an input that cannot be shown."""
-    command = shlex.join(["python", "-m", COMMAND.name, *arguments])
-    return answer(COMMAND, arguments, lambda line: _report(line, command))
+    return answer(COMMAND, arguments, _report)
 
 
-def _report(line: CommandLine, command: str) -> int:
+def _report(line: CommandLine) -> int:
     out = own_settings(Settings, line.settings).out
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.web.page import parts_of, render, write
@@ -51,7 +49,7 @@ def _report(line: CommandLine, command: str) -> int:
     paths = [Path(word) for word in line.words]
     try:
         target = out or next(p for p in paths if p.suffix != ".json") / "report.html"
-        page = render(parts_of(paths, command))
+        page = render(parts_of(paths, line.text))
         write(page, target)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +39,10 @@ that follows from them is scored where several strategies were measured alike.""
 
 def main(arguments: list[str]) -> int:
     """Print the scores; write the page to `out=`. The exit code is 2 for bad input."""
-    command = shlex.join(["python", "-m", COMMAND.name, *arguments])
-    return answer(COMMAND, arguments, lambda line: _score(line, command))
+    return answer(COMMAND, arguments, _score)
 
 
-def _score(line: CommandLine, command: str) -> int:
+def _score(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
     out = own.out
     profile = read_file("profile", own.profile, own.config_dir)
@@ -63,7 +61,7 @@ def _score(line: CommandLine, command: str) -> int:
         if out:
             drawn = advice.write_map(mapped, out.with_stem(f"{out.stem}_map"))
             pictures = [f"![map]({path.name})" for path in drawn if path.suffix == ".png"]
-            scorecard.write(card, out, command, [*sections, *pictures, ""])
+            scorecard.write(card, out, line.text, [*sections, *pictures, ""])
             print(f"wrote {', '.join(map(str, [out, *drawn]))}")
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from lab.settings.command import Command, answer
+from lab.settings.command import Command, CommandLine, answer
 from lab.study.grid import SweepSettings
 from lab.study.run import sweep
-from lab.web.live import served
 
 COMMAND = Command(
     "lab.sweep",
@@ -27,7 +26,13 @@ COMMAND = Command(
 
 def main(arguments: list[str]) -> int:
     """Run the missing cells of a study; the exit code is 1 if none of its cells is done."""
-    return answer(COMMAND, arguments, lambda line: sweep(line, served))
+    return answer(COMMAND, arguments, _sweep)
+
+
+def _sweep(line: CommandLine) -> int:
+    from lab.web.live import served  # after wrong settings: Python's HTTP server is slow to import
+
+    return sweep(line, served)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from lab.settings.errors import SharedError
 from lab.settings.streams import output_as_messages
 from lab.study.grid import refuse_bare_study
 from lab.study.run import sweep
-from lab.web.live import served
 
 COMMAND = Command(
     "lab.train",
@@ -44,6 +43,8 @@ def _train(line: CommandLine) -> int:
     if line.is_multirun:
         if launcher.was_launched():
             raise ConfigError("--multirun: starts its own ranks; leave the launcher out")
+        from lab.web.live import served
+
         return sweep(line, served)
     refuse_bare_study(line.settings)
     launcher.end_on_signals(COMMAND.name)

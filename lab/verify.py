@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +47,10 @@ def main(arguments: list[str]) -> int:
         0 if no claim fails, by measurements or else by predictions; 1 if one does; 2 for a wrong
         setting.
     """
-    command = shlex.join(["python", "-m", COMMAND.name, *arguments])
-    return answer(COMMAND, arguments, lambda line: _verify(line, command))
+    return answer(COMMAND, arguments, _verify)
 
 
-def _verify(line: CommandLine, command: str) -> int:
+def _verify(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
     runs, benches, out, folder = own.runs, own.benches, own.out, own.config_dir
     if out and line.word == ALL:
@@ -68,7 +66,7 @@ def _verify(line: CommandLine, command: str) -> int:
         findings = verify(line.word, runs, benches, out is not None, folder)
         print("\n".join(page.summary(findings)))
         if out:
-            page.write(findings, out, out.with_suffix(""), command)
+            page.write(findings, out, out.with_suffix(""), line.text)
             print(f"wrote {out}")
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None

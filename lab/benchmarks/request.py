@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, OwnSettings
 from lab.cluster.settings import Cluster, cluster_of, num_launched
@@ -16,13 +14,13 @@ from lab.settings.checks import as_text
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
 from lab.settings.fields import parsed, split
-from lab.settings.overrides import (
-    Override,
-    config_dir_of,
-    listed,
-    parse_overrides,
-)
+from lab.settings.overrides import config_dir_of, listed, parse_overrides
 from lab.sync.pattern import pattern_of
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lab.settings.overrides import Override
 
 # Settings that hold for a whole process: torch and NCCL have one value of each.
 OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
@@ -129,6 +127,8 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
 
 
 def _refuse_incomparable(variants: list[Variant]) -> None:
+    from omegaconf import OmegaConf  # takes a tenth of a second, which help can do without
+
     for key in OF_A_PROCESS:
         # comm=horovod has no settings of NCCL.
         if len({bool(OmegaConf.select(variant.config, key)) for variant in variants}) > 1:

@@ -1,4 +1,4 @@
-"""Readers of figures from the files of commands. Each function returns a reader of Results."""
+"""Readers of figures: each function reads a number from the files of commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Results:
         return (self.folder / f"{name}.out").read_text(errors="replace")
 
     def ended(self, name: str) -> dict[str, Any]:
-        """Read a command's end: see lab.checklist.process.run."""
+        """Read a command's end: see lab.checklist.check.run."""
         return self.json(f"{name}.ended")
 
     def run(self, cell: str) -> Path:
@@ -77,135 +77,104 @@ def _called(words: Sequence[str]) -> Read:
     by_name = {pair[1]: yaml.safe_load(pair[2]) for pair in named if pair}
     function = READERS[name]
     try:
-        inspect.signature(function).bind(*plain, **by_name)
+        inspect.signature(function).bind(None, *plain, **by_name)
     except TypeError as error:
         raise ValueError(f"{' '.join(words)}: {error}") from None
-    return function(*plain, **by_name)
+    return lambda results: float(function(results, *plain, **by_name))
 
 
-def row(benchmark: str, key: str, /, *, scale: float = 1.0, **where: Any) -> Read:
+def row(
+    results: Results, benchmark: str, key: str, /, *, scale: float = 1.0, **where: Any
+) -> float:
     """Read a number from a benchmark's first row that matches `where`; a.b is b in a."""
-
-    def read(results: Results) -> float:
-        rows = results.json(benchmark)["rows"]
-        found = [each for each in rows if all(each[k] == v for k, v in where.items())]
-        return scale * float(_dig(found[0], key))
-
-    return read
+    rows = results.json(benchmark)["rows"]
+    found = [each for each in rows if all(each[k] == v for k, v in where.items())]
+    return scale * float(_dig(found[0], key))
 
 
-def total(name: str, key: str) -> Read:
+def total(results: Results, name: str, key: str) -> float:
     """Sum a number over all rows of a benchmark."""
-    return lambda results: float(sum(each[key] for each in results.json(name)["rows"]))
+    return sum(each[key] for each in results.json(name)["rows"])
 
 
-def value(name: str, key: str) -> Read:
+def value(results: Results, name: str, key: str) -> float:
     """Read a number from a JSON file; NaN for null, which means unknown."""
-
-    def read(results: Results) -> float:
-        found = _dig(results.json(name), key)
-        return math.nan if found is None else float(found)
-
-    return read
+    found = _dig(results.json(name), key)
+    return math.nan if found is None else found
 
 
-def recorded(cell: str, key: str, scale: float = 1.0) -> Read:
+def recorded(results: Results, cell: str, key: str, scale: float = 1.0) -> float:
     """Read a number from a run's record."""
-    return lambda results: scale * float(_dig(results.record(cell), key))
+    return scale * float(_dig(results.record(cell), key))
 
 
-def is_recorded(cell: str, /, **values: Any) -> Read:
+def is_recorded(results: Results, cell: str, /, **values: Any) -> float:
     """Return 1 if the record holds these values, else 0."""
-
-    def read(results: Results) -> float:
-        record = results.record(cell)
-        return float(all(record[key] == value for key, value in values.items()))
-
-    return read
+    record = results.record(cell)
+    return all(record[key] == value for key, value in values.items())
 
 
-def num_true(cell: str, key: str) -> Read:
+def num_true(results: Results, cell: str, key: str) -> float:
     """Count what is true in a mapping of a run's record."""
-    return lambda results: float(sum(_dig(results.record(cell), key).values()))
+    return sum(_dig(results.record(cell), key).values())
 
 
-def num_nvlinks(name: str) -> Read:
+def num_nvlinks(results: Results, name: str) -> float:
     """Count the pairs of GPUs that nvidia-smi calls NVLink (NV18)."""
-
-    def read(results: Results) -> float:
-        links = results.json(name)["environment"]["gpu_links"].splitlines()
-        lines = [line.split() for line in links if line.startswith("GPU")]
-        return sum(word.startswith("NV") for line in lines for word in line[1:]) / 2
-
-    return read
+    links = results.json(name)["environment"]["gpu_links"].splitlines()
+    lines = [line.split() for line in links if line.startswith("GPU")]
+    return sum(word.startswith("NV") for line in lines for word in line[1:]) / 2
 
 
-def says(name: str, pattern: str) -> Read:
+def says(results: Results, name: str, pattern: str) -> float:
     """Return 1 if the output has a match of `pattern`, else 0."""
-    return lambda results: float(re.search(pattern, results.output(name)) is not None)
+    return re.search(pattern, results.output(name)) is not None
 
 
-def printed(name: str, pattern: str) -> Read:
+def printed(results: Results, name: str, pattern: str) -> float:
     """Read the number in the last match of `pattern` in the output; 0 without one."""
-
-    def read(results: Results) -> float:
-        found = re.findall(pattern, results.output(name))
-        return float(found[-1]) if found else 0.0
-
-    return read
+    found = re.findall(pattern, results.output(name))
+    return float(found[-1]) if found else 0.0
 
 
-def ended(name: str, key: str) -> Read:
-    """Read a number from the command's end (lab.checklist.process.run)."""
-    return lambda results: float(results.ended(name)[key])
+def ended(results: Results, name: str, key: str) -> float:
+    """Read a number from the command's end (lab.checklist.check.run)."""
+    return results.ended(name)[key]
 
 
-def seen(name: str, key: str) -> Read:
+def seen(results: Results, name: str, key: str) -> float:
     """Read a number of processes that nvidia-smi saw; NaN if none, as in a container."""
-    return lambda results: float(results.ended(name)[key] or math.nan)
+    return results.ended(name)[key] or math.nan
 
 
-def per_step(longer: str, shorter: str, pattern: str, steps: int) -> Read:
+def per_step(results: Results, longer: str, shorter: str, pattern: str, steps: int) -> float:
     """Count the matches per step from a run and another with `steps` more steps."""
-
-    def read(results: Results) -> float:
-        counts = [len(re.findall(pattern, results.output(name))) for name in (longer, shorter)]
-        return (counts[0] - counts[1]) / steps
-
-    return read
+    counts = [len(re.findall(pattern, results.output(name))) for name in (longer, shorter)]
+    return (counts[0] - counts[1]) / steps
 
 
-def efficiency(study: str, strategy: str, world_size: int) -> Read:
+def efficiency(results: Results, study: str, strategy: str, world_size: int) -> float:
     """Read a point's efficiency from the summary.csv of lab.plot."""
-
-    def read(results: Results) -> float:
-        path = Path(RUNS, study, "figures", "summary.csv")
-        with path.open() as file:
-            (found,) = (
-                point
-                for point in csv.DictReader(file)
-                if (point["strategy"], int(point["world_size"])) == (strategy, world_size)
-            )
-        return float(found["efficiency_mid"])
-
-    return read
+    with Path(RUNS, study, "figures", "summary.csv").open() as file:
+        (found,) = (
+            point
+            for point in csv.DictReader(file)
+            if (point["strategy"], int(point["world_size"])) == (strategy, world_size)
+        )
+    return float(found["efficiency_mid"])
 
 
-def share_within(cell: str, row_name: str, other: str) -> Read:
+def share_within(results: Results, cell: str, row_name: str, other: str) -> float:
     """Return the share of one track's time during which another track is busy."""
+    from lab.record.trace import TIMELINE, read_trace
 
-    def read(results: Results) -> float:
-        from lab.record.trace import TIMELINE, read_trace
-
-        spans = read_trace(results.run(cell) / TIMELINE).spans
-        inside = whole = 0.0
-        for span in (each for each in spans if each.row == row_name):
-            whole += span.end_s - span.start_s
-            for cover in (c for c in spans if c.row == other and c.rank == span.rank):
-                inside += max(0.0, min(span.end_s, cover.end_s) - max(span.start_s, cover.start_s))
-        return inside / whole
-
-    return read
+    spans = read_trace(results.run(cell) / TIMELINE).spans
+    inside = whole = 0.0
+    for span in (each for each in spans if each.row == row_name):
+        whole += span.end_s - span.start_s
+        for cover in (c for c in spans if c.row == other and c.rank == span.rank):
+            inside += max(0.0, min(span.end_s, cover.end_s) - max(span.start_s, cover.start_s))
+    return inside / whole
 
 
 def _dig(found: Mapping[str, Any], key: str) -> Any:
@@ -214,7 +183,7 @@ def _dig(found: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-READERS: dict[str, Callable[..., Read]] = {
+READERS: dict[str, Callable[..., float]] = {
     each.__name__: each
     for each in (
         *(row, total, value, recorded, is_recorded, num_true, num_nvlinks, says, printed),

@@ -1,17 +1,20 @@
-"""Items of a checklist: commands, figures and their expected ranges, from conf/checklist."""
+"""A checklist for a machine: commands, figures and their expected ranges, of conf/checklist."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from string import Template
 from typing import Any
 
 from lab.checklist.figures import Read, reader
-from lab.checklist.machine import Machine
 from lab.record.decode import decode
 from lab.settings.errors import ConfigError
 from lab.settings.files import read_file
@@ -19,8 +22,60 @@ from lab.settings.files import read_file
 FILE = "first_hour"  # of conf/checklist
 NVLINK_4 = ("H100", "H200", "H800", "H20")  # eight of them behind switches
 POWERS = (1, 2, 4, 8)
+ASK = ("-m", "lab.checklist.hardware")
 
 Node = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a checklist is made for.
+
+    Attributes:
+        gpus: the name of each GPU.
+        folder: folder for the commands' files.
+        memory_gb_per_s: peak rate of the first GPU's memory; None: unknown.
+    """
+
+    gpus: tuple[str, ...]
+    folder: Path
+    memory_gb_per_s: float | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.gpus)
+
+    def has(self, *kinds: str) -> bool:
+        """Tell whether the first GPU is of one of these kinds."""
+        return any(kind in self.gpus[0] for kind in kinds)
+
+
+def query() -> dict[str, Any]:
+    """Run lab.checklist.hardware and return its result.
+
+    Raises:
+        ConfigError: the query fails, or torch can use no GPU here.
+    """
+    done = subprocess.run([sys.executable, *ASK], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"lab.checklist.hardware failed: {said[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not found["usable"]:
+        raise ConfigError(
+            f"no GPU that {found['torch']} can use; nvidia-smi lists {found['num_listed']}"
+        )
+    return found
+
+
+def machine_of(found: dict[str, Any], page: Path | None) -> tuple[Machine, Path]:
+    """Return the machine and the path of its page, by default docs/results/gpu-NAME.md."""
+    gpus = tuple(found["environment"]["gpus"])
+    words = re.sub(r"nvidia|geforce|tesla", "", gpus[0].lower())
+    number = f"{len(gpus)}-" if len(gpus) > 1 else ""  # h200, or 8-h200 for eight
+    name = number + re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+    path = page or Path(f"docs/results/gpu-{name}.md")
+    return Machine(gpus, path.with_suffix(""), found["memory_gb_per_s"]), path
 
 
 @dataclass(frozen=True)

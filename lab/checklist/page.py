@@ -57,11 +57,7 @@ def merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Write the page to `path`, and its JSON next to it.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the page to `path`, and its JSON next to it. OSError: a file cannot be written."""
     write_json(path.with_suffix(".json"), result)
     write_atomically(path, lambda temporary: temporary.write_text(text(result)))
 

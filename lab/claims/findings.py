@@ -27,7 +27,7 @@ from lab.claims.predicted import (
     rate_speedups,
     speedup_map,
 )
-from lab.model.facts import Counts
+from lab.model.work import Counts
 from lab.settings.config import build, load
 from lab.settings.files import located, read_file
 from lab.settings.overrides import own_choices

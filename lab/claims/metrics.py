@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
-from lab.model.facts import Counts
 from lab.model.profile import VALUE_BYTES
+from lab.model.work import Counts
 from lab.settings import checks
 from lab.settings.config import build, load
 from lab.settings.overrides import own_choices
@@ -33,7 +33,7 @@ class Point:
     Attributes:
         batch_size: global.
         profile: replaces the paper's.
-        layer: the layer whose operations are counted, as lab.model.facts.Counts names it.
+        layer: the layer whose operations are counted, as lab.model.work.Counts names it.
         rate_gbit: rate of the links between nodes; None: the hardware's.
     """
 

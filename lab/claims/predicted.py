@@ -12,8 +12,8 @@ import numpy as np
 
 from lab.claims.claims import Claim, Paper, Reproduction
 from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point, speedup
-from lab.model.facts import Counts
 from lab.model.profile import Profile
+from lab.model.work import Counts
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.overrides import own_choices

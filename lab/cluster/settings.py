@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from lab.distributed import launcher
 from lab.settings import checks
 from lab.settings.config import ConfigError, build
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 EMULATION = "LAB_EMULATION"  # describes the emulation to ranks, for their records
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}

@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from lab.settings import checks
 from lab.settings.config import ConfigError, build
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 PHASES = ("input", "forward", "backward", "exchange", "update")
 RUN_S = 0.01  # seconds between two halts: shorter than a step, longer than a halt's cost

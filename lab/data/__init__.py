@@ -1,4 +1,9 @@
-"""Data sets; each fulfils the protocol Data."""
+"""Data sets; each fulfils the protocol Data.
+
+All are made with `seed`, of what is random in them (a split never is), and `device`, where samples
+are kept or batches go. They refuse, by a ValueError of one line that names the setting, arguments
+out of range and files that are missing, damaged or of another form.
+"""
 
 from __future__ import annotations
 

@@ -39,17 +39,12 @@ def arrays(
     class indices, int64, of as many classes as the largest says; others become float32.
 
     Args:
-        seed: unused; the split is always the same.
-        device: where samples are kept.
         path: an .npz file, a folder of .npy files, or a .parquet table.
         inputs: name of the array (None: "inputs"), or of columns of the table (None: all others).
         targets: name of the array or column (None: "targets").
         vocabulary: inputs are token ids below it, and become int64; None: they are numbers.
         test_share: share of the samples, drawn at random, to test on. Not used if there are arrays
             x_train, y_train, x_test and y_test, which are taken unless others are named.
-
-    Raises:
-        ValueError: an argument out of range, or a file without what is asked for.
     """
     root, share = existing(path, LAYOUT), held_out(test_share)
     train, test = parts = _parts(root, inputs, targets, share)

@@ -25,8 +25,6 @@ def digits(*, seed: int, device: torch.device, size: int = 32) -> TensorData:
     Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998; CC BY 4.0.)
 
     Args:
-        seed: unused; the split is always the same.
-        device: where the images are kept.
         size: height and width, px.
 
     Raises:
@@ -46,7 +44,6 @@ def rotated_digits(
 
     Args:
         seed: of the angles.
-        device: where the images are kept.
         size: height and width, px.
         max_degrees: largest angle.
 

@@ -42,9 +42,5 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def held_out(test_share: object) -> float:
-    """Return the share of the data to test on.
-
-    Raises:
-        ValueError: it is not a number between 0 and 1.
-    """
+    """Return the share of the data to test on. ValueError: it is not a number between 0 and 1."""
     return checks.number("data.test_share", test_share, above=0, below=1)

@@ -39,15 +39,11 @@ class ImageFolder:
 
     Args:
         seed: of the augmentation.
-        device: where batches go.
         path: holds train/ and test/ (or val/), each with class folders; or class folders alone, of
             which every 10th image is then held out for testing.
         size: height and width, px.
         workers: decoding processes; 0 decodes in this one.
         augment: false treats training images as test images.
-
-    Raises:
-        ValueError: an argument out of range, or a folder with missing content.
     """
 
     num_classes: int | None
@@ -94,11 +90,7 @@ class ImageFolder:
         return hashed.hexdigest()
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
-        """See lab.data.Data.
-
-        Raises:
-            CorruptImage: a file cannot be decoded.
-        """
+        """See lab.data.Data. CorruptImage: a file cannot be decoded."""
         batches = (
             list(zip(epochs.tolist(), indices.tolist(), strict=True)) for epochs, indices in sampler
         )

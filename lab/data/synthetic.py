@@ -23,14 +23,9 @@ def synthetic(
     """Return standard normal images with random labels, and an eighth as many for testing.
 
     Args:
-        seed: of images and labels; the same on all ranks.
-        device: where they are generated and kept.
         shape: (C, H, W) of one image.
         num_classes: labels are 0 to num_classes - 1.
         num_images: to train on.
-
-    Raises:
-        ValueError: an argument out of range.
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(sizes) != 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
@@ -60,14 +55,9 @@ def synthetic_tokens(
     """Return token ids, each as likely as the others, and an eighth as many for testing.
 
     Args:
-        seed: of the ids; the same on all ranks.
-        device: where batches go.
         vocabulary: ids are 0 to vocabulary - 1.
         context: ids of a sequence.
         num_sequences: to train on.
-
-    Raises:
-        ValueError: an argument out of range.
     """
     checks.whole("data.vocabulary", vocabulary, 1)
     checks.whole("data.context", context, 1)

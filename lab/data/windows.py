@@ -66,11 +66,7 @@ class Windows:
         return self._some(self._train, self.num_train), self._some(self._test, self.num_test)
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
-        """See lab.data.Data.
-
-        Raises:
-            ValueError: an id is not below the vocabulary.
-        """
+        """See lab.data.Data. ValueError: an id is not below the vocabulary."""
         windows = (self._gather(self._train, indices) for _, indices in sampler)
         placed = (to_device(batch, self._device) for batch in windows)
         for batch, _ in pairwise(placed):
@@ -79,11 +75,7 @@ class Windows:
     def test_batches(
         self, rank: int, world_size: int, batch_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See lab.data.Data.
-
-        Raises:
-            ValueError: an id is not below the vocabulary.
-        """
+        """See lab.data.Data. ValueError: an id is not below the vocabulary."""
         stride = world_size * batch_size
         for start in range(rank, self.num_test, stride):
             indices = np.arange(start, min(start + stride, self.num_test), world_size)

@@ -24,8 +24,7 @@ from lab.draw.text import aligned
 from lab.measure.environment import device_and_torch
 from lab.measure.layers import kernels_ms, profiled
 from lab.measure.spans import PHASES
-from lab.model.fits import ALL, BOTH, REST, STEP, Fit
-from lab.model.profile import Layer, Profile
+from lab.model.profile import ALL, BOTH, REST, STEP, Fit, Layer, Profile
 from lab.problem.build import require_float32
 from lab.settings.whole import write_atomically
 from lab.training.assemble import Assembly, assembled

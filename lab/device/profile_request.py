@@ -12,7 +12,7 @@ from lab.cluster.settings import num_launched
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.fields import file_to_write
-from lab.study.lists import expanded
+from lab.settings.overrides import expanded
 
 FEWER = 4  # the second batch is smaller by this factor, where only one is given
 # A rate of 0 keeps the weights, so that no model diverges however many steps are timed.

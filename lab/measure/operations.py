@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lab.measure.layers import in_order, layers_of, sizes_of
-from lab.model.facts import Counts
-from lab.model.work import LayerWork, Line, Operation, Work
+from lab.model.work import Counts, LayerWork, Line, Operation, Work
 
 # Two batches give each count's fixed part; one sample is too few for BatchNorm at 1x1 px.
 FEWER, MORE = 2, 4

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lab.model.convnet import ConvNet, initialise_for_relu, with_fc_head
+from lab.model.convnet import ConvNet, initialise_for_relu, stacked, with_fc_head
 from lab.model.require import require_dropout, require_size, require_widths
 from lab.settings import checks
 
@@ -16,6 +16,7 @@ OVERFEAT_SMALLEST_PX = 71
 SMALL_SMALLEST_PX = 8
 CIFAR_SMALLEST_PX = 15
 ONE_TOWER = (64, 192, 384, 384, 256)
+FC = (4096, 4096)  # widths of the hidden FC layers
 FIRST = (96, 256, 384, 384, 256)  # of Krizhevsky et al. 2012, both towers together
 
 
@@ -31,13 +32,8 @@ def alexnet(
     61,838,248 parameters for 3x224x224 images and 1000 classes, 94.8 % of them in the head.
 
     Args:
-        input_shape: (C, H, W) of an image.
-        output_size: width of the last layer.
         widths: channels of the five convolutions; torchvision has 64, 192, 384, 256, 256.
         dropout: probability that an input of a hidden FC layer is dropped.
-
-    Raises:
-        ValueError: images smaller than 63 px, or an argument out of range.
     """
     require_widths("model.widths", widths)
     if len(widths) != 5:
@@ -50,12 +46,6 @@ def alexnet_paper(*, input_shape: Sequence[int], output_size: int, dropout: floa
 
     (Krizhevsky et al. 2012, whose two towers made groups of the channels.) 62,378,344 parameters
     for 3x224x224 or 3x227x227 images and 1000 classes, 94.0 % of them in the head.
-
-    Args:
-        input_shape, output_size, dropout: as for `alexnet`.
-
-    Raises:
-        ValueError: as for `alexnet`.
     """
     return _for_imagenet("alexnet_paper", FIRST, input_shape, output_size, dropout)
 
@@ -67,47 +57,35 @@ def alexnet_mxnet(*, input_shape: Sequence[int], output_size: int, dropout: floa
     3x227x227 images and 1000 classes; 50,844,008 for 224 px, whose feature map is 5x5.
 
     Args:
-        input_shape, output_size: as for `alexnet`.
         dropout: probability that an output of a hidden FC layer is dropped.
-
-    Raises:
-        ValueError: images smaller than 67 px, or `dropout` out of range.
     """
     require_dropout(dropout)
     require_size("alexnet_mxnet", input_shape, MXNET_SMALLEST_PX)
-    pools = [[nn.MaxPool2d(3, stride=2), nn.LocalResponseNorm(5)] for _ in range(2)]
-    features = _features(input_shape[0], FIRST, 0, [*pools, [nn.MaxPool2d(3, stride=2)]])
-    return _trainable(
-        *(features, input_shape, [4096, 4096], output_size, dropout),
-        dropout_after=True,
-        small_outputs=True,
+    first, second, *others = FIRST
+    features = stacked(
+        input_shape[0],
+        *((first, 11, 4, 0), nn.MaxPool2d(3, 2), nn.LocalResponseNorm(5)),
+        *((second, 5, 1, 2), nn.MaxPool2d(3, 2), nn.LocalResponseNorm(5)),
+        *(*others, nn.MaxPool2d(3, 2)),
     )
+    model = with_fc_head(features, input_shape, FC, output_size, dropout, dropout_after=True)
+    return initialise_for_relu(model, small_outputs=True)
 
 
 def overfeat(*, input_shape: Sequence[int], output_size: int, dropout: float = 0.5) -> ConvNet:
     """The fast model of OverFeat (Sermanet et al. 2014, table 1).
 
     145,920,872 parameters for 3x231x231 images and 1000 classes, 89.0 % of them in the head.
-
-    Args:
-        input_shape, output_size, dropout: as for `alexnet`.
-
-    Raises:
-        ValueError: images smaller than 71 px, or `dropout` out of range.
     """
     require_dropout(dropout)
     require_size("overfeat", input_shape, OVERFEAT_SMALLEST_PX)
-    features = nn.Sequential(
-        *_convolution(input_shape[0], 96, kernel_size=11, stride=4, padding=0),
-        nn.MaxPool2d(2),
-        *_convolution(96, 256, kernel_size=5, padding=0),
-        nn.MaxPool2d(2),
-        *_convolution(256, 512),
-        *_convolution(512, 1024),
-        *_convolution(1024, 1024),
-        nn.MaxPool2d(2),
+    features = stacked(
+        input_shape[0],
+        *((96, 11, 4, 0), nn.MaxPool2d(2), (256, 5, 1, 0), nn.MaxPool2d(2)),
+        *(512, 1024, 1024, nn.MaxPool2d(2)),
     )
-    return _trainable(features, input_shape, [3072, 4096], output_size, dropout, small_outputs=True)
+    model = with_fc_head(features, input_shape, [3072, 4096], output_size, dropout)
+    return initialise_for_relu(model, small_outputs=True)
 
 
 def alexnet_small(
@@ -124,30 +102,21 @@ def alexnet_small(
     classes, as in AlexNet, so that gradients are as unevenly spread over the layers.
 
     Args:
-        input_shape: (C, H, W) of an image.
-        output_size: width of the last layer.
         width: channels of the first convolution; AlexNet has 64.
         hidden: width of both hidden FC layers.
         dropout: probability that an input of a hidden FC layer is dropped.
-
-    Raises:
-        ValueError: images smaller than 8 px, or an argument out of range.
     """
     checks.whole("model.width", width, 1)
     checks.whole("model.hidden", hidden, 1)
     require_dropout(dropout)
     require_size("alexnet_small", input_shape, SMALL_SMALLEST_PX)
-    features = nn.Sequential(
-        *_convolution(input_shape[0], width),
-        nn.MaxPool2d(2),
-        *_convolution(width, 3 * width),
-        nn.MaxPool2d(2),
-        *_convolution(3 * width, 6 * width),
-        *_convolution(6 * width, 6 * width),
-        *_convolution(6 * width, 4 * width),
-        nn.MaxPool2d(2),
+    features = stacked(
+        input_shape[0],
+        *(width, nn.MaxPool2d(2), 3 * width, nn.MaxPool2d(2)),
+        *(6 * width, 6 * width, 4 * width, nn.MaxPool2d(2)),
     )
-    return _trainable(features, input_shape, [hidden, hidden], output_size, dropout)
+    model = with_fc_head(features, input_shape, [hidden, hidden], output_size, dropout)
+    return initialise_for_relu(model)
 
 
 def alexnet_cifar(*, input_shape: Sequence[int], output_size: int) -> ConvNet:
@@ -155,24 +124,13 @@ def alexnet_cifar(*, input_shape: Sequence[int], output_size: int) -> ConvNet:
 
     (hclhkbu/dlbench, tools/torch/Models/alexnet.lua.) 85,098 parameters for 3x32x32 images and 10
     classes.
-
-    Args:
-        input_shape, output_size: as for `alexnet`.
-
-    Raises:
-        ValueError: images smaller than 15 px.
     """
     require_size("alexnet_cifar", input_shape, CIFAR_SMALLEST_PX)
     features = nn.Sequential(
-        nn.Conv2d(input_shape[0], 32, 5, padding=2),
-        nn.MaxPool2d(3, stride=2),
-        nn.ReLU(),
-        *_convolution(32, 32, kernel_size=5, padding=2),
-        nn.MaxPool2d(3, stride=2),
-        *_convolution(32, 64, kernel_size=5, padding=2),
-        nn.AvgPool2d(3, stride=2),
+        *(nn.Conv2d(input_shape[0], 32, 5, padding=2), nn.MaxPool2d(3, 2), nn.ReLU()),
+        *stacked(32, (32, 5, 1, 2), nn.MaxPool2d(3, 2), (64, 5, 1, 2), nn.AvgPool2d(3, 2)),
     )
-    return _trainable(features, input_shape, [], output_size, 0.0)
+    return initialise_for_relu(with_fc_head(features, input_shape, [], output_size))
 
 
 def _for_imagenet(
@@ -180,44 +138,10 @@ def _for_imagenet(
 ) -> ConvNet:
     require_dropout(dropout)
     require_size(name, input_shape, SMALLEST_PX)
-    pools = [[nn.MaxPool2d(3, stride=2)] for _ in range(3)]
-    features = _features(input_shape[0], widths, 2, pools)
-    return _trainable(features, input_shape, [4096, 4096], output_size, dropout)
-
-
-def _features(
-    channels: int, widths: Sequence[int], padding: int, pools: Sequence[Sequence[nn.Module]]
-) -> nn.Sequential:
-    """Return the five convolutions; `padding` is that of the first, `pools` follow 1, 2 and 5."""
-    first, second, third, fourth, fifth = widths
-    return nn.Sequential(
-        *_convolution(channels, first, kernel_size=11, stride=4, padding=padding),
-        *pools[0],
-        *_convolution(first, second, kernel_size=5, padding=2),
-        *pools[1],
-        *_convolution(second, third),
-        *_convolution(third, fourth),
-        *_convolution(fourth, fifth),
-        *pools[2],
+    first, second, *others = widths
+    features = stacked(
+        input_shape[0],
+        *((first, 11, 4, 2), nn.MaxPool2d(3, 2), (second, 5, 1, 2), nn.MaxPool2d(3, 2)),
+        *(*others, nn.MaxPool2d(3, 2)),
     )
-
-
-def _convolution(
-    in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, padding: int = 1
-) -> tuple[nn.Module, nn.Module]:
-    return nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding), nn.ReLU()
-
-
-def _trainable(
-    features: nn.Sequential,
-    input_shape: Sequence[int],
-    hidden: Sequence[int],
-    output_size: int,
-    dropout: float,
-    *,
-    dropout_after: bool = False,
-    small_outputs: bool = False,
-) -> ConvNet:
-    model = with_fc_head(features, input_shape, hidden, output_size, dropout, dropout_after)
-    initialise_for_relu(model, small_outputs=small_outputs)
-    return model
+    return initialise_for_relu(with_fc_head(features, input_shape, FC, output_size, dropout))

@@ -51,12 +51,7 @@ def googlenet(
     has it. The paper does not say how its weights begin; these are He's (2015).
 
     Args:
-        input_shape: (C, H, W) of an image.
-        output_size: width of the last layer.
         dropout: probability that an input of the last layer is dropped.
-
-    Raises:
-        ValueError: images smaller than 32 px, or `dropout` out of range.
     """
     require_dropout(dropout)
     require_size("googlenet", input_shape, SMALLEST_PX)
@@ -76,8 +71,7 @@ def googlenet(
         if name in ("3b", "4e"):
             layers[f"pool{name[0]}"] = _halving()
     model = _with_head(layers, channels, output_size, dropout)
-    initialise_for_relu(model, small_outputs=True)
-    return model
+    return initialise_for_relu(model, small_outputs=True)
 
 
 def inception_bn(*, input_shape: Sequence[int], output_size: int) -> nn.Sequential:
@@ -85,13 +79,6 @@ def inception_bn(*, input_shape: Sequence[int], output_size: int) -> nn.Sequenti
 
     11,285,224 parameters for 3 channels and 1000 classes, at any image size. A convolution has no
     bias, since BatchNorm would cancel it (section 3.2), and the first is dense, not separable.
-
-    Args:
-        input_shape: (C, H, W) of an image.
-        output_size: width of the last layer.
-
-    Raises:
-        ValueError: images smaller than 32 px.
     """
     require_size("inception_bn", input_shape, SMALLEST_PX)
     layers = OrderedDict[str, nn.Module](
@@ -105,9 +92,7 @@ def inception_bn(*, input_shape: Sequence[int], output_size: int) -> nn.Sequenti
     for name, widths in BATCH_NORM.items():
         layers[f"inception_{name}"] = module = _inception_bn(channels, *widths)
         channels = module.out_channels
-    model = _with_head(layers, channels, output_size, dropout=0.0)
-    initialise_for_relu(model)
-    return model
+    return initialise_for_relu(_with_head(layers, channels, output_size, dropout=0.0))
 
 
 class Inception(nn.Module):

@@ -23,9 +23,6 @@ class LSTM(nn.Module):
             never from one step to the next (Zaremba et al., section 3.1).
         init_scale: weights are uniform between minus and plus this. Zaremba et al. have 0.1 for 200
             units, 0.05 for 650, 0.04 for 1500.
-
-    Raises:
-        ValueError: the data has no tokens, or an argument is out of range.
     """
 
     def __init__(

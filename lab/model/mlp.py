@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from lab.model.convnet import initialise
 from lab.model.require import require_dropout, require_widths
 from lab.settings import checks
 
@@ -24,14 +25,9 @@ def mlp(
     """Return FC layers with ReLU between them: [batch, *input_shape] -> [batch, output_size].
 
     Args:
-        input_shape: of one input; flattened.
-        output_size: width of the last layer.
         hidden: widths of the hidden layers; none makes a linear model.
-
-    Raises:
-        ValueError: `hidden` is not a list of integers of at least 1.
     """
-    return _perceptron(input_shape, output_size, hidden, "relu", 0.0)
+    return _perceptron(input_shape, output_size, hidden, "relu")
 
 
 def keras_mlp(
@@ -47,19 +43,12 @@ def keras_mlp(
     6,154 parameters for 20 inputs and 10 classes. Weights are uniform between -0.05 and 0.05.
 
     Args:
-        input_shape, output_size, hidden: as for `mlp`.
         activation: relu, sigmoid or tanh, after each hidden layer.
         dropout: probability that an output of a hidden layer is dropped.
-
-    Raises:
-        ValueError: an argument out of range.
     """
     require_dropout(dropout)
     model = _perceptron(input_shape, output_size, hidden, activation, dropout)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            nn.init.uniform_(layer.weight, -KERAS_UNIFORM, KERAS_UNIFORM)
-            nn.init.zeros_(layer.bias)
+    initialise(model, lambda weight: nn.init.uniform_(weight, -KERAS_UNIFORM, KERAS_UNIFORM))
     return model
 
 
@@ -77,17 +66,10 @@ def fcn5(
     outputs. Weights are Glorot's (2010), as theirs.
 
     Args:
-        input_shape, output_size, hidden: as for `mlp`.
         activation: relu, sigmoid or tanh, after each hidden layer.
-
-    Raises:
-        ValueError: an argument out of range.
     """
-    model = _perceptron(input_shape, output_size, hidden, activation, 0.0)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
+    model = _perceptron(input_shape, output_size, hidden, activation)
+    initialise(model, nn.init.xavier_uniform_)
     return model
 
 
@@ -96,7 +78,7 @@ def _perceptron(
     output_size: int,
     hidden: Sequence[int],
     activation: str,
-    dropout: float,
+    dropout: float = 0.0,
 ) -> nn.Sequential:
     require_widths("model.hidden", hidden)
     checks.one_of("model.activation", activation, ACTIVATIONS)

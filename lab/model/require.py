@@ -8,11 +8,7 @@ from lab.settings import checks
 
 
 def require_size(model: str, input_shape: Sequence[int], smallest: int) -> None:
-    """Refuse inputs that are not images, or that pooling would shrink to nothing.
-
-    Raises:
-        ValueError: not three dimensions, or height or width is below `smallest` pixels.
-    """
+    """Refuse inputs that are not images, or have a side below `smallest` pixels (ValueError)."""
     if len(input_shape) != 3:
         raise ValueError(
             f"model={model}: inputs of shape {list(input_shape)} are not images; it needs "
@@ -27,11 +23,7 @@ def require_size(model: str, input_shape: Sequence[int], smallest: int) -> None:
 
 
 def require_dropout(dropout: object, key: str = "model.dropout") -> None:
-    """Refuse a value that is not a dropout probability.
-
-    Raises:
-        ValueError: not a number in [0, 1).
-    """
+    """Refuse a value that is not a dropout probability. ValueError: not a number in [0, 1)."""
     checks.number(key, dropout, at_least=0, below=1)
 
 

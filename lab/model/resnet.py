@@ -27,13 +27,8 @@ def resnet50(
     """ResNet-50 (table 1): 25,557,032 parameters for 1000 classes, at any image size.
 
     Args:
-        input_shape: (C, H, W) of an image.
-        output_size: width of the last layer.
         stride_in: the convolution of a stage's first bottleneck that halves the image: "1x1" as in
             the paper, or "3x3", which is called v1.5.
-
-    Raises:
-        ValueError: images smaller than 32 px, or `stride_in` is none of the two.
     """
     return _for_imagenet("resnet50", (3, 4, 6, 3), input_shape, output_size, stride_in)
 
@@ -41,10 +36,7 @@ def resnet50(
 def resnet152(
     *, input_shape: Sequence[int], output_size: int, stride_in: str = "1x1"
 ) -> nn.Sequential:
-    """ResNet-152 (table 1): 60,192,808 parameters for 1000 classes, at any image size.
-
-    Args, Raises: as for `resnet50`.
-    """
+    """ResNet-152 (table 1): 60,192,808 parameters for 1000 classes, at any image size."""
     return _for_imagenet("resnet152", (3, 8, 36, 3), input_shape, output_size, stride_in)
 
 
@@ -52,13 +44,6 @@ def resnet56(*, input_shape: Sequence[int], output_size: int) -> nn.Sequential:
     """The ResNet-56 for CIFAR-10 (section 4.2), whose shortcuts have no parameters (option A).
 
     853,018 parameters for 3 channels and 10 classes, at any image size.
-
-    Args:
-        input_shape: (C, H, W) of an image.
-        output_size: width of the last layer.
-
-    Raises:
-        ValueError: images smaller than 4 px.
     """
     require_size("resnet56", input_shape, CIFAR_SMALLEST_PX)
     stem = _normalised(input_shape[0], CIFAR_WIDTHS[0], 3)
@@ -158,6 +143,4 @@ def _with_head(
     layers["pool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
     layers["fc"] = nn.Linear(channels, output_size)
-    model = nn.Sequential(layers)
-    initialise_for_relu(model)
-    return model
+    return initialise_for_relu(nn.Sequential(layers))

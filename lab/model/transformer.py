@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -49,9 +48,6 @@ class Transformer(nn.Module):
             turned by angles that grow with their position (see lab.model.transformer).
         tied: the last layer's weight is the tokens' embedding (Press & Wolf 2017).
         dropout: probability that a value of embeddings, attention or a part's output is dropped.
-
-    Raises:
-        ValueError: the data has no tokens, or an argument is out of range.
     """
 
     def __init__(
@@ -111,13 +107,9 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for last in self._ends_of_branches():
-            nn.init.normal_(last.weight, std=INIT_STD * (2 * self.size.layers) ** -0.5)
-
-    def _ends_of_branches(self) -> Iterator[nn.Linear]:
-        for module in self.modules():
-            if isinstance(module, Attention | FeedForward):
-                yield module.out
+        for branch in self.modules():
+            if isinstance(branch, Attention | FeedForward):
+                nn.init.normal_(branch.out.weight, std=INIT_STD * (2 * self.size.layers) ** -0.5)
 
 
 class Block(nn.Module):
@@ -178,11 +170,7 @@ class FeedForward(nn.Module):
 def _checked_size(
     size: str, layers: int | None, heads: int | None, width: int | None, positions: str
 ) -> Size:
-    """Return the named size with the given numbers instead of its own.
-
-    Raises:
-        ValueError: an argument out of range, or a width that the heads cannot share.
-    """
+    """Return the named size with the given numbers instead of its own."""
     checks.one_of("model.size", size, SIZES)
     checks.one_of("model.positions", positions, POSITIONS)
     given = {"layers": layers, "heads": heads, "width": width}

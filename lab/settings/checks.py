@@ -65,11 +65,7 @@ def number(
     above: float | None = None,
     below: float | None = None,
 ) -> float:
-    """Return a finite number.
-
-    Raises:
-        ConfigError: it is none (true is none), or out of its range.
-    """
+    """Return a finite number. ConfigError: it is none (true is none), or out of its range."""
     limits = Limits(at_least, above, below, at_most)
     if not is_number(value) or not limits.hold(value):
         raise ConfigError(f"{key}={as_text(value)}: must be a number{limits}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,13 +16,7 @@ from lab.settings.errors import ConfigError, one_line
 from lab.settings.fields import columns, fields_of
 from lab.settings.hints import hint
 from lab.settings.secrets import kept_words, without_secrets
-from lab.settings.streams import (
-    OutputLost,
-    drop_output,
-    safe_streams,
-    visible,
-    visible_output,
-)
+from lab.settings.streams import OutputLost, drop_output, safe_streams, visible, visible_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -86,11 +81,13 @@ class CommandLine:
     """The parsed words of a command line.
 
     Attributes:
+        text: the whole line, as typed, for a shell.
         words: the positional words.
         settings: `key=value` words, in order; `--config-dir` is one of them.
         shows_settings: whether `--cfg job` asks only to print the settings.
     """
 
+    text: str
     words: list[str]
     settings: list[str]
     shows_settings: bool
@@ -103,6 +100,7 @@ class CommandLine:
         return self.words[0] if self.words else ""
 
 
+@safe_streams()
 def answer(
     command: Command,
     arguments: Sequence[str],
@@ -119,16 +117,6 @@ def answer(
         The exit code: 0 after help, 1 for an error in the user's own code or output that cannot be
         written, 2 for a wrong setting, 130 after Ctrl-C, 141 if nobody reads the output any more.
     """
-    with safe_streams():
-        return _answer(command, arguments, act, refuse)
-
-
-def _answer(
-    command: Command,
-    arguments: Sequence[str],
-    act: Callable[[CommandLine], int],
-    refuse: Callable[[ConfigError], int] | None,
-) -> int:
     try:
         line = read(command, arguments)
         if line.asks_help:
@@ -166,7 +154,7 @@ def help_text(command: Command, arguments: Sequence[str]) -> str:
     """Return the text of `--help`; `arguments` select the choices whose settings are listed."""
     lines = [f"usage: {command.usage}", "", command.purpose]
     if command.runs:
-        from lab.settings.help import of_run  # Hydra takes a quarter of a second
+        from lab.settings.help import of_run  # commands without a run's settings need none of it
 
         lines += of_run(command, arguments)
     else:
@@ -197,11 +185,16 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
         number = "at least one" if command.several else "one"
         raise ConfigError(f"{asked}: takes {number} {command.word}, as in {command.usage}")
     if kept_words(settings) != settings:
-        from lab.settings.overrides import handed_over  # Hydra takes a quarter of a second
+        from lab.settings.overrides import handed_over
 
         settings = handed_over(settings)
+    if command.runs and "--help" not in flags:
+        from lab.settings.config import check_words
+
+        check_words(settings, command.fields)
     shows_settings, is_multirun = "--cfg" in flags, "--multirun" in flags
-    return CommandLine(words, settings, shows_settings, is_multirun, "--help" in flags)
+    text = shlex.join(["python", "-m", command.name, *arguments])
+    return CommandLine(text, words, settings, shows_settings, is_multirun, "--help" in flags)
 
 
 def show(configs: Iterable[DictConfig]) -> None:

@@ -1,29 +1,45 @@
-"""Composition by Hydra: choices of groups by name, by path of a file, or by path of code."""
+"""Composition by Hydra: choices of groups by name, by path of a file, or by path of code.
+
+lab.settings.config.load is its one caller, and imports it late: Hydra takes a fifth of a second.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
+from lab.settings import checks, hints
+from lab.settings.config import DATA, FIELDS, GROUPS, OFFERED, Settings, check_name, no_choice
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.files import choices_of, conf_dir, file_at, is_file, read_file
-from lab.settings.overrides import quoted
-from lab.settings.own_code import names_code
+from lab.settings.files import (
+    choices_of,
+    conf_dir,
+    file_at,
+    is_file,
+    keys_of,
+    make_importable,
+    read_file,
+)
+from lab.settings.overrides import config_dir_of, parse_overrides, quoted
+from lab.settings.own_code import check_choices, names_code
 from lab.settings.reading import DamagedFile, escaped, read_yaml
 
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
@@ -33,14 +49,100 @@ PACKAGE = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 PARTS = {"path": "two_stage", "codec": "int8", "memory": "error_feedback"}
 Files = tuple[tuple[str, str], ...]  # a group and the file that is its choice
 
+ConfigStore.instance().store(name="settings", node=Settings)
 
-def composed(
-    overrides: Sequence[Override],
-    config_dir: str | None,
-    groups: Collection[str],
-    of_code: Collection[str],
-    of_data: Collection[str],
-) -> DictConfig:
+
+def composed(arguments: Sequence[str]) -> DictConfig:
+    """Compose, type-check and validate the settings of one run: see lab.settings.config.load."""
+    overrides = parse_overrides(arguments)
+    for override in overrides:
+        _refuse(override)
+    parts, overrides = _parts_apart(overrides)
+    config_dir = config_dir_of(arguments)
+    # A run's study is a name; Hydra would take it for a choice among the files of conf/study.
+    studies = [str(o.value()) for o in overrides if o.key_or_group == "study"]
+    overrides = [o for o in overrides if o.key_or_group != "study"]
+    try:
+        config = _with_groups(overrides, config_dir)
+        if studies:
+            config.study = studies[-1]
+        if parts:
+            config.exchange = _exchange_of(parts, config_dir)
+        _validate(config)
+        make_importable(config_dir)
+        config.code = check_choices(config, OFFERED, arguments)
+    except (ConfigAttributeError, ConfigKeyError) as error:
+        key = str(getattr(error, "full_key", ""))
+        line = next((str(o.input_line) for o in overrides if o.key_or_group == key), key)
+        raise ConfigError(_unknown(line, key, config_dir)) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, arguments, config_dir)) from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # Hydra's own, of a group without a choice
+        raise ConfigError(one_line(error)) from None
+    return config
+
+
+def _refuse(override: Override) -> None:
+    """Refuse overrides that Hydra accepts but no run can use."""
+    line, key = override.input_line, override.key_or_group
+    if override.is_sweep_override():
+        raise ConfigError(f"{line}: a run takes one value; lists are for python -m lab.sweep")
+    if override.is_delete() and ("." not in key or key.endswith("._target_")):
+        raise ConfigError(f"{line}: a run needs it; what a choice sets can be removed: ~data.size")
+    if _root(override) == "code":
+        raise ConfigError(f"{line}: the lab sets it, from the files of your own that a run uses")
+    if (override.is_add() or override.is_force_add()) and _root(override) not in FIELDS:
+        raise ConfigError(f"{line}: nothing would read it; a choice can get more: +data.key=value")
+
+
+def _validate(config: DictConfig) -> None:
+    for name, field in FIELDS.items():
+        value, choices, limits = config[name], field.metadata["choices"], field.metadata["limits"]
+        if choices:
+            checks.one_of(name, value, choices)
+        elif checks.is_whole(value):
+            checks.whole(name, value, limits.at_least, limits.at_most)
+        elif isinstance(value, float):
+            checks.number(name, value, **dataclasses.asdict(limits))
+    if config.steps is not None and config.epochs is not None:
+        raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set one of the two")
+    if not config.runs_dir:
+        raise ConfigError("runs_dir=: must name a directory")
+    for name in ("study", "cell"):
+        check_name(name, config[name])
+
+
+def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None) -> str:
+    """Return one line that names the key, the value and what is allowed."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.strip("/").rpartition("/")
+        return no_choice(group or choice, choice if group else "", config_dir)
+    cause = error.__cause__ or error
+    quoted_key = re.search(r"'([^']+)'", str(error))
+    key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
+    argument = next((a for a in reversed(arguments) if a.lstrip("+~").split("=")[0] == key), key)
+    if "Could not override" in str(error):
+        return _unknown(argument, key, config_dir)
+    reason = one_line(cause)
+    return f"{argument}: {hints.value_hint(argument.partition('=')[2], reason) or reason}"
+
+
+def _unknown(argument: str, key: str, config_dir: str | None) -> str:
+    keys = {group: keys_of(group, config_dir) for group in GROUPS}
+    group, _, name = key.partition(".")
+    if has_it := [choice for choice, names in keys.get(group, {}).items() if name in names]:
+        return f"{argument}: needs {' or '.join(f'{group}={name}' for name in sorted(has_it))}"
+    known = {
+        *FIELDS,
+        *(f"{group}.{name}" for group in keys for names in keys[group].values() for name in names),
+    }
+    hint = hints.hint(key, argument.partition("=")[2]) or hints.nearest(key, known)
+    return f"{argument}: no such setting; {hint or '--help lists them'}"
+
+
+def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictConfig:
     """Compose the choices of groups with Hydra, and set plain values in a copy.
 
     Hydra could do both in one call, in the same order, but would parse some twenty files for it: a
@@ -48,29 +150,33 @@ def composed(
     callable holds that path and the values given to it. A group of data holds what its file says,
     which may be a stranger's, so that Hydra never sees it.
 
-    Args:
-        groups: whose choice may be the path of a file. of_code: and of a callable. of_data: whose
-            files are data.
-
     Raises:
         ConfigError: a path names no file, or a file does what none may.
         HydraException, OmegaConfBaseException: there is no such choice or key.
     """
-    code = {o.key_or_group: str(o.value()) for o in overrides if _names_code(o, of_code)}
-    data = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in of_data}
+    code = {o.key_or_group: _text(o) for o in overrides if _names_code(o)}
+    data = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in DATA}
     apart = {*code, *data}
     rest = [o for o in overrides if _root(o) not in apart]
-    files = tuple((o.key_or_group, str(o.value())) for o in rest if _names_file(o, groups))
-    _check(files)
-    _check_of_folder(rest, config_dir)
+    files = {o.key_or_group: _text(o) for o in rest if is_file(_text(o))}
+    files = {group: file for group, file in files.items() if group in GROUPS}
+    _check(files, rest, config_dir)
     # Additions and removals depend on the order of overrides, so all of these stay together.
     ordered = any(str(o.input_line)[0] in "+~" for o in rest)
     plain = [] if ordered else [o for o in rest if not _names_group(o, config_dir, files)]
-    lines = tuple(_line(o, files) for o in rest if o not in plain)
-    config = copy.deepcopy(_composed(lines, config_dir, files, _changed(files)))
+    lines = tuple(
+        f"{key}={_name(files[key])}" if (key := o.key_or_group) in files else str(o.input_line)
+        for o in rest
+        if o not in plain
+    )
+    changed = tuple(file_at(group, file).stat().st_mtime_ns for group, file in files.items())
+    config = copy.deepcopy(_composed(lines, config_dir, tuple(files.items()), changed))
     _refuse_resolvers(OmegaConf.to_container(config), lines)
     for group, name in data.items():
-        config[group] = escaped(_data(group, name, config_dir))
+        content = read_file(group, name, config_dir)
+        if call := _call_in(content):
+            raise ConfigError(f"{group}={name}: {call}: no such key; a {group} is data")
+        config[group] = escaped(content)
     for group, path in code.items():
         config[group] = {"_target_": path.replace(":", ".")}
         OmegaConf.set_struct(config[group], False)
@@ -80,19 +186,33 @@ def composed(
     return config
 
 
-def _check(files: Files) -> None:
-    """Refuse a file that is no YAML, which Hydra would not say in a line, or sets other groups."""
-    for group, file in files:
+def _text(override: Override) -> str:
+    value = override.value()
+    return value if isinstance(value, str) else ""
+
+
+def _root(override: Override) -> str:
+    return override.key_or_group.partition(".")[0]
+
+
+def _names_code(override: Override) -> bool:
+    return override.key_or_group in OFFERED and names_code(_text(override))
+
+
+def _names_group(override: Override, config_dir: str | None, files: Mapping[str, str]) -> bool:
+    key = override.key_or_group
+    return override.package is not None or key in files or bool(choices_of(key, config_dir))
+
+
+def _check(files: Mapping[str, str], overrides: Sequence[Override], config_dir: str | None) -> None:
+    """Refuse files that are no YAML, which Hydra might read for minutes, or set other groups."""
+    for group, file in files.items():
         try:
             read_yaml(file_at(group, file))
         except DamagedFile as error:
             raise ConfigError(f"{group}={error}") from None
         if group != "strategy" and PACKAGE.search(Path(file).read_text(encoding="utf-8")):
             raise ConfigError(f"{group}={file}: @package: only a strategy's file sets other groups")
-
-
-def _check_of_folder(overrides: Sequence[Override], config_dir: str | None) -> None:
-    """Refuse choices of the user's folder that are no YAML, which Hydra might read for minutes."""
     for override in overrides:
         group, name = override.key_or_group, str(override.value())
         if config_dir is not None and Path(config_dir, group, f"{name}.yaml").exists():
@@ -110,67 +230,27 @@ def _refuse_resolvers(value: Any, lines: Sequence[str]) -> None:
     if isinstance(value, list):
         for each in value:
             _refuse_resolvers(each, lines)
-    elif isinstance(value, str) and _reads_else(value) and not any(value in n for n in lines):
+    elif isinstance(value, str) and "${" in REFERENCE.sub("", value):
+        if any(value in line for line in lines):
+            return
         raise ConfigError(
             f"{value}: a file may refer to another setting, as in ${{optim.lr}}, and to nothing "
             "else; write it on the command line"
         )
 
 
-def _reads_else(text: str) -> bool:
-    return "${" in REFERENCE.sub("", text)
-
-
-def _data(group: str, name: str, config_dir: str | None) -> dict[str, Any]:
-    """Read a file of data; no key in it may be one by which Hydra would call something."""
-    content = read_file(group, name, config_dir)
-    if call := _call_in(content):
-        raise ConfigError(f"{group}={name}: {call}: no such key; a {group} is data")
-    return content
-
-
 def _call_in(value: Any) -> str | None:
+    """Return a key by which Hydra would call something, at any depth; None: there is none."""
     if isinstance(value, dict):
         own = next((str(key) for key in value if str(key).startswith("_")), None)
         return own or _call_in(list(value.values()))
     return next(filter(None, map(_call_in, value)), None) if isinstance(value, list) else None
 
 
-def _root(override: Override) -> str:
-    return override.key_or_group.partition(".")[0]
-
-
-def _names_code(override: Override, groups: Collection[str]) -> bool:
-    value = override.value()
-    group = override.key_or_group
-    return group in groups and isinstance(value, str) and names_code(value)
-
-
-def _names_file(override: Override, groups: Collection[str]) -> bool:
-    value = override.value()
-    return override.key_or_group in groups and isinstance(value, str) and is_file(value)
-
-
-def _names_group(override: Override, config_dir: str | None, files: Files) -> bool:
-    key = override.key_or_group
-    known = override.package is not None or key in dict(files)
-    return known or bool(choices_of(key, config_dir))
-
-
-def _line(override: Override, files: Files) -> str:
-    """Return an override as Hydra takes it: a file by the name under which it is linked."""
-    file = dict(files).get(override.key_or_group)
-    return f"{override.key_or_group}={_name(file)}" if file else str(override.input_line)
-
-
 def _name(file: str) -> str:
     """Name a choice after its file, unlike any choice of the lab's."""
     digest = hashlib.sha256(str(Path(file).absolute()).encode()).hexdigest()[:8]
     return f"{Path(file).stem}_{digest}"
-
-
-def _changed(files: Files) -> tuple[int, ...]:
-    return tuple(file_at(group, file).stat().st_mtime_ns for group, file in files)
 
 
 @functools.lru_cache(maxsize=128)
@@ -224,23 +304,23 @@ def _apart() -> Iterator[None]:
         GlobalHydra.instance().hydra = programs
 
 
-def parts_apart(overrides: Sequence[Override]) -> tuple[list[Override], list[Override]]:
+def _parts_apart(overrides: Sequence[Override]) -> tuple[list[Override], list[Override]]:
     """Separate the overrides that put an exchange together from all others.
 
     Raises:
         ConfigError: another exchange is chosen as well.
     """
-    own = [each for each in overrides if each.key_or_group.partition(".")[0] in PARTS]
+    own = [each for each in overrides if _root(each) in PARTS]
     others = [each for each in overrides if each not in own]
     for each in others if own else ():
-        if each.key_or_group.partition(".")[0] == "exchange":
+        if _root(each) == "exchange":
             raise ConfigError(
                 f"{each.input_line}: path=, codec= and memory= make an exchange; leave it out"
             )
     return own, others
 
 
-def exchange_of(overrides: Sequence[Override], config_dir: str | None) -> DictConfig:
+def _exchange_of(overrides: Sequence[Override], config_dir: str | None) -> DictConfig:
     """Return the settings of an exchange, as any other has them.
 
     Args:

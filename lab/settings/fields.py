@@ -64,22 +64,17 @@ def fields_of(kind: type) -> dict[str, Field[Any]]:
 
 def columns(fields: Iterable[Field[Any]]) -> list[str]:
     """Return lines of help: each setting with its default, its help, its unit and its range."""
-    lines = [f"  {_with_default(field):<28} {_about(field)}" for field in fields]
+    lines = list[str]()
+    for field in fields:
+        about, limits = field.metadata, field.metadata["limits"]
+        if (limits.at_most or 0) >= ENDLESS:
+            limits = dataclasses.replace(limits, at_most=None)
+        allowed = " | ".join(about["choices"]) or str(limits).strip()
+        notes = ", ".join(filter(None, (about["unit"], allowed)))
+        default = {} if field.default is dataclasses.MISSING else field.default
+        shown = f"{field.name}={as_text(default)}"
+        lines.append(f"  {shown:<28} {about['help']}" + (f" ({notes})" if notes else ""))
     return ["", "settings, with their defaults:", *lines] if lines else []
-
-
-def _with_default(field: Field[Any]) -> str:
-    default = {} if field.default is dataclasses.MISSING else field.default
-    return f"{field.name}={as_text(default)}"
-
-
-def _about(field: Field[Any]) -> str:
-    about, limits = field.metadata, field.metadata["limits"]
-    if (limits.at_most or 0) >= ENDLESS:
-        limits = dataclasses.replace(limits, at_most=None)
-    allowed = " | ".join(about["choices"]) or str(limits).strip()
-    notes = ", ".join(filter(None, (about["unit"], allowed)))
-    return about["help"] + (f" ({notes})" if notes else "")
 
 
 def parsed(kind: type[T], texts: Mapping[str, str]) -> T:
@@ -170,13 +165,14 @@ def _value(key: str, text: str, kind: Any, metadata: Mapping[str, Any]) -> Any:
     if kind is bool:
         return checks.truth(key, {"true": True, "false": False}.get(text.lower(), text))
     if kind in (int, float):
-        return _number(key, text, kind, metadata["limits"])
+        return number_of(key, text, kind, metadata["limits"])
     if kind is str and metadata["choices"]:
         return checks.one_of(key, text, metadata["choices"])
     return kind(text)
 
 
-def _number(key: str, text: str, kind: type, limits: Limits) -> float:
+def number_of(key: str, text: str, kind: type, limits: Limits) -> float:
+    """Return the number of type int or float that a text is. ConfigError: it is none in range."""
     if kind is int:
         value = int(text) if INTEGER.fullmatch(text) else text
         return checks.whole(key, value, limits.at_least, limits.at_most)

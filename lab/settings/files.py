@@ -58,11 +58,7 @@ def is_file(name: str) -> bool:
 
 
 def file_at(group: str, name: str) -> Path:
-    """Return the path of a file that is a choice itself.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """Return the path of a file that is a choice itself. ConfigError: there is no such file."""
     if not Path(name).is_file():
         raise ConfigError(f"{group}={name}: there is no such file")
     return Path(name)

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lab.settings.command import Command
 from lab.settings.config import FIELDS, GROUPS, ConfigError, load
@@ -33,7 +33,7 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
         config_dir = config_dir_of(arguments)
     except ConfigError:  # help is what was asked for
         config_dir = None
-    chosen = _chosen(arguments, config_dir)
+    chosen = chosen_by(arguments, config_dir)
     lines = ["", "groups, each with its choices (* is what this command line takes):"]
     for group in GROUPS:
         lines.append(f"  {group}: {FIELDS[group].metadata['help'].removesuffix(' (a group)')}")
@@ -43,11 +43,17 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
     others = (field for name, field in FIELDS.items() if name not in (*GROUPS, "code"))
     lines += columns((*command.fields.values(), *others))
     lines += ["", "settings of the groups' choices (strategy=onebit --help shows that one's):"]
-    lines += [f"  {line}" for line in _settings_of_choices(arguments)]
+    content = of_choices(arguments, chosen, config_dir)
+    lines += [
+        f"  {group}.{key}={_as_written(value)}"
+        for group in GROUPS[1:]
+        for key, value in content[group].items()
+        if not str(key).startswith("_") and not _is_data(value)
+    ]
     return [*lines, "", GRAMMAR.format(MULTIRUN if command.sweeps else "")]
 
 
-def _chosen(arguments: Sequence[str], config_dir: str | None) -> dict[str, str]:
+def chosen_by(arguments: Sequence[str], config_dir: str | None) -> dict[str, str]:
     """Return the choice of each group; a strategy chooses some."""
     words = {key: value for key, _, value in (word.partition("=") for word in arguments)}
     chosen: dict[str, str] = dict(DEFAULT.findall((conf_dir() / "train.yaml").read_text()))
@@ -64,17 +70,33 @@ def _described(file: Path) -> str:
     return textwrap.shorten(sentence.rstrip("."), WIDEST, placeholder=" …")
 
 
-def _settings_of_choices(arguments: Sequence[str]) -> list[str]:
+def of_choices(
+    arguments: Sequence[str], chosen: Mapping[str, str], config_dir: str | None
+) -> Mapping[str, Any]:
+    """Return the settings of the groups, as files have them: references stay as they are written.
+
+    The lab's own choices are read without Hydra, whose composition takes ten times as long.
+    """
+    files = {group: files_of(group, config_dir).get(chosen.get(group, "")) for group in GROUPS}
+    texts = {group: file.read_text(encoding="utf-8") for group, file in files.items() if file}
+    composes = any("\ndefaults:" in text for group, text in texts.items() if group != "strategy")
+    named = all(argument.partition("=")[0] in GROUPS for argument in arguments)
+    if named and not composes and not config_dir and len(texts) == len(GROUPS):
+        import yaml
+
+        content = {group: yaml.safe_load(text) for group, text in texts.items()}
+        return content | {
+            group: content[group] | values
+            for group, values in content["strategy"].items()
+            if isinstance(values, dict)
+        }
+    from omegaconf import OmegaConf
+
     try:
         config = load([argument for argument in arguments if "=" in argument])
     except ConfigError:  # help is what was asked for
         config = load([])
-    return [
-        f"{group}.{key}={_as_written(value)}"
-        for group in GROUPS[1:]
-        for key, value in config[group].items()
-        if not str(key).startswith("_") and not _is_data(value)
-    ]
+    return cast(Mapping[str, Any], OmegaConf.to_container(config))
 
 
 def _as_written(value: Any) -> str:

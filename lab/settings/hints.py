@@ -135,11 +135,27 @@ def choice_hint(group: str, choice: str, allowed: Sequence[str]) -> str:
 def value_hint(text: str, reason: str) -> str | None:
     """Return what a value must be, from the reason why it could not be converted; None: unknown."""
     if "converted to Integer" in reason:
-        whole = _whole(text)
-        return "must be an integer" + (f": {whole}" if whole else "")
+        return must_be("int", text)
     if "converted to Float" in reason:
-        return "must be a number"
+        return must_be("float", text)
     return "must be true or false" if "not a valid bool" in reason else None
+
+
+def must_be(kind: str, text: str) -> str:
+    """Return what an `int` or `float` setting must be, and how to write 1e3 as an integer."""
+    if kind == "float":
+        return "must be a number"
+    value = number(text)
+    is_whole = value is not None and value.is_integer()
+    return f"must be an integer: {value:.0f}" if is_whole else "must be an integer"
+
+
+def number(text: str) -> float | None:
+    """Return the number that a text is, which may be infinite; None if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def lonely_hint(arguments: Sequence[str], index: int, strategies: Collection[str]) -> str | None:
@@ -165,12 +181,3 @@ def lonely_hint(arguments: Sequence[str], index: int, strategies: Collection[str
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
-
-
-def _whole(text: str) -> str:
-    """Write a whole number such as 1e3 as an integer; empty if it is none."""
-    try:
-        number = float(text)
-    except ValueError:
-        return ""
-    return str(int(number)) if number.is_integer() else ""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from lab.settings.checks import as_text
 from lab.settings.secrets import is_secret, kept_words
 
 AXES = ("strategy", "world_size", "batch_size", "scaling", "repeat", "measure")
@@ -80,7 +81,7 @@ def of_all_ranks(settings: Mapping[str, Any]) -> dict[str, str]:
 
     Of secrets a digest: ranks send these texts to each other, and what differs is printed.
     """
-    texts = {key: _text(value) for key, value in _flat(settings).items() if key not in LOCAL}
+    texts = {key: as_text(value) for key, value in _flat(settings).items() if key not in LOCAL}
     return {key: _digest(text) if is_secret(key) else text for key, text in texts.items()}
 
 
@@ -108,12 +109,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _text(value: Any) -> str:
-    """Write a value as a command line does."""
-    known = {None: "null", True: "true", False: "false"}
-    return known[value] if value is None or isinstance(value, bool) else str(value)
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -135,7 +130,7 @@ def run_name(arguments: Sequence[str], strategy: str, world_size: int, code: str
     readable = re.sub(r"[^\w.+\-]+", "_", name)
     if len(readable) <= LONGEST:
         return readable
-    return f"{readable[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{readable[:LONGEST]}-{_digest(name)}"
 
 
 def adds_nothing(exchange: str, sync: str) -> bool:

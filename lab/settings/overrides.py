@@ -1,30 +1,23 @@
-"""Words of a command line: `key=value`, and with Hydra `+key=value`, `++key=value` and `~key`."""
+"""Words of a command line in Hydra's grammar: `key=value`, `+key=value`, `++key=value`, `~key`.
+
+Hydra is imported by the functions that parse: it takes a fifth of a second, and help needs none.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString, Sweep
-from hydra.errors import HydraException
+from typing import TYPE_CHECKING
 
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of
 from lab.settings.hints import lonely_hint
 from lab.settings.secrets import kept_words
 
-__all__ = [
-    "Override",
-    "config_dir_of",
-    "handed_over",
-    "listed",
-    "own_choices",
-    "parse_overrides",
-    "quoted",
-]
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -33,8 +26,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     Raises:
         ConfigError: an argument is not of that form, or is a setting of Hydra itself.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     parser = OverridesParser.create()
-    overrides = []
+    overrides: list[Override] = []
     for index, argument in enumerate(arguments):
         try:
             overrides.append(parser.parse_override(argument))
@@ -48,6 +44,16 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     return overrides
 
 
+def _hint(arguments: Sequence[str], index: int) -> str:
+    """Return what to write instead of an argument that Hydra's grammar refuses."""
+    if ":" in (argument := arguments[index]) and argument.count("=") > 1:
+        return f"settings under a condition are for grids: python -m lab.sweep {argument}"
+    meant = None if "=" in argument else lonely_hint(arguments, index, choices_of("strategy"))
+    return meant or (
+        "write key=value, and quote values with commas, brackets or '=' as in 'cell=\"a=b\"'"
+    )
+
+
 def handed_over(arguments: Sequence[str]) -> list[str]:
     """Return a command line whose secrets stand in the environment, to which it refers.
 
@@ -57,6 +63,8 @@ def handed_over(arguments: Sequence[str]) -> list[str]:
 
 
 def _handed_over(word: str) -> str:
+    from hydra.core.override_parser.types import ChoiceSweep, QuotedString, Sweep
+
     key, _, text = word.partition("=")
     if "." not in key or "${" in text:
         return word
@@ -91,14 +99,39 @@ def own_choices(arguments: Sequence[str]) -> Sequence[str]:
         keys, value = override.key_or_group.split("."), override.value()
         texts = value if isinstance(value, list) else [value]
         named = [text for text in texts if not isinstance(text, int | float | bool | None)]
+        are_names = all(isinstance(text, str) and re.fullmatch(r"[\w-]+", text) for text in named)
         is_path = {"config_dir", "runs_dir", "path", "resume"} & {*keys}
-        if is_path or any(k.startswith("_") for k in keys) or not all(map(_is_name, named)):
+        if is_path or any(key.startswith("_") for key in keys) or not are_names:
             raise ConfigError(f"{override.input_line}: a file may name the lab's own choices alone")
     return arguments
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(r"[\w-]+", value))
+def expanded(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Expand lists: for each key, its settings as a command line would take them.
+
+    Raises:
+        ConfigError: a value is listed twice, or a list is not written a,b,c.
+    """
+    lists, config_dir = dict[str, list[str]](), config_dir_of(arguments)
+    for override in parse_overrides(arguments):
+        if override.is_sweep_override() and not override.is_choice_sweep():
+            raise ConfigError(f"{override.input_line}: write the values as a list, a,b,c")
+        settings = [str(override.input_line)]
+        if override.is_choice_sweep():
+            key = override.get_key_element()
+            settings = [f"{key}={value}" for value in listed(override, config_dir)]
+        if len(set(settings)) < len(settings):
+            raise ConfigError(f"{override.input_line}: a value is listed twice")
+        lists[override.key_or_group] = settings
+    return lists
+
+
+def one_value(key: str, texts: Mapping[str, str]) -> str:
+    """Return the value of a key that takes no list. ConfigError: it has several."""
+    values = expanded([f"{key}={texts[key]}"])[key]
+    if len(values) > 1:
+        raise ConfigError(f"{key}={texts[key]}: takes one value")
+    return values[0].partition("=")[2]
 
 
 def listed(override: Override, config_dir: str | None) -> list[str]:
@@ -107,6 +140,8 @@ def listed(override: Override, config_dir: str | None) -> list[str]:
     Raises:
         ConfigError: a glob that matches no choice.
     """
+    from hydra.core.override_parser.types import Glob
+
     found = override.value()
     if not isinstance(found, Glob):
         return list(map(str, override.sweep_string_iterator()))
@@ -117,16 +152,6 @@ def listed(override: Override, config_dir: str | None) -> list[str]:
         f"allowed are {', '.join(choices)}" if choices else "write the values as a list, a,b,c"
     )
     raise ConfigError(f"{override.input_line}: matches no choice; {allowed}")
-
-
-def _hint(arguments: Sequence[str], index: int) -> str:
-    """Return what to write instead of an argument that Hydra's grammar refuses."""
-    if ":" in (argument := arguments[index]) and argument.count("=") > 1:
-        return f"settings under a condition are for grids: python -m lab.sweep {argument}"
-    meant = None if "=" in argument else lonely_hint(arguments, index, choices_of("strategy"))
-    return meant or (
-        "write key=value, and quote values with commas, brackets or '=' as in 'cell=\"a=b\"'"
-    )
 
 
 def config_dir_of(arguments: Sequence[str]) -> str | None:

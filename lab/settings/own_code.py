@@ -14,14 +14,16 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
+from inspect import Parameter
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from lab.settings.blame import blame, is_users
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import conf_dir, standing_here
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 TARGET = re.compile(r"^_target_: *(\S+)", re.MULTILINE)
@@ -41,6 +43,8 @@ OWN = {
     "straggler": "lab.cluster.straggler.",
 }
 HASH_LENGTH = 8  # hexadecimal digits
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 KNOWN = ("lab.", "torch.optim.")  # paths that need no word before they are imported
 
 _as_imported = dict[Path, str]()  # hashes; a slow import leaves time to edit its file
@@ -85,6 +89,8 @@ def check_choices(
         ConfigError: a choice is not found, cannot be imported, or lacks an argument or takes
             another; or code of the lab's that is no choice of its group.
     """
+    from omegaconf import OmegaConf
+
     hashes = dict[str, str]()
     for group in OWN:
         for path in targets(OmegaConf.to_container(config[group], resolve=True)):
@@ -150,7 +156,7 @@ def of_loss(function: Callable[..., Any]) -> tuple[str, ...]:
     needed = [
         name
         for name, parameter in (_parameters(function) or {}).items()
-        if parameter.default is inspect.Parameter.empty and _is_positional(parameter)
+        if parameter.default is Parameter.empty and parameter.kind in POSITIONAL
     ]
     return (needed[0], needed[1]) if len(needed) >= 2 else ()
 
@@ -172,14 +178,14 @@ def check_arguments(
     parameters = _parameters(function)
     if parameters is None:
         return
-    own = [name for name in parameters if name not in offered]
+    own = {k: p for k, p in parameters.items() if k not in offered and p.kind in NAMED}
+    takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
     for name in arguments:
-        if name not in parameters and not _takes_any(parameters):
-            takes = ", ".join(f"{group}.{each}" for each in own if _is_named(parameters[each]))
+        if name not in parameters and not takes_any:
+            takes = ", ".join(f"{group}.{each}" for each in own)
             raise ConfigError(f"{group}.{name}: no such argument; it takes {takes or 'none'}")
-    for name in own:
-        needed = parameters[name].default is inspect.Parameter.empty
-        if needed and _is_named(parameters[name]) and name not in arguments:
+    for name, parameter in own.items():
+        if parameter.default is Parameter.empty and name not in arguments:
             raise ConfigError(f"{group}.{name}=: has no default; give it a value")
 
 
@@ -224,30 +230,11 @@ def _missing(owner: Any, name: str) -> str:
     return f"{getattr(owner, '__name__', owner)} has no {name}{hint}"
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter] | None:
     try:
         return inspect.signature(function).parameters
     except (ValueError, TypeError):  # some functions written in C have none
         return None
-
-
-def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-
-
-def _is_named(parameter: inspect.Parameter) -> bool:
-    return parameter.kind not in (
-        inspect.Parameter.VAR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.POSITIONAL_ONLY,
-    )
-
-
-def _is_positional(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
 
 
 def note_sources(module: str) -> None:
@@ -258,7 +245,7 @@ def note_sources(module: str) -> None:
         if path.suffix == ".py":
             with suppress(SyntaxError, ValueError, OSError):  # the import will say it better
                 files = _closure(path, _root_of(path, module), set())
-                _as_imported.update({each: _hash_of(each) for each in files})
+                _as_imported.update({each: _hash(each.read_bytes()) for each in files})
 
 
 def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
@@ -268,12 +255,15 @@ def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
         A hash by file name, relative to the folder that the module was found in; {} for installed
         packages, whose versions tell them apart.
     """
-    path = _file_of(function)
-    if path is None or not is_users(str(path)):
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    if not file or not is_users(str(path := Path(file).resolve())):
         return {}
     root = _root_of(path, function.__module__)
     return {
-        str(each.relative_to(root)).replace(".", "_"): _as_imported.get(each) or _hash_of(each)
+        str(each.relative_to(root)).replace(".", "_"): (
+            _as_imported.get(each) or _hash(each.read_bytes())
+        )
         for each in sorted(_closure(path, root, set()))
     }
 
@@ -281,12 +271,6 @@ def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
 def fingerprint(hashes: Mapping[str, str]) -> str:
     """Return one hash for all files; empty if there are none."""
     return _hash(repr(sorted(hashes.items())).encode()) if hashes else ""
-
-
-def _file_of(function: Callable[..., Any]) -> Path | None:
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    file = getattr(module, "__file__", None)
-    return Path(file).resolve() if file else None
 
 
 def _root_of(path: Path, module: str) -> Path:
@@ -315,10 +299,6 @@ def _imported(path: Path, root: Path) -> Iterator[str]:
             parts = [*base, *(node.module.split(".") if node.module else [])]
             yield "/".join(parts)
             yield from ("/".join([*parts, alias.name]) for alias in node.names)
-
-
-def _hash_of(path: Path) -> str:
-    return _hash(path.read_bytes())
 
 
 def _hash(content: bytes) -> str:

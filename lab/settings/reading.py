@@ -13,13 +13,12 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
-
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import TYPE_CHECKING, Any
 
 from lab.settings.errors import one_line
+
+if TYPE_CHECKING:
+    from yaml import Node
 
 LARGEST_BYTES = 256 * 2**20
 LARGEST_YAML_BYTES = 8 * 2**20  # PyYAML takes seconds for a MiB
@@ -75,6 +74,10 @@ def read_yaml(path: Path) -> Any:
     Raises:
         DamagedFile, OSError: as read_json.
     """
+    import yaml  # imported here, as help reads no YAML, and OmegaConf takes a tenth of a second
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     content = read_bytes(path, LARGEST_YAML_BYTES)
     try:
         text = content.decode()
@@ -118,14 +121,16 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _size(node: yaml.Node | None, known: dict[int, float]) -> float:
+def _size(node: Node | None, known: dict[int, float]) -> float:
     """Count the values that a node stands for, each alias as all of its anchor."""
-    if not isinstance(node, yaml.CollectionNode):
+    from yaml import CollectionNode, MappingNode
+
+    if not isinstance(node, CollectionNode):
         return 1
     if id(node) not in known:
         known[id(node)] = math.inf  # if it holds itself
         parts = node.value
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(node, MappingNode):
             parts = [part for pair in parts for part in pair]
         known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]

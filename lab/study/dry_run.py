@@ -9,8 +9,8 @@ from typing import Any
 
 from lab.record.schema import Record, read_record
 from lab.settings.names import root_of
-from lab.study.cells import already, recorded
 from lab.study.grid import Cell, Study
+from lab.study.launch import already, recorded
 
 UNKNOWN = "unknown: no cell of the same model, data and steps is done"
 # Settings that say what is computed and for how long; in these, a similar cell has to be equal.
@@ -20,18 +20,12 @@ OF_WORK = (
 )
 
 
-def show(study: Study) -> None:
-    """Print each cell, done or to run, and the sum of minutes and bytes.
+def lines(study: Study) -> Iterator[str]:
+    """Describe the cells in order, done or to run, then the sum of minutes and bytes.
 
     Raises:
         ConfigError: a file in the study's folder is no record.
     """
-    for line in lines(study):
-        print(line)
-
-
-def lines(study: Study) -> Iterator[str]:
-    """Describe the cells in order, then their sum."""
     root = Path(study.runs_dir) / study.name
     measured = measured_in(root)
     likes = list[Measured | None]()
@@ -39,15 +33,9 @@ def lines(study: Study) -> Iterator[str]:
         record = recorded(root, cell, study.retries)
         if record is None:
             likes.append(most_similar(cell, measured))
-        outcome = already(record) if record else f"would run: {_like(likes[-1])}"
+        outcome = already(record) if record else f"would run: {likes[-1] or UNKNOWN}"
         yield f"[{number}/{len(study.cells)}] {cell.name}: {outcome}"
     yield f"would run {len(likes)} of {len(study.cells)} cells: {_sum(likes)}"
-
-
-def _like(like: Measured | None) -> str:
-    if like is None:
-        return UNKNOWN
-    return f"{needs(like.duration_s, like.num_bytes)}, as {like.record.cell}"
 
 
 def _sum(likes: list[Measured | None]) -> str:
@@ -82,6 +70,9 @@ class Measured:
         """Seconds from the ranks' start to the record."""
         return self.record.duration_s or 0.0
 
+    def __str__(self) -> str:
+        return f"{needs(self.duration_s, self.num_bytes)}, as {self.record.cell}"
+
 
 def measured_in(root: Path) -> list[Measured]:
     """Read the cells of a study that are done and know their duration; records alone count."""
@@ -92,7 +83,8 @@ def measured_in(root: Path) -> list[Measured]:
         except ValueError:  # a sweep refuses such a cell once it comes to it
             continue
         if record.status == "done" and record.duration_s:
-            found.append(Measured(record, _num_bytes(path.parent)))
+            files = (each for each in path.parent.rglob("*") if each.is_file())
+            found.append(Measured(record, sum(each.stat().st_size for each in files)))
     return found
 
 
@@ -126,7 +118,3 @@ def _work(settings: dict[str, str]) -> dict[str, str]:
 
 def _as_text(settings: dict[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in settings.items()}
-
-
-def _num_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -9,9 +9,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from lab.cluster.settings import Cluster, cluster_of
 from lab.cluster.straggler import straggler_of
@@ -20,9 +18,11 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, is_file, read_file
 from lab.settings.names import computation, resolved, run_name, variant
-from lab.settings.overrides import config_dir_of
+from lab.settings.overrides import config_dir_of, expanded, one_value
 from lab.settings.own_code import fingerprint
-from lab.study.lists import expanded, one_value
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings besides a study's axes, as a record holds them."""
+        from omegaconf import OmegaConf
+
         composed: Any = OmegaConf.to_container(self.config, resolve=True)
         return resolved(composed)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
+import itertools
+import shutil
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,8 @@ def sweep(line: CommandLine, serve: Serve) -> int:
         from lab.study import dry_run  # records need numpy: a wrong setting is answered without it
 
         print(source)
-        dry_run.show(study)
+        for text in dry_run.lines(study):
+            print(text)
         return 0
     _check_launcher(study)
     root = _make_root(study)
@@ -83,10 +85,11 @@ def _unseen() -> Iterator[CellEnded]:
 
 def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator[str]:
     """Run every cell that has no record yet, in order; yield the status of each."""
-    from lab.study.cells import already, recorded
-    from lab.study.launch import run_cells  # imports torch
+    from lab.study.launch import already, recorded, run_cells  # imports torch
 
-    groups, labels = starts(study), _labels(study)
+    groups = starts(study)
+    total = len(study.cells)
+    labels = {cell.name: f"[{at}/{total}] {cell.name}:" for at, cell in enumerate(study.cells, 1)}
     durations: list[float] = []
     for number, cells in enumerate(groups, start=1):
         known = [(cell, recorded(root, cell, study.retries)) for cell in cells]
@@ -104,7 +107,7 @@ def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator
         began = time.monotonic()
         records = run_cells(root, missing, study.turns, study.cell_timeout_s, lock)
         durations.append((time.monotonic() - began) / len(missing))
-        later = (recorded(root, each, study.retries) for each in chain(*groups[number:]))
+        later = (recorded(root, each, study.retries) for each in itertools.chain(*groups[number:]))
         eta = timedelta(seconds=round([*later].count(None) * sum(durations) / len(durations)))
         for cell, record in zip(missing, records, strict=True):
             label = f"{labels[cell.name]} " if several else ""
@@ -113,33 +116,29 @@ def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator
             yield record.status
 
 
-def _labels(study: Study) -> dict[str, str]:
-    """Return the words with which a line about each cell begins, by its name."""
-    total = len(study.cells)
-    return {cell.name: f"[{at}/{total}] {cell.name}:" for at, cell in enumerate(study.cells, 1)}
-
-
 def _run_on_slurm(study: Study, root: Path, _lock: int, ended: CellEnded) -> Iterator[str]:
     """Submit every cell that has no record yet; yield the status of each as it ends."""
-    from lab.study.cells import already, recorded
+    from lab.study.launch import already, recorded
     from lab.study.slurm import run_cells
 
-    records = [(cell, recorded(root, cell, study.retries)) for cell in study.cells]
-    missing = [cell for cell, record in records if record is None]
-    positions = iter(range(1, len(study.cells) + 1))
-    for cell, record in records:
+    positions = itertools.count(1)  # jobs end in any order
+
+    def label(cell: Cell) -> str:
+        return f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
+
+    known = [(cell, recorded(root, cell, study.retries)) for cell in study.cells]
+    missing = [cell for cell, record in known if record is None]
+    for cell, record in known:
         if record is not None:
-            position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
-            print(position, already(record), flush=True)
+            print(label(cell), already(record), flush=True)
             ended(False)
             yield record.status
     began = time.monotonic()
     with contextlib.closing(run_cells(root, missing, study.cell_timeout_s)) as jobs:
         for num_ended, (cell, record) in enumerate(jobs, start=1):
-            position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
             remaining_s = (time.monotonic() - began) / num_ended * (len(missing) - num_ended)
             eta = timedelta(seconds=round(remaining_s))
-            print(position, f"{_outcome(record)}, ETA {eta}", flush=True)
+            print(label(cell), f"{_outcome(record)}, ETA {eta}", flush=True)
             ended(True)
             yield record.status
 
@@ -152,25 +151,23 @@ def _outcome(record: Record) -> str:
 
 
 def _check_launcher(study: Study) -> None:
-    """Refuse cells that cannot be started, before any cell has run.
-
-    Raises:
-        ConfigError: SLURM or Horovod is needed and missing, or a cell needs more GPUs than this
-            host has; the message then names the largest number of ranks that fits.
-    """
+    """Refuse cells that cannot be started, for lack of SLURM, Horovod or GPUs, before any runs."""
+    on_slurm = study.launcher == "slurm"
     if any(cell.over_horovod for cell in study.cells):
-        _check_horovod(study.launcher)
+        if on_slurm:
+            raise ConfigError("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
+        if importlib.util.find_spec("horovod") is None:
+            raise ConfigError("comm=horovod: Horovod is not installed; make horovod")
     clusters = set(filter(None, (cell.cluster for cell in study.cells)))
-    if study.turns and study.launcher == "slurm":
+    if study.turns and on_slurm:
         raise ConfigError(f"turns={study.turns}: launcher=slurm starts each cell by itself")
-    if clusters and study.launcher == "slurm":
+    if clusters and on_slurm:
         raise ConfigError("launcher=slurm: starts no emulated clusters; leave cluster= out")
     for cluster in clusters:
         sandbox.find(cluster)
-    if study.launcher == "slurm":
-        from lab.study.slurm import check_installed
-
-        check_installed()
+    if on_slurm:
+        if shutil.which("sbatch") is None:
+            raise ConfigError("launcher=slurm: there is no sbatch on the PATH")
         return
     from lab.distributed.gpus import check_gpus
 
@@ -179,13 +176,6 @@ def _check_launcher(study: Study) -> None:
             check_gpus(cell.config.device, 1 if cell.config.share_gpus else cell.world_size)
         except ValueError as error:
             raise ConfigError(f"world_size={cell.world_size}: {error}") from None
-
-
-def _check_horovod(launcher: str) -> None:
-    if launcher == "slurm":
-        raise ConfigError("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
-    if importlib.util.find_spec("horovod") is None:
-        raise ConfigError("comm=horovod: Horovod is not installed; make horovod")
 
 
 def _make_root(study: Study) -> Path:

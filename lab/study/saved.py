@@ -12,11 +12,10 @@ from lab.record.files import write_json
 from lab.settings.errors import ConfigError
 from lab.settings.fields import split
 from lab.settings.files import choices_of, is_file
-from lab.settings.overrides import config_dir_of
+from lab.settings.overrides import config_dir_of, one_value
 from lab.settings.reading import read_json
 from lab.study.grid import DEFAULTS, NOT_OF_GRID, Study
 from lab.study.grid import read as read_grid
-from lab.study.lists import one_value
 
 FILE = "study.json"
 NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "config_dir")  # no grid by themselves

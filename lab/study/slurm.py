@@ -20,9 +20,8 @@ from pathlib import Path
 
 from lab.record.schema import Record, Status
 from lab.settings.config import ConfigError
-from lab.study.cells import make_directory
 from lab.study.grid import Cell
-from lab.study.launch import hide_secrets, last_error, record_of, settings_of
+from lab.study.launch import hide_secrets, last_error, make_directory, record_of, settings_of
 
 POLL_S = 1.0  # seconds between polls at first; a long sweep polls less often
 LONGEST_POLL_S = 15.0
@@ -72,16 +71,6 @@ class Task:
         return time.monotonic() - self.running_since > timeout_s
 
 
-def check_installed() -> None:
-    """Check that SLURM is there.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if shutil.which("sbatch") is None:
-        raise ConfigError("launcher=slurm: there is no sbatch on the PATH")
-
-
 def run_cells(
     root: Path, cells: list[Cell], timeout_s: float
 ) -> Generator[tuple[Cell, Record], None, None]:
@@ -92,7 +81,11 @@ def run_cells(
     Raises:
         ConfigError: jobs of a killed sweep of this study are still there, or sbatch refuses.
     """
-    _check_alone(root)
+    if jobs := _jobs_of(root):
+        raise ConfigError(
+            f"study={root.name}: jobs of an earlier sweep are still queued or running; "
+            f"wait for their end, or: scancel {' '.join(jobs)}"
+        )
     folder = root / ".slurm"
     shutil.rmtree(folder, ignore_errors=True)
     tasks: list[Task] = []
@@ -107,15 +100,6 @@ def run_cells(
         with contextlib.suppress(ConfigError):  # submitted during an interrupt
             _scancel(*_jobs_of(root))
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_alone(root: Path) -> None:
-    jobs = _jobs_of(root)
-    if jobs:
-        raise ConfigError(
-            f"study={root.name}: jobs of an earlier sweep are still queued or running; "
-            f"wait for their end, or: scancel {' '.join(jobs)}"
-        )
 
 
 def _jobs_of(root: Path) -> list[str]:

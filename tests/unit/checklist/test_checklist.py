@@ -16,8 +16,7 @@ from lab import plot
 from lab.benchmarks import request
 from lab.checklist import check, item, page
 from lab.checklist.figures import Results, reader
-from lab.checklist.item import Command, Figure, Item
-from lab.checklist.machine import Machine
+from lab.checklist.item import Command, Figure, Item, Machine
 from lab.device import profile_request
 from lab.device.profile import KERNELS
 from lab.measure.spans import Span

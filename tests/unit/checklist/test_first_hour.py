@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lab import first_hour
-from lab.checklist import hardware, machine, page, process
+from lab.checklist import check, hardware, item, page
 from lab.checklist.figures import Results
 from lab.checklist.item import Command
 from tests.unit.checklist.test_checklist import leaves, running
@@ -64,8 +64,8 @@ def test_what_differs_or_fails_is_the_exit_code(
 
 
 def test_an_earlier_page_of_another_commit_is_not_added_to(tmp_path: Path) -> None:
-    item = {"key": "1", "title": "", "verdict": "holds", "problems": [], "figures": []}
-    old = page.result(FOUND, "old", [{**item, "commands": []}])
+    old_item = {"key": "1", "title": "", "verdict": "holds", "problems": [], "figures": []}
+    old = page.result(FOUND, "old", [{**old_item, "commands": []}])
     page.write(tmp_path / "a.md", old)
     new = page.result({**FOUND, "git_commit": {"commit": "def"}}, "new", [])
     assert page.merged(tmp_path / "a.md", new) == new
@@ -93,8 +93,8 @@ def test_without_a_gpu_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = json.dumps({**FOUND, "usable": False, "torch": "torch 2 (built without CUDA)"})
-    monkeypatch.setattr(machine.sys, "executable", "/bin/echo")
-    monkeypatch.setattr(machine, "ASK", (answer,))
+    monkeypatch.setattr(item.sys, "executable", "/bin/echo")
+    monkeypatch.setattr(item, "ASK", (answer,))
     assert first_hour.main([]) == 2
     wanted = "no GPU that torch 2 (built without CUDA) can use; nvidia-smi lists 1\n"
     assert capsys.readouterr().err == f"lab.first_hour: error: {wanted}"
@@ -118,7 +118,7 @@ def test_the_machine_is_asked_for_what_the_checklist_needs(
 
 def test_a_page_is_named_after_its_gpus() -> None:
     def path(*gpus: str) -> str:
-        return str(machine.machine_of({**FOUND, "environment": {"gpus": gpus}}, None)[1])
+        return str(item.machine_of({**FOUND, "environment": {"gpus": gpus}}, None)[1])
 
     assert path("NVIDIA H200") == "docs/results/gpu-h200.md"
     assert path(*["NVIDIA GeForce RTX 4090"] * 2) == "docs/results/gpu-2-rtx-4090.md"
@@ -128,14 +128,14 @@ TICKS = "import time\nfor i in range(1000):\n    print(i, flush=True)\n    time.
 
 
 def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
-    found = process.run(
+    found = check.run(
         Command("late", shlex.join(["-SEc", f"import os\nos.fork()\n{TICKS}"])),
         Results(tmp_path),
         6.0,
     )
     assert found["code"] is None and found["num_left"] == 1
     assert Results(tmp_path).ended("late") == found
-    again = process.run(Command("late", """-c "print('once')" """), Results(tmp_path), 20.0)
+    again = check.run(Command("late", """-c "print('once')" """), Results(tmp_path), 20.0)
     assert (again["code"], again["num_left"]) == (0, 0)
     assert Results(tmp_path).output("late") == "once\n"
 
@@ -143,10 +143,10 @@ def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Pa
 def test_a_rank_is_stopped_as_a_lost_one_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "POLL_S", 0.1)
-    monkeypatch.setattr(process, "STOP_S", 0.2)
+    monkeypatch.setattr(check, "POLL_S", 0.1)
+    monkeypatch.setattr(check, "STOP_S", 0.2)
     command = Command(
         "hang", shlex.join(["-SEc", TICKS]), stop_rank_after_s=4, environment={"RANK": "1"}
     )
-    assert process.run(command, Results(tmp_path), 8)["code"] is None
+    assert check.run(command, Results(tmp_path), 8)["code"] is None
     assert 0 < len(Results(tmp_path).output("hang").splitlines()) < 120  # of 160 if it went on

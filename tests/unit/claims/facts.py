@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lab.claims.metrics import Facts, Missing, Point
-from lab.model.facts import Counts
+from lab.model.work import Counts
 
 
 class Table:

@@ -320,6 +320,9 @@ def test_a_folder_without_what_it_needs(tmp_path: Path, folders: list[str], mess
         (synthetic, {"num_images": 0}, "data.num_images=0: must be an integer of at least 1"),
         (rotated_digits, {"max_degrees": 0}, "data.max_degrees=0: must be a number above 0"),
         (synthetic, {"num_classes": "a"}, "data.num_classes=a: must be an integer of at least 1"),
+        (synthetic_tokens, {"vocabulary": 0}, "data.vocabulary=0: must be an integer of at least"),
+        (synthetic_tokens, {"context": 0}, "data.context=0: must be an integer of at least 1"),
+        (synthetic_tokens, {"num_sequences": 0}, "data.num_sequences=0: must be an integer of at"),
         (ImageFolder, {"size": 0}, "data.size=0: must be an integer of at least 1"),
         (ImageFolder, {"workers": -1}, "data.workers=-1: must be an integer of at least 0"),
         (ImageFolder, {"augment": "a"}, "data.augment=a: must be true or false"),
@@ -337,16 +340,8 @@ def test_refuses_in_one_line(
 
 
 def test_synthetic_tokens_are_random_ids_of_the_vocabulary() -> None:
-    data = synthetic_tokens(
-        seed=1, device=torch.device("cpu"), vocabulary=5, context=4, num_sequences=100
-    )
+    data = synthetic_tokens(seed=1, device=CPU, vocabulary=5, context=4, num_sequences=100)
     assert (data.num_train, data.num_test, data.input_shape) == (100, 12, (4,))
     inputs, targets = next(iter(data.test_batches(0, 1, 12)))
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert set(inputs.unique().tolist()) == set(range(5))
-
-
-@pytest.mark.parametrize("key", ["vocabulary", "context", "num_sequences"])
-def test_synthetic_tokens_refuse_numbers_below_one(key: str) -> None:
-    with pytest.raises(ValueError, match=f"data.{key}=0: must be an integer of at least 1"):
-        synthetic_tokens(seed=0, device=torch.device("cpu"), **{key: 0})

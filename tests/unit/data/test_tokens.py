@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lab.data.sampler import GlobalSampler
-from lab.data.text import text
-from lab.data.tokens import tokens
+from lab.data.tokens import text, tokens
 from lab.data.windows import Windows
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from lab.convolution import layer
 from lab.convolution.algorithms import ALGORITHMS, LIBRARY, Gemm, Library
 from lab.convolution.layer import ChosenConv2d, fixed, heuristic, profile
 from lab.convolution.problem import Pass, Problem
-from lab.model.lenet import lenet
+from lab.model.convnet import lenet
 from lab.model.mlp import mlp
 from lab.transform.convolution import CHOICES, Convolution
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 from lab.device.footprint import KINDS, Step, footprint, largest_batch
+from lab.model.convnet import vgg16
 from lab.model.mlp import mlp
-from lab.model.vgg import vgg16
 from lab.transform.checkpoint import Checkpoint
 
 

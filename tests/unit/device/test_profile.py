@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lab.device.profile import Measured, profile_of, scaled_to
-from lab.model.fits import ALL, REST
+from lab.model.profile import ALL, REST
 
 ROUNDS = 12
 

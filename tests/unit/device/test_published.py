@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.device.throughput import cell, estimate, transformer_module
-from lab.model.lenet import lenet
+from lab.model.convnet import lenet
 from lab.model.lstm import LSTM
 from lab.model.mlp import mlp
 from lab.model.transformer import Transformer

@@ -16,11 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lab.measure.operations import Uncountable, count
 from lab.model.alexnet import alexnet, alexnet_paper
-from lab.model.lenet import lenet
+from lab.model.convnet import lenet, vgg16
 from lab.model.lstm import LSTM
 from lab.model.resnet import resnet50
 from lab.model.transformer import Transformer
-from lab.model.vgg import vgg16
 from lab.model.work import Work
 
 CLASS = torch.zeros((), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Models of papers and benchmarks: published counts, shapes, smallest images, one step."""
+"""Networks of images: published counts, shapes, smallest images, one step, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lab.measure.operations import counts_of
-from lab.model.alexnet import alexnet, alexnet_cifar, alexnet_mxnet, overfeat
-from lab.model.convnet import ConvNet
+from lab.model.alexnet import (
+    alexnet,
+    alexnet_cifar,
+    alexnet_mxnet,
+    alexnet_paper,
+    alexnet_small,
+    overfeat,
+)
+from lab.model.convnet import ConvNet, keras_cnn, lenet, vgg11, vgg16, vgg19
 from lab.model.inception import googlenet, inception_bn
-from lab.model.keras_cnn import keras_cnn
-from lab.model.mlp import fcn5, keras_mlp
+from lab.model.mlp import fcn5, keras_mlp, mlp
 from lab.model.resnet import Subsample, resnet50, resnet56
-from lab.model.vgg import vgg11, vgg16, vgg19
+from lab.model.work import Counts
 from lab.settings.config import build, choices_of, load
 from lab.transform.fc1x1 import Fc1x1
 from tests.conftest import ROOT
@@ -27,6 +33,7 @@ from tests.support.slow import some_of
 
 Make = Callable[..., nn.Module]
 IMAGENET, MNIST = (3, 224, 224), (1, 28, 28)
+LANGUAGE = ("lstm", "transformer")
 PUBLISHED = [
     # settings, input, classes, parameters, source
     ("vgg11", IMAGENET, 1000, 132_863_336, "133 M: Simonyan & Zisserman, table 2; torchvision"),
@@ -49,6 +56,12 @@ PUBLISHED = [
         "keras_mlp hidden=[512,512] activation=relu dropout=0.2",
         *(MNIST, 10, 669_706, "Keras' mnist_mlp"),
     ),
+    ("mlp hidden=[5]", (1, 4, 4), 3, 17 * 5 + 6 * 3, "by hand"),
+    ("mlp hidden=[]", (1, 4, 4), 3, 17 * 3, "by hand"),
+    ("lenet", MNIST, 10, 520 + 25_050 + 400_500 + 5_010, "Caffe's MNIST example"),
+    ("alexnet", IMAGENET, 1000, 61_838_248, "from the paper's layers"),
+    ("alexnet_paper", IMAGENET, 1000, 62_378_344, "slide 8"),
+    ("alexnet_paper", (3, 227, 227), 1000, 62_378_344, "slide 8"),
     # 785*2048 + 2049*4096 + 4097*1024 + 1025*10
     ("fcn5", MNIST, 10, 14_205_962, "from dlbench's layers"),
     # 26753*2048 + 2*2049*2048 + 2049*26752
@@ -74,6 +87,22 @@ def made(settings: str, **arguments: Any) -> nn.Module:
         return build(config.model, **arguments)
 
 
+@pytest.mark.parametrize("name", some_of(choices_of("model"), every=3))
+def test_every_config_makes_a_model_that_trains(name: str) -> None:
+    settings = load([f"model={name}", "profile=alexnet_titanx"])  # only replay reads the profile
+    tokens = {"vocabulary": 7} | ({"context": 5} if name == "transformer" else {})
+    with torch.device("meta"):  # which computes shapes, and gradients' shapes, alone
+        if name in LANGUAGE:
+            model, inputs = build(settings.model, **tokens), torch.zeros(2, 5, dtype=torch.int64)
+        else:
+            model = build(settings.model, input_shape=(3, 96, 96), output_size=7)
+            inputs = torch.zeros(2, 3, 96, 96)
+        logits = model(inputs)
+    assert logits.shape == ((2, 5, 7) if name in LANGUAGE else (2, 7))
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("settings", "shape", "classes", "parameters"), some_of([row[:4] for row in PUBLISHED], every=3)
 )
@@ -83,6 +112,41 @@ def test_has_its_published_parameters(
     model = made(settings, input_shape=shape, output_size=classes)
     assert size(model) == parameters
     assert model(torch.empty(2, *shape, device="meta")).shape == (2, classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "fully_connected", "share"),
+    [
+        ("alexnet", IMAGENET, 1000, 58_631_144, 0.948),
+        ("alexnet_paper", IMAGENET, 1000, 58_631_144, 0.94),  # slide 8
+        ("alexnet_paper", (3, 227, 227), 1000, 58_631_144, 0.94),
+        ("alexnet_small", (1, 32, 32), 10, None, 0.948),
+    ],
+)
+def test_most_parameters_are_in_fc_layers(
+    name: str, shape: tuple[int, ...], classes: int, fully_connected: int | None, share: float
+) -> None:
+    model = made(name, input_shape=shape, output_size=classes)
+    assert isinstance(model, ConvNet)
+    assert fully_connected in (None, size(model.classifier))
+    assert size(model.classifier) / size(model) == pytest.approx(share, abs=5e-4)
+    if name == "alexnet_paper":
+        with torch.device("meta"):
+            second = model.features[3](model.features[:3](torch.zeros(1, *shape)))
+        assert second.shape == (1, 256, 27, 27)
+    if name == "alexnet_small":
+        widths = [layer.out_channels for layer in convolutions(model.features)]
+        assert widths == [16, 48, 96, 96, 64]
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        model = lenet(input_shape=(1, 16, 16), output_size=2)
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
 
 
 def documented() -> dict[str, tuple[int, list[int]]]:
@@ -153,6 +217,7 @@ def test_has_its_published_operations(make: Make, published: float) -> None:
     [
         *((make, 32) for make in (vgg11, vgg16, vgg19)),
         *((make, 32) for make in (googlenet, inception_bn, resnet50)),
+        *((lenet, 16), (alexnet, 63), (alexnet_small, 8)),
         *((resnet56, 4), (overfeat, 71), (alexnet_mxnet, 67), (keras_cnn, 16)),
         (alexnet_cifar, 15),
     ],
@@ -167,8 +232,10 @@ def test_images_may_be_as_small_as_is_said(make: Make, smallest: int) -> None:
     with pytest.raises(ValueError) as caught:
         make(input_shape=(1, smallest + 5, smallest - 1), output_size=2)
     name = getattr(make, "__name__", "")
-    said = f"model={name}: images of {smallest + 5}x{smallest - 1} px are too small, it needs at "
-    assert str(caught.value).startswith(said + f"least {smallest} px")
+    assert str(caught.value) == (
+        f"model={name}: images of {smallest + 5}x{smallest - 1} px are too small, it needs at "
+        f"least {smallest} px; set data.size={smallest} or more (data.shape for data=synthetic)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +324,9 @@ def test_where_dropout_stands() -> None:
 
     after = ["Flatten", *["Linear", "ReLU", "Dropout"] * 2, "Linear"]
     assert names(vgg11, 32) == names(alexnet_mxnet, 67) == after
-    assert names(overfeat, 71) == ["Flatten", *["Dropout", "Linear", "ReLU"] * 2, "Linear"]
+    before = ["Flatten", *["Dropout", "Linear", "ReLU"] * 2, "Linear"]
+    assert names(overfeat, 71) == names(partial(alexnet_small, dropout=0.5), 8) == before
+    assert names(alexnet_small, 8) == ["Flatten", "Linear", "ReLU", "Linear", "ReLU", "Linear"]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +340,12 @@ def test_where_dropout_stands() -> None:
         (alexnet, {"widths": [64, 192]}, "model.widths=[64, 192]: must be five integers"),
         (alexnet, {"widths": 64}, "model.widths=64: must be a list of integers of at least 1"),
         (fcn5, {"hidden": [0]}, "model.hidden=[0]: must be a list of integers of at least 1"),
+        (mlp, {"hidden": 5}, "model.hidden=5: must be a list of integers of at least 1"),
+        (mlp, {"hidden": "5"}, "model.hidden=5: must be a list of integers of at least 1"),
+        (alexnet_small, {"width": 0}, "model.width=0: must be an integer of at least 1"),
+        (alexnet_small, {"hidden": 1.5}, "model.hidden=1.5: must be an integer of at least 1"),
+        (alexnet_small, {"dropout": "a"}, "model.dropout=a: must be a number from 0 to below 1"),
+        (alexnet, {"dropout": 1.0}, "model.dropout=1.0: must be a number from 0 to below 1"),
         (keras_mlp, {"activation": "gelu"}, "model.activation=gelu: allowed are relu, sigmoid"),
         (keras_mlp, {"dropout": 2}, "model.dropout=2: must be a number from 0 to below 1"),
         (keras_cnn, {"blocks": []}, "model.blocks=[]: must be a list of blocks"),
@@ -284,3 +359,29 @@ def test_refuses_in_one_line(make: Make, arguments: dict[str, Any], message: str
         make(input_shape=(1, 96, 96), output_size=2, **arguments)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_of_an_mlp_by_hand() -> None:
+    def make(**shape: Any) -> nn.Module:
+        return mlp(**shape, hidden=[10])
+
+    inputs = 3 * 224 * 224
+    parameters = 10 * inputs + 10 + 11 * 1000
+    operations = {"fc1": 2 * 10 * inputs, "fc2": 2 * 10 * 1000}
+    assert counts_of(make) == Counts(parameters, parameters, operations)
+
+
+def test_conv2_of_the_paper_is_the_product_on_its_slide() -> None:
+    counted = counts_of(alexnet_paper)
+    # C, H, W, R, S and K of slide 8.
+    assert counted.operations["conv2"] == 2 * 96 * 27 * 27 * 5 * 5 * 256
+    assert [*counted.operations] == [*(f"conv{n}" for n in range(1, 6)), "fc6", "fc7", "fc8"]
+    assert (counted.parameters, counted.fully_connected) == (62_378_344, 58_631_144)
+
+
+def test_groups_divide_the_operations() -> None:
+    def make(**_shape: Any) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 6, 5, stride=4, groups=3))
+
+    height = (224 - 5) // 4 + 1
+    assert counts_of(make).operations == {"conv1": 2 * 6 * height * height * 5 * 5}

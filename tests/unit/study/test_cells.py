@@ -10,8 +10,8 @@ import pytest
 from lab import sweep
 from lab.record.schema import Record, Status, read_record
 from lab.study import dry_run
-from lab.study.cells import make_directory, recorded
 from lab.study.grid import Cell, read
+from lab.study.launch import make_directory, recorded
 from tests.support.records import make_record
 
 GRID = ("study=s", "strategy=tree,onebit", "world_size=1,2", "batch_size=64", "steps=8")

@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lab.model.alexnet import alexnet, alexnet_small
-from lab.model.convnet import ConvNet
-from lab.model.lenet import lenet
+from lab.model.convnet import ConvNet, lenet
 from lab.model.mlp import mlp
 from lab.settings.files import conf_dir
 from lab.transform.fc1x1 import Fc1x1
