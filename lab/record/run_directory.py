@@ -50,7 +50,9 @@ class RunDirectory:
         Raises:
             ValueError: the directory cannot be created or written, or is taken.
         """
-        earlier = cls._started_by(launch, parent)
+        # Not by name: it contains the number of ranks, which may have changed.
+        restarted = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
+        earlier = next((run for run in restarted if run.was_started_by(launch)), None)
         if earlier:
             directory = earlier
         elif cell:
@@ -137,14 +139,6 @@ class RunDirectory:
         taken = [cls(path) for path in itertools.takewhile(Path.is_dir, _numbered(parent, name))]
         return next((run for run in reversed(taken) if run.status() != "done"), None)
 
-    @classmethod
-    def _started_by(cls, launch: str | None, parent: Path) -> RunDirectory | None:
-        # Not by name: it contains the number of ranks, which may have changed.
-        if launch is None:
-            return None
-        runs = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
-        return next((run for run in runs if run.was_started_by(launch)), None)
-
     def was_started_by(self, launch: str | None) -> bool:
         """Return whether the last attempt at this run belongs to the same job."""
         attempts = self.attempts()
@@ -152,12 +146,13 @@ class RunDirectory:
 
     def begin_attempt(self, attempt: dict[str, Any]) -> None:
         """Record that the run begins, or continues after an early end."""
-        attempts = self.attempts()
-        if not attempts:
-            self._set_aside_damaged()
+        path, attempts = self.path / "attempts.json", self.attempts()
         if attempts:
             attempts[-1]["ended"] = self._how_it_ended(attempts[-1])
-        write_json(self.path / "attempts.json", [*attempts, attempt])
+        else:  # a file that cannot be read is kept: this one would replace it
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(self.path / "attempts.damaged.json")
+        write_json(path, [*attempts, attempt])
 
     def attempts(self) -> list[dict[str, Any]]:
         """Return every start of this run in order; all but the last have `ended`."""
@@ -168,11 +163,6 @@ class RunDirectory:
         except (OSError, ValueError, TypeError, KeyError):
             return []
         return attempts
-
-    def _set_aside_damaged(self) -> None:
-        """Keep a file of attempts that cannot be read: the next one would replace it."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / "attempts.json").rename(self.path / "attempts.damaged.json")
 
     def _how_it_ended(self, attempt: dict[str, Any]) -> str:
         began = datetime.fromisoformat(attempt["started_at"]).timestamp()

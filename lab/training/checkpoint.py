@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from lab.distributed.world import World
-from lab.record.decode import decode
-from lab.record.files import write_json
+from lab.record.files import decode, write_json
 from lab.settings.reading import read_json
 from lab.settings.whole import write_atomically
 

@@ -108,7 +108,7 @@ class Recording:
 
 
 def made_by(record: Record, first_step: int, end_step: int) -> dict[str, Any]:
-    """Return how a run makes its steps, as lab.record.origin has it."""
+    """Return how a run makes its steps, as lab.record.schema has it."""
     git = record.git_commit
     also = ("strategy", "scaling", "repeat", "model_source")
     return {

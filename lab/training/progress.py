@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lab.measure.spans import PHASES
-from lab.record.recorder import Guarded, Recorder
+from lab.record.recorders import Guarded, Recorder
 from lab.record.schema import Record
 from lab.task.metrics import metrics_of
 from lab.training.trainer import Trainer

@@ -20,9 +20,9 @@ from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.environment import source_hash
 from lab.measure.layers import marked_layers
-from lab.record.decode import decode
-from lab.record.origin import Stretch, joined, stretches
+from lab.record.files import decode
 from lab.record.run_directory import RunDirectory
+from lab.record.schema import Stretch, append_stretch, stretches_of
 from lab.settings.blame import blame
 from lab.settings.command import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
@@ -208,7 +208,7 @@ class Run(Recording):
         """Return how all steps so far were made, those before a resume too."""
         trainer = self.parts and self.parts.trainer
         steps = (trainer.first_step, trainer.progress.step) if trainer else (0, 0)
-        return joined(self._made_before, made_by(self.record, *steps))
+        return append_stretch(self._made_before, made_by(self.record, *steps))
 
     def _checkpoint(self) -> str:
         """Return "from PATH" of the checkpoint to resume, "no REASON", or nothing.
@@ -267,7 +267,7 @@ class Run(Recording):
 
     def write(self) -> None:
         """Write the record, and end the curves with it."""
-        self.record.stretches = stretches(self._made())
+        self.record.stretches = stretches_of(self._made())
         super().write()
         self.curves.finish(self.record)
 

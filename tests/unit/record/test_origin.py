@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lab.record.origin import joined, stretches
+from lab.record.schema import append_stretch, stretches_of
 
 
 def made(first: int, end: int, **others: Any) -> dict[str, Any]:
@@ -13,20 +13,20 @@ def made(first: int, end: int, **others: Any) -> dict[str, Any]:
 
 
 def test_steps_made_alike_are_one_stretch() -> None:
-    assert joined([], made(0, 5)) == [made(0, 5)]
-    assert joined([made(0, 5)], made(5, 9)) == [made(0, 9)]
-    assert stretches(joined([made(0, 5)], made(5, 9))) == []
+    assert append_stretch([], made(0, 5)) == [made(0, 5)]
+    assert append_stretch([made(0, 5)], made(5, 9)) == [made(0, 9)]
+    assert stretches_of(append_stretch([made(0, 5)], made(5, 9))) == []
 
 
 def test_a_run_that_made_no_step_adds_none() -> None:
-    assert joined([made(0, 5)], made(5, 5, cell="s/b")) == [made(0, 5)]
-    assert joined([], made(0, 0)) == []
+    assert append_stretch([made(0, 5)], made(5, 5, cell="s/b")) == [made(0, 5)]
+    assert append_stretch([], made(0, 0)) == []
 
 
 def test_steps_of_another_cell_settings_ranks_and_commit_are_told() -> None:
     then = made(0, 5, settings={"lr": 1, "seed": 3}, world_size=1, commit=None)
     now = made(5, 9, cell="s/b", settings={"lr": 2})
-    first, second = stretches(joined([then], now))
+    first, second = stretches_of(append_stretch([then], now))
     assert (first.steps, second.steps) == ("0-4", "5-8")
     assert first.settings == {"lr": 1, "seed": 3} and second.settings == {}
     assert first.made_by == "s/a on 1 rank, batch_size=8, commit unknown; lr=1, seed=3"
