@@ -19,8 +19,7 @@ from lab.distributed.comm import Comm, Sent
 from lab.distributed.world import World
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange
-from lab.loop.settings import settings_of_run
-from lab.loop.world import world_of
+from lab.loop.setup import settings_of_run, world_of
 from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
 from lab.record.schema import Certificate

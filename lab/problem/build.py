@@ -16,7 +16,7 @@ from lab.settings.config import build
 from lab.settings.errors import ConfigError
 from lab.settings.own_code import callable_at, of_loss
 from lab.task.base import Task
-from lab.task.own import OwnLoss
+from lab.task.tasks import OwnLoss
 
 # Settings of data that change how much of it there is, but no shape: a few samples are enough.
 FEW = {"num_images": 8}

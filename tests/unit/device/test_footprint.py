@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lab.device.footprint import KINDS, Step, footprint, largest_batch
 from lab.model.mlp import mlp
 from lab.model.vgg import vgg16
-from lab.transform.checkpoint import Checkpoint
+from lab.transform.transforms import Checkpoint
 
 
 def sgd(momentum: float, model: nn.Module) -> Optimizer:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import l1_loss
 
-from lab.task.own import OwnLoss
+from lab.task.tasks import OwnLoss
 
 
 def test_its_metric_is_the_mean_over_samples_of_all_batches() -> None:

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from lab.settings.config import build, choices_of, load
 from lab.task.base import Task
-from lab.task.classification import Classification
-from lab.task.language_modelling import LanguageModelling
 from lab.task.metrics import axis, heading, metrics_of, shown
-from lab.task.regression import Regression
+from lab.task.tasks import Classification, LanguageModelling, Regression
 
 SAMPLES = 11
 CLASSES = 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lab.transform.checkpoint import Checkpoint
+from lab.transform.transforms import Checkpoint
 
 
 def blocks() -> nn.Sequential:

@@ -17,7 +17,7 @@ from lab.model.convnet import ConvNet
 from lab.model.lenet import lenet
 from lab.model.mlp import mlp
 from lab.settings.files import conf_dir
-from lab.transform.fc1x1 import Fc1x1
+from lab.transform.transforms import Fc1x1
 
 MODELS = pytest.mark.parametrize("make", [lenet, alexnet_small], ids=["lenet", "alexnet_small"])
 
