@@ -25,6 +25,7 @@ from lab.exchange.grouping import MIB
 from lab.loop.check import FORGOT_FINISH, FORGOT_HOOK, Checked, LoopCheck, follow, is_on
 from lab.loop.setup import compose, world_of
 from lab.settings.config import ConfigError, build
+from lab.settings.errors import as_config_error
 from lab.sync.base import SyncParts
 from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.fsdp import WholeGradients
@@ -87,11 +88,9 @@ def ddp_comm_hook(
     world, settings = _join(config, exchange, wrapped.module, wrapped.process_group, device)
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
     guard = SpoiledState(exchange, scaler)
-    try:
+    with as_config_error():
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     state.settings = settings | {
         "sync": {"_target_": "lab.sync.ddp.DDPSync", "hook": "lab"},
         "overlap": True,
@@ -303,10 +302,8 @@ def grad_sync(
     comm = world.comm
     worker = make_worker(config.overlap, device, comm.backend, exchange.asynchronous(comm))
     parts = SyncParts(model, model, exchange, comm, worker, config.overlap, config.bucket_mb)
-    try:
+    with as_config_error():
         sync = LoopSync(parts, world, settings, scaler)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if looks:
         sync.check = LoopCheck(model, sync, world, certificate, FORGOT_FINISH)
     return sync
@@ -370,8 +367,6 @@ def fsdp_reduce_scatter(
         ConfigError: a setting, or a model without FSDP modules.
     """
     config = compose(exchange, overrides)
-    try:
-        settings: Any = OmegaConf.to_container(config.exchange, resolve=True)
+    settings: Any = OmegaConf.to_container(config.exchange, resolve=True)
+    with as_config_error():
         return ReduceScatters(model, build(config.exchange), settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

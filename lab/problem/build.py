@@ -13,7 +13,7 @@ from torch import nn
 from lab.data import Data
 from lab.data.own import as_data
 from lab.settings.config import build
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.own_code import callable_at, of_loss
 from lab.task.base import Task
 from lab.task.tasks import OwnLoss
@@ -60,10 +60,8 @@ def blueprint(config: DictConfig) -> Blueprint:
     except Exception:  # of the user's constructor, which may compute with values
         model = build_model(config.model, data, shape[-1])
     if "_target_" in config.transform:
-        try:
+        with as_config_error():
             model = build(config.transform)(model)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
     return Blueprint(data, task, model)
 
 
@@ -89,10 +87,8 @@ def build_data(node: DictConfig, seed: int, device: torch.device) -> Data:
         ConfigError: a setting is wrong, or the callable returns no data.
     """
     made = build(node, seed=seed, device=device)
-    try:
+    with as_config_error():
         return as_data(made, device, f"data={node._target_}")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def build_task(node: DictConfig) -> Task:

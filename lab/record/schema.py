@@ -419,7 +419,8 @@ def stretches_of(made: list[dict[str, Any]]) -> list[Stretch]:
     for one in made:
         then = one["settings"]
         unlike = {k: then.get(k) for k in {**then, **own} if then.get(k) != own.get(k)}
-        found.append(Stretch(**{**one, "settings": unlike}))
+        values: dict[str, Any] = {**one, "settings": unlike}
+        found.append(Stretch(**values))
     return found
 
 

@@ -27,15 +27,14 @@ from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
-from lab.settings.errors import SharedError, one_line
+from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradientNoise, GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
 from lab.training.alike import data_facts, parameters, settings_and_software
 from lab.training.optim import make_optim, require_elementwise, require_piecewise
-from lab.training.planted import Plant
-from lab.training.trainer import Progress, Trainer, total_steps
+from lab.training.trainer import Delay, Progress, Trainer, total_steps
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch
 BACKEND = "inductor"
@@ -155,15 +154,13 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         progress,
         first_check(config, model, sync, world) if config.check == "first" else Check(),
     )
-    _require_sgd(config, sync, trainer.optimizer)
-    _plant(config, trainer)
-    if sync.pattern.takes_exchanges and exchange.delivers == "direction":
-        _require_direction(config, trainer.optimizer)
+    _require_optimizer(config, sync, trainer.optimizer)
+    _inject_delay(config, trainer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, task.num_predictions(data.targets()[0]), sizes)
 
 
-def _plant(config: DictConfig, trainer: Trainer) -> None:
+def _inject_delay(config: DictConfig, trainer: Trainer) -> None:
     """Delay this rank's steps, if the settings ask for it.
 
     Raises:
@@ -178,8 +175,7 @@ def _plant(config: DictConfig, trainer: Trainer) -> None:
         )
     world.comm.before_sending = None  # perhaps set for another assembly
     if straggler and straggler.rank == world.rank:
-        trainer.plant = Plant(straggler, world.device)
-        trainer.plant.into(trainer.model, sync, trainer.optimizer)
+        trainer.delay = Delay(straggler, trainer)
 
 
 def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> Check:
@@ -188,22 +184,19 @@ def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) 
     return check_of(model, sync, world.gather, world.size, exchange, config.strategy)
 
 
-def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse another optimizer for a sync that stands for a framework of SGD."""
-    if sync.pattern.only_sgd and not isinstance(optimizer, torch.optim.SGD):
-        chosen = f"strategy={config.strategy} optim={config.optim['_target_']}"
+def _require_optimizer(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer, or clipping, that is not what the sync and its exchange stand for."""
+    chosen = f"strategy={config.strategy} optim={config.optim['_target_']}"
+    is_sgd, groups = isinstance(optimizer, torch.optim.SGD), optimizer.param_groups
+    if sync.pattern.only_sgd and not is_sgd:
         raise ConfigError(f"{chosen}: {sync.pattern.only_sgd}; allowed is optim=sgd")
-
-
-def _require_direction(config: DictConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what would not apply an exchange's direction as it is."""
-    groups = optimizer.param_groups
-    if not isinstance(optimizer, torch.optim.SGD) or any(g["momentum"] for g in groups):
+    if not sync.pattern.takes_exchanges or sync.exchange.delivers != "direction":
+        return
+    if not is_sgd or any(group["momentum"] for group in groups):
         momentum = f" optim.momentum={groups[0]['momentum']}" if "momentum" in groups[0] else ""
         raise ConfigError(
-            f"strategy={config.strategy} optim={config.optim['_target_']}{momentum}: the exchange "
-            "keeps the moments and leaves a direction; allowed is optim=direction, SGD without "
-            "momentum"
+            f"{chosen}{momentum}: the exchange keeps the moments and leaves a direction; allowed "
+            "is optim=direction, SGD without momentum"
         )
     if config.clip_grad_norm is not None:
         raise ConfigError(
@@ -264,10 +257,8 @@ def _build_model(
             model = transform(model)
         except ValueError as error:
             raise ConfigError(f"strategy={config.strategy}: {error}") from error
-    try:
+    with as_config_error(f"model={config.model._target_}: "):
         require_values(model)
-    except ValueError as error:
-        raise ConfigError(f"model={config.model._target_}: {error}") from None
     model = model.to(world.device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -280,10 +271,8 @@ def admitted(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     Raises:
         ConfigError: one cannot be exchanged rightly.
     """
-    try:
+    with as_config_error():
         return admit(model, exchange)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
@@ -294,10 +283,8 @@ def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
     """
     for part in parts:
         if part.needs_like_gpus:
-            try:
+            with as_config_error():
                 replicas.require_like_gpus(type(part).__name__, world)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
 
 
 def set_arithmetic(tf32: bool, deterministic: bool, threads: int | None = None) -> None:
@@ -362,27 +349,24 @@ def compiled(model: nn.Module, config: DictConfig) -> nn.Module:
 
 
 def observe(sync: Sync, settings: Settings) -> None:
-    """Attach what the settings ask to be observed of each exchange."""
-    if settings.measure == "noise":
-        _observe_noise(sync)
-    if settings.drift_every is not None:
-        observe_drift(sync, settings.drift_every, settings.precision)
-
-
-def _observe_noise(sync: Sync) -> None:
-    """Collect the norms of gradients before and after their exchange.
+    """Attach what the settings ask to be observed of each exchange.
 
     Raises:
-        ConfigError: there is one rank, or ranks do not exchange gradients as they are.
+        ConfigError: the sync does not exchange what would be observed.
     """
-    if sync.comm.size == 1:
-        raise ConfigError("measure=noise: compares the ranks' gradients: needs two ranks or more")
-    if type(sync) is not GradSync or not sync.exchange.exact:
-        raise ConfigError(
-            "measure=noise: needs a strategy that averages gradients exactly in every step, such "
-            "as allreduce"
-        )
-    sync.noise = GradientNoise()
+    if settings.measure == "noise":  # compares norms of gradients before and after an exchange
+        if sync.comm.size == 1:
+            raise ConfigError(
+                "measure=noise: compares the ranks' gradients: needs two ranks or more"
+            )
+        if type(sync) is not GradSync or not sync.exchange.exact:
+            raise ConfigError(
+                "measure=noise: needs a strategy that averages gradients exactly in every step, "
+                "such as allreduce"
+            )
+        sync.noise = GradientNoise()
+    if settings.drift_every is not None:
+        observe_drift(sync, settings.drift_every, settings.precision)
 
 
 def observe_drift(sync: Sync, every: int, precision: str) -> None:
@@ -396,10 +380,8 @@ def observe_drift(sync: Sync, every: int, precision: str) -> None:
             f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
             "allowed are fp32, bf16"
         )
-    try:
+    with as_config_error(f"drift_every={every}: "):
         sync.observe_drift(every)
-    except ValueError as error:
-        raise ConfigError(f"drift_every={every}: {error}") from None
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join
-from lab.training.identity import claim_directory
+from lab.training.recording import claim_directory
 from lab.training.run import Run, failure_of, tell
 
 
@@ -102,10 +102,10 @@ class InTurns:
             for at in order(len(loops), number):
                 self.world.barrier()
                 self._advance(at, parts[at], loops[at], self.size)
-        for run, part, loop in zip(self.runs, parts, loops, strict=True):
+        for run, loop in zip(self.runs, loops, strict=True):
             for _ in loop:  # measures
                 pass
-            run.end(part.trainer, self.watch.stop_signal)
+            run.end(self.watch.stop_signal)
 
     def _advance(self, at: int, part: Assembly, loop: Iterator[int], steps: int) -> None:
         """Train one run for some steps, with the random numbers that it would draw alone."""

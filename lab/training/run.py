@@ -29,12 +29,12 @@ from lab.settings.config import ConfigError, build
 from lab.settings.names import class_name
 from lab.settings.secrets import kept_words, without_secrets
 from lab.task.metrics import metrics_of
-from lab.training import checkpoint, outcome, resume
+from lab.training import checkpoint, outcome
 from lab.training.alike import checkpoint_facts
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
-from lab.training.identity import Recording, claim_directory, made_by, settings_of
 from lab.training.outcome import compute_of
 from lab.training.progress import Bar, Curves
+from lab.training.recording import Recording, claim_directory, made_by, settings_of
 from lab.training.trainer import Trainer
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
@@ -99,7 +99,7 @@ class Run(Recording):
             parts = self.begin()
             for _ in self.steps(parts, shown=self.world.rank == 0):
                 pass
-            self.end(parts.trainer, self.watch.stop_signal)
+            self.end(self.watch.stop_signal)
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
             self.discard()
@@ -138,22 +138,26 @@ class Run(Recording):
             ConfigError: see `execute`.
         """
         resumed = self._resumed()
-        self.parts = assemble(self.config, self.world, self.watch)
-        self._note_samples(self.parts)
-        self.record.model_source = source_hash(self.parts.trainer.model)
-        for key, value in self.parts.sizes.items():  # of the model before and after its transform
-            setattr(self.record, key, value)
+        self.parts = parts = assemble(self.config, self.world, self.watch)
+        self.loop = trainer = parts.trainer
+        record, data = self.record, trainer.data
+        record.unit, record.data_source = data.unit, getattr(data, "source", None)
+        record.predictions_per_sample = parts.predictions_per_sample
+        record.prediction = trainer.task.prediction
+        record.model_source = source_hash(trainer.model)
+        for key, value in parts.sizes.items():  # of the model before and after its transform
+            setattr(record, key, value)
         if self.world.rank == 0:
-            self.record.compute = compute_of(self.config, self.parts.trainer, self.world)
+            record.compute = compute_of(self.config, trainer, self.world)
         if "_target_" in self.config.recorder:
             self.curves = Curves(build(self.config.recorder))  # rank 0 alone starts it
         if resumed:
-            self._restore(self.parts, resumed)
-        return self.parts
+            self._restore(trainer, resumed)
+        return parts
 
     def save(self, parts: Assembly) -> None:
         """Write a checkpoint. All ranks call this after the same step."""
-        shared, of_rank = resume.state_of(parts.trainer)
+        shared, of_rank = checkpoint.state_of(parts.trainer)
         step = parts.trainer.progress.step
         shared["made"] = self._made()
         self.directory.require_own()
@@ -167,12 +171,6 @@ class Run(Recording):
         if self.parts:
             self.parts.worker.close()
 
-    def _note_samples(self, parts: Assembly) -> None:
-        record, data = self.record, parts.trainer.data
-        record.unit, record.data_source = data.unit, getattr(data, "source", None)
-        record.predictions_per_sample = parts.predictions_per_sample
-        record.prediction = parts.trainer.task.prediction
-
     def _resumed(self) -> Path | None:
         """Return the checkpoint from which all ranks continue, if any."""
         # Rank 0 decides: other hosts may see an old state of a shared directory.
@@ -185,10 +183,10 @@ class Run(Recording):
         require_alike(self.world, checkpoint_facts(Path(text)))
         return Path(text)
 
-    def _restore(self, parts: Assembly, path: Path) -> None:
+    def _restore(self, trainer: Trainer, path: Path) -> None:
         try:
             shared, by_rank = checkpoint.load(path)
-            resume.restore(parts.trainer, shared, by_rank)
+            checkpoint.restore(trainer, shared, by_rank)
             made = decode(list[Stretch], shared.get("made", []), "made")
             self._made_before = [asdict(each) for each in made]
         except ValueError as error:
@@ -197,7 +195,6 @@ class Run(Recording):
             if blame(error):  # of the user's own exchange, which shall see where
                 raise
             raise ConfigError(f"resume={path}: is not what a run saves: {error!r:.200}") from None
-        trainer = parts.trainer
         step = trainer.progress.step
         if step > trainer.total_steps:
             raise ConfigError(
@@ -206,8 +203,7 @@ class Run(Recording):
 
     def _made(self) -> list[dict[str, Any]]:
         """Return how all steps so far were made, those before a resume too."""
-        trainer = self.parts and self.parts.trainer
-        steps = (trainer.first_step, trainer.progress.step) if trainer else (0, 0)
+        steps = (self.loop.first_step, self.loop.progress.step) if self.loop else (0, 0)
         return append_stretch(self._made_before, made_by(self.record, *steps))
 
     def _checkpoint(self) -> str:
@@ -284,7 +280,7 @@ class Run(Recording):
         """Record a failure, unless rank 0 does; return whether this rank did."""
         if self.world.rank and self._recorded_by_rank_0():
             return False
-        self.fail(failure, self.parts and self.parts.trainer)
+        self.fail(failure)
         try:
             self.write()
         except OSError as error:  # the failure itself must still be printed
@@ -293,8 +289,7 @@ class Run(Recording):
 
     def exit_code(self) -> int:
         """Return EXIT_INTERRUPTED only if another start of this command would make progress."""
-        trainer = self.parts and self.parts.trainer
-        progressed = trainer is not None and trainer.progress.step > trainer.first_step
+        progressed = self.loop is not None and self.loop.progress.step > self.loop.first_step
         codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
         return codes.get(self.record.status, 1)
 

@@ -209,7 +209,8 @@ def _compose(strategy: str, overrides: Any, own: tuple[str, ...] = ()) -> Any:
     return copy.deepcopy(_composed(strategy, json.dumps(dict(overrides)), own))
 
 
-attach.compose, attach.world_of = _compose, _world_of
+_attach: Any = attach
+_attach.compose, _attach.world_of = _compose, _world_of
 # Optimizers of all threads are seen by each other's checks, as if they were of copies.
 LoopCheck._is_copy = lambda self, parameters: False
 
