@@ -1,7 +1,8 @@
-"""A run as it goes: its progress bar, and its curves, handed to a recorder on the way."""
+"""A run as it is shown: its progress and curves on the way, and the summary at its end."""
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -12,8 +13,8 @@ from tqdm import tqdm
 
 from lab.measure.spans import PHASES
 from lab.record.recorders import Guarded, Recorder
-from lab.record.schema import Record
-from lab.task.metrics import metrics_of
+from lab.record.schema import Record, worded
+from lab.task.metrics import metrics_of, shown
 from lab.training.trainer import Trainer
 
 EXPOSED = PHASES.index("exchange")
@@ -121,3 +122,102 @@ def _of_steps(trainer: Trainer, lr: Sequence[float], first: int) -> Iterator[dic
             "train/payload_bytes": trainer.traffic[3 * step],
             **({"train/exposed_exchange_s": phases_s[EXPOSED]} if phases_s else {}),
         }
+
+
+def summary(record: Record, path: Path) -> str:
+    """Return the few lines that a run prints at its end."""
+    ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
+    emulated, skipped = worded(record.emulation), record.num_skipped_steps
+    lines = [
+        f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
+        f"{record.device}), {record.num_steps} steps of {record.batch_size} {record.unit}s",
+        *([f"skipped         {skipped} steps, which overflowed fp16"] if skipped else []),
+        *_metric_lines(record),
+        *_step_lines(record),
+        *_payload_lines(record),
+        *_frozen_lines(record),
+        *_noise_lines(record),
+        *_drift_lines(record),
+        *([f"data            {record.data_source}"] if record.data_source else []),
+        *(f"no effect       {line}" for line in record.idle),
+        *(f"{f'steps {each.steps}':<16}by {each.made_by}" for each in record.stretches),
+        *([f"emulated        {emulated}"] if emulated else []),
+    ]
+    if record.status == "interrupted":
+        lines.append("continue        the same command with resume=auto")
+    return "\n".join([*lines, f"record          {path / 'record.json'}"])
+
+
+def _metric_lines(record: Record) -> Iterator[str]:
+    for name, value in record.final.items():
+        if name != "loss" and value is not None:
+            yield f"{f'test {name}':<15} {shown(name, value)}"
+
+
+def _step_lines(record: Record) -> Iterator[str]:
+    if record.step_s and record.wall_samples_per_s and record.warmup:
+        step = record.step_s
+        stalls = f"{step.num_stalls} stall{'' if step.num_stalls == 1 else 's'}"
+        yield (
+            f"step time       {1e3 * step.median:.2f} ms median (mad {1e3 * step.mad:.2f}), "
+            f"{1e3 * (step.mean or 0):.2f} mean, {1e3 * step.p95:.2f} p95; {stalls}"
+        )
+        yield f"throughput      {record.rates(record.wall_samples_per_s)} by wall clock"
+        yield from _compute_lines(record)
+        yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
+    elif record.num_steps:
+        why = record.warmup.reason if record.warmup else "see warmup_steps"
+        yield f"step time       – none was timed: {why}"
+
+
+def _compute_lines(record: Record) -> Iterator[str]:
+    if record.compute is None or record.flops_per_s is None:
+        return
+    peak = f"peak ({record.compute.peak_source})"
+    share = f", {100 * record.mfu:.3g} % of the {peak}" if record.mfu is not None else ""
+    yield f"compute         {record.flops_per_s / 1e12:.3g} TFLOP/s{share}"
+
+
+def _frozen_lines(record: Record) -> Iterator[str]:
+    for choice in record.choices:
+        if "frozen_at" in choice:
+            when = choice["frozen_at"]
+            yield f"variance        {f'frozen after step {when}' if when else 'not frozen'}"
+
+
+def _noise_lines(record: Record) -> Iterator[str]:
+    noise = record.gradient_noise
+    if noise is None:
+        return
+    if noise["samples"] is None or not math.isfinite(noise["samples"]):
+        yield f"gradient noise  not to be told from {noise['num_steps']} steps"
+        return
+    yield (
+        f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
+        f"{noise['hi']:.0f}]: larger batches need fewer steps up to about here"
+    )
+
+
+def _drift_lines(record: Record) -> Iterator[str]:
+    if record.drift is None:
+        return
+    alarms = [window for window in record.drift if window["alarm"]]
+    largest = max(alarms or record.drift, key=lambda window: window["error"], default=None)
+    if largest is None:
+        yield "drift           – no window was full, see drift_every"
+        return
+    yield (
+        f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest error "
+        f"is {100 * largest['error']:.2g} %: {largest['bucket']}"
+    )
+
+
+def _payload_lines(record: Record) -> Iterator[str]:
+    if record.payload_bytes_per_step and record.gradient_bytes is not None:
+        sent = max(record.payload_bytes_per_step)
+        ring = 2 * record.gradient_bytes * (record.world_size - 1) / record.world_size
+        saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
+        yield f"payload         {sent / 1e6:.3f} MB per step and rank{saving}"
+        across, hosts = record.across_bytes_per_step or [0], record.environment.get("num_hosts", 1)
+        if any(across) and record.world_size > hosts:  # ranks share hosts
+            yield f"across hosts    {max(across) / 1e6:.3f} MB of it, of the rank that sends most"

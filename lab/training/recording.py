@@ -23,8 +23,11 @@ from lab.settings.config import ConfigError
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.own_code import fingerprint
 from lab.settings.secrets import kept, kept_words
+from lab.task.metrics import metrics_of
 from lab.training.assemble import global_batch_size
-from lab.training.outcome import Loop, note_end, note_progress, summary
+from lab.training.outcome import note_progress
+from lab.training.progress import summary
+from lab.training.trainer import Loop
 
 
 class Recording:
@@ -100,7 +103,13 @@ class Recording:
     def end(self, stop_signal: str | None = None) -> None:
         """Record how the run ended or was stopped, and print its summary."""
         assert self.loop
-        note_end(self.loop, self.record, stop_signal)
+        progress, record = self.loop.progress, self.record
+        note_progress(self.loop, record)
+        if progress.step < self.loop.total_steps:
+            record.end("interrupted", f"stopped by {stop_signal}")
+        else:
+            record.end("done", None)
+            record.final = metrics_of(progress.evaluations[-1]) if progress.evaluations else {}
         if self.world.rank == 0:
             self.write()
             self.recorded = True

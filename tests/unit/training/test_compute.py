@@ -16,7 +16,8 @@ from lab.measure.peaks import Peak
 from lab.record.schema import Compute, read_record
 from lab.settings.config import load
 from lab.training import outcome
-from lab.training.outcome import flops_per_sample, note_rates, peak_of, summary
+from lab.training.outcome import flops_per_sample, note_rates, peak_of
+from lab.training.progress import summary
 from tests.support.records import leave, make_record
 
 COUNTED = Compute(2e9, None, 1e12, "estimated: a core")
