@@ -24,8 +24,6 @@ from lab.sync.local import LocalSync
 from lab.sync.pattern import Begin, Leg
 from lab.sync.priority import PrioritySync
 
-NUM_EXCHANGES = 3  # buckets are planned anew after the first, and used again in the third
-
 
 class Exchanging(Protocol):
     """The part of a Sync, or of a hook's state, that is observed."""
@@ -63,14 +61,9 @@ class Observer:
         parameters = [*watch.parameters.values()]
         self.examination = Examination(about, watch.names, watch.names_at_start, parameters)
 
-    @property
-    def is_done(self) -> bool:
-        """True after as many exchanges as are looked at."""
-        return self.examination.num_exchanges >= NUM_EXCHANGES
-
     def begin(self) -> None:
         """Note what is kept, and counted, before an exchange."""
-        self._kept = self._kept_now()
+        self._kept = self.watch.kept(self._sync.exchange, self._sync.comm)
         self.buckets = self._buckets_now()
         self.odometer.start(self._sync.sent()[0])
         self._begun = True
@@ -87,12 +80,13 @@ class Observer:
         assert self._kept is not None
         watch = self.watch
         start = watch.no_start() if self.examination.num_exchanges else watch.start()
-        before, after = kept_factor * self._kept, kept_factor * self._kept_now()
-        return watch.seen(start, before, after, factor)
+        after = watch.kept(self._sync.exchange, self._sync.comm)
+        return watch.seen(start, kept_factor * self._kept, kept_factor * after, factor)
 
     def sent(self) -> Tensor:
         """Return the bytes since `begin`, for Examination.add."""
-        self.buckets = self.buckets or self._buckets_now()  # a hook knows them afterwards
+        if not self.buckets:  # a hook knows them afterwards
+            self.buckets = self._buckets_now()
         return self.odometer.stop(self._sync.sent()[0])
 
     def add(self, seen: Seen) -> None:
@@ -130,9 +124,6 @@ class Observer:
         sizes = self._sync.bucket_itemsizes() or [4] * len(shapes)
         return [*zip(shapes, sizes, strict=True)]
 
-    def _kept_now(self) -> Tensor:
-        return self.watch.kept(self._sync.exchange, self._sync.comm)
-
 
 class Check:
     """Examination of a run whose steps call these methods. This one looks at nothing.
@@ -141,8 +132,10 @@ class Check:
         certificate: the result, once there is one.
     """
 
-    certificate: Certificate | None = None
     _is_told = False
+
+    def __init__(self, certificate: Certificate | None = None) -> None:
+        self.certificate = certificate
 
     def news(self) -> Certificate | None:
         """Return the certificate once, when it is new."""
@@ -166,17 +159,11 @@ class Check:
         """Look at weights after they were exchanged, if this sync does so."""
 
 
-class Unchecked(Check):
-    """A check of a sync that promises nothing that could be checked."""
-
-    def __init__(self, reason: str) -> None:
-        self.certificate = unchecked(reason)
-
-
 class GradientCheck(Check):
     """A check that `finish` leaves the mean of the ranks' gradients on every rank."""
 
     def __init__(self, model: nn.Module, sync: Sync, about: About) -> None:
+        super().__init__()
         self._model, self._sync, self._about = model, sync, about
         self._observer: Observer | None = None
 
@@ -199,7 +186,7 @@ class GradientCheck(Check):
     def _judge(self, observer: Observer, seen: Seen) -> None:
         with self._noting_faults():
             observer.add(seen)
-        if observer.is_done:
+        if observer.examination.is_done:
             self._issue(observer)
 
     def _issue(self, observer: Observer) -> None:
@@ -236,7 +223,7 @@ class LateCheck(GradientCheck):
                 observer.examination.add(arrived, self._before[1], observer.buckets)
         self._before = seen, sent
         observer.forget()
-        if observer.is_done:
+        if observer.examination.is_done:
             self._issue(observer)
 
 
@@ -329,6 +316,10 @@ class ChangeCheck(GradientCheck):
         self._issue(observer)
 
 
+def _unchecked(reason: str) -> Check:
+    return Check(unchecked(reason))
+
+
 def check_of(
     model: nn.Module,
     sync: Sync,
@@ -351,9 +342,9 @@ def check_of(
         return Check()
     moves_nothing = pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal
     if not pattern.legs or moves_nothing:
-        return Unchecked(f"strategy={strategy} exchanges nothing")
+        return _unchecked(f"strategy={strategy} exchanges nothing")
     if pattern.takes_exchanges and sync.exchange.delivers != "mean":
-        return Unchecked(f"strategy={strategy} leaves a {sync.exchange.delivers}, no mean")
+        return _unchecked(f"strategy={strategy} leaves a {sync.exchange.delivers}, no mean")
     who = sync if pattern.by_library else sync.exchange
     about = About(
         gather,
@@ -379,4 +370,4 @@ def check_of(
             return LateCheck(model, sync, late)
         if pattern.begins in (Begin.DURING_BACKWARD, Begin.AFTER_BACKWARD):
             return GradientCheck(model, sync, about)
-    return Unchecked(f"strategy={strategy} promises no mean of gradients or weights in every step")
+    return _unchecked(f"strategy={strategy} promises no mean of gradients or weights in every step")

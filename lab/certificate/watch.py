@@ -188,11 +188,6 @@ class Watch:
         return [*self.parameters, *self._buffers]
 
     @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Shapes of the parameters' travelling values, by name."""
-        return {name: travel_shape(parameter) for name, parameter in self.parameters.items()}
-
-    @property
     def is_empty(self) -> bool:
         """True if no gradient was noted since `reset`."""
         return not self._own
@@ -230,7 +225,8 @@ class Watch:
     def kept(self, exchange: Exchange, comm: Comm) -> Tensor:
         """Return the images of the compression errors that this rank keeps: [P, H, K]."""
         images = {name: self._zero() for name in self.parameters}
-        for name, start, values in exchange.kept(self.shapes, comm):
+        shapes = {name: travel_shape(parameter) for name, parameter in self.parameters.items()}
+        for name, start, values in exchange.kept(shapes, comm):
             images[name] += self._sketch.image(values, start, self.head_only)
         return torch.stack(list(images.values()))
 

@@ -147,7 +147,7 @@ class LoopCheck:
         except CertificateError as error:
             self._end(error.certificate)
             raise
-        if observer.is_done:
+        if observer.examination.is_done:
             self.close()
 
     def close(self) -> None:
