@@ -33,7 +33,7 @@ from lab.sync.fsdp_hooks import set_reduce_scatter
 from lab.sync.fsdp_units import require_scattered
 from lab.sync.gradsync import GradSync
 from lab.sync.owner import KEY, Owner, Scaler, SpoiledState, require_state
-from lab.training.alike import exchanged_alike
+from lab.training.alike import parameters, settings_and_software
 from lab.training.assemble import admitted, require_alike, require_like_gpus
 
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
@@ -140,7 +140,7 @@ def _join(
     """
     world = world_of(group, device, config.exchange_timeout_s)
     settings: Any = OmegaConf.to_container(config, resolve=True)
-    require_alike(world, exchanged_alike(settings, model))
+    require_alike(world, settings_and_software(config) | parameters(model))
     require_like_gpus(world, exchange)
     return world, settings
 

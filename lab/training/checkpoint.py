@@ -206,7 +206,10 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     model, sync, device = trainer.model, trainer.sync, trainer.world.device
     broadcast_buffers(model, trainer.world)
     sync_state = sync.state_dict()
-    _refuse_spoiled(trainer, sync_state)
+    of_sync = (pair for tensors in sync_state.values() for pair in tensors.items())
+    tensors = [*model.named_parameters(), *of_sync]
+    if not all(local(tensor).isfinite().all() for _, tensor in tensors):  # even if no loss was not
+        raise overflow(trainer.progress.step - 1, tensors)
     replica: State = {"model": whole(model.state_dict())}
     if not sync.shards:
         names = names_of(trainer.optimizer, named(model).items())
@@ -251,7 +254,12 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
             f"resume={trainer.config.resume}: the checkpoint is of another model; use the same "
             "model, transform and data"
         ) from None
-    trainer.progress = _progress(trainer, shared["progress"])
+    saved = shared["progress"]
+    step, samples = saved["step"], saved["samples"]
+    if any(type(count) is not int or count < 0 for count in (step, samples)):
+        raise ValueError(f"resume: step={step} samples={samples}: must be whole numbers from 0")
+    total = total_steps(trainer.config, trainer.data.num_train, trainer.batch_size, step, samples)
+    trainer.progress = Progress(**{**saved, "total_steps": total})
     trainer.first_step = trainer.progress.step
     if trainer.loss_scale and shared["loss_scale"]:
         trainer.loss_scale.load_state_dict(shared["loss_scale"])
@@ -305,18 +313,6 @@ def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -
     return mean_state([{key: state[key] for key in keys} for state in ranks])
 
 
-def _progress(trainer: Trainer, saved: State) -> Progress:
-    """Return the saved progress, with this run's total number of steps."""
-    steps = saved["step"], saved["samples"]
-    if any(type(count) is not int or count < 0 for count in steps):
-        raise ValueError(
-            f"resume: step={steps[0]} samples={steps[1]}: must be whole numbers from 0"
-        )
-    num_train, batch_size = trainer.data.num_train, trainer.batch_size
-    total = total_steps(trainer.config, num_train, batch_size, saved["step"], saved["samples"])
-    return Progress(**{**saved, "total_steps": total})
-
-
 def _restore_rank(trainer: Trainer, ranks: list[State]) -> None:
     world, exchange = trainer.world, trainer.sync.exchange
     states = [state["exchange"] for state in ranks]
@@ -331,14 +327,6 @@ def _restore_rank(trainer: Trainer, ranks: list[State]) -> None:
         state = exchange.redistribute(states, world.rank, world.size) if states[0] else {}
     if state:
         exchange.load_state_dict(_to(state, world.device))
-
-
-def _refuse_spoiled(trainer: Trainer, sync_state: dict[str, dict[str, Tensor]]) -> None:
-    """Raise if weights or the sync's tensors are not finite, even if no loss was."""
-    kept = (pair for tensors in sync_state.values() for pair in tensors.items())
-    tensors = [*trainer.model.named_parameters(), *kept]
-    if not all(local(tensor).isfinite().all() for _, tensor in tensors):
-        raise overflow(trainer.progress.step - 1, tensors)
 
 
 def _to(state: State, device: torch.device) -> State:
@@ -407,8 +395,13 @@ def load_optimizer(
         for number, name in enumerate(names)
         if flat[name]
     }
-    saved = {"state": state, "param_groups": _groups(optimizer, groups)}
-    _load_placed(optimizer, parameters, saved)
+    # This optimizer's groups, with what the saved ones hold besides parameters. A rank may lack a
+    # group of which it has no slice; a run sets its own hyperparameters anyway.
+    own = [
+        {**groups[min(number, len(groups) - 1)], "params": group["params"]}
+        for number, group in enumerate(optimizer.state_dict()["param_groups"])
+    ]
+    _load_placed(optimizer, parameters, {"state": state, "param_groups": own})
 
 
 def _load_placed(
@@ -429,15 +422,15 @@ def _joined(ranks: list[State]) -> dict[str, State]:
     for rank in ranks:
         for name, piece in rank.items():
             pieces.setdefault(name, []).append(piece)
-    return {name: _join(sorted(each, key=lambda p: p["start"])) for name, each in pieces.items()}
-
-
-def _join(pieces: list[State]) -> State:
     return {
-        key: torch.cat([piece["state"][key].reshape(-1) for piece in pieces])
-        if isinstance(value, Tensor) and value.dim()
-        else value
-        for key, value in pieces[0]["state"].items()
+        name: {
+            key: torch.cat([piece["state"][key].reshape(-1) for piece in each])
+            if isinstance(value, Tensor) and value.dim()
+            else value
+            for key, value in each[0]["state"].items()
+        }
+        for name, slices in pieces.items()
+        for each in [sorted(slices, key=lambda piece: piece["start"])]
     }
 
 
@@ -445,19 +438,18 @@ def _flattened(whole: State, parameters: Mapping[str, nn.Parameter]) -> dict[str
     """Return the same of a checkpoint in which one rank's optimizer had whole parameters."""
     if "names" not in whole:
         raise ValueError("an earlier version wrote no names of parameters")
+
+    def flat(value: Any, like: nn.Parameter) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape != like.shape:
+            return value
+        laid_out = value.new_empty_strided(like.shape, like.stride()).copy_(value)
+        return laid_out.as_strided((laid_out.numel(),), (1,))
+
     states = whole["optimizer"]["state"]
     return {
-        name: {key: _flat(value, parameters[name]) for key, value in states.get(n, {}).items()}
+        name: {key: flat(value, parameters[name]) for key, value in states.get(n, {}).items()}
         for n, name in enumerate(whole["names"])
     }
-
-
-def _flat(value: Any, parameter: nn.Parameter) -> Any:
-    """Return a tensor of `parameter`'s shape in the order of its memory; others as they are."""
-    if not isinstance(value, Tensor) or not value.dim() or value.shape != parameter.shape:
-        return value
-    laid_out = value.new_empty_strided(parameter.shape, parameter.stride()).copy_(value)
-    return laid_out.as_strided((laid_out.numel(),), (1,))
 
 
 def _cut(state: State, span: slice, model: nn.Parameter) -> State:
@@ -469,15 +461,3 @@ def _cut(state: State, span: slice, model: nn.Parameter) -> State:
         return laid_out
 
     return {k: cut(v) if isinstance(v, Tensor) and v.dim() else v for k, v in state.items()}
-
-
-def _groups(optimizer: Optimizer, saved: list[State]) -> list[State]:
-    """Return this optimizer's groups with what `saved` ones hold besides parameters.
-
-    A rank may lack a group of which it has no slice; a run sets its own hyperparameters anyway.
-    """
-    own = optimizer.state_dict()["param_groups"]
-    return [
-        {**saved[min(number, len(saved) - 1)], "params": group["params"]}
-        for number, group in enumerate(own)
-    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lab.training.trainer import Trainer
 EXPOSED = PHASES.index("exchange")
 
 
-class Bar(tqdm):
+class ProgressBar(tqdm):
     """Steps done, and the throughput of the last seconds, evaluations and checkpoints included.
 
     Args:
@@ -92,10 +92,22 @@ class Curves:
 
     def send(self) -> None:
         """Record every step whose numbers have reached the host."""
-        if self._trainer:
-            for values in _of_steps(self._trainer, self._lr, self._num_sent):
-                self._num_sent += 1
-                self._recorder.log(self._trainer.first_step + self._num_sent, values)
+        if (trainer := self._trainer) is None:
+            return
+        losses = trainer.losses.read
+        rows = trainer.clock.finished(self._num_sent)[: len(losses) - self._num_sent]
+        for step_s, gap_s, *phases_s in rows:
+            step = self._num_sent
+            values = {
+                "train/loss": losses[step],
+                "train/lr": self._lr[step],
+                "train/step_s": step_s,
+                "train/samples_per_s": trainer.batch_size / (step_s + gap_s),
+                "train/payload_bytes": trainer.traffic[3 * step],
+                **({"train/exposed_exchange_s": phases_s[EXPOSED]} if phases_s else {}),
+            }
+            self._num_sent += 1
+            self._recorder.log(trainer.first_step + self._num_sent, values)
 
     def evaluated(self, result: Mapping[str, float]) -> None:
         """Record an evaluation, as `Trainer.evaluate` returns it; it waited for all steps."""
@@ -107,21 +119,6 @@ class Curves:
     def finish(self, record: Record) -> None:
         """End, with the record of the run."""
         self._recorder.finish(record)
-
-
-def _of_steps(trainer: Trainer, lr: Sequence[float], first: int) -> Iterator[dict[str, float]]:
-    """Yield the numbers of each step from number `first` on, counted from this start of the run."""
-    rows, losses = trainer.clock.finished(first), trainer.losses.read
-    for step, row in enumerate(rows[: len(losses) - first], start=first):
-        step_s, gap_s, *phases_s = row
-        yield {
-            "train/loss": losses[step],
-            "train/lr": lr[step],
-            "train/step_s": step_s,
-            "train/samples_per_s": trainer.batch_size / (step_s + gap_s),
-            "train/payload_bytes": trainer.traffic[3 * step],
-            **({"train/exposed_exchange_s": phases_s[EXPOSED]} if phases_s else {}),
-        }
 
 
 def summary(record: Record, path: Path) -> str:

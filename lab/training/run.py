@@ -33,7 +33,7 @@ from lab.training import checkpoint, outcome
 from lab.training.alike import checkpoint_facts
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
 from lab.training.outcome import compute_of
-from lab.training.progress import Bar, Curves
+from lab.training.progress import Curves, ProgressBar
 from lab.training.recording import Recording, claim_directory, made_by, settings_of
 from lab.training.trainer import Trainer
 
@@ -228,16 +228,19 @@ class Run(Recording):
             shown: whether this rank shows the progress.
         """
         config, trainer = self.config, parts.trainer
-        bar = Bar(self.record, trainer.total_steps, trainer.progress.step, shown)
-        with self._layers(trainer), bar:
+        progress = ProgressBar(self.record, trainer.total_steps, trainer.progress.step, shown)
+        layers = contextlib.nullcontext()
+        if config.measure == "breakdown" and not config.compile:  # compiled, a model has none
+            layers = marked_layers(trainer.model, self.world.device, lambda: trainer.clock.passes)
+        with layers, progress:
             for step in trainer.steps():
-                bar.update()
+                progress.update()
                 self.curves.after_step()
                 if (certificate := trainer.check.news()) and self.world.rank == 0:
-                    bar.write(certificate.line)
+                    progress.write(certificate.line)
                 is_last = step == trainer.total_steps
                 if config.eval_every and step % config.eval_every == 0 and not is_last:
-                    self._note(bar, trainer.evaluate())
+                    self._note(progress, trainer.evaluate())
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
                     self.save(parts)
                 yield step
@@ -248,17 +251,10 @@ class Run(Recording):
             self.record = outcome.measured(trainer, self.record, self.directory)
             outcome.write_timeline(trainer, self.record, self.directory)
             if trainer.progress.step == trainer.total_steps and not trainer.evaluated():
-                self._note(bar, trainer.evaluate())
+                self._note(progress, trainer.evaluate())
 
-    def _layers(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
-        """Mark layers for the timeline of a breakdown; a compiled model has none any more."""
-        if self.config.measure != "breakdown" or self.config.compile:
-            return contextlib.nullcontext()
-        device, clock = trainer.world.device, trainer.clock
-        return marked_layers(trainer.model, device, lambda: clock.passes)
-
-    def _note(self, bar: Bar, result: dict[str, float]) -> None:
-        bar.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})
+    def _note(self, progress: ProgressBar, result: dict[str, float]) -> None:
+        progress.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})
         self.curves.evaluated(result)
 
     def write(self) -> None:
@@ -278,8 +274,11 @@ class Run(Recording):
 
     def record_failure(self, failure: Failure) -> bool:
         """Record a failure, unless rank 0 does; return whether this rank did."""
-        if self.world.rank and self._recorded_by_rank_0():
-            return False
+        deadline = time.monotonic() + RECORD_WAIT_S
+        while self.world.rank and time.monotonic() < deadline:
+            if self.directory.recorded_since(self.started_at.timestamp()):
+                return False
+            time.sleep(0.1)
         self.fail(failure)
         try:
             self.write()
@@ -292,14 +291,6 @@ class Run(Recording):
         progressed = self.loop is not None and self.loop.progress.step > self.loop.first_step
         codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
         return codes.get(self.record.status, 1)
-
-    def _recorded_by_rank_0(self) -> bool:
-        deadline = time.monotonic() + RECORD_WAIT_S
-        while time.monotonic() < deadline:
-            if self.directory.recorded_since(self.started_at.timestamp()):
-                return True
-            time.sleep(0.1)
-        return False
 
 
 def start(config: DictConfig, arguments: list[str]) -> int:
@@ -325,14 +316,18 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     If the user's code failed, the line names the place, and the traceback is there as well.
     """
     text = _first_line(error)
+
+    def says(words: tuple[str, ...]) -> bool:
+        return isinstance(error, RuntimeError) and any(word in text.lower() for word in words)
+
     line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", line)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _says(error, OUT_OF_MEMORY):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or says(OUT_OF_MEMORY):
         return Failure("oom", line)
-    if isinstance(error, TimeoutError) or _says(error, TIMEOUT):
+    if isinstance(error, TimeoutError) or says(TIMEOUT):
         return Failure("timeout", line)
-    if isinstance(error, ConnectionError) or _says(error, LOST_PEER):
+    if isinstance(error, ConnectionError) or says(LOST_PEER):
         return Failure("failed", f"rank {rank}: lost another rank: {text.rstrip(': ')[:200]}")
     found = blame(error)
     if found:
@@ -352,9 +347,3 @@ def _first_line(error: BaseException) -> str:
     except Exception:  # a user's error may have no text
         return "(its text cannot be read)"
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _says(error: BaseException, words: tuple[str, ...]) -> bool:
-    """Return whether the first line of a library's untyped error has one of `words`."""
-    text = _first_line(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in words)
