@@ -92,8 +92,7 @@ class Observer:
     def add(self, seen: Seen) -> None:
         """Have the exchange judged, and get ready for the next one. A collective call.
 
-        Raises:
-            CertificateError: names what is wrong.
+        Raises: CertificateError: names what is wrong.
         """
         if self.examination.add(seen, self.sent(), self.buckets):
             self.watch.head_only = True  # from now on
@@ -105,7 +104,6 @@ class Observer:
         self._begun = False
 
     def close(self) -> None:
-        """Look no more."""
         self.watch.close()
         if self._tells:
             self._tells.before_exchange = None
@@ -128,8 +126,7 @@ class Observer:
 class Check:
     """Examination of a run whose steps call these methods. This one looks at nothing.
 
-    Attributes:
-        certificate: the result, once there is one.
+    Attributes: certificate: the result, once there is one.
     """
 
     _is_told = False

@@ -57,8 +57,7 @@ EQUAL = 1e-12  # relative difference of equal weights, whose images kinds of dev
 class CertificateError(RuntimeError):
     """Gradients are not exchanged as they should be.
 
-    Attributes:
-        certificate: what was found.
+    Attributes: certificate: what was found.
     """
 
     def __init__(self, certificate: Certificate) -> None:
@@ -122,14 +121,11 @@ class Examination:
     def add(self, mine: Seen, sent: Tensor, buckets: Sequence[Bucket]) -> bool:
         """Judge an exchange. A collective call.
 
-        Args:
-            sent: a result of Odometer.stop. buckets: empty: unknown.
+        Args: sent: a result of Odometer.stop. buckets: empty: unknown.
 
-        Returns:
-            False if it was left out, as a gradient was not finite, or no rank had any.
+        Returns: False if it was left out, as a gradient was not finite, or no rank had any.
 
-        Raises:
-            CertificateError: names what is wrong.
+        Raises: CertificateError: names what is wrong.
         """
         traffic = self.about.gather(sent)  # first: once all have read them, bytes may travel
         seen = mine.of_all(self.about.gather)
@@ -146,7 +142,6 @@ class Examination:
 
     @property
     def is_done(self) -> bool:
-        """True after as many exchanges as are looked at."""
         return self.num_exchanges >= NUM_EXCHANGES
 
     def check_weights(self, weights: Tensor) -> None:
@@ -158,8 +153,7 @@ class Examination:
     def fail(self, property: str, text: str) -> None:
         """End the examination.
 
-        Raises:
-            CertificateError: always.
+        Raises: CertificateError: always.
         """
         others = [each for each in PROPERTIES if each != property]
         findings = [Finding(property, "fails", text)]
@@ -205,7 +199,6 @@ class Examination:
         )
 
     def _findings(self, proven: int) -> Iterator[Finding]:
-        """Yield all findings but that of bytes."""
         for name, how in HOW.items():
             outcome: Outcome = "holds" if proven or name == "equal start" else "not checked"
             if name == "fresh" and proven and self.num_exchanges < 2:
@@ -381,8 +374,7 @@ def _untouched(seen: Seen, mean: Tensor, tolerance: Tensor, bound: Tensor) -> Te
 def unequal_at_start(start: Tensor) -> dict[int, list[int]]:
     """Return the tensors that differ between ranks, each with the ranks that differ from rank 0.
 
-    Args:
-        start: images [N, tensors, K].
+    Args: start: images [N, tensors, K].
     """
     apart = norm(start - start[0]) > EQUAL * norm(start[0])
     apart |= start.isnan().any(dim=-1) != start[0].isnan().any(dim=-1)
@@ -482,8 +474,7 @@ def _candidates(
 def _mixture(got: Tensor, sent: Tensor, near: float) -> tuple[Fault, str] | None:
     """Fit a gradient by a weighted sum of all ranks' ones, and read the weights.
 
-    Args:
-        got: [wrong parameters, K]. sent: [N, wrong parameters, K].
+    Args: got: [wrong parameters, K]. sent: [N, wrong parameters, K].
     """
     size, parts = len(sent), sent.flatten(1).T  # [values, N]
     if len(parts) < 2 * size:  # too few values to determine so many weights
@@ -500,7 +491,6 @@ def _mixture(got: Tensor, sent: Tensor, near: float) -> tuple[Fault, str] | None
 
 
 def apart(got: Tensor, other: Tensor) -> float:
-    """Return the distance of two gradients, relative to the larger one."""
     size = torch.maximum(got.norm(), other.norm())
     return float((got - other).norm() / size) if size else 0.0
 

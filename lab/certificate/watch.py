@@ -132,7 +132,6 @@ class Seen:
         return replace(self, **dict(zip(("own", "sent", "delivered"), one, strict=True)))
 
     def is_finite(self) -> bool:
-        """Return whether no gradient overflowed on any rank."""
         return all(bool(each.isfinite().all()) for each in (self.own, self.delivered, self.sent))
 
 
@@ -198,14 +197,12 @@ class Watch:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was noted, as an exchange begins."""
         self._own: dict[str, Tensor] = {}
         self._scale: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
         self._noted: set[str] = set()
 
     def close(self) -> None:
-        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -231,7 +228,6 @@ class Watch:
         return torch.stack(list(images.values()))
 
     def weights(self) -> Tensor:
-        """Return the images of all weights: [P, K]."""
         return torch.stack([self._whole(each) for each in self.parameters.values()])
 
     def images(self, values: Mapping[str, Tensor] | None = None) -> Tensor:

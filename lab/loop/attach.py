@@ -73,8 +73,7 @@ def ddp_comm_hook(
         certificate: file for what it finds, as JSON; None: it is printed only.
         overrides: settings by dotted key: `**{"exchange.threshold": "mean"}`.
 
-    Returns:
-        The hook's state, with `state_dict` and `load_state_dict`; and the hook.
+    Returns: The hook's state, with `state_dict` and `load_state_dict`; and the hook.
 
     Raises:
         ConfigError: a setting, or a module, that a hook does not support, or that is another on
@@ -113,11 +112,9 @@ def attach(
 ) -> LoopState:
     """Let `ddp` exchange its gradients by `strategy`, in one line.
 
-    Returns:
-        The hook's state, with `state_dict` and `load_state_dict`.
+    Returns: The hook's state, with `state_dict` and `load_state_dict`.
 
-    Raises:
-        ConfigError: see `ddp_comm_hook`.
+    Raises: ConfigError: see `ddp_comm_hook`.
     """
     state, hook = ddp_comm_hook(
         strategy, ddp, scaler=scaler, check=check, certificate=certificate, **overrides
@@ -135,8 +132,7 @@ def _join(
 ) -> tuple[World, dict[str, Any]]:
     """Connect the ranks of `group` for an exchange; return them and its settings.
 
-    Raises:
-        ConfigError: settings, software, parameters or GPUs differ between the ranks.
+    Raises: ConfigError: settings, software, parameters or GPUs differ between the ranks.
     """
     world = world_of(group, device, config.exchange_timeout_s)
     settings: Any = OmegaConf.to_container(config, resolve=True)
@@ -180,8 +176,7 @@ class LoopSync(Checked, GradSync):
     mean of the other ranks' gradients after `finish`; one that no rank has reached has none, as
     with DistributedDataParallel(find_unused_parameters=True).
 
-    Attributes:
-        settings: the composed settings that made the sync.
+    Attributes: settings: the composed settings that made the sync.
     """
 
     def __init__(
@@ -245,8 +240,7 @@ class LoopSync(Checked, GradSync):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict` of the same rank among as many ranks.
 
-        Raises:
-            ValueError: it is of another exchange, or see Owner.check.
+        Raises: ValueError: it is of another exchange, or see Owner.check.
         """
         require_state(state, "step")
         prefix = "exchange."
@@ -312,11 +306,9 @@ def grad_sync(
 class ReduceScatters:
     """The state and counts that the reduce-scatters of a model's FSDP modules share.
 
-    Attributes:
-        traffic: payload bytes and messages of this rank's reduce-scatters so far.
+    Attributes: traffic: payload bytes and messages of this rank's reduce-scatters so far.
 
-    Raises:
-        ValueError: see lab.sync.fsdp_hooks.set_reduce_scatter.
+    Raises: ValueError: see lab.sync.fsdp_hooks.set_reduce_scatter.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, settings: Mapping[str, Any]) -> None:
@@ -333,8 +325,7 @@ class ReduceScatters:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of `state_dict` on the same rank of as many ranks.
 
-        Raises:
-            ValueError: it is of another exchange, or see Owner.check.
+        Raises: ValueError: it is of another exchange, or see Owner.check.
         """
         require_state(state)
         kept = {key: value for key, value in state.items() if key != KEY}
@@ -363,8 +354,7 @@ def fsdp_reduce_scatter(
             it is.
         overrides: settings by dotted key: `**{"exchange.block_size": 512}`.
 
-    Raises:
-        ConfigError: a setting, or a model without FSDP modules.
+    Raises: ConfigError: a setting, or a model without FSDP modules.
     """
     config = compose(exchange, overrides)
     settings: Any = OmegaConf.to_container(config.exchange, resolve=True)

@@ -39,8 +39,7 @@ MEANT = "if ranks are meant to part, use check=None"
 class Checked:
     """A sync, or a hook's state, in a loop.
 
-    Attributes:
-        check: examines the first exchanges; None: nothing does. Set before the loop.
+    Attributes: check: examines the first exchanges; None: nothing does. Set before the loop.
     """
 
     check: LoopCheck | None = None
@@ -70,11 +69,9 @@ class LoopCheck:
         file: where rank 0 writes the certificate; None: nowhere.
         forgotten: describes an update without an exchange.
 
-    Attributes:
-        certificate: the result, once there is one.
+    Attributes: certificate: the result, once there is one.
 
-    Raises:
-        ConfigError: the file's folder does not exist, or the file is a folder.
+    Raises: ConfigError: the file's folder does not exist, or the file is a folder.
     """
 
     def __init__(
@@ -129,8 +126,7 @@ class LoopCheck:
             kept_factor: by which to multiply errors kept, to have them in units of the gradients.
             joined: this rank has no more batches, and only takes part for the others.
 
-        Raises:
-            CertificateError: names what is wrong.
+        Raises: CertificateError: names what is wrong.
         """
         if (observer := self._observer) is None:
             return
@@ -151,7 +147,6 @@ class LoopCheck:
             self.close()
 
     def close(self) -> None:
-        """Look no more."""
         if self._observer:
             self._end(self._observer.examination.certificate())
 
@@ -233,7 +228,6 @@ def _is_torchs(optimizer: Optimizer) -> bool:
 
 
 def _has_values(parameter: nn.Parameter) -> bool:
-    """Return whether an optimizer finds a gradient that is not zero."""
     gradient = parameter.grad
     return gradient is not None and bool(travelling(gradient, parameter).any())
 

@@ -38,8 +38,7 @@ from lab.training.trainer import Measured, Progress, Synced
 class Step:
     """One optimizer step under way.
 
-    Attributes:
-        loss: this rank's loss, to set before the step ends; None: not recorded.
+    Attributes: loss: this rank's loss, to set before the step ends; None: not recorded.
     """
 
     loss: Tensor | float | None = None
@@ -156,8 +155,7 @@ class Run(Recording):
     def step(self) -> Generator[Step]:
         """Time one optimizer step; set its `loss` to have it recorded.
 
-        Raises:
-            RuntimeError: the run has not begun or has ended, or another step is under way.
+        Raises: RuntimeError: the run has not begun or has ended, or another step is under way.
         """
         if not self._is_open or self._in_step:
             within = "another step" if self._in_step else "no run; it belongs in `with lab.Run(…)`"
@@ -179,8 +177,7 @@ class Run(Recording):
     def evaluated(self, *, loss: float, **metrics: float) -> None:
         """Record an evaluation after the last step: the same values on all ranks.
 
-        Args:
-            loss: of the test samples. metrics: others by name; accuracy is a share of 1.
+        Args: loss: of the test samples. metrics: others by name; accuracy is a share of 1.
         """
         self._loop.pause()
         progress, clock = self._loop.progress, self._loop.clock
@@ -268,7 +265,6 @@ class OwnLoop(Measured[Synced]):
             self._last.clock = clock
 
     def close(self) -> None:
-        """Remove all hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         if self._last:
@@ -296,7 +292,6 @@ class OwnLoop(Measured[Synced]):
         return self.lab_sync.comm.traffic.so_far() if self.lab_sync else (0, 0, 0)
 
     def after_step(self, loss: Tensor | float) -> None:
-        """Note a step's loss."""
         if self._last:
             self._last.end_step()
         value = torch.as_tensor(loss, dtype=torch.float32, device=self.world.device)

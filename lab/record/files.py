@@ -37,8 +37,7 @@ def decode(kind: Any, value: Any, key: str) -> Any:
             nothing is checked. Unknown keys are ignored, and a field with a default may be missing.
         key: path of the value for errors: a.b is b in a.
 
-    Raises:
-        ValueError: the value does not fit; one line that names the key.
+    Raises: ValueError: the value does not fit; one line that names the key.
     """
     if kind is Any:
         return value
@@ -70,8 +69,7 @@ def decode(kind: Any, value: Any, key: str) -> Any:
 def check_types(made: object) -> None:
     """Check that the fields of a dataclass have the types that it declares, as `decode` has them.
 
-    Raises:
-        ValueError: one has not; one line that names the field.
+    Raises: ValueError: one has not; one line that names the field.
     """
     for field in dataclasses.fields(cast(Any, made)):
         decode(_hints(type(made))[field.name], getattr(made, field.name), field.name)

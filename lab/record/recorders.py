@@ -51,8 +51,7 @@ class Recorder(Protocol):
 class Guarded:
     """A recorder whose first failure turns it off, with a warning: it never ends a run.
 
-    Args:
-        recorder: None: all calls do nothing.
+    Args: recorder: None: all calls do nothing.
     """
 
     def __init__(self, recorder: Recorder | None) -> None:
@@ -146,8 +145,7 @@ class CsvRecorder:
 class TensorBoardRecorder:
     """A scalar per curve, in `tensorboard/` of the run directory: `tensorboard --logdir runs`.
 
-    Raises:
-        ValueError: TensorBoard is not installed.
+    Raises: ValueError: TensorBoard is not installed.
     """
 
     def __init__(self) -> None:
@@ -176,8 +174,7 @@ class WandbRecorder:
         project: name of the wandb project.
         mode: "offline" keeps everything in the run directory, "online" sends it.
 
-    Raises:
-        ValueError: `mode` is neither, or wandb is not installed.
+    Raises: ValueError: `mode` is neither, or wandb is not installed.
     """
 
     def __init__(self, project: str, mode: str) -> None:

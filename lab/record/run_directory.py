@@ -47,8 +47,7 @@ class RunDirectory:
         `launch`) continues in its own directory, even if that is done. Until `release` no other
         process can claim the directory.
 
-        Raises:
-            ValueError: the directory cannot be created or written, or is taken.
+        Raises: ValueError: the directory cannot be created or written, or is taken.
         """
         # Not by name: it contains the number of ranks, which may have changed.
         restarted = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
@@ -73,8 +72,7 @@ class RunDirectory:
     def require_own(self) -> None:
         """Check that what the path names is still the directory that this run has claimed.
 
-        Raises:
-            OSError: another is in its place; nothing may be written there.
+        Raises: OSError: another is in its place; nothing may be written there.
         """
         if self._lock and not os.path.samestat(
             os.fstat(self._lock.fileno()), (self.path / LOCK).lstat()
@@ -82,7 +80,6 @@ class RunDirectory:
             raise OSError(f"{self.path}: another directory has taken the place of this run's")
 
     def release(self) -> None:
-        """Let another process claim this directory."""
         if self._lock:
             self._lock.close()
             self._lock = None
@@ -204,14 +201,12 @@ class RunDirectory:
                 self.path.rmdir()
 
     def write_config(self, yaml: str) -> None:
-        """Write the resolved configuration."""
         write_atomically(self.path / SETTINGS, lambda path: path.write_text(yaml))
 
     def write_record(self, record: Record) -> None:
         """Write the certificate, if there is one, and the record, the last file of a run.
 
-        Raises:
-            OSError: the directory cannot be written, or is another by now.
+        Raises: OSError: the directory cannot be written, or is another by now.
         """
         self.require_own()
         if record.certificate:

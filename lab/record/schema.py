@@ -353,7 +353,6 @@ class Record:
         return f"{text}, {each * samples_per_s:.0f} {self.prediction}s/s" if each > 1 else text
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `record.json` holds."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
@@ -398,8 +397,7 @@ def worded(emulation: Iterable[Emulation]) -> str:
 def append_stretch(earlier: list[dict[str, Any]], now: dict[str, Any]) -> list[dict[str, Any]]:
     """Add steps to those made before, in one stretch with the last ones if these were made alike.
 
-    Args:
-        earlier, now: values of a Stretch, with all settings.
+    Args: earlier, now: values of a Stretch, with all settings.
     """
     if earlier and {**earlier[-1], "end_step": 0} == {
         **now,

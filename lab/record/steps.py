@@ -48,8 +48,7 @@ def write_steps(
         own_s: [ranks, steps, kinds of own work, as in OWN]; NaN: unknown.
         ready_s: [ranks, steps, buckets], from the step's begin; NaN: unknown.
 
-    Raises:
-        OSError: the file cannot be written.
+    Raises: OSError: the file cannot be written.
     """
     ranks, steps = step_s.shape
     columns = {
@@ -75,8 +74,7 @@ def write_steps(
 def read_table(path: Path) -> pa.Table:
     """Read the steps of a run, unless the file unpacks to more than any run's steps take.
 
-    Raises:
-        Exception: it is too large, or damaged, which shows in many ways.
+    Raises: Exception: it is too large, or damaged, which shows in many ways.
     """
     content = io.BytesIO(read_bytes(path))
     found = pq.read_metadata(content)

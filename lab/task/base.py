@@ -34,8 +34,7 @@ class Task(ABC):
             targets: [samples, ...].
             num_classes: targets are indices below it; None: they are not indices.
 
-        Raises:
-            ValueError: the task cannot learn these targets.
+        Raises: ValueError: the task cannot learn these targets.
         """
 
     @abstractmethod
@@ -71,8 +70,7 @@ class Task(ABC):
     def num_predictions(self, targets: Tensor) -> int:
         """Return the predictions of one sample: one for each value of its target.
 
-        Args:
-            targets: [samples, ...].
+        Args: targets: [samples, ...].
         """
         return math.prod(targets.shape[1:])
 
@@ -83,8 +81,7 @@ class Task(ABC):
             outputs: [batch, ...].
             shape: see `output_shape`.
 
-        Raises:
-            ValueError: the shape differs, or the outputs are not floating-point numbers.
+        Raises: ValueError: the shape differs, or the outputs are not floating-point numbers.
         """
         if not isinstance(outputs, Tensor):
             raise ValueError(

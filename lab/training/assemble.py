@@ -81,8 +81,7 @@ def join(config: DictConfig) -> World:
 def require_alike(world: World, facts: Facts) -> None:
     """Refuse ranks that have something else than others. A collective call.
 
-    Raises:
-        SharedError: names what differs, with the values and their ranks.
+    Raises: SharedError: names what differs, with the values and their ranks.
     """
     try:
         world.require_equal(facts)
@@ -91,15 +90,13 @@ def require_alike(world: World, facts: Facts) -> None:
 
 
 def global_batch_size(config: DictConfig, world_size: int) -> int:
-    """Return the samples of one optimizer step over all ranks."""
     return config.batch_size * (world_size if config.scaling == "weak" else 1)
 
 
 def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     """Build everything that trains, in the order in which it can fail.
 
-    Raises:
-        ConfigError: a setting does not fit the data, devices or files.
+    Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     seed = config.seed + config.repeat
     torch.manual_seed(seed)
@@ -163,8 +160,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
 def _inject_delay(config: DictConfig, trainer: Trainer) -> None:
     """Delay this rank's steps, if the settings ask for it.
 
-    Raises:
-        ConfigError: a wrong setting, or no exchange of the lab's that could be delayed.
+    Raises: ConfigError: a wrong setting, or no exchange of the lab's that could be delayed.
     """
     world, sync = trainer.world, trainer.sync
     straggler = straggler_of(config, world.size)
@@ -268,8 +264,7 @@ def _build_model(
 def admitted(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     """Return the parameters of `model`, ready for `exchange`: see lab.exchange.gate.admit.
 
-    Raises:
-        ConfigError: one cannot be exchanged rightly.
+    Raises: ConfigError: one cannot be exchanged rightly.
     """
     with as_config_error():
         return admit(model, exchange)
@@ -278,8 +273,7 @@ def admitted(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
 def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
     """Refuse unlike GPUs where one of `parts` must compute the same bits. A collective call.
 
-    Raises:
-        ConfigError: names the part and the GPUs.
+    Raises: ConfigError: names the part and the GPUs.
     """
     for part in parts:
         if part.needs_like_gpus:
@@ -351,8 +345,7 @@ def compiled(model: nn.Module, config: DictConfig) -> nn.Module:
 def observe(sync: Sync, settings: Settings) -> None:
     """Attach what the settings ask to be observed of each exchange.
 
-    Raises:
-        ConfigError: the sync does not exchange what would be observed.
+    Raises: ConfigError: the sync does not exchange what would be observed.
     """
     if settings.measure == "noise":  # compares norms of gradients before and after an exchange
         if sync.comm.size == 1:
@@ -372,8 +365,7 @@ def observe(sync: Sync, settings: Settings) -> None:
 def observe_drift(sync: Sync, every: int, precision: str) -> None:
     """Compare what the exchange delivers with what was due.
 
-    Raises:
-        ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
+    Raises: ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
     """
     if precision == "fp16":
         raise ConfigError(
@@ -398,8 +390,7 @@ def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
 def check(config: DictConfig) -> None:
     """Build everything that trains, and release it.
 
-    Raises:
-        ConfigError: a setting does not fit the data, devices or files.
+    Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     world = join(config)
     try:

@@ -106,8 +106,7 @@ def newest(root: Path) -> Path | None:
 
     A damaged one is passed over with a line on stderr: a job that is started again must go on.
 
-    Raises:
-        ValueError: there is none but damaged ones.
+    Raises: ValueError: there is none but damaged ones.
     """
     complete = _complete(root)
     for path in reversed(complete):
@@ -199,8 +198,7 @@ def _sync(directory: Path) -> None:
 def state_of(trainer: Trainer) -> tuple[State, State]:
     """Collect a checkpoint's content: the part that all ranks share, and this rank's part.
 
-    Raises:
-        FloatingPointError: it has non-finite weights or gradients.
+    Raises: FloatingPointError: it has non-finite weights or gradients.
     """
     trainer.pause()
     model, sync, device = trainer.model, trainer.sync, trainer.world.device
@@ -238,8 +236,7 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
         shared: the part that all ranks share.
         ranks: the part of each rank that wrote the checkpoint.
 
-    Raises:
-        ValueError: the checkpoint is of another model or strategy.
+    Raises: ValueError: the checkpoint is of another model or strategy.
     """
     check_fit(trainer.config, shared, ranks)
     rank = trainer.world.rank if trainer.sync.pattern.own_replicas else None
@@ -272,11 +269,9 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
 
     Momentum and residuals lie in memory order; residuals belong to the exchange that left them.
 
-    Args:
-        shared, ranks: see `restore`.
+    Args: shared, ranks: see `restore`.
 
-    Raises:
-        ValueError: its memory layout, its optimizer or its exchange differs.
+    Raises: ValueError: its memory layout, its optimizer or its exchange differs.
     """
     if shared["channels_last"] != config.channels_last:
         raise ValueError(
@@ -373,8 +368,7 @@ def load_optimizer(
             slices.
         ranks: the part of each rank that wrote the checkpoint.
 
-    Raises:
-        ValueError: the state is of other parameters.
+    Raises: ValueError: the state is of other parameters.
     """
     parameters = dict(named)
     if "slices" in ranks[0]:

@@ -37,8 +37,7 @@ class InTurns:
         lists: settings of each run, from which `configs` are composed.
         steps: of a turn.
 
-    Raises:
-        ConfigError: a run's directory is taken, or the ranks cannot join.
+    Raises: ConfigError: a run's directory is taken, or the ranks cannot join.
     """
 
     def __init__(self, configs: list[DictConfig], lists: list[list[str]], steps: int) -> None:
@@ -58,8 +57,7 @@ class InTurns:
     def execute(self) -> int:
         """Train all; return the process's exit code, the first that is not 0.
 
-        Raises:
-            ConfigError: a setting does not fit; no run has begun.
+        Raises: ConfigError: a setting does not fit; no run has begun.
         """
         try:
             self.watch.listen_to_signals()
@@ -129,8 +127,7 @@ class InTurns:
 def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
     """Return the number of turns, and what each run does before them.
 
-    Raises:
-        ConfigError: a run's rounds do not fit turns, or it has too few steps for one.
+    Raises: ConfigError: a run's rounds do not fit turns, or it has too few steps for one.
     """
     trainers = [part.trainer for part in parts]
     after = [each.total_steps - least_warmup(each.config.warmup_steps) for each in trainers]
@@ -165,7 +162,6 @@ def _set_random_state(state: list[torch.Tensor], device: torch.device) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank; return its exit code."""
     steps, lists = int(arguments[0]), json.loads(arguments[1])
     try:
         return InTurns([load(each) for each in lists], lists, steps).execute()

@@ -65,8 +65,7 @@ class Optim:
         decay_vectors: False: weight decay only for parameters of two dimensions or more, and none
             for biases and the weights of norms.
 
-    Raises:
-        ConfigError: see make_optim.
+    Raises: ConfigError: see make_optim.
     """
 
     def __init__(
@@ -166,7 +165,6 @@ def _must_be_set(parameters: Mapping[str, Parameter]) -> list[str]:
 
 
 def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter]) -> None:
-    """Compare hyperparameters with a constructor's signature, in name and type."""
     named = [n for n, p in own.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in own.values())
     for name, value in settings.items():
@@ -206,8 +204,7 @@ class Schedule:
             section 2.1).
         base_batch_size: the global batch for which the peak was chosen.
 
-    Raises:
-        ConfigError: a value out of range, or one that the schedule does not use.
+    Raises: ConfigError: a value out of range, or one that the schedule does not use.
     """
 
     schedule: str = "cosine"
@@ -257,8 +254,7 @@ def require_piecewise(config: DictConfig, model: nn.Module, batch_size: int) -> 
 
     The optimizer updates small copies of some parameters, of each number of dimensions, both ways.
 
-    Raises:
-        ConfigError: the weights differ, or gradients are clipped by the norm of all of them.
+    Raises: ConfigError: the weights differ, or gradients are clipped by the norm of all of them.
     """
     name = f"strategy={config.strategy}"
     if config.clip_grad_norm is not None:
@@ -324,8 +320,7 @@ def require_elementwise(optim: Optim, why: str) -> None:
 
     Args: why: the reason to give.
 
-    Raises:
-        ConfigError: names the optimizer.
+    Raises: ConfigError: names the optimizer.
     """
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE, generator=generator)

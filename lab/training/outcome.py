@@ -98,8 +98,7 @@ def _gradient_noise(loop: Loop, warmup: int) -> dict[str, float | None] | None:
 def write_steps(loop: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
     """Write the steps of all ranks so far to disk; all ranks call it together.
 
-    Returns:
-        Seconds of steps [ranks, steps] and of phases [ranks, steps, phases].
+    Returns: Seconds of steps [ranks, steps] and of phases [ranks, steps, phases].
     """
     clock, own, world = loop.clock, loop.clock.own_times(), loop.world
     mine = (clock.step_seconds(), clock.phase_seconds(), own.own_seconds(), own.ready_seconds())
@@ -194,7 +193,6 @@ def note_plan(loop: Loop, record: Record) -> None:
 
 
 def warmup_in(loop: Loop, step_s: np.ndarray) -> Warmup:
-    """Return how many first steps are warm-up, and why."""
     if turns := loop.turns:
         first = "step does" if turns.every == 1 else f"{turns.every} steps do"
         reason = (
@@ -239,8 +237,7 @@ def compute_of(config: DictConfig, trainer: Trainer, world: World) -> Compute:
 def flops_per_sample(config: DictConfig, trainer: Trainer, world: World) -> float:
     """Count forward and backward of one sample, as the model trains on it.
 
-    Raises:
-        Uncountable: the model waits instead of computing, or cannot be counted.
+    Raises: Uncountable: the model waits instead of computing, or cannot be counted.
     """
     if "profile" in config.model:
         raise Uncountable("model=replay waits and computes nothing")

@@ -69,8 +69,7 @@ class Curves:
     more late, and at once after the last one. All are rank 0's: of its share of the batch, on its
     clock.
 
-    Args:
-        recorder: None: nothing is recorded, as on ranks that never call `start`.
+    Args: recorder: None: nothing is recorded, as on ranks that never call `start`.
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
@@ -80,7 +79,6 @@ class Curves:
         self._num_sent = 0
 
     def start(self, trainer: Trainer, directory: Path, study: str, config: dict[str, Any]) -> None:
-        """Begin, before the first step."""
         self._trainer = trainer if self._recorder.works else None
         self._recorder.start(directory, study, config, trainer.first_step)
 
@@ -117,12 +115,10 @@ class Curves:
         self._recorder.log(int(result["step"]), named)
 
     def finish(self, record: Record) -> None:
-        """End, with the record of the run."""
         self._recorder.finish(record)
 
 
 def summary(record: Record, path: Path) -> str:
-    """Return the few lines that a run prints at its end."""
     ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
     emulated, skipped = worded(record.emulation), record.num_skipped_steps
     lines = [

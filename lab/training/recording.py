@@ -90,7 +90,6 @@ class Recording:
 
     @property
     def path(self) -> Path:
-        """The run directory."""
         return self.directory.path
 
     def open(self, first_step: int) -> None:
@@ -122,7 +121,6 @@ class Recording:
         self.record.end(failure.status, failure.error, failure.traceback)
 
     def write(self) -> None:
-        """Write the record."""
         self.record.attempts = self.directory.attempts()
         self.record.duration_s = time.monotonic() - self._began
         self.directory.write_record(self.record)
@@ -204,7 +202,6 @@ def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
 
 
 def environment_of(world: World) -> dict[str, Any]:
-    """Describe machine and software of this rank."""
     return environment(world.num_hosts, asks_tools=world.place.local_rank == 0)
 
 

@@ -111,11 +111,7 @@ class Run(Recording):
         return self.exit_code()
 
     def begin(self) -> Assembly:
-        """Build everything that trains, and open the records.
-
-        Raises:
-            ConfigError: see `execute`.
-        """
+        """Build everything that trains, and open the records."""
         parts = self.build()
         if self.world.rank == 0:
             self.open(parts.trainer.progress.step)
@@ -132,11 +128,7 @@ class Run(Recording):
         self.close()
 
     def build(self) -> Assembly:
-        """Build everything that trains, restored to the step from which to continue.
-
-        Raises:
-            ConfigError: see `execute`.
-        """
+        """Build everything that trains, restored to the step from which to continue."""
         resumed = self._resumed()
         self.parts = parts = assemble(self.config, self.world, self.watch)
         self.loop = trainer = parts.trainer
@@ -224,8 +216,7 @@ class Run(Recording):
     def steps(self, parts: Assembly, shown: bool) -> Iterator[int]:
         """Train and measure; yield the number of steps done after each one.
 
-        Args:
-            shown: whether this rank shows the progress.
+        Args: shown: whether this rank shows the progress.
         """
         config, trainer = self.config, parts.trainer
         progress = ProgressBar(self.record, trainer.total_steps, trainer.progress.step, shown)
@@ -258,7 +249,6 @@ class Run(Recording):
         self.curves.evaluated(result)
 
     def write(self) -> None:
-        """Write the record, and end the curves with it."""
         self.record.stretches = stretches_of(self._made())
         super().write()
         self.curves.finish(self.record)
@@ -296,11 +286,9 @@ class Run(Recording):
 def start(config: DictConfig, arguments: list[str]) -> int:
     """Run one rank of a run; return the process's exit code.
 
-    Args:
-        config: composed from `arguments`, which name the run.
+    Args: config: composed from `arguments`, which name the run.
 
-    Raises:
-        ConfigError: a setting does not fit the data, devices or files.
+    Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     ranks = join(config)
     try:

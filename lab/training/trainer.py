@@ -212,8 +212,7 @@ class Trainer(Measured[Sync]):
     def evaluate(self) -> dict[str, float]:
         """Return the task's metrics over the test samples of all ranks; add them to `progress`.
 
-        Raises:
-            FloatingPointError: the loss is not finite: training has diverged.
+        Raises: FloatingPointError: the loss is not finite: training has diverged.
         """
         self.pause()
         broadcast_buffers(self.model, self.world)
@@ -239,7 +238,6 @@ class Trainer(Measured[Sync]):
         return self.check.certificate
 
     def evaluated(self) -> bool:
-        """True if the current weights have been evaluated."""
         evaluations = self.progress.evaluations
         return bool(evaluations) and evaluations[-1]["step"] == self.progress.step
 
@@ -292,8 +290,7 @@ class Trainer(Measured[Sync]):
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.
 
-        Raises:
-            FloatingPointError: the last step was not finite.
+        Raises: FloatingPointError: the last step was not finite.
         """
         super().pause()
         self.sync.settle()
@@ -449,8 +446,7 @@ class LossScale:
     def update(self, finite: bool) -> None:
         """Halve the scale after a step that overflowed; double it after many that did not.
 
-        Raises:
-            FloatingPointError: the gradient is not finite at the smallest scale either.
+        Raises: FloatingPointError: the gradient is not finite at the smallest scale either.
         """
         if not finite:
             self._good_steps = 0
@@ -491,8 +487,7 @@ def clip_gradients(
 def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
     """Return whether all gradients are finite. The host waits: the update depends on it.
 
-    Args:
-        exchanged: bool [], the exchange's finding; None: it did not check.
+    Args: exchanged: bool [], the exchange's finding; None: it did not check.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
     finite = whole(torch.stack(norms).isfinite().all())

@@ -23,11 +23,9 @@ class Checkpoint:
     (T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.) Parameters and their
     names stay, and so do results, to the bit: dropout draws the same numbers again.
 
-    Args:
-        modules: a regular expression for the paths of the modules, as named_modules() has them.
+    Args: modules: a regular expression for the paths of the modules, as named_modules() has them.
 
-    Raises:
-        ValueError: it is no regular expression, or none is given.
+    Raises: ValueError: it is no regular expression, or none is given.
     """
 
     def __init__(self, modules: str | None = None) -> None:
@@ -44,8 +42,7 @@ class Checkpoint:
     def __call__(self, model: nn.Module) -> nn.Module:
         """Change the modules of `model` in place, and return it.
 
-        Raises:
-            ValueError: no module's path matches.
+        Raises: ValueError: no module's path matches.
         """
         found = {p: m for p, m in model.named_modules() if p and self._modules.fullmatch(p)}
         if not found:
@@ -70,8 +67,7 @@ class Convolution:
             forward of each shape, so that two runs may differ by rounding.
         algorithm: a name of lab.convolution.algorithms.ALGORITHMS, or "winograd".
 
-    Raises:
-        ValueError: an argument that is not allowed.
+    Raises: ValueError: an argument that is not allowed.
     """
 
     def __init__(self, choose: str = "profile", algorithm: str = "gemm") -> None:
@@ -87,8 +83,7 @@ class Convolution:
     def __call__(self, model: nn.Module) -> nn.Module:
         """Replace the convolutions of `model` in place, and return it.
 
-        Raises:
-            ValueError: it has none that the algorithms know.
+        Raises: ValueError: it has none that the algorithms know.
         """
         found = [
             (parent, name, layer)
@@ -122,8 +117,7 @@ class Fc1x1:
         mode: "substitution" or "equivalent".
         width_divisor: a hidden layer of h units becomes h // width_divisor channels (substitution).
 
-    Raises:
-        ValueError: an argument out of range.
+    Raises: ValueError: an argument out of range.
     """
 
     def __init__(self, mode: str = "substitution", width_divisor: int = 4) -> None:
@@ -133,8 +127,7 @@ class Fc1x1:
     def __call__(self, model: nn.Module) -> ConvNet:
         """Return a ConvNet with the features of `model` (shared, not copied) under another head.
 
-        Raises:
-            ValueError: `model` has no FC head over convolution features.
+        Raises: ValueError: `model` has no FC head over convolution features.
         """
         if not isinstance(model, ConvNet) or not isinstance(model.classifier[0], nn.Flatten):
             raise ValueError(
