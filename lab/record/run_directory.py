@@ -104,16 +104,15 @@ class RunDirectory:
                 return
 
     def _check_free(self, resume: str | None) -> None:
-        status = self.status()
+        status, holds = self.status(), ""
         if status == "done" or (status and resume != "auto"):
+            holds = f"already holds a record ({status})"
+        elif self.attempts() and resume != "auto":
+            holds = "holds a run that was killed"
+        if holds:
             raise ValueError(
-                f"cell={self.path.name}: {self.path} already holds a record ({status}); choose "
-                "another cell" + ("" if status == "done" else ", or resume=auto")
-            )
-        if self.attempts() and resume != "auto":
-            raise ValueError(
-                f"cell={self.path.name}: {self.path} holds a run that was killed; choose another "
-                "cell, or resume=auto"
+                f"cell={self.path.name}: {self.path} {holds}; choose another cell"
+                + ("" if status == "done" else ", or resume=auto")
             )
 
     @classmethod
@@ -145,7 +144,10 @@ class RunDirectory:
         """Record that the run begins, or continues after an early end."""
         path, attempts = self.path / "attempts.json", self.attempts()
         if attempts:
-            attempts[-1]["ended"] = self._how_it_ended(attempts[-1])
+            began = datetime.fromisoformat(attempts[-1]["started_at"]).timestamp()
+            attempts[-1]["ended"] = "killed: it left no record"
+            if self.recorded_since(began):
+                attempts[-1]["ended"] = self._ended()
         else:  # a file that cannot be read is kept: this one would replace it
             with contextlib.suppress(FileNotFoundError):
                 path.rename(self.path / "attempts.damaged.json")
@@ -161,10 +163,7 @@ class RunDirectory:
             return []
         return attempts
 
-    def _how_it_ended(self, attempt: dict[str, Any]) -> str:
-        began = datetime.fromisoformat(attempt["started_at"]).timestamp()
-        if not self.recorded_since(began):
-            return "killed: it left no record"
+    def _ended(self) -> str:
         try:
             record = read_json(self.record_path)
             return f"{record['status']}: {record['error']}"

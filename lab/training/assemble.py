@@ -45,14 +45,11 @@ NEVER_S = 1e9  # of a watchdog for `assembled`: the process group's timeout ends
 class Assembly:
     """One rank's parts of a run.
 
-    Attributes:
-        predictions_per_sample: see lab.record.schema.Record.
-        sizes: the model's sizes before and after its transform, as a record holds them.
+    Attributes: sizes: the model's, before and after its transform, as a record holds them.
     """
 
     trainer: Trainer
     worker: Worker
-    predictions_per_sample: int
     sizes: dict[str, Any]
 
 
@@ -154,7 +151,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     _require_optimizer(config, sync, trainer.optimizer)
     _inject_delay(config, trainer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
-    return Assembly(trainer, worker, task.num_predictions(data.targets()[0]), sizes)
+    return Assembly(trainer, worker, sizes)
 
 
 def _inject_delay(config: DictConfig, trainer: Trainer) -> None:

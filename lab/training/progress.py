@@ -121,16 +121,15 @@ class Curves:
 def summary(record: Record, path: Path) -> str:
     ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
     emulated, skipped = worded(record.emulation), record.num_skipped_steps
+    metrics = record.final.items()
     lines = [
         f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
         f"{record.device}), {record.num_steps} steps of {record.batch_size} {record.unit}s",
         *([f"skipped         {skipped} steps, which overflowed fp16"] if skipped else []),
-        *_metric_lines(record),
+        *(f"{f'test {n}':<15} {shown(n, v)}" for n, v in metrics if n != "loss" and v is not None),
         *_step_lines(record),
         *_payload_lines(record),
-        *_frozen_lines(record),
-        *_noise_lines(record),
-        *_drift_lines(record),
+        *_observed_lines(record),
         *([f"data            {record.data_source}"] if record.data_source else []),
         *(f"no effect       {line}" for line in record.idle),
         *(f"{f'steps {each.steps}':<16}by {each.made_by}" for each in record.stretches),
@@ -139,12 +138,6 @@ def summary(record: Record, path: Path) -> str:
     if record.status == "interrupted":
         lines.append("continue        the same command with resume=auto")
     return "\n".join([*lines, f"record          {path / 'record.json'}"])
-
-
-def _metric_lines(record: Record) -> Iterator[str]:
-    for name, value in record.final.items():
-        if name != "loss" and value is not None:
-            yield f"{f'test {name}':<15} {shown(name, value)}"
 
 
 def _step_lines(record: Record) -> Iterator[str]:
@@ -156,53 +149,39 @@ def _step_lines(record: Record) -> Iterator[str]:
             f"{1e3 * (step.mean or 0):.2f} mean, {1e3 * step.p95:.2f} p95; {stalls}"
         )
         yield f"throughput      {record.rates(record.wall_samples_per_s)} by wall clock"
-        yield from _compute_lines(record)
+        if record.compute and record.flops_per_s is not None:
+            peak = f"peak ({record.compute.peak_source})"
+            share = f", {100 * record.mfu:.3g} % of the {peak}" if record.mfu is not None else ""
+            yield f"compute         {record.flops_per_s / 1e12:.3g} TFLOP/s{share}"
         yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
     elif record.num_steps:
         why = record.warmup.reason if record.warmup else "see warmup_steps"
         yield f"step time       – none was timed: {why}"
 
 
-def _compute_lines(record: Record) -> Iterator[str]:
-    if record.compute is None or record.flops_per_s is None:
-        return
-    peak = f"peak ({record.compute.peak_source})"
-    share = f", {100 * record.mfu:.3g} % of the {peak}" if record.mfu is not None else ""
-    yield f"compute         {record.flops_per_s / 1e12:.3g} TFLOP/s{share}"
-
-
-def _frozen_lines(record: Record) -> Iterator[str]:
+def _observed_lines(record: Record) -> Iterator[str]:
     for choice in record.choices:
         if "frozen_at" in choice:
             when = choice["frozen_at"]
             yield f"variance        {f'frozen after step {when}' if when else 'not frozen'}"
-
-
-def _noise_lines(record: Record) -> Iterator[str]:
-    noise = record.gradient_noise
-    if noise is None:
-        return
-    if noise["samples"] is None or not math.isfinite(noise["samples"]):
-        yield f"gradient noise  not to be told from {noise['num_steps']} steps"
-        return
-    yield (
-        f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
-        f"{noise['hi']:.0f}]: larger batches need fewer steps up to about here"
-    )
-
-
-def _drift_lines(record: Record) -> Iterator[str]:
-    if record.drift is None:
-        return
-    alarms = [window for window in record.drift if window["alarm"]]
-    largest = max(alarms or record.drift, key=lambda window: window["error"], default=None)
-    if largest is None:
-        yield "drift           – no window was full, see drift_every"
-        return
-    yield (
-        f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest error "
-        f"is {100 * largest['error']:.2g} %: {largest['bucket']}"
-    )
+    if noise := record.gradient_noise:
+        if noise["samples"] is None or not math.isfinite(noise["samples"]):
+            yield f"gradient noise  not to be told from {noise['num_steps']} steps"
+        else:
+            yield (
+                f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
+                f"{noise['hi']:.0f}]: larger batches need fewer steps up to about here"
+            )
+    if record.drift is not None:
+        alarms = [window for window in record.drift if window["alarm"]]
+        largest = max(alarms or record.drift, key=lambda window: window["error"], default=None)
+        if largest is None:
+            yield "drift           – no window was full, see drift_every"
+        else:
+            yield (
+                f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest "
+                f"error is {100 * largest['error']:.2g} %: {largest['bucket']}"
+            )
 
 
 def _payload_lines(record: Record) -> Iterator[str]:

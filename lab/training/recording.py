@@ -83,7 +83,7 @@ class Recording:
             backend=world.comm.backend,
             started_at=self.started_at.isoformat(),
             emulation=emulation(world, config),
-            environment=environment_of(world),
+            environment=environment(world.num_hosts, asks_tools=world.place.local_rank == 0),
             git_commit=git_commit(),
             **known,
         )
@@ -124,21 +124,6 @@ class Recording:
         self.record.attempts = self.directory.attempts()
         self.record.duration_s = time.monotonic() - self._began
         self.directory.write_record(self.record)
-
-
-def made_by(record: Record, first_step: int, end_step: int) -> dict[str, Any]:
-    """Return how a run makes its steps, as lab.record.schema has it."""
-    git = record.git_commit
-    also = ("strategy", "scaling", "repeat", "model_source")
-    return {
-        "first_step": first_step,
-        "end_step": end_step,
-        "cell": f"{record.study}/{record.cell}",
-        "world_size": record.world_size,
-        "batch_size": record.batch_size,
-        "commit": git["commit"] and git["commit"] + (" changed" if git["dirty"] else ""),
-        "settings": record.settings | {key: getattr(record, key) for key in also},
-    }
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
@@ -196,13 +181,9 @@ def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
     return {
         "emulation": worded(emulation(world, *configs)) or "none",
         "comm_settings": world.comm.settings,
-        "environment": environment_of(world),
+        "environment": environment(world.num_hosts, asks_tools=world.place.local_rank == 0),
         "git_commit": git_commit(),
     }
-
-
-def environment_of(world: World) -> dict[str, Any]:
-    return environment(world.num_hosts, asks_tools=world.place.local_rank == 0)
 
 
 def emulation(world: World, *configs: DictConfig) -> list[Emulation]:

@@ -34,7 +34,7 @@ from lab.training.alike import checkpoint_facts
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
 from lab.training.outcome import compute_of
 from lab.training.progress import Curves, ProgressBar
-from lab.training.recording import Recording, claim_directory, made_by, settings_of
+from lab.training.recording import Recording, claim_directory, settings_of
 from lab.training.trainer import Trainer
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
@@ -134,7 +134,7 @@ class Run(Recording):
         self.loop = trainer = parts.trainer
         record, data = self.record, trainer.data
         record.unit, record.data_source = data.unit, getattr(data, "source", None)
-        record.predictions_per_sample = parts.predictions_per_sample
+        record.predictions_per_sample = trainer.task.num_predictions(data.targets()[0])
         record.prediction = trainer.task.prediction
         record.model_source = source_hash(trainer.model)
         for key, value in parts.sizes.items():  # of the model before and after its transform
@@ -196,7 +196,17 @@ class Run(Recording):
     def _made(self) -> list[dict[str, Any]]:
         """Return how all steps so far were made, those before a resume too."""
         steps = (self.loop.first_step, self.loop.progress.step) if self.loop else (0, 0)
-        return append_stretch(self._made_before, made_by(self.record, *steps))
+        record, git = self.record, self.record.git_commit
+        also = ("strategy", "scaling", "repeat", "model_source")
+        now = {
+            **dict(zip(("first_step", "end_step"), steps, strict=True)),
+            "cell": f"{record.study}/{record.cell}",
+            "world_size": record.world_size,
+            "batch_size": record.batch_size,
+            "commit": git["commit"] and git["commit"] + (" changed" if git["dirty"] else ""),
+            "settings": record.settings | {key: getattr(record, key) for key in also},
+        }
+        return append_stretch(self._made_before, now)
 
     def _checkpoint(self) -> str:
         """Return "from PATH" of the checkpoint to resume, "no REASON", or nothing.
