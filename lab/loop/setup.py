@@ -67,9 +67,7 @@ def _refusal(config: DictConfig) -> str:
         return "is not one average of gradients in every step"
     if "_target_" in config.transform:
         return "also rewrites the model"
-    if class_name(config.exchange._target_) == "NoExchange":
-        return "exchanges nothing"
-    return ""
+    return "exchanges nothing" if class_name(config.exchange._target_) == "NoExchange" else ""
 
 
 def _text_of(value: Any) -> str:

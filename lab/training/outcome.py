@@ -19,7 +19,7 @@ from lab.exchange.layout import trainable
 from lab.measure.environment import num_cores
 from lab.measure.operations import Uncountable, count
 from lab.measure.peaks import Peak, arithmetic_of, cpu_peak, gpu_peak
-from lab.measure.spans import PHASES, Span
+from lab.measure.spans import OWN, PHASES, Span
 from lab.measure.statistics import (
     Warmup,
     noise_scale,
@@ -30,10 +30,9 @@ from lab.measure.statistics import (
     warmup_of,
     whole_rounds,
 )
-from lab.record import steps
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Bucket, Compute, Record, StepSeconds, worded
-from lab.record.steps import STEPS
+from lab.record.steps import STEPS, write_rows
 from lab.record.trace import TIMELINE, write_trace
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
@@ -107,10 +106,21 @@ def write_steps(loop: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.nda
     )
     step_s, phase_s, own_s, ready_s = times
     if world.rank == 0:
-        counts = _counted(loop, step_s.shape[1], warmup_in(loop, step_s).num_steps)
+        ranks, steps = step_s.shape
         first, before_s = loop.first_step, loop.progress.seconds
-        columns = (counts, step_s, phase_s, own_s, ready_s, loss)
-        steps.write_steps(directory.path / STEPS, first, before_s, *columns)
+        counts = _counted(loop, steps, warmup_in(loop, step_s).num_steps)
+        columns = {
+            "rank": np.repeat(np.arange(ranks, dtype=np.int32), steps),
+            "step": np.tile(np.arange(first, first + steps, dtype=np.int64), ranks),
+            "timed": np.tile(counts, ranks),
+            "step_s": step_s.ravel(),
+            **{f"{name}_s": phase_s[:, :, i].ravel() for i, name in enumerate(PHASES)},
+            **{f"own_{name}_s": own_s[:, :, i].ravel() for i, name in enumerate(OWN)},
+            "ready_s": list(ready_s.reshape(ranks * steps, ready_s.shape[-1])),  # by bucket
+            "loss": loss.ravel(),
+            "end_s": before_s + step_s.cumsum(axis=1).ravel(),
+        }
+        write_rows(directory.path / STEPS, first, columns)
     return step_s, phase_s
 
 
