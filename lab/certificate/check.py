@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
@@ -144,7 +143,7 @@ class Check:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object = None, *_: object) -> None: ...
+    def __exit__(self, kind: object = None, error: object = None, *_: object) -> None: ...
 
     def after_gradients(self) -> None:
         """Look at the gradients that the optimizer will see."""
@@ -169,20 +168,20 @@ class GradientCheck(Check):
             self._observer = Observer(self._model, self._sync, self._about)
         return self
 
-    def __exit__(self, kind: object = None, *_: object) -> None:
+    def __exit__(self, kind: object = None, error: object = None, *_: object) -> None:
         if self._observer and kind is None:
             self._issue(self._observer)
         elif self._observer:
             self._observer.close()
+        if isinstance(error, CertificateError):
+            self.certificate = error.certificate
 
     def after_gradients(self) -> None:
         if self._observer:
-            seen = self._observer.seen(self._sync.loss_factor)
-            self._judge(self._observer, seen)
+            self._judge(self._observer, self._observer.seen(self._sync.loss_factor))
 
     def _judge(self, observer: Observer, seen: Seen) -> None:
-        with self._noting_faults():
-            observer.add(seen)
+        observer.add(seen)
         if observer.examination.is_done:
             self._issue(observer)
 
@@ -190,14 +189,6 @@ class GradientCheck(Check):
         self._observer = None
         observer.close()
         self.certificate = observer.examination.certificate()
-
-    @contextmanager
-    def _noting_faults(self) -> Generator[None]:
-        try:
-            yield
-        except CertificateError as error:
-            self.certificate = error.certificate
-            raise
 
 
 class LateCheck(GradientCheck):
@@ -216,8 +207,7 @@ class LateCheck(GradientCheck):
         seen, sent = observer.seen(self._sync.loss_factor), observer.sent()
         if self._before is not None:
             arrived = replace(self._before[0], delivered=seen.delivered, filled=seen.filled)
-            with self._noting_faults():
-                observer.examination.add(arrived, self._before[1], observer.buckets)
+            observer.examination.add(arrived, self._before[1], observer.buckets)
         self._before = seen, sent
         observer.forget()
         if observer.examination.is_done:
@@ -230,13 +220,10 @@ class HeldCheck(GradientCheck):
     It waits for them in the step in which they are exchanged.
     """
 
-    def __init__(self, model: nn.Module, sync: PrioritySync, about: About) -> None:
-        super().__init__(model, sync, about)
-        self._priority = sync
-
     def after_gradients(self) -> None:
+        assert isinstance(self._sync, PrioritySync)
         if self._observer:
-            with self._priority.arrived():
+            with self._sync.arrived():
                 super().after_gradients()
 
 
@@ -252,8 +239,7 @@ class RootCheck(GradientCheck):
             weights = observer.watch.weights()
             on_root = torch.full_like(self._seen.judged, float(self._sync.comm.rank == 0))
             self._judge(observer, replace(self._seen, judged=on_root))
-            with self._noting_faults():
-                observer.examination.check_weights(weights)
+            observer.examination.check_weights(weights)
 
 
 class ChangeCheck(GradientCheck):
@@ -308,8 +294,7 @@ class ChangeCheck(GradientCheck):
             scale=torch.maximum(seen.scale, scale),
             largest=scale,  # no change of a value exceeds the norm of all
         )
-        with self._noting_faults():
-            observer.examination.add(seen, observer.sent(), observer.buckets)
+        observer.examination.add(seen, observer.sent(), observer.buckets)
         self._issue(observer)
 
 
