@@ -153,6 +153,7 @@ def world_of(
     if backend == "nccl":
         main = second = _beside(ranks, "nccl", limit, nccl_options(limit))
     else:
+        # Connections of their own for second stages: on each, all ranks agree on the order.
         main, second = _beside(ranks, backend, limit), _beside(ranks, backend, limit)
     comm = TorchComm(main, second, device, limit)
     place, comm.nodes = _place(control)

@@ -42,7 +42,7 @@ from lab.settings.whole import write_atomically
 from lab.sync.base import Shard
 from lab.training.trainer import Progress, Trainer, overflow, total_steps
 
-KEEP = 2  # newest checkpoints of a run that stay on disk
+KEEP = 2  # newest checkpoints that stay on disk: if the last one is damaged, there is another
 NAME = re.compile(r"step_(\d{6,})")  # what lies beside under other names is the user's
 State = dict[str, Any]
 Named = Iterable[tuple[str, nn.Parameter]]  # parameters

@@ -111,24 +111,9 @@ class Run(Recording):
         return self.exit_code()
 
     def begin(self) -> Assembly:
-        """Build everything that trains, and open the records."""
-        parts = self.build()
-        if self.world.rank == 0:
-            self.open(parts.trainer.progress.step)
-            settings, study = settings_of(self.config), self.config.study
-            self.curves.start(parts.trainer, self.directory.path, study, settings)
-        return parts
-
-    def discard(self) -> None:
-        """Leave nothing of a run that did not begin.
-
-        It must close: a thread in the library when Python ends would abort the process.
+        """Build everything that trains, restored to the step from which to continue, and open the
+        records. Raises ConfigError as `execute` does.
         """
-        self.directory.discard_if_empty()
-        self.close()
-
-    def build(self) -> Assembly:
-        """Build everything that trains, restored to the step from which to continue."""
         resumed = self._resumed()
         self.parts = parts = assemble(self.config, self.world, self.watch)
         self.loop = trainer = parts.trainer
@@ -141,11 +126,23 @@ class Run(Recording):
             setattr(record, key, value)
         if self.world.rank == 0:
             record.compute = compute_of(self.config, trainer, self.world)
-        if "_target_" in self.config.recorder:
-            self.curves = Curves(build(self.config.recorder))  # rank 0 alone starts it
+        if "_target_" in self.config.recorder:  # a wrong one is an error of all ranks
+            self.curves = Curves(build(self.config.recorder))
         if resumed:
             self._restore(trainer, resumed)
+        if self.world.rank == 0:
+            self.open(trainer.progress.step)
+            settings, study = settings_of(self.config), self.config.study
+            self.curves.start(trainer, self.path, study, settings)
         return parts
+
+    def discard(self) -> None:
+        """Leave nothing of a run that did not begin.
+
+        It must close: a thread in the library when Python ends would abort the process.
+        """
+        self.directory.discard_if_empty()
+        self.close()
 
     def save(self, parts: Assembly) -> None:
         """Write a checkpoint. All ranks call this after the same step."""
@@ -241,7 +238,7 @@ class Run(Recording):
                     progress.write(certificate.line)
                 is_last = step == trainer.total_steps
                 if config.eval_every and step % config.eval_every == 0 and not is_last:
-                    self._note(progress, trainer.evaluate())
+                    self._evaluate(trainer, progress)
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
                     self.save(parts)
                 yield step
@@ -252,9 +249,10 @@ class Run(Recording):
             self.record = outcome.measured(trainer, self.record, self.directory)
             outcome.write_timeline(trainer, self.record, self.directory)
             if trainer.progress.step == trainer.total_steps and not trainer.evaluated():
-                self._note(progress, trainer.evaluate())
+                self._evaluate(trainer, progress)
 
-    def _note(self, progress: ProgressBar, result: dict[str, float]) -> None:
+    def _evaluate(self, trainer: Trainer, progress: ProgressBar) -> None:
+        result = trainer.evaluate()
         progress.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})
         self.curves.evaluated(result)
 
