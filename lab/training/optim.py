@@ -285,7 +285,13 @@ def _trained(
 ) -> list[Tensor]:
     """Return copies' weights after some steps of random gradients, the same for both ways."""
     torch.manual_seed(0)
-    copies = _small_copies(model)
+    # Small copies of the first two parameters of each number of dimensions.
+    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.dim())
+    copies = nn.ParameterList(
+        torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
+        for _, alike in groupby(trained, key=lambda p: p.dim())
+        for p in list(alike)[:2]
+    )
     optimizer = make_optim(config.optim, batch_size).optimizer(copies)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] or 0.01  # at 0 any two ways agree
@@ -299,17 +305,6 @@ def _trained(
         for parameter in reversed(list(copies.parameters())):
             update_some(optimizer, [parameter])
     return list(copies.parameters())
-
-
-def _small_copies(model: nn.Module) -> nn.ParameterList:
-    """Return random parameters like the first two of `model` of each number of dimensions."""
-    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.dim())
-    alike = [list(group)[:2] for _, group in groupby(trained, key=lambda p: p.dim())]
-    return nn.ParameterList(
-        torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
-        for group in alike
-        for p in group
-    )
 
 
 def require_elementwise(optim: Optim, why: str) -> None:
