@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lab.measure.statistics import Warmup
 from lab.record.files import decode, write_json
+from lab.settings.names import class_name
 from lab.settings.reading import DamagedFile, read_json
 from lab.settings.secrets import without_secrets
 
@@ -416,10 +417,16 @@ def stretches_of(made: list[dict[str, Any]]) -> list[Stretch]:
     found: list[Stretch] = []
     for one in made:
         then = one["settings"]
-        unlike = {k: then.get(k) for k in {**then, **own} if then.get(k) != own.get(k)}
+        unlike = {k: then.get(k) for k in {**then, **own} if _known(then, k) != _known(own, k)}
         values: dict[str, Any] = {**one, "settings": unlike}
         found.append(Stretch(**values))
     return found
+
+
+def _known(settings: Mapping[str, Any], key: str) -> Any:
+    """Return a setting; of the lab's classes the name, as their modules may have moved since."""
+    value = settings.get(key)
+    return class_name(value) if key.endswith("_target_") and isinstance(value, str) else value
 
 
 def _upgraded(record: dict[str, Any]) -> dict[str, Any]:

@@ -224,8 +224,12 @@ def test_a_run_that_made_no_step_adds_none() -> None:
 
 
 def test_steps_of_another_cell_settings_ranks_and_commit_are_told() -> None:
-    then = made(0, 5, settings={"lr": 1, "seed": 3}, world_size=1, commit=None)
-    now = made(5, 9, cell="s/b", settings={"lr": 2})
+    moved = (
+        {"task._target_": "lab.task.old.Regression"},
+        {"task._target_": "lab.task.new.Regression"},
+    )
+    then = made(0, 5, settings={"lr": 1, "seed": 3, **moved[0]}, world_size=1, commit=None)
+    now = made(5, 9, cell="s/b", settings={"lr": 2, **moved[1]})
     first, second = stretches_of(append_stretch([then], now))
     assert (first.steps, second.steps) == ("0-4", "5-8")
     assert first.settings == {"lr": 1, "seed": 3} and second.settings == {}
