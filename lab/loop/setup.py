@@ -1,4 +1,4 @@
-"""What an exchange in the user's own program needs: settings as a run's are, and ranks."""
+"""Settings and ranks of an exchange in the user's own program."""
 
 from __future__ import annotations
 
