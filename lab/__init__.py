@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lab.certificate.examination import CertificateError as CertificateError
     from lab.loop.attach import attach as attach
     from lab.loop.attach import ddp_comm_hook as ddp_comm_hook
-    from lab.loop.fsdp import fsdp_reduce_scatter as fsdp_reduce_scatter
-    from lab.loop.grad_sync import grad_sync as grad_sync
+    from lab.loop.attach import fsdp_reduce_scatter as fsdp_reduce_scatter
+    from lab.loop.attach import grad_sync as grad_sync
     from lab.loop.run import Run as Run
     from lab.settings.errors import ConfigError as ConfigError
 
@@ -30,8 +30,8 @@ if _words and _words[0].partition(".")[0] == "lab" and not sys.flags.safe_path:
 _HOME = {
     "attach": "lab.loop.attach",
     "ddp_comm_hook": "lab.loop.attach",
-    "fsdp_reduce_scatter": "lab.loop.fsdp",
-    "grad_sync": "lab.loop.grad_sync",
+    "fsdp_reduce_scatter": "lab.loop.attach",
+    "grad_sync": "lab.loop.attach",
     "Run": "lab.loop.run",
     "load": "lab.analysis.results",
     "CertificateError": "lab.certificate.examination",

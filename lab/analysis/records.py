@@ -22,8 +22,7 @@ from lab.analysis.series import (
     named_by_study,
     usual_values,
 )
-from lab.record.origin import Stretch
-from lab.record.schema import Emulation, Record, Scaling, Status, read_record
+from lab.record.schema import Emulation, Record, Scaling, Status, Stretch, read_record
 from lab.record.steps import read_table
 from lab.settings.errors import one_line
 from lab.settings.names import is_of_strategy, root_of

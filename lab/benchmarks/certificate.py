@@ -12,7 +12,8 @@ from lab.benchmarks.harness import aligner, on_ranks, worlds_of
 from lab.benchmarks.interleave import interval, middle, progress, turns
 from lab.benchmarks.present import ranged, tabulate
 from lab.benchmarks.request import Request
-from lab.certificate.check import NUM_EXCHANGES, Check
+from lab.certificate.check import Check
+from lab.certificate.examination import NUM_EXCHANGES
 from lab.distributed.world import World
 from lab.settings.config import ConfigError
 from lab.training.assemble import Assembly, assembled, first_check

@@ -23,7 +23,7 @@ from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit
 from lab.measure.layers import hold
 from lab.training.assemble import join
-from lab.training.identity import surroundings
+from lab.training.recording import surroundings
 
 NUM_CALLS = 20  # timed together, as in nccl-tests
 

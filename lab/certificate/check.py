@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
@@ -23,8 +22,6 @@ from lab.sync.gradsync import GradSync
 from lab.sync.local import LocalSync
 from lab.sync.pattern import Begin, Leg
 from lab.sync.priority import PrioritySync
-
-NUM_EXCHANGES = 3  # buckets are planned anew after the first, and used again in the third
 
 
 class Exchanging(Protocol):
@@ -63,14 +60,9 @@ class Observer:
         parameters = [*watch.parameters.values()]
         self.examination = Examination(about, watch.names, watch.names_at_start, parameters)
 
-    @property
-    def is_done(self) -> bool:
-        """True after as many exchanges as are looked at."""
-        return self.examination.num_exchanges >= NUM_EXCHANGES
-
     def begin(self) -> None:
         """Note what is kept, and counted, before an exchange."""
-        self._kept = self._kept_now()
+        self._kept = self.watch.kept(self._sync.exchange, self._sync.comm)
         self.buckets = self._buckets_now()
         self.odometer.start(self._sync.sent()[0])
         self._begun = True
@@ -87,19 +79,19 @@ class Observer:
         assert self._kept is not None
         watch = self.watch
         start = watch.no_start() if self.examination.num_exchanges else watch.start()
-        before, after = kept_factor * self._kept, kept_factor * self._kept_now()
-        return watch.seen(start, before, after, factor)
+        after = watch.kept(self._sync.exchange, self._sync.comm)
+        return watch.seen(start, kept_factor * self._kept, kept_factor * after, factor)
 
     def sent(self) -> Tensor:
         """Return the bytes since `begin`, for Examination.add."""
-        self.buckets = self.buckets or self._buckets_now()  # a hook knows them afterwards
+        if not self.buckets:  # a hook knows them afterwards
+            self.buckets = self._buckets_now()
         return self.odometer.stop(self._sync.sent()[0])
 
     def add(self, seen: Seen) -> None:
         """Have the exchange judged, and get ready for the next one. A collective call.
 
-        Raises:
-            CertificateError: names what is wrong.
+        Raises: CertificateError: names what is wrong.
         """
         if self.examination.add(seen, self.sent(), self.buckets):
             self.watch.head_only = True  # from now on
@@ -111,7 +103,6 @@ class Observer:
         self._begun = False
 
     def close(self) -> None:
-        """Look no more."""
         self.watch.close()
         if self._tells:
             self._tells.before_exchange = None
@@ -130,19 +121,17 @@ class Observer:
         sizes = self._sync.bucket_itemsizes() or [4] * len(shapes)
         return [*zip(shapes, sizes, strict=True)]
 
-    def _kept_now(self) -> Tensor:
-        return self.watch.kept(self._sync.exchange, self._sync.comm)
-
 
 class Check:
     """Examination of a run whose steps call these methods. This one looks at nothing.
 
-    Attributes:
-        certificate: the result, once there is one.
+    Attributes: certificate: the result, once there is one.
     """
 
-    certificate: Certificate | None = None
     _is_told = False
+
+    def __init__(self, certificate: Certificate | None = None) -> None:
+        self.certificate = certificate
 
     def news(self) -> Certificate | None:
         """Return the certificate once, when it is new."""
@@ -154,7 +143,7 @@ class Check:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object = None, *_: object) -> None: ...
+    def __exit__(self, kind: object = None, error: object = None, *_: object) -> None: ...
 
     def after_gradients(self) -> None:
         """Look at the gradients that the optimizer will see."""
@@ -166,17 +155,11 @@ class Check:
         """Look at weights after they were exchanged, if this sync does so."""
 
 
-class Unchecked(Check):
-    """A check of a sync that promises nothing that could be checked."""
-
-    def __init__(self, reason: str) -> None:
-        self.certificate = unchecked(reason)
-
-
 class GradientCheck(Check):
     """A check that `finish` leaves the mean of the ranks' gradients on every rank."""
 
     def __init__(self, model: nn.Module, sync: Sync, about: About) -> None:
+        super().__init__()
         self._model, self._sync, self._about = model, sync, about
         self._observer: Observer | None = None
 
@@ -185,35 +168,27 @@ class GradientCheck(Check):
             self._observer = Observer(self._model, self._sync, self._about)
         return self
 
-    def __exit__(self, kind: object = None, *_: object) -> None:
+    def __exit__(self, kind: object = None, error: object = None, *_: object) -> None:
         if self._observer and kind is None:
             self._issue(self._observer)
         elif self._observer:
             self._observer.close()
+        if isinstance(error, CertificateError):
+            self.certificate = error.certificate
 
     def after_gradients(self) -> None:
         if self._observer:
-            seen = self._observer.seen(self._sync.loss_factor)
-            self._judge(self._observer, seen)
+            self._judge(self._observer, self._observer.seen(self._sync.loss_factor))
 
     def _judge(self, observer: Observer, seen: Seen) -> None:
-        with self._noting_faults():
-            observer.add(seen)
-        if observer.is_done:
+        observer.add(seen)
+        if observer.examination.is_done:
             self._issue(observer)
 
     def _issue(self, observer: Observer) -> None:
         self._observer = None
         observer.close()
         self.certificate = observer.examination.certificate()
-
-    @contextmanager
-    def _noting_faults(self) -> Generator[None]:
-        try:
-            yield
-        except CertificateError as error:
-            self.certificate = error.certificate
-            raise
 
 
 class LateCheck(GradientCheck):
@@ -232,11 +207,10 @@ class LateCheck(GradientCheck):
         seen, sent = observer.seen(self._sync.loss_factor), observer.sent()
         if self._before is not None:
             arrived = replace(self._before[0], delivered=seen.delivered, filled=seen.filled)
-            with self._noting_faults():
-                observer.examination.add(arrived, self._before[1], observer.buckets)
+            observer.examination.add(arrived, self._before[1], observer.buckets)
         self._before = seen, sent
         observer.forget()
-        if observer.is_done:
+        if observer.examination.is_done:
             self._issue(observer)
 
 
@@ -246,13 +220,10 @@ class HeldCheck(GradientCheck):
     It waits for them in the step in which they are exchanged.
     """
 
-    def __init__(self, model: nn.Module, sync: PrioritySync, about: About) -> None:
-        super().__init__(model, sync, about)
-        self._priority = sync
-
     def after_gradients(self) -> None:
+        assert isinstance(self._sync, PrioritySync)
         if self._observer:
-            with self._priority.arrived():
+            with self._sync.arrived():
                 super().after_gradients()
 
 
@@ -268,8 +239,7 @@ class RootCheck(GradientCheck):
             weights = observer.watch.weights()
             on_root = torch.full_like(self._seen.judged, float(self._sync.comm.rank == 0))
             self._judge(observer, replace(self._seen, judged=on_root))
-            with self._noting_faults():
-                observer.examination.check_weights(weights)
+            observer.examination.check_weights(weights)
 
 
 class ChangeCheck(GradientCheck):
@@ -324,9 +294,12 @@ class ChangeCheck(GradientCheck):
             scale=torch.maximum(seen.scale, scale),
             largest=scale,  # no change of a value exceeds the norm of all
         )
-        with self._noting_faults():
-            observer.examination.add(seen, observer.sent(), observer.buckets)
+        observer.examination.add(seen, observer.sent(), observer.buckets)
         self._issue(observer)
+
+
+def _unchecked(reason: str) -> Check:
+    return Check(unchecked(reason))
 
 
 def check_of(
@@ -351,9 +324,9 @@ def check_of(
         return Check()
     moves_nothing = pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal
     if not pattern.legs or moves_nothing:
-        return Unchecked(f"strategy={strategy} exchanges nothing")
+        return _unchecked(f"strategy={strategy} exchanges nothing")
     if pattern.takes_exchanges and sync.exchange.delivers != "mean":
-        return Unchecked(f"strategy={strategy} leaves a {sync.exchange.delivers}, no mean")
+        return _unchecked(f"strategy={strategy} leaves a {sync.exchange.delivers}, no mean")
     who = sync if pattern.by_library else sync.exchange
     about = About(
         gather,
@@ -379,4 +352,4 @@ def check_of(
             return LateCheck(model, sync, late)
         if pattern.begins in (Begin.DURING_BACKWARD, Begin.AFTER_BACKWARD):
             return GradientCheck(model, sync, about)
-    return Unchecked(f"strategy={strategy} promises no mean of gradients or weights in every step")
+    return _unchecked(f"strategy={strategy} promises no mean of gradients or weights in every step")

@@ -1,10 +1,16 @@
-"""The first exchanges as all ranks saw them, judged; and the certificate of that, in words."""
+"""The first exchanges as all ranks saw them, judged; and the certificate of that, in words.
+
+Gradients that ranks are left with must be one mean of their own. Wrong ones are named: a sum, a
+rank's own, another group's mean.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,27 +25,13 @@ from lab.certificate.traffic import (
     is_labs,
     moved,
 )
-from lab.certificate.verdict import (
-    Diagnosis,
-    Fault,
-    Verdict,
-    bounds,
-    diagnose,
-    judge,
-    named,
-    near_of,
-    unequal_at_start,
-)
-from lab.certificate.watch import HEAD, Seen
+from lab.certificate.watch import HEAD, Seen, norm
 from lab.distributed.nodes import Nodes
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import left_exact
 from lab.exchange.layout import travel_shape
 from lab.record.schema import Certificate, Finding, Outcome
 
-PROPERTIES = (
-    *("equal start", "exchanged", "averaged once", "right group", "complete", "fresh", "bytes"),
-)
 HOW = {
     "equal start": "random projections of weights and buffers are equal on all ranks",
     "exchanged": "delivered gradients are no rank's own",
@@ -48,25 +40,24 @@ HOW = {
     "complete": "it holds for each parameter that backward reached",
     "fresh": "it is the mean of the same step",
 }
+PROPERTIES = (*HOW, "bytes")
+NUM_EXCHANGES = 3  # buckets are planned anew after the first, and used again in the third
 TF32_EPS = 2.0**-10
 IMAGE_EPS = 2.0**-42  # images are sums of many values in float64, and round as well
-PROPERTY = {
-    Fault.SUMMED: "averaged once",
-    Fault.DIVIDED: "averaged once",
-    Fault.SCALED: "averaged once",
-    Fault.UNKNOWN: "averaged once",
-    Fault.OWN: "exchanged",
-    Fault.LEFT_OUT: "complete",
-    Fault.GROUP: "right group",
-    Fault.STALE: "fresh",
-}
+ROUNDINGS = 64  # of float32 in a sum, generously; errors to find are thousands of times larger
+COARSE_ROUNDINGS = 4  # of bfloat16 and float16
+CLEAR = 4.0  # times nearer to the mean than to anything else, to be told from it
+NEAR = 1e-3  # relative distance at which a gradient is taken for a candidate
+NEAR_ROUNDINGS = 8  # and so many spacings of the gradients' type
+NEAR_LOSSY = 0.25  # the same after an exchange that is off by a bound
+TAKES_PART = 0.1  # share of the largest weight from which on a rank takes part in a mean
+EQUAL = 1e-12  # relative difference of equal weights, whose images kinds of devices may round
 
 
 class CertificateError(RuntimeError):
     """Gradients are not exchanged as they should be.
 
-    Attributes:
-        certificate: what was found.
+    Attributes: certificate: what was found.
     """
 
     def __init__(self, certificate: Certificate) -> None:
@@ -130,14 +121,11 @@ class Examination:
     def add(self, mine: Seen, sent: Tensor, buckets: Sequence[Bucket]) -> bool:
         """Judge an exchange. A collective call.
 
-        Args:
-            sent: a result of Odometer.stop. buckets: empty: unknown.
+        Args: sent: a result of Odometer.stop. buckets: empty: unknown.
 
-        Returns:
-            False if it was left out, as a gradient was not finite, or no rank had any.
+        Returns: False if it was left out, as a gradient was not finite, or no rank had any.
 
-        Raises:
-            CertificateError: names what is wrong.
+        Raises: CertificateError: names what is wrong.
         """
         traffic = self.about.gather(sent)  # first: once all have read them, bytes may travel
         seen = mine.of_all(self.about.gather)
@@ -152,6 +140,10 @@ class Examination:
         self._check_bytes(traffic, buckets)
         return True
 
+    @property
+    def is_done(self) -> bool:
+        return self.num_exchanges >= NUM_EXCHANGES
+
     def check_weights(self, weights: Tensor) -> None:
         """Refuse weights [P, K] that differ after they were exchanged. A collective call."""
         for index, ranks in unequal_at_start(self.about.gather(weights.cpu())).items():
@@ -161,8 +153,7 @@ class Examination:
     def fail(self, property: str, text: str) -> None:
         """End the examination.
 
-        Raises:
-            CertificateError: always.
+        Raises: CertificateError: always.
         """
         others = [each for each in PROPERTIES if each != property]
         findings = [Finding(property, "fails", text)]
@@ -173,8 +164,82 @@ class Examination:
         )
 
     def certificate(self) -> Certificate:
-        """Return what was proven so far, in words."""
-        return _certificate(self)
+        """Return what was proven so far, in words; nothing has failed."""
+        verdict, about, names = self.verdict, self.about, self.names
+        if verdict is None:
+            return unchecked("no exchange of finite gradients was seen")
+        unused, alike = (
+            [names[index] for index in which.nonzero().flatten().tolist()]
+            for which in (verdict.unused, verdict.alike)
+        )
+        proven, why = int(verdict.proven.sum()), self._why_alike()
+        sent, counted_factor, bytes_finding = self._bytes()
+        if proven:
+            notes = [*_note("unused", unused), *_note(why, alike)]
+            counted = f"{proven} of {len(names)} parameters"
+            counted += f" ({'; '.join(notes)})" if notes else ""
+            said = f"{about.promise} over {about.size} of {about.num_launched}, {counted}"
+        else:
+            said = f"gradients not checked, because {why} on all parameters"
+        # What a codec leaves as it is, beside the bytes that it saves less by.
+        shapes = {name: p.shape for name, p in zip(names, self.parameters, strict=True)}
+        exact = left_exact(about.exchange, shapes) if about.exchange else []
+        line = "; ".join([f"certificate: {about.size} ranks equal, {said}, {sent}", *exact])
+        return Certificate(
+            holds=True,
+            line=line,
+            num_exchanges=self.num_exchanges,
+            findings=[*self._findings(proven), bytes_finding],
+            num_parameters=len(names),
+            proven=proven,
+            unused=unused,
+            alike=alike,
+            factor=self.ledger.factor,
+            counted_factor=counted_factor,
+        )
+
+    def _findings(self, proven: int) -> Iterator[Finding]:
+        for name, how in HOW.items():
+            outcome: Outcome = "holds" if proven or name == "equal start" else "not checked"
+            if name == "fresh" and proven and self.num_exchanges < 2:
+                why = "one exchange was seen, so no buffer was used again"
+                yield Finding(name, "not checked", why)
+            else:
+                yield Finding(name, outcome, how if outcome == "holds" else self._why_alike())
+
+    def _why_alike(self) -> str:
+        if math.isinf(self.bound):
+            return f"{self.about.name} states no bound of its error"
+        if self.bound:
+            return f"gradients too alike on all ranks beside the error of {self.about.name}"
+        return "gradients alike on all ranks"
+
+    def _bytes(self) -> tuple[str, float | None, Finding]:
+        """Put the bytes into words, which a formula and, where it can, an interface has checked.
+
+        Returns: the words, counted_factor of a Certificate, and the finding.
+        """
+        factor = self.ledger.factor
+        if factor is None:
+            why = f"{self.about.name} sends by no Comm"
+            return f"bytes not counted, because {why}", None, Finding("bytes", "not checked", why)
+        times = f"{1 / factor:.1f}x more than fp32"
+        if factor > 1 - TOLERANCE:
+            times = "as many bytes as fp32"
+        if factor > 1 + TOLERANCE:
+            times = f"{factor:.1f}x less than fp32"
+        ratio, where = self.ledger.excess()
+        if ratio is not None and ratio < 1 - TOLERANCE:
+            ratio, where = None, f"the bytes did not cross {where}"
+        if ratio is not None and ratio > 1 + TOLERANCE:
+            ratio, where = None, f"others send over {where}"
+        if ratio is None:
+            words = f"{times} (not counted: {where})"
+            return words, None, Finding("bytes", "not checked", where)
+        counted = self.ledger.counted_factor
+        detail = f"{where} counted {ratio:.3f} times the bytes handed to the network"
+        words = f"{times} ({where} counted {counted:.1f}x)"
+        return words, counted, Finding("bytes", "holds", detail)
 
     def _check_start(self, start: Tensor) -> None:
         for index, ranks in unequal_at_start(start).items():
@@ -185,32 +250,31 @@ class Examination:
     def _check_gradients(self, seen: Seen) -> None:
         head_only = seen.own.shape[-2] == 1 and self.num_exchanges > 1
         sizes = [min(size, HEAD) if head_only else size for size in self._sizes]
-        self.bound = self.about.error_bound(float(seen.largest.max()), self.about.size)
+        bound = self.about.error_bound(float(seen.largest.max()), self.about.size)
+        self.bound = bound
+        roots = torch.tensor(sizes, dtype=torch.float64).sqrt()
+        # A norm of so many values, each off by the bound, or by the type's smallest step.
+        allowed = bound * roots if bound else torch.zeros_like(roots)
         eps = torch.tensor([_eps(p) for p in self.parameters], dtype=torch.float64)
-        first, bound = seen.row(0), bounds(self.bound, sizes)
-        least = torch.tensor(
-            [
-                _least(p) * self.about.size * size**0.5
-                for p, size in zip(self.parameters, sizes, strict=True)
-            ],
-            dtype=torch.float64,
-        )
-        verdict = judge(first, bound, eps, least)
+        types = [torch.finfo(p.dtype) for p in self.parameters]
+        steps = torch.tensor([each.tiny * each.eps for each in types], dtype=torch.float64)
+        first = seen.row(0)
+        verdict = judge(first, allowed, eps, steps * self.about.size * roots)
         if verdict.wrong.any():
-            found = diagnose(first, verdict, self._last, near_of(self.bound, float(eps.max())))
-            text = f"{found.fault.value}: {self._located(found)}"
-            self.fail(PROPERTY[found.fault], text)
+            near = NEAR_LOSSY if bound else max(NEAR, NEAR_ROUNDINGS * float(eps.max()))
+            self._fail_gradients(diagnose(first, verdict, self._last, near))
         if self.verdict is None:  # the first one reads all values
             self.verdict = verdict
         self._last = seen.row(-1).sent.mean(dim=0)
 
-    def _located(self, found: Diagnosis) -> str:
+    def _fail_gradients(self, found: Diagnosis) -> None:
         names = [self.names[index] for index in found.parameters]
         which = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         hold = "holds" if len(found.ranks) == 1 else "hold"
-        return (
-            f"{named(found.ranks)} {hold} {found.text} in {which} (exchange "
-            f"{self.num_exchanges}), not the mean of the ranks' own gradients, noted before it"
+        self.fail(
+            found.fault.failed,
+            f"{found.fault.words}: {named(found.ranks)} {hold} {found.text} in {which} (exchange "
+            f"{self.num_exchanges}), not the mean of the ranks' own gradients, noted before it",
         )
 
     def _check_bytes(self, traffic: Tensor, buckets: Sequence[Bucket]) -> None:
@@ -233,116 +297,208 @@ def _eps(parameter: nn.Parameter) -> float:
     return max(eps, TF32_EPS) if coarse else max(eps, IMAGE_EPS)
 
 
-def _least(parameter: nn.Parameter) -> float:
-    """Return the smallest step of a gradient's values, below which they round to zero."""
-    about = torch.finfo(parameter.dtype)
-    return about.tiny * about.eps
-
-
 def unchecked(reason: str) -> Certificate:
     """Return the certificate of a run in which nothing can be checked."""
     findings = [Finding(each, "not checked", reason) for each in PROPERTIES]
     return Certificate(True, f"certificate: not checked, because {reason}", 0, findings)
 
 
-def _certificate(done: Examination) -> Certificate:
-    """Return the certificate of an examination in which nothing failed."""
-    verdict, about = done.verdict, done.about
-    if verdict is None:
-        return unchecked("no exchange of finite gradients was seen")
-    unused = _names(done, verdict.unused.tolist())
-    alike = _names(done, verdict.alike.tolist())
-    proven, bytes_ = int(verdict.proven.sum()), _bytes(done)
-    equal = f"{about.size} ranks equal"
-    if proven:
-        counted = f"{proven} of {len(done.names)} parameters"
-        notes = [*_note("unused", unused), *_note(_why_alike(done), alike)]
-        counted += f" ({'; '.join(notes)})" if notes else ""
-        said = f"{about.promise} over {about.size} of {about.num_launched}, {counted}"
-    else:
-        said = f"gradients not checked, because {_why_alike(done)} on all parameters"
-    line = "; ".join([f"certificate: {equal}, {said}, {bytes_.words}", *_left_exact(done)])
-    return Certificate(
-        holds=True,
-        line=line,
-        num_exchanges=done.num_exchanges,
-        findings=[*_of_gradients(done, proven), bytes_.finding],
-        num_parameters=len(done.names),
-        proven=proven,
-        unused=unused,
-        alike=alike,
-        factor=done.ledger.factor,
-        counted_factor=bytes_.counted_factor,
-    )
-
-
-def _of_gradients(done: Examination, proven: int) -> list[Finding]:
-    findings = [Finding("equal start", "holds", HOW["equal start"])]
-    for name in ("exchanged", "averaged once", "right group", "complete", "fresh"):
-        outcome: Outcome = "holds" if proven else "not checked"
-        detail = HOW[name] if proven else _why_alike(done)
-        if name == "fresh" and proven and done.num_exchanges < 2:
-            outcome, detail = "not checked", "one exchange was seen, so no buffer was used again"
-        findings.append(Finding(name, outcome, detail))
-    return findings
-
-
-def _left_exact(done: Examination) -> list[str]:
-    """Say what a codec leaves as it is, beside the bytes that it saves less by."""
-    shapes = {name: p.shape for name, p in zip(done.names, done.parameters, strict=True)}
-    return left_exact(done.about.exchange, shapes) if done.about.exchange else []
-
-
-def _why_alike(done: Examination) -> str:
-    if math.isinf(done.bound):
-        return f"{done.about.name} states no bound of its error"
-    if done.bound:
-        return f"gradients too alike on all ranks beside the error of {done.about.name}"
-    return "gradients alike on all ranks"
-
-
-def _names(done: Examination, flags: list[bool]) -> list[str]:
-    return [name for name, flag in zip(done.names, flags, strict=True) if flag]
-
-
 def _note(why: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    return [
-        f"{why}: {names[0]}" if len(names) == 1 else f"{why}: {names[0]} and {len(names) - 1} more"
-    ]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"{why}: {names[0]}{more}"] if names else []
 
 
 @dataclass(frozen=True)
-class _Bytes:
-    words: str
-    finding: Finding
-    counted_factor: float | None = None
+class Verdict:
+    """Judgement of one step's gradients, by parameter (P) and rank (N).
+
+    Attributes:
+        mean: the image of the right gradient [P, K].
+        wrong: where a rank is left with something else [N, P].
+        proven: parameters whose gradients are right, and could not be right by chance [P].
+        unused: parameters that backward reached on no rank [P].
+        allowed: the norm by which a gradient may be off [P].
+    """
+
+    mean: Tensor
+    wrong: Tensor
+    proven: Tensor
+    unused: Tensor
+    allowed: Tensor
+
+    @property
+    def alike(self) -> Tensor:
+        """Parameters whose right gradient cannot be told from a wrong one [P]."""
+        return ~(self.proven | self.unused | self.wrong.any(dim=0))
 
 
-def _bytes(done: Examination) -> _Bytes:
-    """Put the bytes into words, which a formula and, where it can, an interface has checked."""
-    factor = done.ledger.factor
-    if factor is None:
-        why = f"{done.about.name} sends by no Comm"
-        return _Bytes(f"bytes not counted, because {why}", Finding("bytes", "not checked", why))
-    ratio, where = done.ledger.excess()
-    if ratio is not None and ratio < 1 - TOLERANCE:
-        ratio, where = None, f"the bytes did not cross {where}"
-    if ratio is not None and ratio > 1 + TOLERANCE:
-        ratio, where = None, f"others send over {where}"
-    if ratio is None:
-        words = f"{_times(factor)} (not counted: {where})"
-        return _Bytes(words, Finding("bytes", "not checked", where))
-    counted = done.ledger.counted_factor
-    detail = f"{where} counted {ratio:.3f} times the bytes handed to the network"
-    words = f"{_times(factor)} ({where} counted {counted:.1f}x)"
-    return _Bytes(words, Finding("bytes", "holds", detail), counted)
+def judge(seen: Seen, bound: Tensor, eps: Tensor, least: Tensor) -> Verdict:
+    """Compare the gradients of all ranks with the mean of their own.
+
+    Args:
+        bound: distance of a delivered value from the mean that the exchange allows itself [P];
+            infinite: it states none.
+        eps: relative spacing of the gradients' type [P].
+        least: the norm by which its smallest values may be off [P].
+    """
+    mean = seen.sent.mean(dim=0)
+    unused = seen.reached.sum(dim=0) == 0
+    low = eps > torch.finfo(torch.float32).eps
+    # Sums round once for each rank, in directions that partly cancel.
+    coarse = max(COARSE_ROUNDINGS, len(seen.own) ** 0.5)
+    relative = torch.where(low, coarse * eps, ROUNDINGS * eps)
+    tolerance = relative * seen.scale.amax(dim=0) + least
+    allowed = tolerance + bound
+    error = norm(seen.delivered - mean)  # [N, P]
+    missing = (seen.filled == 0) & ~unused
+    wrong = (error > allowed) | missing | _untouched(seen, mean, tolerance, bound)
+    judged = seen.judged > 0
+    wrong &= judged[:, None]
+    off = torch.maximum(error[judged].amax(dim=0), tolerance)
+    # The mean must differ from each rank's own gradient, and from its multiples.
+    apart = torch.minimum(norm(seen.own - mean).amax(dim=0), norm(mean) * (1 - 1 / len(seen.own)))
+    proven = ~wrong.any(dim=0) & ~unused & (apart > CLEAR * off)
+    return Verdict(mean, wrong, proven, unused, allowed)
 
 
-def _times(factor: float) -> str:
-    if factor > 1 + TOLERANCE:
-        return f"{factor:.1f}x less than fp32"
-    return (
-        "as many bytes as fp32" if factor > 1 - TOLERANCE else f"{1 / factor:.1f}x more than fp32"
-    )
+def _untouched(seen: Seen, mean: Tensor, tolerance: Tensor, bound: Tensor) -> Tensor:
+    """Find gradients within a wide bound of the mean that are a rank's own to the last bits.
+
+    Where all ranks have the same, it is what was exchanged: a mean may be rounded to one's own.
+    """
+    as_own = norm(seen.delivered - seen.own) <= tolerance
+    parted = norm(seen.delivered - seen.delivered[0]).amax(dim=0) > tolerance
+    return as_own & parted & (norm(seen.own - mean) > CLEAR * tolerance) & (bound > 0)
+
+
+def unequal_at_start(start: Tensor) -> dict[int, list[int]]:
+    """Return the tensors that differ between ranks, each with the ranks that differ from rank 0.
+
+    Args: start: images [N, tensors, K].
+    """
+    apart = norm(start - start[0]) > EQUAL * norm(start[0])
+    apart |= start.isnan().any(dim=-1) != start[0].isnan().any(dim=-1)
+    return {
+        index: apart[:, index].nonzero().flatten().tolist()
+        for index in range(start.shape[1])
+        if apart[:, index].any()
+    }
+
+
+class Fault(Enum):
+    """A wrong gradient: the property that fails, and its name in messages."""
+
+    SUMMED = "averaged once", "summed, not averaged"
+    DIVIDED = "averaged once", "divided twice"
+    SCALED = "averaged once", "scaled"
+    UNKNOWN = "averaged once", "not the mean"
+    OWN = "exchanged", "not exchanged"
+    LEFT_OUT = "complete", "left out"
+    GROUP = "right group", "wrong group"
+    STALE = "fresh", "stale buffer"
+
+    @property
+    def failed(self) -> str:
+        return self.value[0]
+
+    @property
+    def words(self) -> str:
+        return self.value[1]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Finding of what the wrong gradients are.
+
+    Attributes:
+        text: says it of one rank: "the rank's own gradient".
+        ranks: those of whom it is true.
+        parameters: numbers of the parameters that are wrong.
+    """
+
+    fault: Fault
+    text: str
+    ranks: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+
+def diagnose(seen: Seen, verdict: Verdict, last: Tensor | None, near: float) -> Diagnosis:
+    """Name what most of the ranks with wrong gradients hold.
+
+    Args:
+        last: image of the mean of the step before [P, K]; None: there was none.
+        near: relative distance at which a gradient is taken for a candidate.
+    """
+    wrong = verdict.wrong.any(dim=0)
+    which, ranks = wrong.nonzero().flatten(), verdict.wrong.any(dim=1).nonzero().flatten().tolist()
+    found = {rank: _of_rank(rank, seen, verdict.mean, which, last, near) for rank in ranks}
+    fault, text = Counter(found.values()).most_common(1)[0][0]
+    like = tuple(rank for rank in ranks if found[rank] == (fault, text))
+    if fault is Fault.OWN and verdict.proven.any():  # other parameters are exchanged
+        fault = Fault.LEFT_OUT
+    return Diagnosis(fault, text, like, tuple(which.tolist()))
+
+
+def _of_rank(
+    rank: int, seen: Seen, mean: Tensor, which: Tensor, last: Tensor | None, near: float
+) -> tuple[Fault, str]:
+    if (seen.filled[rank, which] == 0).all():
+        return Fault.LEFT_OUT, "no gradient"
+    got, mean = seen.delivered[rank, which], mean[which]
+    if not got.any():
+        return Fault.STALE, "zeros, as if nothing was written,"
+    candidates = [*_candidates(rank, seen.own[:, which], seen.sent[:, which], mean)]
+    if last is not None:
+        candidates.append((Fault.STALE, "the mean of the step before", last[which]))
+    fault, text, nearest = min(candidates, key=lambda each: apart(got, each[2]))
+    if apart(got, nearest) <= near:
+        return fault, text
+    off = f"something else, off by {apart(got, mean):.2g} of its norm"
+    return _mixture(got, seen.sent[:, which], near) or (Fault.UNKNOWN, off)
+
+
+def _candidates(
+    rank: int, own: Tensor, sent: Tensor, mean: Tensor
+) -> Iterator[tuple[Fault, str, Tensor]]:
+    """Yield what a rank may hold instead of the mean: images [wrong parameters, K]."""
+    size = len(own)
+    yield Fault.OWN, "the rank's own gradient", own[rank]
+    yield Fault.OWN, "the rank's own gradient, compressed", sent[rank]
+    yield Fault.SUMMED, f"{size}x the mean", size * mean
+    yield Fault.DIVIDED, f"1/{size} of the mean", mean / size
+    for other in range(size):
+        if other != rank:
+            yield Fault.GROUP, f"the gradient of rank {other} alone", sent[other]
+
+
+def _mixture(got: Tensor, sent: Tensor, near: float) -> tuple[Fault, str] | None:
+    """Fit a gradient by a weighted sum of all ranks' ones, and read the weights.
+
+    Args: got: [wrong parameters, K]. sent: [N, wrong parameters, K].
+    """
+    size, parts = len(sent), sent.flatten(1).T  # [values, N]
+    if len(parts) < 2 * size:  # too few values to determine so many weights
+        return None
+    weights = torch.linalg.lstsq(parts, got.flatten()[:, None], driver="gelsd").solution[:, 0]
+    if apart(got.flatten(), parts @ weights) > near:
+        return None
+    members = (weights.abs() > TAKES_PART * weights.abs().max()).nonzero().flatten().tolist()
+    total = float(weights[members].sum())
+    if len(members) == size:
+        return Fault.SCALED, f"{total:.3g}x the mean"
+    times = "" if abs(total - 1) < 2 * near else f"{total:.3g}x "
+    return Fault.GROUP, f"{times}the mean over {len(members)} of {size} ({named(members)})"
+
+
+def apart(got: Tensor, other: Tensor) -> float:
+    size = torch.maximum(got.norm(), other.norm())
+    return float((got - other).norm() / size) if size else 0.0
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as text: "rank 1", "ranks 0-3" or "ranks 0, 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -107,12 +107,10 @@ def formula_bytes(
 
 
 def is_labs(exchange: Mapping[str, Any] | None) -> bool:
-    """Return whether an exchange, by its settings, is one of the lab's classes."""
     return bool(exchange) and str((exchange or {}).get("_target_", "")).startswith("lab.")
 
 
 def ring_bytes(num_values: int, size: int) -> float:
-    """Return the bytes of all ranks in an fp32 ring."""
     return 2 * (size - 1) * 4.0 * num_values
 
 

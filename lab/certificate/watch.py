@@ -132,7 +132,6 @@ class Seen:
         return replace(self, **dict(zip(("own", "sent", "delivered"), one, strict=True)))
 
     def is_finite(self) -> bool:
-        """Return whether no gradient overflowed on any rank."""
         return all(bool(each.isfinite().all()) for each in (self.own, self.delivered, self.sent))
 
 
@@ -188,11 +187,6 @@ class Watch:
         return [*self.parameters, *self._buffers]
 
     @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Shapes of the parameters' travelling values, by name."""
-        return {name: travel_shape(parameter) for name, parameter in self.parameters.items()}
-
-    @property
     def is_empty(self) -> bool:
         """True if no gradient was noted since `reset`."""
         return not self._own
@@ -203,14 +197,12 @@ class Watch:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was noted, as an exchange begins."""
         self._own: dict[str, Tensor] = {}
         self._scale: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
         self._noted: set[str] = set()
 
     def close(self) -> None:
-        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -230,12 +222,12 @@ class Watch:
     def kept(self, exchange: Exchange, comm: Comm) -> Tensor:
         """Return the images of the compression errors that this rank keeps: [P, H, K]."""
         images = {name: self._zero() for name in self.parameters}
-        for name, start, values in exchange.kept(self.shapes, comm):
+        shapes = {name: travel_shape(parameter) for name, parameter in self.parameters.items()}
+        for name, start, values in exchange.kept(shapes, comm):
             images[name] += self._sketch.image(values, start, self.head_only)
         return torch.stack(list(images.values()))
 
     def weights(self) -> Tensor:
-        """Return the images of all weights: [P, K]."""
         return torch.stack([self._whole(each) for each in self.parameters.values()])
 
     def images(self, values: Mapping[str, Tensor] | None = None) -> Tensor:

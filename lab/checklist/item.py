@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 from lab.checklist.figures import Read, reader
-from lab.record.decode import decode
+from lab.record.files import decode
 from lab.settings.errors import ConfigError
 from lab.settings.files import read_file
 

@@ -14,7 +14,7 @@ from lab.claims.benched import BENCHED
 from lab.claims.device import COUNTED, SWEPT, Device, Quantity, difference, ratio
 from lab.claims.metrics import QUANTITIES, Facts, MeasuredFacts, Missing, Point
 from lab.measure.intervals import UNKNOWN, Interval, of_level
-from lab.record.decode import check_types
+from lab.record.files import check_types
 
 OUTCOMES = ("holds", "fails", "within noise", "unknown")
 # What a claim is worth as evidence, in the order of a page.

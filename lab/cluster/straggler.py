@@ -1,7 +1,7 @@
 """Emulate a straggler: halt a host's ranks, or delay one phase of one rank's steps.
 
 A host's ranks are halted for a part of every few milliseconds; timers and the kernel's side of
-connections continue meanwhile. A rank is delayed by lab.training.planted.
+connections continue meanwhile. A rank is delayed by lab.training.trainer.Delay.
 """
 
 from __future__ import annotations

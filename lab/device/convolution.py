@@ -26,7 +26,7 @@ from lab.draw.plots import GAP, Axis, legend_columns
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
-from lab.training.identity import surroundings
+from lab.training.recording import surroundings
 
 BUDGET_S = 3.0  # of one operation: a slow one takes part in fewer rounds, but in enough
 CHECKED_BATCH = 1  # images on which errors are taken: the float64 reference is slow

@@ -32,7 +32,7 @@ from lab.draw.looks import BLUE, GREEN, ORANGE, SKY
 from lab.draw.plots import BAR, GAP, bars
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
-from lab.training.identity import surroundings
+from lab.training.recording import surroundings
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what these libraries may use
 PROGRAM = (sys.executable, "-m", "lab.device.callgrind")

@@ -32,7 +32,7 @@ from lab.draw.plots import bars
 from lab.measure.spans import PHASES
 from lab.settings.names import class_name
 from lab.training.assemble import Assembly, assembled
-from lab.training.identity import surroundings
+from lab.training.recording import surroundings
 
 WARMUP = 4
 LOSS = "(loss)"

@@ -31,7 +31,7 @@ from lab.draw.looks import BLACK, SKY
 from lab.draw.plots import bars
 from lab.settings.names import class_name
 from lab.training.assemble import assembled
-from lab.training.identity import surroundings
+from lab.training.recording import surroundings
 from lab.training.trainer import AUTOCAST
 
 Call = Callable[[], object]

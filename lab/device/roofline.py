@@ -32,7 +32,7 @@ from lab.model.work import Operation, Work
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
-from lab.training.identity import surroundings
+from lab.training.recording import surroundings
 
 COPIES = (200_000, 4_000_000, 256_000_000)  # bytes: about those of two caches, and of none
 STEPS, WARMUP = 24, 4

@@ -37,7 +37,7 @@ from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.source import work_of
 from lab.training.assemble import Assembly, assembled
-from lab.training.identity import surroundings
+from lab.training.recording import surroundings
 from lab.training.trainer import AUTOCAST
 
 WARMUP = 3  # steps of each batch, one of them under the profiler

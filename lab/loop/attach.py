@@ -1,46 +1,46 @@
-"""The lab's exchanges in a DistributedDataParallel of the user's own."""
+"""The lab's exchanges in a training loop of the user's own: with DDP, without, and with FSDP2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lab.distributed import replicas
+from lab.distributed.comm import Traffic
+from lab.distributed.sharded import is_sharded
 from lab.distributed.worker import make_worker
+from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.exchange.grouping import MIB
-from lab.loop.check import FORGOT_HOOK, LoopCheck, follow, is_on
-from lab.loop.settings import compose
-from lab.loop.world import world_of
-from lab.record.schema import Certificate
+from lab.loop.check import FORGOT_FINISH, FORGOT_HOOK, Checked, LoopCheck, follow, is_on
+from lab.loop.setup import compose, world_of
 from lab.settings.config import ConfigError, build
+from lab.settings.errors import as_config_error
+from lab.sync.base import SyncParts
 from lab.sync.ddp_hook import HookState, exchange_hook
-from lab.sync.owner import Scaler, SpoiledState
-from lab.training.alike import exchanged_alike
-from lab.training.assemble import require_alike, require_like_gpus
+from lab.sync.fsdp import WholeGradients
+from lab.sync.fsdp_hooks import set_reduce_scatter
+from lab.sync.fsdp_units import require_scattered
+from lab.sync.gradsync import GradSync
+from lab.sync.owner import KEY, Owner, Scaler, SpoiledState, require_state
+from lab.training.alike import parameters, settings_and_software
+from lab.training.assemble import admitted, require_alike, require_like_gpus
 
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 
 
-class LoopState(HookState):
-    """The state of a hook in a loop.
-
-    Attributes:
-        check: examines the first exchanges; None: nothing does.
-    """
-
-    check: LoopCheck | None = None
-
-    @property
-    def certificate(self) -> Certificate | None:
-        """Return the finding of check="first"; None: nothing yet, or it is off."""
-        return self.check.certificate if self.check else None
+class LoopState(Checked, HookState):
+    """The state of a hook in a loop."""
 
     def close(self) -> None:
         if self.check:
@@ -73,8 +73,7 @@ def ddp_comm_hook(
         certificate: file for what it finds, as JSON; None: it is printed only.
         overrides: settings by dotted key: `**{"exchange.threshold": "mean"}`.
 
-    Returns:
-        The hook's state, with `state_dict` and `load_state_dict`; and the hook.
+    Returns: The hook's state, with `state_dict` and `load_state_dict`; and the hook.
 
     Raises:
         ConfigError: a setting, or a module, that a hook does not support, or that is another on
@@ -85,26 +84,19 @@ def ddp_comm_hook(
     wrapped = _checked(ddp)
     exchange: Exchange = build(config.exchange)
     device = next(wrapped.parameters()).device
-    world = world_of(wrapped.process_group, device, config.exchange_timeout_s)
-    settings: Any = OmegaConf.to_container(config, resolve=True)
-    require_alike(world, exchanged_alike(settings, wrapped.module))
+    world, settings = _join(config, exchange, wrapped.module, wrapped.process_group, device)
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
     guard = SpoiledState(exchange, scaler)
-    require_like_gpus(world, exchange)
-    try:
+    with as_config_error():
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     state.settings = settings | {
         "sync": {"_target_": "lab.sync.ddp.DDPSync", "hook": "lab"},
         "overlap": True,
         "bucket_mb": wrapped.bucket_bytes_cap / MIB,
     }
     if looks:
-        state.check = LoopCheck(
-            wrapped.module, state, world, state.settings, certificate, FORGOT_HOOK
-        )
+        state.check = LoopCheck(wrapped.module, state, world, certificate, FORGOT_HOOK)
         follow(state.check, state)
     return state, exchange_hook
 
@@ -120,24 +112,37 @@ def attach(
 ) -> LoopState:
     """Let `ddp` exchange its gradients by `strategy`, in one line.
 
-    Returns:
-        The hook's state, with `state_dict` and `load_state_dict`.
+    Returns: The hook's state, with `state_dict` and `load_state_dict`.
 
-    Raises:
-        ConfigError: see `ddp_comm_hook`.
+    Raises: ConfigError: see `ddp_comm_hook`.
     """
-    more = {"check": check, "certificate": certificate}
-    state, hook = ddp_comm_hook(strategy, ddp, scaler=scaler, **more, **overrides)
+    state, hook = ddp_comm_hook(
+        strategy, ddp, scaler=scaler, check=check, certificate=certificate, **overrides
+    )
     _checked(ddp).register_comm_hook(state, hook)
     return state
 
 
-def _checked(module: nn.Module) -> DistributedDataParallel:
-    """Return the DistributedDataParallel in `module`, if it is one.
+def _join(
+    config: DictConfig,
+    exchange: Exchange,
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> tuple[World, dict[str, Any]]:
+    """Connect the ranks of `group` for an exchange; return them and its settings.
 
-    Raises:
-        ConfigError: it is not, or has a hook already.
+    Raises: ConfigError: settings, software, parameters or GPUs differ between the ranks.
     """
+    world = world_of(group, device, config.exchange_timeout_s)
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    require_alike(world, settings_and_software(config) | parameters(model))
+    require_like_gpus(world, exchange)
+    return world, settings
+
+
+def _checked(module: nn.Module) -> DistributedDataParallel:
+    """Return the DistributedDataParallel in `module`, which has no hook yet."""
     inner = getattr(module, "_orig_mod", module)  # of torch.compile
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
@@ -155,3 +160,203 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
             "mixed_precision=, and takes one"
         )
     return inner
+
+
+class LoopSync(Checked, GradSync):
+    """A GradSync for a loop that knows nothing of it but
+
+        with grad_sync(model) as sync:
+            for …:
+                loss(model(inputs)).backward()
+                sync.finish()
+                optimizer.step()
+
+    On entry all ranks get rank 0's weights and buffers. Micro-batches before a step's last one go
+    into `with sync.accumulate():`. A parameter that backward does not reach on this rank has the
+    mean of the other ranks' gradients after `finish`; one that no rank has reached has none, as
+    with DistributedDataParallel(find_unused_parameters=True).
+
+    Attributes: settings: the composed settings that made the sync.
+    """
+
+    def __init__(
+        self, parts: SyncParts, world: World, settings: Mapping[str, Any], scaler: Scaler | None
+    ) -> None:
+        super().__init__(parts)
+        self.divides_loss = False  # the loop's loss is what it is
+        self.settings = settings
+        self._model, self._world = parts.model, world
+        self._guard = SpoiledState(self.exchange, scaler)
+
+    def __enter__(self) -> Self:
+        replicas.broadcast_state(self._model, self._world)
+        super().__enter__()
+        self._armed = True
+        if self.check:
+            self.check.begin()
+        return self
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        super().__exit__()
+        if kind is None:  # after an error, an exchange may wait for a rank that is lost
+            self.worker.close()
+        if self.check:
+            self.check.close() if kind is None else self.check.abandon()
+
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """Enclose forward and backward of a micro-batch that is not its step's last."""
+        self._armed = False
+        yield
+        self._armed = True
+
+    def finish(self) -> Tensor | None:
+        """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.
+
+        Raises:
+            FloatingPointError: see SpoiledState.
+            CertificateError: check="first" has found a fault.
+            Exception: the first error of an exchange.
+        """
+        if self.clock:
+            self.clock.next_phase("exchange")
+        finite = super().finish()
+        if self.clock:
+            self.clock.next_phase("update")
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        if self.loss_scale != 1.0:
+            torch._foreach_mul_(gradients, self.loss_scale)
+        self._guard.end_step(gradients, finite)
+        if self.check:
+            self.check.exchanged(self.loss_scale)
+        return finite
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to save beside the model; every rank has its own."""
+        exchange = {f"exchange.{key}": v for key, v in self.exchange.state_dict().items()}
+        step = {"step": {"step": torch.tensor(self.step)}}
+        return {**super().state_dict(), **exchange, **step, KEY: self._owner.mark()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict` of the same rank among as many ranks.
+
+        Raises: ValueError: it is of another exchange, or see Owner.check.
+        """
+        require_state(state, "step")
+        prefix = "exchange."
+        kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        self._owner.check(state.get(KEY), kept)
+        self.exchange.resume(kept, self._world.device)
+        super().load_state_dict({"order": state.get("order", {})})
+        self.step = int(state["step"]["step"])
+
+    @property
+    def _owner(self) -> Owner:
+        comm, made_from = self.comm, self.settings["exchange"]
+        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
+
+    def _submit_next(self) -> None:
+        if not self._exchanged:
+            self.loss_scale = self._guard.begin_step()
+        super()._submit_next()
+
+
+def grad_sync(
+    model: nn.Module,
+    strategy: str = "onebit",
+    *,
+    group: dist.ProcessGroup | None = None,
+    scaler: Scaler | None = None,
+    check: str | None = "first",
+    certificate: str | Path | None = None,
+    **overrides: Any,
+) -> LoopSync:
+    """Average the gradients of `model` over the ranks, in a loop of one's own without DDP.
+
+    Args:
+        model: on its device. Gradients of any real or complex dtype are exchanged by methods that
+            only add; those that compress take float32, bfloat16, float16 and complex64.
+        strategy: a choice of strategy= or exchange= that averages gradients in every step.
+        group: the ranks; None: all that a launcher started. The default process group is made if
+            the program has not done so. All its ranks call this together.
+        scaler, check, certificate: see `lab.attach`.
+        overrides: settings by dotted key; also `overlap` and `bucket_mb`, which a strategy sets.
+
+    Raises:
+        ConfigError: a setting, or a model, that is not supported, or that is another on some rank.
+    """
+    looks = is_on(check)
+    config = compose(strategy, overrides, ("overlap", "bucket_mb"))
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
+    exchange: Exchange = build(config.exchange)
+    parameters = admitted(model, exchange)
+    device = next(iter(parameters.values())).device
+    world, settings = _join(config, exchange, model, group, device)
+    comm = world.comm
+    worker = make_worker(config.overlap, device, comm.backend, exchange.asynchronous(comm))
+    parts = SyncParts(model, model, exchange, comm, worker, config.overlap, config.bucket_mb)
+    with as_config_error():
+        sync = LoopSync(parts, world, settings, scaler)
+    if looks:
+        sync.check = LoopCheck(model, sync, world, certificate, FORGOT_FINISH)
+    return sync
+
+
+class ReduceScatters:
+    """The state and counts that the reduce-scatters of a model's FSDP modules share.
+
+    Attributes: traffic: payload bytes and messages of this rank's reduce-scatters so far.
+
+    Raises: ValueError: see lab.sync.fsdp_hooks.set_reduce_scatter.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange, settings: Mapping[str, Any]) -> None:
+        self.traffic = Traffic()
+        self._model, self._exchange, self._settings = model, exchange, settings
+        require_scattered(model, exchange)
+        set_reduce_scatter(model, exchange, self.traffic)
+        WholeGradients(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals, if the exchange has any, and whose they are."""
+        return {**self._exchange.state_dict(), KEY: self._owner.mark()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a result of `state_dict` on the same rank of as many ranks.
+
+        Raises: ValueError: it is of another exchange, or see Owner.check.
+        """
+        require_state(state)
+        kept = {key: value for key, value in state.items() if key != KEY}
+        self._owner.check(state.get(KEY), kept)
+        self._exchange.resume(kept, next(self._model.parameters()).device)
+
+    @property
+    def _owner(self) -> Owner:
+        """Residuals are laid out for the mesh's ranks, so its shape is one of the settings."""
+        sharded: Any = next(filter(is_sharded, self._model.parameters()))
+        mesh: DeviceMesh = sharded.device_mesh
+        settings = {**self._settings, "mesh": list(mesh.shape)}
+        rank = mesh.mesh.flatten().tolist().index(mesh.get_rank())
+        return Owner(self._model, self._exchange, settings, rank, mesh.size())
+
+
+def fsdp_reduce_scatter(
+    model: nn.Module, exchange: str = "allreduce", **overrides: Any
+) -> ReduceScatters:
+    """Let each module of `model` that FSDP2 shards scatter its gradients by the lab.
+
+    Call it after the last fully_shard, before the first backward. FSDP's own groups carry it.
+
+    Args:
+        exchange: "allreduce" (exact), "bf16", "fp16", "int8", "int4" or "onebit", whose first half
+            it is.
+        overrides: settings by dotted key: `**{"exchange.block_size": 512}`.
+
+    Raises: ConfigError: a setting, or a model without FSDP modules.
+    """
+    config = compose(exchange, overrides)
+    settings: Any = OmegaConf.to_container(config.exchange, resolve=True)
+    with as_config_error():
+        return ReduceScatters(model, build(config.exchange), settings)

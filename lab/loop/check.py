@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
 from lab.sync.ddp_hook import HookState
 
-CHOICES = (None, "none", "first")
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (
     "hook ignored: DDP gave it no gradients before optimizer.step(): was the step's last backward "
@@ -36,6 +34,26 @@ FORGOT_HOOK = (
 )
 COPY_TRAINS = "hook ignored: backward reached no parameter of this model; a copy of it trains"
 MEANT = "if ranks are meant to part, use check=None"
+
+
+class Checked:
+    """A sync, or a hook's state, in a loop.
+
+    Attributes: check: examines the first exchanges; None: nothing does. Set before the loop.
+    """
+
+    check: LoopCheck | None = None
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """The finding of check="first"; None: nothing yet, or it is off."""
+        return self.check.certificate if self.check else None
+
+
+class LoopExchanging(Exchanging, Protocol):
+    """An Exchanging that knows the composed settings that made it."""
+
+    settings: Any
 
 
 class LoopCheck:
@@ -48,23 +66,19 @@ class LoopCheck:
         model: names its parameters.
         sync: exchanges their gradients.
         world: its ranks.
-        settings: the composed settings of the exchange.
         file: where rank 0 writes the certificate; None: nowhere.
         forgotten: describes an update without an exchange.
 
-    Attributes:
-        certificate: the result, once there is one.
+    Attributes: certificate: the result, once there is one.
 
-    Raises:
-        ConfigError: the file's folder does not exist, or the file is a folder.
+    Raises: ConfigError: the file's folder does not exist, or the file is a folder.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        sync: Exchanging,
+        sync: LoopExchanging,
         world: World,
-        settings: Mapping[str, Any],
         file: str | Path | None,
         forgotten: str,
     ) -> None:
@@ -82,7 +96,7 @@ class LoopCheck:
             backend=world.comm.backend,
             name=f"exchange={type(sync.exchange).__name__}",
             error_bound=sync.exchange.error_bound,
-            settings=settings["exchange"],
+            settings=sync.settings["exchange"],
             nodes=world.comm.nodes,
             exchange=sync.exchange,
         )
@@ -112,8 +126,7 @@ class LoopCheck:
             kept_factor: by which to multiply errors kept, to have them in units of the gradients.
             joined: this rank has no more batches, and only takes part for the others.
 
-        Raises:
-            CertificateError: names what is wrong.
+        Raises: CertificateError: names what is wrong.
         """
         if (observer := self._observer) is None:
             return
@@ -130,11 +143,10 @@ class LoopCheck:
         except CertificateError as error:
             self._end(error.certificate)
             raise
-        if observer.is_done:
+        if observer.examination.is_done:
             self.close()
 
     def close(self) -> None:
-        """Look no more."""
         if self._observer:
             self._end(self._observer.examination.certificate())
 
@@ -152,15 +164,12 @@ class LoopCheck:
         if self._world.rank:
             return
         if self._file:
-            self._write(self._file, certificate)
+            try:
+                write_json(self._file, asdict(certificate))
+            except OSError as error:  # no reason to end a training
+                print(f"certificate={self._file}: cannot be written: {error}", file=sys.stderr)
         if certificate.holds and self._world.size > 1:  # an exception says it otherwise
             print(certificate.line, flush=True)
-
-    def _write(self, file: Path, certificate: Certificate) -> None:
-        try:
-            write_json(file, asdict(certificate))
-        except OSError as error:  # no reason to end a training
-            print(f"certificate={file}: cannot be written: {error}", file=sys.stderr)
 
     def _before_update(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -189,11 +198,7 @@ class LoopCheck:
             self._refuse_unexchanged(optimizer)
 
     def _refuse_unexchanged(self, optimizer: Optimizer) -> None:
-        """Refuse an update by gradients that no exchange has seen.
-
-        Raises:
-            CertificateError: some have grown since the last one.
-        """
+        """Raise CertificateError for an update by gradients that no exchange has seen."""
         if (observer := self._observer) is None:
             return
         watch, updated = observer.watch, [p for g in optimizer.param_groups for p in g["params"]]
@@ -223,7 +228,6 @@ def _is_torchs(optimizer: Optimizer) -> bool:
 
 
 def _has_values(parameter: nn.Parameter) -> bool:
-    """Return whether an optimizer finds a gradient that is not zero."""
     gradient = parameter.grad
     return gradient is not None and bool(travelling(gradient, parameter).any())
 
@@ -245,11 +249,7 @@ def follow(check: LoopCheck, state: HookState) -> None:
 
 
 def is_on(check: str | None) -> bool:
-    """Return whether `check=` asks for an examination.
-
-    Raises:
-        ConfigError: it is not one of CHOICES.
-    """
-    if check not in CHOICES:
+    """Return whether `check=` asks for an examination; ConfigError: it is no choice."""
+    if check not in (None, "none", "first"):
         raise ConfigError(f"check={check!r}: allowed are 'first' and 'none', which is None")
     return check == "first"

@@ -19,8 +19,7 @@ from lab.distributed.comm import Comm, Sent
 from lab.distributed.world import World
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange
-from lab.loop.settings import settings_of_run
-from lab.loop.world import world_of
+from lab.loop.setup import settings_of_run, world_of
 from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
 from lab.record.schema import Certificate
@@ -28,9 +27,9 @@ from lab.settings.config import Settings
 from lab.settings.names import of_all_ranks, run_name
 from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
-from lab.training import outcome
 from lab.training.assemble import count, global_batch_size, require_alike
-from lab.training.identity import Recording, claim
+from lab.training.outcome import measured
+from lab.training.recording import Recording, claim
 from lab.training.run import failure_of
 from lab.training.trainer import Measured, Progress, Synced
 
@@ -39,14 +38,13 @@ from lab.training.trainer import Measured, Progress, Synced
 class Step:
     """One optimizer step under way.
 
-    Attributes:
-        loss: this rank's loss, to set before the step ends; None: not recorded.
+    Attributes: loss: this rank's loss, to set before the step ends; None: not recorded.
     """
 
     loss: Tensor | float | None = None
 
 
-class Run:
+class Run(Recording):
     """A run directory of a loop of one's own, which plot, explain and report read as any other.
 
         with lab.Run(study="mine", strategy="onebit", model=model, batch_size=64) as run:
@@ -99,13 +97,13 @@ class Run:
     ) -> None:
         module = model if isinstance(model, nn.Module) else None
         device = next(module.parameters()).device if module else torch.device("cpu")
-        self._world = world_of(None, device)
+        world = world_of(None, device)
         config = settings_of_run(
             strategy,
             sync.settings if sync else None,
             model if isinstance(model, str) else _name(model),
             settings or {},
-            self._world.size,
+            world.size,
             study=study,
             batch_size=batch_size,
             scaling=scaling,
@@ -115,36 +113,21 @@ class Run:
             runs_dir=str(runs_dir),
         )
         composed: Any = OmegaConf.to_container(config, resolve=True)
-        require_alike(self._world, of_all_ranks(composed))
+        require_alike(world, of_all_ranks(composed))
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
-        self._sync = sync
-        self._is_open = self._in_step = False
-        self._loop = OwnLoop(config, self._world, module, sync)
-        directory = claim(
-            self._world, config, run_name(arguments, config.strategy, self._world.size)
-        )
+        self.loop = self._loop = OwnLoop(config, world, module, sync)
+        directory = claim(world, config, run_name(arguments, config.strategy, world.size))
         assert directory  # a new one is not done
-        self._recording = Recording(
-            config,
-            arguments,
-            self._world,
-            directory,
-            model=config.model.name,
-            data=data,
-            task=task,
-            unit=unit,
-            **({**count(module), "model_source": source_hash(module)} if module else {}),
-        )
-
-    @property
-    def path(self) -> Path:
-        """The run directory."""
-        return self._recording.directory.path
+        known: dict[str, Any] = {"model": config.model.name, "data": data, "task": task}
+        if module:
+            known |= {**count(module), "model_source": source_hash(module)}
+        super().__init__(config, arguments, world, directory, unit=unit, **known)
+        self._is_open = self._in_step = False
 
     def __enter__(self) -> Self:
-        if self._world.rank == 0:
-            self._recording.open(first_step=0)
+        if self.world.rank == 0:
+            self.open(first_step=0)
         self._is_open = True
         return self
 
@@ -166,14 +149,13 @@ class Run:
                 raise
         finally:
             self._loop.close()
-            self._recording.directory.release()
+            self.directory.release()
 
     @contextmanager
     def step(self) -> Generator[Step]:
         """Time one optimizer step; set its `loss` to have it recorded.
 
-        Raises:
-            RuntimeError: the run has not begun or has ended, or another step is under way.
+        Raises: RuntimeError: the run has not begun or has ended, or another step is under way.
         """
         if not self._is_open or self._in_step:
             within = "another step" if self._in_step else "no run; it belongs in `with lab.Run(…)`"
@@ -181,7 +163,7 @@ class Run:
         loop = self._loop
         loop.before_step()
         current = Step()
-        before = self._sent()
+        before = loop.sent()
         self._in_step = True
         try:
             with loop.clock.step():
@@ -189,38 +171,32 @@ class Run:
                 yield current
         finally:
             self._in_step = False
-        loss = math.nan if current.loss is None else current.loss
-        loop.after_step(loss, before, self._sent())
+        loop.after_step(math.nan if current.loss is None else current.loss)
+        loop.count_step(before, loop.sent())
 
     def evaluated(self, *, loss: float, **metrics: float) -> None:
         """Record an evaluation after the last step: the same values on all ranks.
 
-        Args:
-            loss: of the test samples. metrics: others by name; accuracy is a share of 1.
+        Args: loss: of the test samples. metrics: others by name; accuracy is a share of 1.
         """
         self._loop.pause()
-        when = {"step": self._loop.progress.step, "seconds": self._loop.clock.total_seconds()}
-        self._loop.progress.evaluations.append({**when, "loss": float(loss), **metrics})
-
-    def _sent(self) -> Sent:
-        return self._sync.comm.traffic.so_far() if self._sync else (0, 0, 0)
+        progress, clock = self._loop.progress, self._loop.clock
+        when = {"step": progress.step, "seconds": clock.total_seconds()}
+        progress.evaluations.append({**when, "loss": float(loss), **metrics})
 
     def _finish(self) -> None:
         self._loop.pause()
-        recording = self._recording
-        record = outcome.measured(self._loop, recording.record, recording.directory)
-        if self._sync is None:
+        self.record = record = measured(self._loop, self.record, self.directory)
+        if self._loop.lab_sync is None:
             record.payload_bytes_per_step = record.messages_per_step = None
             record.across_bytes_per_step = None
-        recording.record = record
-        recording.end(self._loop)
-        self._world.barrier()
+        self.end()
+        self.world.barrier()
 
     def _fail(self, error: BaseException) -> None:
-        recording = self._recording
-        recording.fail(failure_of(error, self._world.rank), self._loop)
-        if not recording.directory.recorded_since(recording.started_at.timestamp()):
-            recording.write()
+        self.fail(failure_of(error, self.world.rank))
+        if not self.directory.recorded_since(self.started_at.timestamp()):
+            self.write()
 
 
 def _name(model: nn.Module) -> str:
@@ -271,30 +247,24 @@ class OwnLoop(Measured[Synced]):
         shown: Synced = sync or Unchecked()
         if model is None and sync:
             shown = Unchecked(sync.every, sync.exchange)
+        waits_in = () if isinstance(sync, GradSync) else waits_of_ddp(module)
+        clock = Clock(world.device, False, waits_in)
         batch_size = global_batch_size(config, world.size)
-        clock = Clock(
-            world.device, False, () if isinstance(sync, GradSync) else waits_of_ddp(module)
-        )
         settings = cast(Settings, config)
         super().__init__(settings, world, module, shown, batch_size, Progress(0), clock)
-        self._lab_sync = sync
+        self.lab_sync = sync
         self._hooks: list[RemovableHandle] = []
         self._last: LastGradient | None = None
-        self._observe(model, sync)
-
-    def _observe(self, model: nn.Module | None, sync: LabSync | None) -> None:
-        """Let hooks of the model and the sync mark phases, and when gradients are ready."""
-        if model:
+        if model:  # mark phases
             self._hooks.append(model.register_forward_pre_hook(self._forward_begins))
             self._hooks.append(model.register_forward_hook(self._forward_ends))
         if sync:
-            sync.clock = self.clock
+            sync.clock = clock
         elif model:
             self._last = LastGradient(model)
-            self._last.clock = self.clock
+            self._last.clock = clock
 
     def close(self) -> None:
-        """Remove all hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         if self._last:
@@ -315,13 +285,14 @@ class OwnLoop(Measured[Synced]):
 
     @property
     def certificate(self) -> Certificate | None:
-        """Return the finding of check="first" of `sync`."""
-        return self._lab_sync.certificate if self._lab_sync else None
+        return self.lab_sync.certificate if self.lab_sync else None
 
-    def after_step(self, loss: Tensor | float, before: Sent, after: Sent) -> None:
-        """Note a step's loss, and what it sent."""
-        value = torch.as_tensor(loss, dtype=torch.float32, device=self.world.device)
+    def sent(self) -> Sent:
+        """Return what this rank has sent so far; zeros if the lab does not know."""
+        return self.lab_sync.comm.traffic.so_far() if self.lab_sync else (0, 0, 0)
+
+    def after_step(self, loss: Tensor | float) -> None:
         if self._last:
             self._last.end_step()
+        value = torch.as_tensor(loss, dtype=torch.float32, device=self.world.device)
         self.losses.append(value.detach().clone())
-        self.count_step(before, after)

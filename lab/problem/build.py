@@ -13,10 +13,10 @@ from torch import nn
 from lab.data import Data
 from lab.data.own import as_data
 from lab.settings.config import build
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.own_code import callable_at, of_loss
 from lab.task.base import Task
-from lab.task.own import OwnLoss
+from lab.task.tasks import OwnLoss
 
 # Settings of data that change how much of it there is, but no shape: a few samples are enough.
 FEW = {"num_images": 8}
@@ -37,15 +37,13 @@ class Blueprint:
 
     @property
     def target(self) -> torch.Tensor:
-        """The target of one sample."""
         return self.data.targets()[0][0]
 
 
 def blueprint(config: DictConfig) -> Blueprint:
     """Build a run's data, task and model for their shapes alone.
 
-    Raises:
-        ConfigError: a part cannot be built, or the model does not fit the data.
+    Raises: ConfigError: a part cannot be built, or the model does not fit the data.
     """
     few: Any = {key: value for key, value in FEW.items() if key in config.data}
     node: Any = OmegaConf.merge(config.data, few)
@@ -60,18 +58,15 @@ def blueprint(config: DictConfig) -> Blueprint:
     except Exception:  # of the user's constructor, which may compute with values
         model = build_model(config.model, data, shape[-1])
     if "_target_" in config.transform:
-        try:
+        with as_config_error():
             model = build(config.transform)(model)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
     return Blueprint(data, task, model)
 
 
 def require_float32(model: nn.Module) -> None:
     """Refuse to predict a model of other dtypes: a profile counts 4 bytes for each gradient value.
 
-    Raises:
-        ConfigError: names a trainable parameter, its dtype, and what to do.
+    Raises: ConfigError: names a trainable parameter, its dtype, and what to do.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -85,21 +80,17 @@ def require_float32(model: nn.Module) -> None:
 def build_data(node: DictConfig, seed: int, device: torch.device) -> Data:
     """Build a data set, or make one of what a user's callable returns.
 
-    Raises:
-        ConfigError: a setting is wrong, or the callable returns no data.
+    Raises: ConfigError: a setting is wrong, or the callable returns no data.
     """
     made = build(node, seed=seed, device=device)
-    try:
+    with as_config_error():
         return as_data(made, device, f"data={node._target_}")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def build_task(node: DictConfig) -> Task:
     """Build a task, or make one of a user's loss function.
 
-    Raises:
-        ConfigError: a setting is wrong.
+    Raises: ConfigError: a setting is wrong.
     """
     target = callable_at(node._target_, f"task={node._target_}")
     if of_loss(target):
@@ -112,8 +103,7 @@ def build_task(node: DictConfig) -> Task:
 def output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
     """Return the output shapes that a training and a test sample need.
 
-    Raises:
-        ConfigError: the task cannot learn these targets, or there are none.
+    Raises: ConfigError: the task cannot learn these targets, or there are none.
     """
     for part, targets in zip(("training", "test"), data.targets(), strict=True):
         if not len(targets):
@@ -130,8 +120,7 @@ def build_model(node: DictConfig, data: Data, output_size: int) -> nn.Module:
     Embeddings with sparse=True get dense gradients, of the same values: exchanges deliver dense
     ones, and few optimizers take others.
 
-    Raises:
-        ConfigError: a setting is wrong, the model does not fit the data, or it is no nn.Module.
+    Raises: ConfigError: a setting is wrong, the model does not fit the data, or it is no nn.Module.
     """
     shape, classes, vocabulary = data.input_shape, data.num_classes, data.vocabulary
     facts: dict[str, Any] = {

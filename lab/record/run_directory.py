@@ -47,10 +47,11 @@ class RunDirectory:
         `launch`) continues in its own directory, even if that is done. Until `release` no other
         process can claim the directory.
 
-        Raises:
-            ValueError: the directory cannot be created or written, or is taken.
+        Raises: ValueError: the directory cannot be created or written, or is taken.
         """
-        earlier = cls._started_by(launch, parent)
+        # Not by name: it contains the number of ranks, which may have changed.
+        restarted = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
+        earlier = next((run for run in restarted if run.was_started_by(launch)), None)
         if earlier:
             directory = earlier
         elif cell:
@@ -71,8 +72,7 @@ class RunDirectory:
     def require_own(self) -> None:
         """Check that what the path names is still the directory that this run has claimed.
 
-        Raises:
-            OSError: another is in its place; nothing may be written there.
+        Raises: OSError: another is in its place; nothing may be written there.
         """
         if self._lock and not os.path.samestat(
             os.fstat(self._lock.fileno()), (self.path / LOCK).lstat()
@@ -80,7 +80,6 @@ class RunDirectory:
             raise OSError(f"{self.path}: another directory has taken the place of this run's")
 
     def release(self) -> None:
-        """Let another process claim this directory."""
         if self._lock:
             self._lock.close()
             self._lock = None
@@ -105,16 +104,15 @@ class RunDirectory:
                 return
 
     def _check_free(self, resume: str | None) -> None:
-        status = self.status()
+        status, holds = self.status(), ""
         if status == "done" or (status and resume != "auto"):
+            holds = f"already holds a record ({status})"
+        elif self.attempts() and resume != "auto":
+            holds = "holds a run that was killed"
+        if holds:
             raise ValueError(
-                f"cell={self.path.name}: {self.path} already holds a record ({status}); choose "
-                "another cell" + ("" if status == "done" else ", or resume=auto")
-            )
-        if self.attempts() and resume != "auto":
-            raise ValueError(
-                f"cell={self.path.name}: {self.path} holds a run that was killed; choose another "
-                "cell, or resume=auto"
+                f"cell={self.path.name}: {self.path} {holds}; choose another cell"
+                + ("" if status == "done" else ", or resume=auto")
             )
 
     @classmethod
@@ -137,14 +135,6 @@ class RunDirectory:
         taken = [cls(path) for path in itertools.takewhile(Path.is_dir, _numbered(parent, name))]
         return next((run for run in reversed(taken) if run.status() != "done"), None)
 
-    @classmethod
-    def _started_by(cls, launch: str | None, parent: Path) -> RunDirectory | None:
-        # Not by name: it contains the number of ranks, which may have changed.
-        if launch is None:
-            return None
-        runs = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
-        return next((run for run in runs if run.was_started_by(launch)), None)
-
     def was_started_by(self, launch: str | None) -> bool:
         """Return whether the last attempt at this run belongs to the same job."""
         attempts = self.attempts()
@@ -152,12 +142,16 @@ class RunDirectory:
 
     def begin_attempt(self, attempt: dict[str, Any]) -> None:
         """Record that the run begins, or continues after an early end."""
-        attempts = self.attempts()
-        if not attempts:
-            self._set_aside_damaged()
+        path, attempts = self.path / "attempts.json", self.attempts()
         if attempts:
-            attempts[-1]["ended"] = self._how_it_ended(attempts[-1])
-        write_json(self.path / "attempts.json", [*attempts, attempt])
+            began = datetime.fromisoformat(attempts[-1]["started_at"]).timestamp()
+            attempts[-1]["ended"] = "killed: it left no record"
+            if self.recorded_since(began):
+                attempts[-1]["ended"] = self._ended()
+        else:  # a file that cannot be read is kept: this one would replace it
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(self.path / "attempts.damaged.json")
+        write_json(path, [*attempts, attempt])
 
     def attempts(self) -> list[dict[str, Any]]:
         """Return every start of this run in order; all but the last have `ended`."""
@@ -169,15 +163,7 @@ class RunDirectory:
             return []
         return attempts
 
-    def _set_aside_damaged(self) -> None:
-        """Keep a file of attempts that cannot be read: the next one would replace it."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / "attempts.json").rename(self.path / "attempts.damaged.json")
-
-    def _how_it_ended(self, attempt: dict[str, Any]) -> str:
-        began = datetime.fromisoformat(attempt["started_at"]).timestamp()
-        if not self.recorded_since(began):
-            return "killed: it left no record"
+    def _ended(self) -> str:
         try:
             record = read_json(self.record_path)
             return f"{record['status']}: {record['error']}"
@@ -214,14 +200,12 @@ class RunDirectory:
                 self.path.rmdir()
 
     def write_config(self, yaml: str) -> None:
-        """Write the resolved configuration."""
         write_atomically(self.path / SETTINGS, lambda path: path.write_text(yaml))
 
     def write_record(self, record: Record) -> None:
         """Write the certificate, if there is one, and the record, the last file of a run.
 
-        Raises:
-            OSError: the directory cannot be written, or is another by now.
+        Raises: OSError: the directory cannot be written, or is another by now.
         """
         self.require_own()
         if record.certificate:

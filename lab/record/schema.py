@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lab.measure.statistics import Warmup
-from lab.record import schema_1
-from lab.record.decode import decode
-from lab.record.files import write_json
-from lab.record.origin import Stretch
+from lab.record.files import decode, write_json
+from lab.settings.names import class_name
 from lab.settings.reading import DamagedFile, read_json
 from lab.settings.secrets import without_secrets
 
@@ -69,6 +68,19 @@ EmulationKind = Literal["hosts", "shared_gpus", "shared_cores", "replay", "strag
 STATUSES: tuple[Status, ...] = get_args(Status)
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 SHARED: tuple[EmulationKind, ...] = ("shared_gpus", "shared_cores")  # ranks lack processors
+
+# Of schema 1: keys that early and failed records lack, with the value for "unknown"; and how it
+# worded emulation (any other clause described hosts).
+UNNAMED_1: dict[str, Any] = {"study": "", "cell": "", "repeat": 0, "variant": {}}
+UNKNOWN_1: dict[str, Any] = {
+    **{"strategy": "unknown", "scaling": "strong"},
+    **{"world_size": 0, "batch_size": 0, "per_rank_batch_size": 0},
+}
+CLAUSES_1: tuple[tuple[str, EmulationKind], ...] = (
+    (r"share .*GPUs?$", "shared_gpus"),
+    (r"share .*cores$", "shared_cores"),
+    (r"^compute replayed from profile ", "replay"),
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,45 @@ class Compute:
     flops_unknown: str | None
     peak_flops_per_s: float | None
     peak_source: str | None
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of a run that were made alike.
+
+    Attributes:
+        first_step, end_step: number of the first one, and of the one after the last.
+        cell: "study/cell", the run that made them.
+        world_size: number of ranks.
+        batch_size: global, in samples.
+        commit: of the lab, and whether its files were changed; null: not known.
+        settings: by dotted key, those that were others than the record's own; null: there was none.
+    """
+
+    first_step: int
+    end_step: int
+    cell: str
+    world_size: int
+    batch_size: int
+    commit: str | None
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def steps(self) -> str:
+        """The numbers of its steps: "0-9"."""
+        return f"{self.first_step}-{self.end_step - 1}"
+
+    @property
+    def made_by(self) -> str:
+        """The run, ranks, batch, commit, and other settings, in words."""
+        others = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        commit, _, changed = (self.commit or "unknown").partition(" ")
+        return (
+            f"{self.cell} on {self.world_size} rank{'s' if self.world_size > 1 else ''}, "
+            f"batch_size={self.batch_size}, commit {commit[:10]}"
+            + (f" {changed}" if changed else "")
+            + (f"; {others}" if others else "")
+        )
 
 
 @dataclass(kw_only=True)
@@ -212,7 +263,7 @@ class Record:
             exchanges with moments after how many steps they froze the variance (null: not yet).
         attempts: every start of the run: first step, world size, time and, if another one followed,
             its end.
-        stretches: steps by how they were made (lab.record.origin); empty: all were made alike.
+        stretches: steps by how they were made; empty: all were made alike.
         duration_s: seconds from the last start to the record.
         emulation: ways in which ranks are emulated; empty: none.
         comm_settings: settings given to the communication library.
@@ -303,7 +354,6 @@ class Record:
         return f"{text}, {each * samples_per_s:.0f} {self.prediction}s/s" if each > 1 else text
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `record.json` holds."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
@@ -317,7 +367,7 @@ class Record:
         keys: dict[str, Any] = dict(value)  # type: ignore[reportUnknownArgumentType]
         schema = keys.pop("schema", 1)
         if schema == 1:
-            keys = schema_1.upgraded(keys)
+            keys = _upgraded(keys)
         elif schema != SCHEMA:
             raise ValueError(f"schema={schema!r}; this version of the lab reads 1 and {SCHEMA}")
         return decode(cls, keys, "")
@@ -343,3 +393,57 @@ def read_record(path: Path) -> Record:
 def worded(emulation: Iterable[Emulation]) -> str:
     """Return an emulation's clauses as text; empty if nothing is emulated."""
     return "; ".join(one.detail for one in emulation)
+
+
+def append_stretch(earlier: list[dict[str, Any]], now: dict[str, Any]) -> list[dict[str, Any]]:
+    """Add steps to those made before, in one stretch with the last ones if these were made alike.
+
+    Args: earlier, now: values of a Stretch, with all settings.
+    """
+    if earlier and {**earlier[-1], "end_step": 0} == {
+        **now,
+        "first_step": earlier[-1]["first_step"],
+        "end_step": 0,
+    }:
+        return [*earlier[:-1], {**earlier[-1], "end_step": now["end_step"]}]
+    return [*earlier, now] if now["end_step"] > now["first_step"] else [*earlier]
+
+
+def stretches_of(made: list[dict[str, Any]]) -> list[Stretch]:
+    """Return what a record holds of the steps made: none if all were made alike."""
+    if len(made) < 2:
+        return []
+    own = made[-1]["settings"]
+    found: list[Stretch] = []
+    for one in made:
+        then = one["settings"]
+        unlike = {k: then.get(k) for k in {**then, **own} if _known(then, k) != _known(own, k)}
+        values: dict[str, Any] = {**one, "settings": unlike}
+        found.append(Stretch(**values))
+    return found
+
+
+def _known(settings: Mapping[str, Any], key: str) -> Any:
+    """Return a setting; of the lab's classes the name, as their modules may have moved since."""
+    value = settings.get(key)
+    return class_name(value) if key.endswith("_target_") and isinstance(value, str) else value
+
+
+def _upgraded(record: dict[str, Any]) -> dict[str, Any]:
+    """Convert a record of schema 1; missing keys stay missing.
+
+    Schema 1 counted images, worded `emulation` as one sentence, and let a run that could not start
+    leave most keys out.
+    """
+    renamed = {"images_per_s": "samples_per_s", "wall_images_per_s": "wall_samples_per_s"}
+    known = {renamed.get(k, k): value for k, value in record.items() if value is not None}
+    known["unit"] = "image"
+    sentence = known.get("emulation", "none")
+    if not isinstance(sentence, str):
+        raise ValueError(f"emulation={sentence!r:.80}; in a record of schema 1 must be str")
+    clauses = sentence.split("; ") if sentence not in ("", "none") else []
+    known["emulation"] = [
+        {"kind": next((k for p, k in CLAUSES_1 if re.search(p, clause)), "hosts"), "detail": clause}
+        for clause in clauses
+    ]
+    return UNNAMED_1 | ({} if known.get("status") == "done" else UNKNOWN_1) | known

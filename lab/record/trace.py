@@ -25,8 +25,7 @@ Event = dict[str, Any]
 class Timeline:
     """Spans of all ranks, and facts about their run.
 
-    Attributes:
-        about: facts by name, as in a record: strategy, world_size, emulation, ...
+    Attributes: about: facts by name, as in a record: strategy, world_size, emulation, ...
     """
 
     spans: tuple[Span, ...]
@@ -53,8 +52,7 @@ class Timeline:
 def write_trace(path: Path, spans: Iterable[Span], about: Mapping[str, Any] | None = None) -> None:
     """Write spans as trace events; time 0 is the first one's start.
 
-    Args:
-        about: further facts, kept in `otherData`.
+    Args: about: further facts, kept in `otherData`.
 
     Raises:
         ValueError: there are no spans.

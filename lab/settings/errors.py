@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ConfigError(ValueError):
     """A wrong setting. The message is one line: the key, the value and what is allowed."""
@@ -9,6 +12,17 @@ class ConfigError(ValueError):
 
 class SharedError(ConfigError):
     """A wrong setting that all ranks know, as they have compared theirs: one of a host says it."""
+
+
+@contextmanager
+def as_config_error(prefix: str = "") -> Iterator[None]:
+    """Turn a ValueError, of code that knows no settings, into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from None
 
 
 def one_line(error: object) -> str:

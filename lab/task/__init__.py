@@ -1,1 +1,1 @@
-"""Tasks: loss, metrics, and the required targets and outputs; one file per task."""
+"""Tasks: loss, metrics, and the required targets and outputs."""

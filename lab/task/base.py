@@ -34,8 +34,7 @@ class Task(ABC):
             targets: [samples, ...].
             num_classes: targets are indices below it; None: they are not indices.
 
-        Raises:
-            ValueError: the task cannot learn these targets.
+        Raises: ValueError: the task cannot learn these targets.
         """
 
     @abstractmethod
@@ -59,11 +58,19 @@ class Task(ABC):
     def metrics(self, sums: Tensor) -> dict[str, float]:
         """Return metrics by name, "loss" first, from the total [num_sums] of all `sums`."""
 
+    def _require_indices(self, targets: Tensor, size: int, of: str) -> None:
+        """Raise ValueError unless all targets are indices below `size`."""
+        smallest, largest = int(targets.min()), int(targets.max())
+        if smallest < 0 or largest >= size:
+            raise ValueError(
+                f"task={self.name}: targets are {describe(targets)} from {smallest} to {largest}; "
+                f"{of} must be from 0 to {size - 1}"
+            )
+
     def num_predictions(self, targets: Tensor) -> int:
         """Return the predictions of one sample: one for each value of its target.
 
-        Args:
-            targets: [samples, ...].
+        Args: targets: [samples, ...].
         """
         return math.prod(targets.shape[1:])
 
@@ -74,8 +81,7 @@ class Task(ABC):
             outputs: [batch, ...].
             shape: see `output_shape`.
 
-        Raises:
-            ValueError: the shape differs, or the outputs are not floating-point numbers.
+        Raises: ValueError: the shape differs, or the outputs are not floating-point numbers.
         """
         if not isinstance(outputs, Tensor):
             raise ValueError(

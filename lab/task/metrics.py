@@ -13,7 +13,6 @@ Value = TypeVar("Value")
 
 
 def metrics_of(evaluation: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the metrics of an evaluation by name, without its time."""
     return {name: value for name, value in evaluation.items() if name not in WHEN}
 
 

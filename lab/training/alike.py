@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,19 +27,12 @@ NUM_SAMPLES = 4  # of each part of the data that are read and compared
 LENGTH = 12  # hexadecimal digits of a digest
 
 
-def exchanged_alike(settings: Mapping[str, Any], model: nn.Module) -> dict[str, str]:
-    """State what an exchange needs alike: its settings, the software and the parameters."""
-    return of_all_ranks(settings) | software() | parameters(model)
-
-
 def settings_and_software(config: DictConfig) -> dict[str, str]:
-    """State the settings, the hashes of the user's code among them, and the versions."""
+    """State the settings, the hashes of the user's code among them, and what computes.
+
+    That is versions, and the lab's own code, which one host has once at a path.
+    """
     settings: Any = OmegaConf.to_container(config, resolve=True)
-    return of_all_ranks(settings) | software()
-
-
-def software() -> dict[str, str]:
-    """State what computes: versions, and the lab's own code, which one host has once at a path."""
     one_host = launcher.local_size() == launcher.world_size()
     code = str(Path(lab.__file__).resolve().parent) if one_host else f"code {lab_code()}"
     found = {
@@ -50,7 +43,7 @@ def software() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+    return of_all_ranks(settings) | found
 
 
 @cache

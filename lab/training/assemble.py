@@ -27,15 +27,14 @@ from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
-from lab.settings.errors import SharedError, one_line
+from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradientNoise, GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
 from lab.training.alike import data_facts, parameters, settings_and_software
 from lab.training.optim import make_optim, require_elementwise, require_piecewise
-from lab.training.planted import Plant
-from lab.training.trainer import Progress, Trainer, total_steps
+from lab.training.trainer import Delay, Progress, Trainer, total_steps
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch
 BACKEND = "inductor"
@@ -46,14 +45,11 @@ NEVER_S = 1e9  # of a watchdog for `assembled`: the process group's timeout ends
 class Assembly:
     """One rank's parts of a run.
 
-    Attributes:
-        predictions_per_sample: see lab.record.schema.Record.
-        sizes: the model's sizes before and after its transform, as a record holds them.
+    Attributes: sizes: the model's, before and after its transform, as a record holds them.
     """
 
     trainer: Trainer
     worker: Worker
-    predictions_per_sample: int
     sizes: dict[str, Any]
 
 
@@ -82,8 +78,7 @@ def join(config: DictConfig) -> World:
 def require_alike(world: World, facts: Facts) -> None:
     """Refuse ranks that have something else than others. A collective call.
 
-    Raises:
-        SharedError: names what differs, with the values and their ranks.
+    Raises: SharedError: names what differs, with the values and their ranks.
     """
     try:
         world.require_equal(facts)
@@ -92,15 +87,13 @@ def require_alike(world: World, facts: Facts) -> None:
 
 
 def global_batch_size(config: DictConfig, world_size: int) -> int:
-    """Return the samples of one optimizer step over all ranks."""
     return config.batch_size * (world_size if config.scaling == "weak" else 1)
 
 
 def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     """Build everything that trains, in the order in which it can fail.
 
-    Raises:
-        ConfigError: a setting does not fit the data, devices or files.
+    Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     seed = config.seed + config.repeat
     torch.manual_seed(seed)
@@ -155,19 +148,16 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         progress,
         first_check(config, model, sync, world) if config.check == "first" else Check(),
     )
-    _require_sgd(config, sync, trainer.optimizer)
-    _plant(config, trainer)
-    if sync.pattern.takes_exchanges and exchange.delivers == "direction":
-        _require_direction(config, trainer.optimizer)
+    _require_optimizer(config, sync, trainer.optimizer)
+    _inject_delay(config, trainer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
-    return Assembly(trainer, worker, task.num_predictions(data.targets()[0]), sizes)
+    return Assembly(trainer, worker, sizes)
 
 
-def _plant(config: DictConfig, trainer: Trainer) -> None:
+def _inject_delay(config: DictConfig, trainer: Trainer) -> None:
     """Delay this rank's steps, if the settings ask for it.
 
-    Raises:
-        ConfigError: a wrong setting, or no exchange of the lab's that could be delayed.
+    Raises: ConfigError: a wrong setting, or no exchange of the lab's that could be delayed.
     """
     world, sync = trainer.world, trainer.sync
     straggler = straggler_of(config, world.size)
@@ -178,8 +168,7 @@ def _plant(config: DictConfig, trainer: Trainer) -> None:
         )
     world.comm.before_sending = None  # perhaps set for another assembly
     if straggler and straggler.rank == world.rank:
-        trainer.plant = Plant(straggler, world.device)
-        trainer.plant.into(trainer.model, sync, trainer.optimizer)
+        trainer.delay = Delay(straggler, trainer)
 
 
 def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> Check:
@@ -188,22 +177,19 @@ def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) 
     return check_of(model, sync, world.gather, world.size, exchange, config.strategy)
 
 
-def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse another optimizer for a sync that stands for a framework of SGD."""
-    if sync.pattern.only_sgd and not isinstance(optimizer, torch.optim.SGD):
-        chosen = f"strategy={config.strategy} optim={config.optim['_target_']}"
+def _require_optimizer(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer, or clipping, that is not what the sync and its exchange stand for."""
+    chosen = f"strategy={config.strategy} optim={config.optim['_target_']}"
+    is_sgd, groups = isinstance(optimizer, torch.optim.SGD), optimizer.param_groups
+    if sync.pattern.only_sgd and not is_sgd:
         raise ConfigError(f"{chosen}: {sync.pattern.only_sgd}; allowed is optim=sgd")
-
-
-def _require_direction(config: DictConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what would not apply an exchange's direction as it is."""
-    groups = optimizer.param_groups
-    if not isinstance(optimizer, torch.optim.SGD) or any(g["momentum"] for g in groups):
+    if not sync.pattern.takes_exchanges or sync.exchange.delivers != "direction":
+        return
+    if not is_sgd or any(group["momentum"] for group in groups):
         momentum = f" optim.momentum={groups[0]['momentum']}" if "momentum" in groups[0] else ""
         raise ConfigError(
-            f"strategy={config.strategy} optim={config.optim['_target_']}{momentum}: the exchange "
-            "keeps the moments and leaves a direction; allowed is optim=direction, SGD without "
-            "momentum"
+            f"{chosen}{momentum}: the exchange keeps the moments and leaves a direction; allowed "
+            "is optim=direction, SGD without momentum"
         )
     if config.clip_grad_norm is not None:
         raise ConfigError(
@@ -264,10 +250,8 @@ def _build_model(
             model = transform(model)
         except ValueError as error:
             raise ConfigError(f"strategy={config.strategy}: {error}") from error
-    try:
+    with as_config_error(f"model={config.model._target_}: "):
         require_values(model)
-    except ValueError as error:
-        raise ConfigError(f"model={config.model._target_}: {error}") from None
     model = model.to(world.device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -277,27 +261,21 @@ def _build_model(
 def admitted(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     """Return the parameters of `model`, ready for `exchange`: see lab.exchange.gate.admit.
 
-    Raises:
-        ConfigError: one cannot be exchanged rightly.
+    Raises: ConfigError: one cannot be exchanged rightly.
     """
-    try:
+    with as_config_error():
         return admit(model, exchange)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
     """Refuse unlike GPUs where one of `parts` must compute the same bits. A collective call.
 
-    Raises:
-        ConfigError: names the part and the GPUs.
+    Raises: ConfigError: names the part and the GPUs.
     """
     for part in parts:
         if part.needs_like_gpus:
-            try:
+            with as_config_error():
                 replicas.require_like_gpus(type(part).__name__, world)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
 
 
 def set_arithmetic(tf32: bool, deterministic: bool, threads: int | None = None) -> None:
@@ -362,44 +340,37 @@ def compiled(model: nn.Module, config: DictConfig) -> nn.Module:
 
 
 def observe(sync: Sync, settings: Settings) -> None:
-    """Attach what the settings ask to be observed of each exchange."""
-    if settings.measure == "noise":
-        _observe_noise(sync)
+    """Attach what the settings ask to be observed of each exchange.
+
+    Raises: ConfigError: the sync does not exchange what would be observed.
+    """
+    if settings.measure == "noise":  # compares norms of gradients before and after an exchange
+        if sync.comm.size == 1:
+            raise ConfigError(
+                "measure=noise: compares the ranks' gradients: needs two ranks or more"
+            )
+        if type(sync) is not GradSync or not sync.exchange.exact:
+            raise ConfigError(
+                "measure=noise: needs a strategy that averages gradients exactly in every step, "
+                "such as allreduce"
+            )
+        sync.noise = GradientNoise()
     if settings.drift_every is not None:
         observe_drift(sync, settings.drift_every, settings.precision)
-
-
-def _observe_noise(sync: Sync) -> None:
-    """Collect the norms of gradients before and after their exchange.
-
-    Raises:
-        ConfigError: there is one rank, or ranks do not exchange gradients as they are.
-    """
-    if sync.comm.size == 1:
-        raise ConfigError("measure=noise: compares the ranks' gradients: needs two ranks or more")
-    if type(sync) is not GradSync or not sync.exchange.exact:
-        raise ConfigError(
-            "measure=noise: needs a strategy that averages gradients exactly in every step, such "
-            "as allreduce"
-        )
-    sync.noise = GradientNoise()
 
 
 def observe_drift(sync: Sync, every: int, precision: str) -> None:
     """Compare what the exchange delivers with what was due.
 
-    Raises:
-        ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
+    Raises: ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
     """
     if precision == "fp16":
         raise ConfigError(
             f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
             "allowed are fp32, bf16"
         )
-    try:
+    with as_config_error(f"drift_every={every}: "):
         sync.observe_drift(every)
-    except ValueError as error:
-        raise ConfigError(f"drift_every={every}: {error}") from None
 
 
 @contextmanager
@@ -416,8 +387,7 @@ def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
 def check(config: DictConfig) -> None:
     """Build everything that trains, and release it.
 
-    Raises:
-        ConfigError: a setting does not fit the data, devices or files.
+    Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     world = join(config)
     try:

@@ -19,12 +19,11 @@ from omegaconf import DictConfig
 from lab.distributed import world as worlds
 from lab.distributed.launcher import end_process, run_as_process
 from lab.distributed.watchdog import Failure, Watchdog
-from lab.distributed.world import World
 from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join
-from lab.training.identity import claim_directory
+from lab.training.recording import claim_directory
 from lab.training.run import Run, failure_of, tell
 
 
@@ -38,8 +37,7 @@ class InTurns:
         lists: settings of each run, from which `configs` are composed.
         steps: of a turn.
 
-    Raises:
-        ConfigError: a run's directory is taken, or the ranks cannot join.
+    Raises: ConfigError: a run's directory is taken, or the ranks cannot join.
     """
 
     def __init__(self, configs: list[DictConfig], lists: list[list[str]], steps: int) -> None:
@@ -48,28 +46,26 @@ class InTurns:
         limit_s = max(config.exchange_timeout_s for config in configs)
         self.watch = Watchdog(self.world, limit_s, self._end_process)
         started_at = datetime.now(UTC)
-        self.runs = [
-            self._run(*each, started_at) for each in zip(configs, lists, joined, strict=True)
-        ]
+        self.runs: list[Run] = []
+        for config, arguments, each in zip(configs, lists, joined, strict=True):
+            world = dataclasses.replace(each, waits=self.world.waits)  # the watchdog looks there
+            directory = claim_directory(config, arguments, world)
+            assert directory, "sweeps start no job that is done"
+            self.runs.append(Run(config, arguments, world, directory, self.watch, started_at))
         self._random: list[list[torch.Tensor]] = []  # each run's state of random numbers
-
-    def _run(
-        self, config: DictConfig, arguments: list[str], joined: World, started_at: datetime
-    ) -> Run:
-        world = dataclasses.replace(joined, waits=self.world.waits)  # the watchdog looks there
-        directory = claim_directory(config, arguments, world)
-        assert directory, "sweeps start no job that is done"
-        return Run(config, arguments, world, directory, self.watch, started_at)
 
     def execute(self) -> int:
         """Train all; return the process's exit code, the first that is not 0.
 
-        Raises:
-            ConfigError: a setting does not fit; no run has begun.
+        Raises: ConfigError: a setting does not fit; no run has begun.
         """
         try:
             self.watch.listen_to_signals()
-            self._train([self._begin(run) for run in self.runs])
+            parts: list[Assembly] = []
+            for run in self.runs:
+                parts.append(run.begin())
+                self._random.append(_random_state(self.world.device))
+            self._train(parts)
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
             for run in self.runs:
@@ -82,11 +78,6 @@ class InTurns:
             run.close()
         return next(filter(None, (run.exit_code() for run in self.runs)), 0)
 
-    def _begin(self, run: Run) -> Assembly:
-        parts = run.begin()
-        self._random.append(_random_state(self.world.device))
-        return parts
-
     def _train(self, parts: list[Assembly]) -> None:
         num_turns, plan = planned(parts, self.size)
         loops: list[Iterator[int]] = []
@@ -95,17 +86,22 @@ class InTurns:
             loops.append(run.steps(part, shown=False))
         for at, turns in enumerate(plan):
             self._advance(at, parts[at], loops[at], turns.alone)
-            _require_settled(parts[at])
+            trainer = parts[at].trainer
+            if trainer.sync.settled_at is None and not self.watch.stop_signal:
+                raise RuntimeError(  # turns would include trials of other choices
+                    f"strategy={trainer.config.strategy} has not chosen after "
+                    f"{trainer.progress.step} steps; give it more steps"
+                )
         for number in range(num_turns):
             if self.world.rank == 0:
                 print(f"turn {number + 1} of {num_turns}", flush=True)
             for at in order(len(loops), number):
                 self.world.barrier()
                 self._advance(at, parts[at], loops[at], self.size)
-        for run, part, loop in zip(self.runs, parts, loops, strict=True):
+        for run, loop in zip(self.runs, loops, strict=True):
             for _ in loop:  # measures
                 pass
-            run.end(part.trainer, self.watch.stop_signal)
+            run.end(self.watch.stop_signal)
 
     def _advance(self, at: int, part: Assembly, loop: Iterator[int], steps: int) -> None:
         """Train one run for some steps, with the random numbers that it would draw alone."""
@@ -131,8 +127,7 @@ class InTurns:
 def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
     """Return the number of turns, and what each run does before them.
 
-    Raises:
-        ConfigError: a run's rounds do not fit turns, or it has too few steps for one.
+    Raises: ConfigError: a run's rounds do not fit turns, or it has too few steps for one.
     """
     trainers = [part.trainer for part in parts]
     after = [each.total_steps - least_warmup(each.config.warmup_steps) for each in trainers]
@@ -155,16 +150,6 @@ def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
     return num_turns, plan
 
 
-def _require_settled(part: Assembly) -> None:
-    """Refuse turns in which an exchange would still try others."""
-    trainer = part.trainer
-    if trainer.sync.settled_at is None and not trainer.watch.stop_signal:
-        raise RuntimeError(
-            f"strategy={trainer.config.strategy} has not chosen after {trainer.progress.step} "
-            "steps; give it more steps"
-        )
-
-
 def _random_state(device: torch.device) -> list[torch.Tensor]:
     on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *on_gpu]
@@ -177,7 +162,6 @@ def _set_random_state(state: list[torch.Tensor], device: torch.device) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank; return its exit code."""
     steps, lists = int(arguments[0]), json.loads(arguments[1])
     try:
         return InTurns([load(each) for each in lists], lists, steps).execute()

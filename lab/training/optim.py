@@ -65,8 +65,7 @@ class Optim:
         decay_vectors: False: weight decay only for parameters of two dimensions or more, and none
             for biases and the weights of norms.
 
-    Raises:
-        ConfigError: see make_optim.
+    Raises: ConfigError: see make_optim.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class Optim:
             )
         if isinstance(self._make, type) and not issubclass(self._make, Optimizer):
             raise ConfigError(f"optim={target}: must be a torch.optim.Optimizer, or make one")
-        self._own = _parameters(self._make)
-        defaults = {n: p.default for n, p in self._own.items() if p.default is not Parameter.empty}
+        _, *own = inspect.signature(self._make).parameters.items()  # the weights come first
+        self._own: dict[str, Parameter] = dict(own)
         _check(target, settings, self._own)
-        lr = settings.get("lr", defaults.get("lr"))
+        lr = settings.get("lr", self._own["lr"].default if "lr" in self._own else None)
         if not isinstance(lr, int | float):
             raise ConfigError(f"optim={target}: needs a learning rate, optim.lr")
         self.peak_lr = schedule.peak(lr, batch_size)
@@ -118,7 +117,7 @@ class Optim:
             raise ConfigError(
                 f"optim={self.target}: makes a {kind}; must make a torch.optim.Optimizer"
             )
-        if _must_be_set(_signature(optimizer.step)):
+        if _must_be_set(inspect.signature(optimizer.step).parameters):
             raise ConfigError(
                 f"optim={self.target}: evaluates the loss several times in a step; allowed are "
                 "optimizers whose step() needs no closure"
@@ -144,11 +143,13 @@ class Optim:
 
     def _construct(self, groups: list[Any]) -> Any:
         """Make the optimizer, fused unless it is the user's, or is told how to run, or cannot."""
-        sharded = any(is_sharded(p) for p in _in_groups(groups))
+        parameters = [
+            p for each in groups for p in (each["params"] if isinstance(each, dict) else [each])
+        ]
         chosen = {"fused", "foreach", "differentiable"} & self._settings.keys()
         fuses = "fused" in self._own and self.target.startswith("torch.optim.")
-        fits = all(map(is_fusible, _in_groups(groups)))
-        if fuses and fits and not chosen:
+        if fuses and not chosen and all(map(is_fusible, parameters)):
+            sharded = any(map(is_sharded, parameters))
             way = "foreach" if sharded and self.target not in FUSED_ON_SHARDS else "fused"
             try:
                 return self._make(groups, **self._settings, **{way: True})
@@ -157,54 +158,35 @@ class Optim:
         return self._make(groups, **self._settings)
 
 
-def _in_groups(groups: list[Any]) -> list[Any]:
-    return [p for each in groups for p in (each["params"] if isinstance(each, dict) else [each])]
-
-
-def _signature(function: Callable[..., Any]) -> dict[str, Parameter]:
-    return dict(inspect.signature(function).parameters)
-
-
 def _must_be_set(parameters: Mapping[str, Parameter]) -> list[str]:
     """List the parameters that have no default."""
     kinds = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     return [n for n, p in parameters.items() if p.default is p.empty and p.kind not in kinds]
 
 
-def _parameters(make: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the parameters of an optimizer's constructor after the first, the weights."""
-    return dict([*_signature(make).items()][1:])
-
-
 def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter]) -> None:
-    """Compare hyperparameters with a constructor's signature."""
     named = [n for n, p in own.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in own.values())
     for name, value in settings.items():
+        key, default = f"optim.{name}", own[name].default if name in named else None
         if name not in named and not takes_any:
             others = ["decay_vectors", *(field.name for field in fields(Schedule))]
             raise ConfigError(
-                f"optim.{name}={value}: {target} has {', '.join(named)}; the lab adds "
-                f"{', '.join(others)}"
+                f"{key}={value}: {target} has {', '.join(named)}; the lab adds {', '.join(others)}"
             )
-        _check_value(name, value, own[name].default if name in named else None)
+        if isinstance(default, bool):
+            checks.truth(key, value)
+        if name in NOT_NEGATIVE:
+            checks.number(key, value, at_least=0)
+        elif checks.is_number(default):
+            checks.number(key, value)
+        if isinstance(default, tuple):
+            length = len(tuple[Any](default))
+            if not isinstance(value, list) or len(list[Any](value)) != length:
+                raise ConfigError(f"{key}={value}: must be a list of {length} values")
     for name in _must_be_set(own):
         if name not in settings:
             raise ConfigError(f"optim.{name}: must be set; {target} has no default for it")
-
-
-def _check_value(name: str, value: object, default: object) -> None:
-    """Refuse a value whose type is not that of the default."""
-    if isinstance(default, bool):
-        checks.truth(f"optim.{name}", value)
-    if name in NOT_NEGATIVE:
-        checks.number(f"optim.{name}", value, at_least=0)
-    elif checks.is_number(default):
-        checks.number(f"optim.{name}", value)
-    if isinstance(default, tuple):
-        length = len(tuple[Any](default))
-        if not isinstance(value, list) or len(list[Any](value)) != length:
-            raise ConfigError(f"optim.{name}={value}: must be a list of {length} values")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +204,7 @@ class Schedule:
             section 2.1).
         base_batch_size: the global batch for which the peak was chosen.
 
-    Raises:
-        ConfigError: a value out of range, or one that the schedule does not use.
+    Raises: ConfigError: a value out of range, or one that the schedule does not use.
     """
 
     schedule: str = "cosine"
@@ -273,8 +254,7 @@ def require_piecewise(config: DictConfig, model: nn.Module, batch_size: int) -> 
 
     The optimizer updates small copies of some parameters, of each number of dimensions, both ways.
 
-    Raises:
-        ConfigError: the weights differ, or gradients are clipped by the norm of all of them.
+    Raises: ConfigError: the weights differ, or gradients are clipped by the norm of all of them.
     """
     name = f"strategy={config.strategy}"
     if config.clip_grad_norm is not None:
@@ -305,7 +285,13 @@ def _trained(
 ) -> list[Tensor]:
     """Return copies' weights after some steps of random gradients, the same for both ways."""
     torch.manual_seed(0)
-    copies = _small_copies(model)
+    # Small copies of the first two parameters of each number of dimensions.
+    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.dim())
+    copies = nn.ParameterList(
+        torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
+        for _, alike in groupby(trained, key=lambda p: p.dim())
+        for p in list(alike)[:2]
+    )
     optimizer = make_optim(config.optim, batch_size).optimizer(copies)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] or 0.01  # at 0 any two ways agree
@@ -321,17 +307,6 @@ def _trained(
     return list(copies.parameters())
 
 
-def _small_copies(model: nn.Module) -> nn.ParameterList:
-    """Return random parameters like the first two of `model` of each number of dimensions."""
-    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.dim())
-    alike = [list(group)[:2] for _, group in groupby(trained, key=lambda p: p.dim())]
-    return nn.ParameterList(
-        torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
-        for group in alike
-        for p in group
-    )
-
-
 def require_elementwise(optim: Optim, why: str) -> None:
     """Refuse an optimizer for which a slice of a parameter changes otherwise than in the whole.
 
@@ -340,14 +315,15 @@ def require_elementwise(optim: Optim, why: str) -> None:
 
     Args: why: the reason to give.
 
-    Raises:
-        ConfigError: names the optimizer.
+    Raises: ConfigError: names the optimizer.
     """
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE, generator=generator)
     whole = _updated(optim, [start], [[gradient] for gradient in gradients])
     cuts = [5, 11, start.numel() - 16]  # across rows
-    slices = [_rows(values, cuts) for values in (start, *gradients)]
+    slices = [
+        [row.view(1, -1) for row in values.flatten().split(cuts)] for values in (start, *gradients)
+    ]
     first, *others = zip(*slices, strict=True)
     alone = _updated(optim, [first[0]], [[gradient] for gradient in first[1:]])
     several = _updated(
@@ -362,10 +338,6 @@ def require_elementwise(optim: Optim, why: str) -> None:
             f"optim={optim.target}: {why}, but treats a slice otherwise than the whole parameter; "
             "allowed are elementwise optimizers, as SGD, AdamW and RMSprop"
         )
-
-
-def _rows(values: Tensor, cuts: list[int]) -> list[Tensor]:
-    return [row.view(1, -1) for row in values.flatten().split(cuts)]
 
 
 def _updated(optim: Optim, start: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:

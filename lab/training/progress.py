@@ -1,25 +1,26 @@
-"""A run as it goes: its progress bar, and its curves, handed to a recorder on the way."""
+"""A run as it is shown: its progress and curves on the way, and the summary at its end."""
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from lab.measure.spans import PHASES
-from lab.record.recorder import Guarded, Recorder
-from lab.record.schema import Record
-from lab.task.metrics import metrics_of
+from lab.record.recorders import Guarded, Recorder
+from lab.record.schema import Record, worded
+from lab.task.metrics import metrics_of, shown
 from lab.training.trainer import Trainer
 
 EXPOSED = PHASES.index("exchange")
 
 
-class Bar(tqdm):
+class ProgressBar(tqdm):
     """Steps done, and the throughput of the last seconds, evaluations and checkpoints included.
 
     Args:
@@ -68,8 +69,7 @@ class Curves:
     more late, and at once after the last one. All are rank 0's: of its share of the batch, on its
     clock.
 
-    Args:
-        recorder: None: nothing is recorded, as on ranks that never call `start`.
+    Args: recorder: None: nothing is recorded, as on ranks that never call `start`.
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
@@ -79,7 +79,6 @@ class Curves:
         self._num_sent = 0
 
     def start(self, trainer: Trainer, directory: Path, study: str, config: dict[str, Any]) -> None:
-        """Begin, before the first step."""
         self._trainer = trainer if self._recorder.works else None
         self._recorder.start(directory, study, config, trainer.first_step)
 
@@ -91,10 +90,22 @@ class Curves:
 
     def send(self) -> None:
         """Record every step whose numbers have reached the host."""
-        if self._trainer:
-            for values in _of_steps(self._trainer, self._lr, self._num_sent):
-                self._num_sent += 1
-                self._recorder.log(self._trainer.first_step + self._num_sent, values)
+        if (trainer := self._trainer) is None:
+            return
+        losses = trainer.losses.read
+        rows = trainer.clock.finished(self._num_sent)[: len(losses) - self._num_sent]
+        for step_s, gap_s, *phases_s in rows:
+            step = self._num_sent
+            values = {
+                "train/loss": losses[step],
+                "train/lr": self._lr[step],
+                "train/step_s": step_s,
+                "train/samples_per_s": trainer.batch_size / (step_s + gap_s),
+                "train/payload_bytes": trainer.traffic[3 * step],
+                **({"train/exposed_exchange_s": phases_s[EXPOSED]} if phases_s else {}),
+            }
+            self._num_sent += 1
+            self._recorder.log(trainer.first_step + self._num_sent, values)
 
     def evaluated(self, result: Mapping[str, float]) -> None:
         """Record an evaluation, as `Trainer.evaluate` returns it; it waited for all steps."""
@@ -104,20 +115,81 @@ class Curves:
         self._recorder.log(int(result["step"]), named)
 
     def finish(self, record: Record) -> None:
-        """End, with the record of the run."""
         self._recorder.finish(record)
 
 
-def _of_steps(trainer: Trainer, lr: Sequence[float], first: int) -> Iterator[dict[str, float]]:
-    """Yield the numbers of each step from number `first` on, counted from this start of the run."""
-    rows, losses = trainer.clock.finished(first), trainer.losses.read
-    for step, row in enumerate(rows[: len(losses) - first], start=first):
-        step_s, gap_s, *phases_s = row
-        yield {
-            "train/loss": losses[step],
-            "train/lr": lr[step],
-            "train/step_s": step_s,
-            "train/samples_per_s": trainer.batch_size / (step_s + gap_s),
-            "train/payload_bytes": trainer.traffic[3 * step],
-            **({"train/exposed_exchange_s": phases_s[EXPOSED]} if phases_s else {}),
-        }
+def summary(record: Record, path: Path) -> str:
+    ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
+    emulated, skipped = worded(record.emulation), record.num_skipped_steps
+    metrics = record.final.items()
+    lines = [
+        f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
+        f"{record.device}), {record.num_steps} steps of {record.batch_size} {record.unit}s",
+        *([f"skipped         {skipped} steps, which overflowed fp16"] if skipped else []),
+        *(f"{f'test {n}':<15} {shown(n, v)}" for n, v in metrics if n != "loss" and v is not None),
+        *_step_lines(record),
+        *_payload_lines(record),
+        *_observed_lines(record),
+        *([f"data            {record.data_source}"] if record.data_source else []),
+        *(f"no effect       {line}" for line in record.idle),
+        *(f"{f'steps {each.steps}':<16}by {each.made_by}" for each in record.stretches),
+        *([f"emulated        {emulated}"] if emulated else []),
+    ]
+    if record.status == "interrupted":
+        lines.append("continue        the same command with resume=auto")
+    return "\n".join([*lines, f"record          {path / 'record.json'}"])
+
+
+def _step_lines(record: Record) -> Iterator[str]:
+    if record.step_s and record.wall_samples_per_s and record.warmup:
+        step = record.step_s
+        stalls = f"{step.num_stalls} stall{'' if step.num_stalls == 1 else 's'}"
+        yield (
+            f"step time       {1e3 * step.median:.2f} ms median (mad {1e3 * step.mad:.2f}), "
+            f"{1e3 * (step.mean or 0):.2f} mean, {1e3 * step.p95:.2f} p95; {stalls}"
+        )
+        yield f"throughput      {record.rates(record.wall_samples_per_s)} by wall clock"
+        if record.compute and record.flops_per_s is not None:
+            peak = f"peak ({record.compute.peak_source})"
+            share = f", {100 * record.mfu:.3g} % of the {peak}" if record.mfu is not None else ""
+            yield f"compute         {record.flops_per_s / 1e12:.3g} TFLOP/s{share}"
+        yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
+    elif record.num_steps:
+        why = record.warmup.reason if record.warmup else "see warmup_steps"
+        yield f"step time       – none was timed: {why}"
+
+
+def _observed_lines(record: Record) -> Iterator[str]:
+    for choice in record.choices:
+        if "frozen_at" in choice:
+            when = choice["frozen_at"]
+            yield f"variance        {f'frozen after step {when}' if when else 'not frozen'}"
+    if noise := record.gradient_noise:
+        if noise["samples"] is None or not math.isfinite(noise["samples"]):
+            yield f"gradient noise  not to be told from {noise['num_steps']} steps"
+        else:
+            yield (
+                f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
+                f"{noise['hi']:.0f}]: larger batches need fewer steps up to about here"
+            )
+    if record.drift is not None:
+        alarms = [window for window in record.drift if window["alarm"]]
+        largest = max(alarms or record.drift, key=lambda window: window["error"], default=None)
+        if largest is None:
+            yield "drift           – no window was full, see drift_every"
+        else:
+            yield (
+                f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest "
+                f"error is {100 * largest['error']:.2g} %: {largest['bucket']}"
+            )
+
+
+def _payload_lines(record: Record) -> Iterator[str]:
+    if record.payload_bytes_per_step and record.gradient_bytes is not None:
+        sent = max(record.payload_bytes_per_step)
+        ring = 2 * record.gradient_bytes * (record.world_size - 1) / record.world_size
+        saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
+        yield f"payload         {sent / 1e6:.3f} MB per step and rank{saving}"
+        across, hosts = record.across_bytes_per_step or [0], record.environment.get("num_hosts", 1)
+        if any(across) and record.world_size > hosts:  # ranks share hosts
+            yield f"across hosts    {max(across) / 1e6:.3f} MB of it, of the rank that sends most"

@@ -20,21 +20,21 @@ from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.environment import source_hash
 from lab.measure.layers import marked_layers
-from lab.record.decode import decode
-from lab.record.origin import Stretch, joined, stretches
+from lab.record.files import decode
 from lab.record.run_directory import RunDirectory
+from lab.record.schema import Stretch, append_stretch, stretches_of
 from lab.settings.blame import blame
 from lab.settings.command import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
 from lab.settings.names import class_name
 from lab.settings.secrets import kept_words, without_secrets
 from lab.task.metrics import metrics_of
-from lab.training import checkpoint, outcome, resume
+from lab.training import checkpoint, outcome
 from lab.training.alike import checkpoint_facts
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
-from lab.training.identity import Recording, claim_directory, made_by, settings_of
 from lab.training.outcome import compute_of
-from lab.training.progress import Bar, Curves
+from lab.training.progress import Curves, ProgressBar
+from lab.training.recording import Recording, claim_directory, settings_of
 from lab.training.trainer import Trainer
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
@@ -99,7 +99,7 @@ class Run(Recording):
             parts = self.begin()
             for _ in self.steps(parts, shown=self.world.rank == 0):
                 pass
-            self.end(parts.trainer, self.watch.stop_signal)
+            self.end(self.watch.stop_signal)
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
             self.discard()
@@ -111,16 +111,29 @@ class Run(Recording):
         return self.exit_code()
 
     def begin(self) -> Assembly:
-        """Build everything that trains, and open the records.
-
-        Raises:
-            ConfigError: see `execute`.
+        """Build everything that trains, restored to the step from which to continue, and open the
+        records. Raises ConfigError as `execute` does.
         """
-        parts = self.build()
+        resumed = self._resumed()
+        self.parts = parts = assemble(self.config, self.world, self.watch)
+        self.loop = trainer = parts.trainer
+        record, data = self.record, trainer.data
+        record.unit, record.data_source = data.unit, getattr(data, "source", None)
+        record.predictions_per_sample = trainer.task.num_predictions(data.targets()[0])
+        record.prediction = trainer.task.prediction
+        record.model_source = source_hash(trainer.model)
+        for key, value in parts.sizes.items():  # of the model before and after its transform
+            setattr(record, key, value)
         if self.world.rank == 0:
-            self.open(parts.trainer.progress.step)
+            record.compute = compute_of(self.config, trainer, self.world)
+        if "_target_" in self.config.recorder:  # a wrong one is an error of all ranks
+            self.curves = Curves(build(self.config.recorder))
+        if resumed:
+            self._restore(trainer, resumed)
+        if self.world.rank == 0:
+            self.open(trainer.progress.step)
             settings, study = settings_of(self.config), self.config.study
-            self.curves.start(parts.trainer, self.directory.path, study, settings)
+            self.curves.start(trainer, self.path, study, settings)
         return parts
 
     def discard(self) -> None:
@@ -131,29 +144,9 @@ class Run(Recording):
         self.directory.discard_if_empty()
         self.close()
 
-    def build(self) -> Assembly:
-        """Build everything that trains, restored to the step from which to continue.
-
-        Raises:
-            ConfigError: see `execute`.
-        """
-        resumed = self._resumed()
-        self.parts = assemble(self.config, self.world, self.watch)
-        self._note_samples(self.parts)
-        self.record.model_source = source_hash(self.parts.trainer.model)
-        for key, value in self.parts.sizes.items():  # of the model before and after its transform
-            setattr(self.record, key, value)
-        if self.world.rank == 0:
-            self.record.compute = compute_of(self.config, self.parts.trainer, self.world)
-        if "_target_" in self.config.recorder:
-            self.curves = Curves(build(self.config.recorder))  # rank 0 alone starts it
-        if resumed:
-            self._restore(self.parts, resumed)
-        return self.parts
-
     def save(self, parts: Assembly) -> None:
         """Write a checkpoint. All ranks call this after the same step."""
-        shared, of_rank = resume.state_of(parts.trainer)
+        shared, of_rank = checkpoint.state_of(parts.trainer)
         step = parts.trainer.progress.step
         shared["made"] = self._made()
         self.directory.require_own()
@@ -167,12 +160,6 @@ class Run(Recording):
         if self.parts:
             self.parts.worker.close()
 
-    def _note_samples(self, parts: Assembly) -> None:
-        record, data = self.record, parts.trainer.data
-        record.unit, record.data_source = data.unit, getattr(data, "source", None)
-        record.predictions_per_sample = parts.predictions_per_sample
-        record.prediction = parts.trainer.task.prediction
-
     def _resumed(self) -> Path | None:
         """Return the checkpoint from which all ranks continue, if any."""
         # Rank 0 decides: other hosts may see an old state of a shared directory.
@@ -185,10 +172,10 @@ class Run(Recording):
         require_alike(self.world, checkpoint_facts(Path(text)))
         return Path(text)
 
-    def _restore(self, parts: Assembly, path: Path) -> None:
+    def _restore(self, trainer: Trainer, path: Path) -> None:
         try:
             shared, by_rank = checkpoint.load(path)
-            resume.restore(parts.trainer, shared, by_rank)
+            checkpoint.restore(trainer, shared, by_rank)
             made = decode(list[Stretch], shared.get("made", []), "made")
             self._made_before = [asdict(each) for each in made]
         except ValueError as error:
@@ -197,7 +184,6 @@ class Run(Recording):
             if blame(error):  # of the user's own exchange, which shall see where
                 raise
             raise ConfigError(f"resume={path}: is not what a run saves: {error!r:.200}") from None
-        trainer = parts.trainer
         step = trainer.progress.step
         if step > trainer.total_steps:
             raise ConfigError(
@@ -206,9 +192,18 @@ class Run(Recording):
 
     def _made(self) -> list[dict[str, Any]]:
         """Return how all steps so far were made, those before a resume too."""
-        trainer = self.parts and self.parts.trainer
-        steps = (trainer.first_step, trainer.progress.step) if trainer else (0, 0)
-        return joined(self._made_before, made_by(self.record, *steps))
+        steps = (self.loop.first_step, self.loop.progress.step) if self.loop else (0, 0)
+        record, git = self.record, self.record.git_commit
+        also = ("strategy", "scaling", "repeat", "model_source")
+        now = {
+            **dict(zip(("first_step", "end_step"), steps, strict=True)),
+            "cell": f"{record.study}/{record.cell}",
+            "world_size": record.world_size,
+            "batch_size": record.batch_size,
+            "commit": git["commit"] and git["commit"] + (" changed" if git["dirty"] else ""),
+            "settings": record.settings | {key: getattr(record, key) for key in also},
+        }
+        return append_stretch(self._made_before, now)
 
     def _checkpoint(self) -> str:
         """Return "from PATH" of the checkpoint to resume, "no REASON", or nothing.
@@ -228,20 +223,22 @@ class Run(Recording):
     def steps(self, parts: Assembly, shown: bool) -> Iterator[int]:
         """Train and measure; yield the number of steps done after each one.
 
-        Args:
-            shown: whether this rank shows the progress.
+        Args: shown: whether this rank shows the progress.
         """
         config, trainer = self.config, parts.trainer
-        bar = Bar(self.record, trainer.total_steps, trainer.progress.step, shown)
-        with self._layers(trainer), bar:
+        progress = ProgressBar(self.record, trainer.total_steps, trainer.progress.step, shown)
+        layers = contextlib.nullcontext()
+        if config.measure == "breakdown" and not config.compile:  # compiled, a model has none
+            layers = marked_layers(trainer.model, self.world.device, lambda: trainer.clock.passes)
+        with layers, progress:
             for step in trainer.steps():
-                bar.update()
+                progress.update()
                 self.curves.after_step()
                 if (certificate := trainer.check.news()) and self.world.rank == 0:
-                    bar.write(certificate.line)
+                    progress.write(certificate.line)
                 is_last = step == trainer.total_steps
                 if config.eval_every and step % config.eval_every == 0 and not is_last:
-                    self._note(bar, trainer.evaluate())
+                    self._evaluate(trainer, progress)
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
                     self.save(parts)
                 yield step
@@ -252,22 +249,15 @@ class Run(Recording):
             self.record = outcome.measured(trainer, self.record, self.directory)
             outcome.write_timeline(trainer, self.record, self.directory)
             if trainer.progress.step == trainer.total_steps and not trainer.evaluated():
-                self._note(bar, trainer.evaluate())
+                self._evaluate(trainer, progress)
 
-    def _layers(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
-        """Mark layers for the timeline of a breakdown; a compiled model has none any more."""
-        if self.config.measure != "breakdown" or self.config.compile:
-            return contextlib.nullcontext()
-        device, clock = trainer.world.device, trainer.clock
-        return marked_layers(trainer.model, device, lambda: clock.passes)
-
-    def _note(self, bar: Bar, result: dict[str, float]) -> None:
-        bar.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})
+    def _evaluate(self, trainer: Trainer, progress: ProgressBar) -> None:
+        result = trainer.evaluate()
+        progress.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})
         self.curves.evaluated(result)
 
     def write(self) -> None:
-        """Write the record, and end the curves with it."""
-        self.record.stretches = stretches(self._made())
+        self.record.stretches = stretches_of(self._made())
         super().write()
         self.curves.finish(self.record)
 
@@ -282,9 +272,12 @@ class Run(Recording):
 
     def record_failure(self, failure: Failure) -> bool:
         """Record a failure, unless rank 0 does; return whether this rank did."""
-        if self.world.rank and self._recorded_by_rank_0():
-            return False
-        self.fail(failure, self.parts and self.parts.trainer)
+        deadline = time.monotonic() + RECORD_WAIT_S
+        while self.world.rank and time.monotonic() < deadline:
+            if self.directory.recorded_since(self.started_at.timestamp()):
+                return False
+            time.sleep(0.1)
+        self.fail(failure)
         try:
             self.write()
         except OSError as error:  # the failure itself must still be printed
@@ -293,28 +286,17 @@ class Run(Recording):
 
     def exit_code(self) -> int:
         """Return EXIT_INTERRUPTED only if another start of this command would make progress."""
-        trainer = self.parts and self.parts.trainer
-        progressed = trainer is not None and trainer.progress.step > trainer.first_step
+        progressed = self.loop is not None and self.loop.progress.step > self.loop.first_step
         codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
         return codes.get(self.record.status, 1)
-
-    def _recorded_by_rank_0(self) -> bool:
-        deadline = time.monotonic() + RECORD_WAIT_S
-        while time.monotonic() < deadline:
-            if self.directory.recorded_since(self.started_at.timestamp()):
-                return True
-            time.sleep(0.1)
-        return False
 
 
 def start(config: DictConfig, arguments: list[str]) -> int:
     """Run one rank of a run; return the process's exit code.
 
-    Args:
-        config: composed from `arguments`, which name the run.
+    Args: config: composed from `arguments`, which name the run.
 
-    Raises:
-        ConfigError: a setting does not fit the data, devices or files.
+    Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     ranks = join(config)
     try:
@@ -330,14 +312,18 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     If the user's code failed, the line names the place, and the traceback is there as well.
     """
     text = _first_line(error)
+
+    def says(words: tuple[str, ...]) -> bool:
+        return isinstance(error, RuntimeError) and any(word in text.lower() for word in words)
+
     line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", line)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _says(error, OUT_OF_MEMORY):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or says(OUT_OF_MEMORY):
         return Failure("oom", line)
-    if isinstance(error, TimeoutError) or _says(error, TIMEOUT):
+    if isinstance(error, TimeoutError) or says(TIMEOUT):
         return Failure("timeout", line)
-    if isinstance(error, ConnectionError) or _says(error, LOST_PEER):
+    if isinstance(error, ConnectionError) or says(LOST_PEER):
         return Failure("failed", f"rank {rank}: lost another rank: {text.rstrip(': ')[:200]}")
     found = blame(error)
     if found:
@@ -357,9 +343,3 @@ def _first_line(error: BaseException) -> str:
     except Exception:  # a user's error may have no text
         return "(its text cannot be read)"
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _says(error: BaseException, words: tuple[str, ...]) -> bool:
-    """Return whether the first line of a library's untyped error has one of `words`."""
-    text = _first_line(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in words)

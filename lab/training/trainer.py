@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import time
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.certificate.check import Check
+from lab.cluster.straggler import Straggler
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
 from lab.distributed.comm import Sent
@@ -23,7 +25,7 @@ from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import HostCopy
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
-from lab.measure.clock import Clock
+from lab.measure.clock import Clock, mark, seconds
 from lab.measure.memory import Memory
 from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns
@@ -32,9 +34,9 @@ from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
 from lab.training.optim import Optim
-from lab.training.planted import Plant
 
 DEFAULT_EPOCHS = 30
+CALIBRATION_CYCLES = 10**8  # of a GPU that sleeps
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -180,7 +182,7 @@ class Trainer(Measured[Sync]):
         self.optimizer = optim.optimizer(self.optimized)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.sync.clock = self.clock
-        self.plant: Plant | None = None  # set to delay a phase of each step
+        self.delay: Delay | None = None  # set to delay a phase of each step
 
     def steps(self) -> Generator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
@@ -191,7 +193,7 @@ class Trainer(Measured[Sync]):
             CertificateError: gradients are not exchanged as they should be.
         """
         batches = iter(self.data.train_batches(self._sampler()))
-        batches = self.plant.over(batches) if self.plant else batches
+        batches = self.delay.inputs(batches) if self.delay else batches
         self.sync.step = self.progress.step
         self.sync.exchange.total_steps = self.total_steps
         with self.sync, self.check:
@@ -210,8 +212,7 @@ class Trainer(Measured[Sync]):
     def evaluate(self) -> dict[str, float]:
         """Return the task's metrics over the test samples of all ranks; add them to `progress`.
 
-        Raises:
-            FloatingPointError: the loss is not finite: training has diverged.
+        Raises: FloatingPointError: the loss is not finite: training has diverged.
         """
         self.pause()
         broadcast_buffers(self.model, self.world)
@@ -234,11 +235,9 @@ class Trainer(Measured[Sync]):
 
     @property
     def certificate(self) -> Certificate | None:
-        """Return the finding of `check`; None: it looks at nothing, or is not done."""
         return self.check.certificate
 
     def evaluated(self) -> bool:
-        """True if the current weights have been evaluated."""
         evaluations = self.progress.evaluations
         return bool(evaluations) and evaluations[-1]["step"] == self.progress.step
 
@@ -291,8 +290,7 @@ class Trainer(Measured[Sync]):
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.
 
-        Raises:
-            FloatingPointError: the last step was not finite.
+        Raises: FloatingPointError: the last step was not finite.
         """
         super().pause()
         self.sync.settle()
@@ -332,6 +330,58 @@ class Trainer(Measured[Sync]):
         if self.config.channels_last:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
+
+
+class Delay:
+    """The injected delay of a rank: once a step, where its phase does its work.
+
+    In backward that is a hook of autograd, on a parameter whose gradient is about to be
+    accumulated; in the exchange, the first hand-over to the network, within the exchange's job. On
+    a GPU the stream is delayed, not the host, which may run ahead.
+    """
+
+    def __init__(self, straggler: Straggler, trainer: Trainer) -> None:
+        self.straggler = straggler
+        self._sleep = _sleeper(trainer.world.device)
+        self._num_steps = 0
+        self._due = False
+        phase = straggler.phase
+        if phase == "forward":
+            trainer.sync.module.register_forward_pre_hook(self._delay)
+        if phase == "backward":
+            trained = [p for p in trainer.model.parameters() if p.requires_grad]
+            trained[len(trained) // 2].register_hook(self._delay)
+        if phase == "exchange":
+            trainer.sync.comm.before_sending = self._delay
+        if phase == "update":
+            trainer.optimizer.register_step_pre_hook(self._delay)
+
+    def inputs(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield `batches`, one for each step."""
+        for batch in batches:
+            self._due = self._num_steps % self.straggler.every == 0
+            self._num_steps += 1
+            if self.straggler.phase == "input":
+                self._delay()
+            yield batch
+
+    def _delay(self, *_: object) -> None:
+        if self._due:
+            self._due = False
+            self._sleep(self.straggler.delay_s)
+
+
+def _sleeper(device: torch.device) -> Callable[[float], None]:
+    """Return a function that delays this rank by some seconds: on a GPU, its current stream."""
+    if device.type == "cpu":
+        return time.sleep
+    torch.cuda._sleep(CALIBRATION_CYCLES)  # the clock rises to its rate under load
+    begin = mark(device)
+    torch.cuda._sleep(CALIBRATION_CYCLES)
+    end = mark(device)
+    torch.cuda.synchronize(device)
+    cycles_per_s = CALIBRATION_CYCLES / seconds(begin, end)
+    return lambda delay_s: torch.cuda._sleep(int(delay_s * cycles_per_s))
 
 
 class Losses:
@@ -396,8 +446,7 @@ class LossScale:
     def update(self, finite: bool) -> None:
         """Halve the scale after a step that overflowed; double it after many that did not.
 
-        Raises:
-            FloatingPointError: the gradient is not finite at the smallest scale either.
+        Raises: FloatingPointError: the gradient is not finite at the smallest scale either.
         """
         if not finite:
             self._good_steps = 0
@@ -438,8 +487,7 @@ def clip_gradients(
 def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
     """Return whether all gradients are finite. The host waits: the update depends on it.
 
-    Args:
-        exchanged: bool [], the exchange's finding; None: it did not check.
+    Args: exchanged: bool [], the exchange's finding; None: it did not check.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
     finite = whole(torch.stack(norms).isfinite().all())

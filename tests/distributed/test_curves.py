@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from lab.record.csv import CURVES
+from lab.record.recorders import CURVES
 from lab.record.steps import STEPS
 from tests.support.ranks import train
 

@@ -12,7 +12,7 @@ from torch import nn
 from lab.distributed import world as worlds
 from lab.settings.config import load
 from lab.training.assemble import assembled
-from lab.training.resume import state_of
+from lab.training.checkpoint import state_of
 from lab.training.trainer import Trainer
 from tests.support.ranks import join, spawn
 from tests.support.slow import some_of

@@ -11,7 +11,7 @@ import torch
 from lab.settings.config import load
 from lab.sync.pattern import pattern_of
 from lab.training import checkpoint
-from lab.training.resume import replica_of
+from lab.training.checkpoint import replica_of
 from tests.distributed.test_strategies import distance
 from tests.support.cases import BY_THE_CLOCK, STRATEGIES, keeps_replicas_equal
 from tests.support.ranks import Outcome, train

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lab.record.schema import Record
-from lab.training import outcome
+from lab.training import progress
 from tests.conftest import ROOT, Finished
 from tests.support.ranks import train
 
@@ -102,7 +102,7 @@ def test_a_regression_learns_and_its_record_holds_its_metrics(
     assert record["final"] == {name: last[name] for name in ("loss", "mae")}
     # Angles are uniform within 45 degrees: a constant 0 has a mae of 0.39 radians.
     assert last["mae"] < 0.25 and last["loss"] < first["loss"]
-    shown = outcome.summary(Record.from_json(record), tmp_path)
+    shown = progress.summary(Record.from_json(record), tmp_path)
     assert f"test mae        {last['mae']:.4g}" in shown
 
 
@@ -129,7 +129,7 @@ def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
     read = Record.from_json(record)
     assert read.data_source and read.data_source.endswith(f" files, {ROOT}/docs")
     rate = read.wall_samples_per_s or 0
-    shown = outcome.summary(read, tmp_path)
+    shown = progress.summary(read, tmp_path)
     assert f"test perplexity {last['perplexity']:.2f}" in shown
     assert f"throughput      {rate:.0f} sequences/s, {32 * rate:.0f} tokens/s by wall" in shown
     assert f"data            {read.data_source}" in shown

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from lab.data.sampler import GlobalSampler
 from lab.data.synthetic import synthetic
 from lab.data.tensors import TensorData
-from lab.task.classification import Classification
+from lab.task.tasks import Classification
 
 ZERO = 0
 

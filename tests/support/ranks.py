@@ -30,7 +30,7 @@ from lab.distributed.sharded import whole
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
-from lab.training.identity import claim_directory
+from lab.training.recording import claim_directory
 from lab.training.run import Run
 from tests.support import HANG_S
 

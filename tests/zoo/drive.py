@@ -35,9 +35,8 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit
 from lab.exchange.layout import COMPILED, travel_shape, travelling
-from lab.loop import settings
+from lab.loop import attach, setup
 from lab.loop.check import LoopCheck
-from lab.loop.world import world_of
 from lab.settings.config import build, load
 from lab.settings.files import choices_of
 from lab.sync.base import Sync, SyncParts
@@ -188,12 +187,12 @@ class ThreadWorld(World):
 
 
 def _world_of(group: Any, device: torch.device, timeout_s: float = 300.0) -> World:
-    """Stand in for lab.loop.world.world_of, among threads."""
+    """Stand in for lab.loop.setup.world_of, among threads."""
     comm: Comm | None = getattr(TRANSPORT, "comm", None)
     if comm is None:
-        return world_of(group, device, timeout_s)
+        return setup.world_of(group, device, timeout_s)
     own, control = comm.split(0), comm.split(0)
-    own.traffic = Traffic()  # two syncs of a rank count by themselves, as in lab.loop.world
+    own.traffic = Traffic()  # two syncs of a rank count by themselves, as in lab.loop.setup
     place = RankInfo("python", comm.rank, comm.size, comm.rank, comm.size, dist.HashStore())
     store = dist.PrefixStore("lab", place.store)
     more: Any = {"comm": own, "control": control}
@@ -202,17 +201,16 @@ def _world_of(group: Any, device: torch.device, timeout_s: float = 300.0) -> Wor
 
 @cache
 def _composed(strategy: str, overrides: str, own: tuple[str, ...]) -> Any:
-    return settings.compose(strategy, json.loads(overrides), own)
+    return setup.compose(strategy, json.loads(overrides), own)
 
 
 def _compose(strategy: str, overrides: Any, own: tuple[str, ...] = ()) -> Any:
-    """Stand in for lab.loop.settings.compose: threads cannot compose, and once is enough."""
+    """Stand in for lab.loop.setup.compose: threads cannot compose, and once is enough."""
     return copy.deepcopy(_composed(strategy, json.dumps(dict(overrides)), own))
 
 
-for _name in ("grad_sync", "attach"):
-    _module = importlib.import_module(f"lab.loop.{_name}")
-    _module.compose, _module.world_of = _compose, _world_of
+_attach: Any = attach
+_attach.compose, _attach.world_of = _compose, _world_of
 # Optimizers of all threads are seen by each other's checks, as if they were of copies.
 LoopCheck._is_copy = lambda self, parameters: False
 

@@ -15,7 +15,7 @@ from lab.convolution.layer import ChosenConv2d, fixed, heuristic, profile
 from lab.convolution.problem import Pass, Problem
 from lab.model.convnet import lenet
 from lab.model.mlp import mlp
-from lab.transform.convolution import CHOICES, Convolution
+from lab.transform.transforms import CHOICES, Convolution
 
 SMALL = Problem(2, 3, (8, 8), 4, (3, 3), padding=(1, 1))
 NOTHING = torch.empty(0)

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lab.device.footprint import KINDS, Step, footprint, largest_batch
 from lab.model.convnet import vgg16
 from lab.model.mlp import mlp
-from lab.transform.checkpoint import Checkpoint
+from lab.transform.transforms import Checkpoint
 
 
 def sgd(momentum: float, model: nn.Module) -> Optimizer:

@@ -20,7 +20,7 @@ ROOMS = {
 }
 ONLY_IN = {
     "triton": {"lab/codec/gpu_kernels.py"},
-    "wandb": {"lab/record/wandb.py"},
+    "wandb": {"lab/record/recorders.py"},
     "hydra": {
         *("lab/settings/composition.py", "lab/settings/config.py", "lab/settings/overrides.py"),
     },

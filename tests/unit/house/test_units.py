@@ -26,7 +26,7 @@ from lab.settings.config import load
 from lab.simulate import view as prediction
 from lab.study import dry_run
 from lab.sync.pattern import gradsync, idle
-from lab.training import outcome
+from lab.training import progress
 from lab.web.tables import points_table
 from tests.conftest import ROOT
 from tests.support.records import leave, make_record
@@ -135,7 +135,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             idle(gradsync(True), **IN_ONE_BUCKET, bucket_bytes=[NUM_BYTES])[0],
             "all 100 MB of gradients",
         ),
-        "lab/training/outcome.py": (outcome.summary(record, cell.folder), "200.000 MB per"),
+        "lab/training/progress.py": (progress.summary(record, cell.folder), "200.000 MB per"),
     }
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import lab
 from lab import __main__ as lister
-from lab.loop.settings import compose
+from lab.loop.setup import compose
 from lab.settings.config import ConfigError, choices_of, load
 from lab.sync.pattern import class_of
 from tests.conftest import ROOT
@@ -101,7 +101,7 @@ def test_a_hydra_application_may_use_it() -> None:
     program = (
         "import hydra\n"
         "from hydra.core.global_hydra import GlobalHydra\n"
-        "from lab.loop.settings import compose\n"
+        "from lab.loop.setup import compose\n"
         "@hydra.main(version_base='1.3', config_path=None)\n"
         "def main(config):\n"
         "    before = GlobalHydra.instance().hydra\n"

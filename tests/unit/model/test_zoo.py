@@ -27,7 +27,7 @@ from lab.model.mlp import fcn5, keras_mlp, mlp
 from lab.model.resnet import Subsample, resnet50, resnet56
 from lab.model.work import Counts
 from lab.settings.config import build, choices_of, load
-from lab.transform.fc1x1 import Fc1x1
+from lab.transform.transforms import Fc1x1
 from tests.conftest import ROOT
 from tests.support.slow import some_of
 

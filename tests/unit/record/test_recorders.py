@@ -12,11 +12,15 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from lab.record.csv import CURVES, CsvRecorder
-from lab.record.recorder import Guarded, Recorder
+from lab.record.recorders import (
+    CURVES,
+    CsvRecorder,
+    Guarded,
+    Recorder,
+    TensorBoardRecorder,
+    WandbRecorder,
+)
 from lab.record.schema import Record
-from lab.record.tensorboard import TensorBoardRecorder
-from lab.record.wandb import WandbRecorder
 from lab.settings.config import ConfigError, build, load
 from tests.support import HANG_S
 from tests.support.records import make_record

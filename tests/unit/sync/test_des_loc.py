@@ -22,7 +22,7 @@ from lab.exchange.paths import Ring
 from lab.sync import pattern
 from lab.sync.base import SyncParts
 from lab.sync.local import DesLoc
-from lab.training.resume import mean_state
+from lab.training.checkpoint import mean_state
 from tests.unit.sync.test_local import networks
 
 PERIODS: dict[str, Any] = {"every": 2, "first_every": 6, "second_every": 12}

@@ -22,7 +22,7 @@ from lab.measure.statistics import round_means
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.local import LocalSync
-from lab.training.resume import mean_state
+from lab.training.checkpoint import mean_state
 
 LOCAL_SGD: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 

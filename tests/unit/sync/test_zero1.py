@@ -22,7 +22,7 @@ from lab.settings.errors import ConfigError
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.zero1 import Zero1
-from lab.training import resume
+from lab.training import checkpoint
 from lab.training.optim import Optim, Schedule, require_elementwise
 from lab.training.trainer import clip_gradients
 
@@ -156,8 +156,8 @@ def state_on(size: int, saved: list[Any], make: Make) -> list[Any]:
     def rank_main(comm: Comm) -> Any:
         sync, optimizer = sharded(comm, make)
         named = sync.module.named_parameters()
-        resume.load_optimizer(optimizer, named, sync.shards, {}, copy.deepcopy(saved))
-        return resume.slices_of(optimizer, sync.shards)
+        checkpoint.load_optimizer(optimizer, named, sync.shards, {}, copy.deepcopy(saved))
+        return checkpoint.slices_of(optimizer, sync.shards)
 
     return run_ranks(size, rank_main)
 
@@ -167,7 +167,7 @@ def test_no_state_is_lost_on_the_way_from_four_ranks_to_two_three_and_four(make:
     def rank_main(comm: Comm) -> Any:
         sync, optimizer = sharded(comm, make)
         train(sync, optimizer, range(3))
-        return resume.slices_of(optimizer, sync.shards)
+        return checkpoint.slices_of(optimizer, sync.shards)
 
     first = run_ranks(4, rank_main)
     last = state_on(4, state_on(3, state_on(2, first, make), make), make)
@@ -185,21 +185,21 @@ def test_a_run_goes_on_from_the_other_kind_of_checkpoint_in_the_same_bits(make: 
     def rank_main(comm: Comm) -> Any:
         sync, optimizer = sharded(comm, make)
         train(sync, optimizer, range(3))
-        return weights(sync.module), resume.slices_of(optimizer, sync.shards)
+        return weights(sync.module), checkpoint.slices_of(optimizer, sync.shards)
 
     saved = run_ranks(2, rank_main)
     states = [state for _, state in saved]
     net = copy.deepcopy(NET)
     optimizer = make(net.parameters())
-    resume.load_optimizer(optimizer, net.named_parameters(), {}, {}, copy.deepcopy(states))
-    names = resume.names_of(optimizer, net.named_parameters())
+    checkpoint.load_optimizer(optimizer, net.named_parameters(), {}, {}, copy.deepcopy(states))
+    names = checkpoint.names_of(optimizer, net.named_parameters())
     whole = {"optimizer": optimizer.state_dict(), "names": names}
 
     def back(comm: Comm) -> Any:
         sync, optimizer = sharded(comm, make)
         named = sync.module.named_parameters()
-        resume.load_optimizer(optimizer, named, sync.shards, copy.deepcopy(whole), [{}])
-        return resume.slices_of(optimizer, sync.shards)
+        checkpoint.load_optimizer(optimizer, named, sync.shards, copy.deepcopy(whole), [{}])
+        return checkpoint.slices_of(optimizer, sync.shards)
 
     for before, after in zip(states, run_ranks(2, back), strict=True):
         for name, piece in before["slices"].items():

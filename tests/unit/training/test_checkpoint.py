@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab.training import checkpoint
-from lab.training.resume import check_fit
+from lab.training.checkpoint import check_fit
 
 
 class Alone:

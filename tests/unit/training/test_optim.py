@@ -187,27 +187,18 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("lr_scheduler.StepLR", {}, r"StepLR: must be a torch\.optim\.Optimizer, or make one"),
         ("Sgd", {}, r"optim=torch\.optim\.Sgd: torch\.optim has no Sgd; did you mean SGD\?"),
         ("Muon", {}, r"optim=torch\.optim\.Muon: Muon only supports 2D parameters"),
+        ("nowhere.Adam", {}, r"optim=nowhere\.Adam: there is no module nowhere in "),
+        (f"{MINE}.MINE", {}, r"tests\.support\.optimizers has no MINE"),
+        (f"{MINE}.not_one", {}, r"not_one: makes a list; must make a torch\.optim\.Optimizer"),
+        (f"{MINE}.SignDescent", {}, r"optim\.lr: must be set; .*SignDescent has no default for it"),
     ],
 )
 def test_what_is_refused_is_named(name: str, settings: dict[str, Any], message: str) -> None:
     if name == "Muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch has it from 2.9 on")
+    target = name if name.startswith((MINE, "nowhere")) else f"torch.optim.{name}"
     with pytest.raises(ConfigError, match=message):
-        optim(f"torch.optim.{name}", **settings).optimizer(model())
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("nowhere.Optimizer", "optim=nowhere.Optimizer: there is no module nowhere in "),
-        (f"{MINE}.MINE", "tests.support.optimizers has no MINE"),
-        (f"{MINE}.not_one", "not_one: makes a list; must make a torch.optim.Optimizer"),
-        (f"{MINE}.SignDescent", "optim.lr: must be set; .*SignDescent has no default for it"),
-    ],
-)
-def test_what_is_not_an_optimizer_is_named(target: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        optim(target).optimizer(model())
+        optim(target, **settings).optimizer(model())
 
 
 class TrustAll(torch.optim.SGD):
@@ -291,31 +282,26 @@ def test_warm_up_is_linear_and_ends_at_the_peak(settings: dict[str, Any]) -> Non
     assert rates(**settings)[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
 
 
-def test_cosine_ends_at_zero_by_way_of_half() -> None:
-    assert [rates()[step] for step in (54, 104)] == pytest.approx([0.05, 0.0])
+@pytest.mark.parametrize(
+    ("settings", "course"),
+    [
+        ({}, {4: 0.1, 54: 0.05, 104: 0.0}),
+        ({"final_share": 0.2}, {4: 0.1, 54: 0.06, 104: 0.02}),  # half of the way to 0.02
+        ({"schedule": "linear"}, {4: 0.1, 5: 0.099, 29: 0.075, 54: 0.05, 79: 0.025, 104: 0.0}),
+        ({"schedule": "linear", "final_share": 0.2}, {4: 0.1, 54: 0.06, 104: 0.02}),
+        ({"schedule": "constant"}, dict.fromkeys((4, 5, 54, 103, 104), 0.1)),
+        (
+            {"schedule": "step", "step_every": 30, "step_factor": 0.5},
+            {29: 0.1, 30: 0.05, 59: 0.05, 60: 0.025, 100: 0.0125},
+        ),
+    ],
+)
+def test_the_course_after_warm_up(settings: dict[str, Any], course: dict[int, float]) -> None:
+    found = rates(**settings)
+    assert {step: found[step] for step in course} == pytest.approx(course)
 
 
-def test_linear_falls_by_the_same_in_each_step() -> None:
-    fall = rates(schedule="linear")[4:]
-    assert [a - b for a, b in zip(fall, fall[1:], strict=False)] == pytest.approx(100 * [0.001])
-    assert fall[-1] == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_a_final_share_is_the_rate_at_the_end(schedule: str) -> None:
-    course = rates(schedule=schedule, final_share=0.2)
-    assert course[4] == pytest.approx(0.1)
-    assert course[54] == pytest.approx(0.06)  # half of the way from 0.1 to 0.02
-    assert course[104] == pytest.approx(0.02)
-
-
-def test_step_multiplies_every_so_many_steps_of_the_run() -> None:
-    course = rates(schedule="step", step_every=30, step_factor=0.5)
-    assert [course[step] for step in (29, 30, 59, 60, 100)] == [0.1, 0.05, 0.05, 0.025, 0.0125]
-
-
-def test_constant_stays_and_linear_scaling_multiplies_the_peak() -> None:
-    assert set(rates(schedule="constant")[4:]) == {0.1}
+def test_linear_scaling_multiplies_the_peak() -> None:
     assert Schedule(linear_scaling=True).peak(0.1, batch_size=512) == pytest.approx(0.4)
     assert Schedule().peak(0.1, batch_size=512) == 0.1
 

@@ -1,14 +1,19 @@
-"""The status of an error: by type, or by message if the library's error has no type."""
+"""The status of an error; runs in turns, which train as they would alone."""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lab.training import in_turns
 from lab.training.run import failure_of
+from tests.support.ranks import CREW, train
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,49 @@ def test_an_error_of_the_users_code_names_its_place_and_holds_the_traceback() ->
     with pytest.raises(IndexError) as caught:
         fails()
     failure = failure_of(caught.value, 3)
-    assert re.fullmatch(r"rank 3: IndexError: odd \(test_failure\.py:\d+ in fails\)", failure.error)
+    assert re.fullmatch(r"rank 3: IndexError: odd \(test_run\.py:\d+ in fails\)", failure.error)
     assert failure.traceback and failure.traceback.endswith("IndexError: odd")
     assert failure_of(ValueError("odd"), 3).traceback is None
+
+
+RUN = (
+    *("device=cpu", "model=alexnet_small", "model.dropout=0.5", "data=synthetic", "batch_size=4"),
+    *("data.num_images=64", "warmup_steps=1"),
+)
+
+
+def settings(folder: Path, cell: str, strategy: str, *more: str) -> list[str]:
+    return [*RUN, f"strategy={strategy}", f"runs_dir={folder}", f"cell={cell}", *more]
+
+
+def record(folder: Path, cell: str) -> dict[str, Any]:
+    return json.loads((folder / "default" / cell / "record.json").read_text())
+
+
+def test_weights_are_those_of_a_run_alone_with_the_same_random_numbers(tmp_path: Path) -> None:
+    runs = {"onebit": "steps=5", "powersgd": "steps=7"}
+    lists = [settings(tmp_path, f"turns-{name}", name, steps) for name, steps in runs.items()]
+    assert CREW.call(1, in_turns.main, ["2", json.dumps(lists)]) == [0]
+    for name, steps in runs.items():
+        (alone,) = train(1, *settings(tmp_path, f"alone-{name}", name, steps))
+        together = record(tmp_path, f"turns-{name}")
+        assert together["replica_hash"] == alone.record["replica_hash"]
+        assert len(together["turns_s"]) == 2
+        assert together["num_timed_steps"] == 2
+        assert together["peak_memory_bytes"] is None
+    starts = {record(tmp_path, f"turns-{name}")["started_at"] for name in runs}
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "line"),
+    [
+        ("2", ("steps=2",), "turns=2: strategy=onebit has steps=2, fewer than warm-up and a turn"),
+        ("1", ("steps=8",), "turns=1: strategy=onebit exchanges every 1 steps"),
+    ],
+)
+def test_turns_that_do_not_fit_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], size: str, more: tuple[str, ...], line: str
+) -> None:
+    assert in_turns.main([size, json.dumps([settings(tmp_path, "a", "onebit", *more)])]) == 2
+    assert f"lab.train: error: {line}" in capfd.readouterr().err

@@ -1,15 +1,25 @@
-"""The settings of a user's own loop: of its exchange, as a run's are, and of its record."""
+"""Settings and ranks of an exchange in the user's own program."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 from collections.abc import Mapping
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed import distributed_c10d
 
+from lab.distributed.launcher import was_launched
+from lab.distributed.nodes import RankInfo
+from lab.distributed.torch_comm import TorchComm, nccl_options
+from lab.distributed.world import World
 from lab.settings.config import FIELDS, ConfigError, check_batch, load
 from lab.settings.errors import one_line
 from lab.settings.files import choices_of
@@ -35,7 +45,7 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
         if key.split(".")[0] not in (allowed := (*COMMON, *own)):
             raise ConfigError(f"{key}={value}: allowed here are {', '.join(allowed)}")
     folder = overrides.get("config_dir")
-    words = [f"{key}={text_of(value)}" for key, value in overrides.items()]
+    words = [f"{key}={_text_of(value)}" for key, value in overrides.items()]
     exchanges = [name for name in choices_of("exchange", folder) if name != "none"]
     if strategy in choices_of("strategy", folder):
         config = load([f"strategy={strategy}", *words])
@@ -57,12 +67,10 @@ def _refusal(config: DictConfig) -> str:
         return "is not one average of gradients in every step"
     if "_target_" in config.transform:
         return "also rewrites the model"
-    if class_name(config.exchange._target_) == "NoExchange":
-        return "exchanges nothing"
-    return ""
+    return "exchanges nothing" if class_name(config.exchange._target_) == "NoExchange" else ""
 
 
-def text_of(value: Any) -> str:
+def _text_of(value: Any) -> str:
     """Write a Python value in the grammar of the command line."""
     plain = isinstance(value, str) and re.fullmatch(r"[\w./:+-]+", value)
     if plain or not isinstance(value, str):
@@ -92,12 +100,18 @@ def settings_of_run(
     """
     if composed is None and strategy is None:
         raise ConfigError("strategy=None: name how gradients are exchanged, or pass sync=")
-    _require_plain(own)
+    try:
+        OmegaConf.create(dict(own))
+    except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "settings: must map names to numbers, texts, and lists and dicts of them: "
+            f"{one_line(error)}"
+        ) from None
     if taken := {*FIELDS} & set(own):
         raise ConfigError(f"settings: {min(taken)} is a name of the lab's; choose another")
     known = strategy in choices_of("strategy")
     words = [f"strategy={strategy}"] if known else []
-    checked = load([*words, *(f"{key}={text_of(value)}" for key, value in scalars.items())])
+    checked = load([*words, *(f"{key}={_text_of(value)}" for key, value in scalars.items())])
     check_batch(checked, world_size)
     settings: Any = OmegaConf.to_container(checked, resolve=True)
     source = composed or (settings if known else {})
@@ -112,11 +126,62 @@ def settings_of_run(
     )
 
 
-def _require_plain(own: Mapping[str, Any]) -> None:
-    try:
-        OmegaConf.create(dict(own))
-    except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "settings: must map names to numbers, texts, and lists and dicts of them: "
-            f"{one_line(error)}"
-        ) from None
+def world_of(
+    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 300.0
+) -> World:
+    """Make process groups of the same ranks as `group`, for the lab alone. A collective call.
+
+    The program's own collectives and the lab's then need no common order.
+
+    Args:
+        group: a process group that this rank is in; None: all ranks that a launcher started, whose
+            default group is made if the program has not. Ranks outside need not call this.
+        device: where tensors to exchange lie.
+        timeout_s: longest time of a collective.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            dist.init_process_group(**({} if was_launched() else alone))
+        group = dist.group.WORLD
+    assert group is not None  # it is initialised
+    ranks = dist.get_process_group_ranks(group)
+    limit = timedelta(seconds=timeout_s)
+    backends = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
+    backend = dict(entry.split(":") for entry in backends.split(","))[device.type]
+    control = _beside(ranks, "gloo", limit)
+    if backend == "nccl":
+        main = second = _beside(ranks, "nccl", limit, nccl_options(limit))
+    else:
+        # Connections of their own for second stages: on each, all ranks agree on the order.
+        main, second = _beside(ranks, backend, limit), _beside(ranks, backend, limit)
+    comm = TorchComm(main, second, device, limit)
+    place, comm.nodes = _place(control)
+    store = dist.PrefixStore("lab", place.store)
+    return World(place, device, store, comm, control, len(comm.nodes))
+
+
+def _beside(
+    ranks: list[int], backend: str, limit: timedelta, options: Any = None
+) -> dist.ProcessGroup:
+    group = dist.new_group(
+        ranks, limit, backend, pg_options=options, use_local_synchronization=True
+    )
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    return group
+
+
+def _place(control: dist.ProcessGroup) -> tuple[RankInfo, list[list[int]]]:
+    """Return this rank's place among those of `control`, and the ranks of each node."""
+    hosts: list[Any] = [None] * control.size()
+    # torchrun's number of a node tells apart those that are emulated on one host.
+    node = socket.gethostname(), os.environ.get("GROUP_RANK")
+    dist.all_gather_object(hosts, node, control)
+    rank = control.rank()
+    nodes = [[at for at, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
+    beside = next(node for node in nodes if rank in node)
+    launcher = "torchrun" if dist.is_torchelastic_launched() else "env"
+    launcher = launcher if was_launched() else "python"
+    store = cast(Any, distributed_c10d)._get_default_store()
+    local_rank, local_size = beside.index(rank), len(beside)
+    return RankInfo(launcher, rank, control.size(), local_rank, local_size, store), nodes

@@ -23,12 +23,18 @@ from lab.settings.config import ConfigError
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.own_code import fingerprint
 from lab.settings.secrets import kept, kept_words
+from lab.task.metrics import metrics_of
 from lab.training.assemble import global_batch_size
-from lab.training.outcome import Loop, note_end, note_progress, summary
+from lab.training.outcome import note_progress
+from lab.training.progress import summary
+from lab.training.trainer import Loop
 
 
 class Recording:
-    """One rank's part in the record of a run: from its first step to its end.
+    """One rank's part in the record of a run, from its first step to its end.
+
+    The trainer's run (lab/training/run.py) and one in the user's own loop (lab/loop/run.py) are
+    Recordings, each of its own `loop`.
 
     Args:
         config: the run's settings. arguments: those that name it.
@@ -38,9 +44,12 @@ class Recording:
         known: more of the record's values.
 
     Attributes:
+        loop: the steps, once there are any to be made.
         record: says failed until the end, as a run that is lost cannot say so itself.
         recorded: rank 0 has written that the run ended; a rank lost after this changes nothing.
     """
+
+    loop: Loop | None = None
 
     def __init__(
         self,
@@ -74,10 +83,14 @@ class Recording:
             backend=world.comm.backend,
             started_at=self.started_at.isoformat(),
             emulation=emulation(world, config),
-            environment=environment_of(world),
+            environment=environment(world.num_hosts, asks_tools=world.place.local_rank == 0),
             git_commit=git_commit(),
             **known,
         )
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
 
     def open(self, first_step: int) -> None:
         """Write on rank 0 that the run begins, and its settings."""
@@ -86,40 +99,31 @@ class Recording:
         self.directory.begin_attempt(attempt)
         self.directory.write_config(OmegaConf.to_yaml(settings_of(self.config)))
 
-    def end(self, loop: Loop, stop_signal: str | None = None) -> None:
-        """Record how the run ended, and print its summary."""
-        note_end(loop, self.record, stop_signal)
+    def end(self, stop_signal: str | None = None) -> None:
+        """Record how the run ended or was stopped, and print its summary."""
+        assert self.loop
+        progress, record = self.loop.progress, self.record
+        note_progress(self.loop, record)
+        if progress.step < self.loop.total_steps:
+            record.end("interrupted", f"stopped by {stop_signal}")
+        else:
+            record.end("done", None)
+            record.final = metrics_of(progress.evaluations[-1]) if progress.evaluations else {}
         if self.world.rank == 0:
             self.write()
             self.recorded = True
-            print(summary(self.record, self.directory.path))
+            print(summary(self.record, self.path))
 
-    def fail(self, failure: Failure, loop: Loop | None) -> None:
+    def fail(self, failure: Failure) -> None:
         """Note how the run failed; `write` follows, on one rank."""
-        if loop:
-            note_progress(loop, self.record)
+        if self.loop:
+            note_progress(self.loop, self.record)
         self.record.end(failure.status, failure.error, failure.traceback)
 
     def write(self) -> None:
-        """Write the record."""
         self.record.attempts = self.directory.attempts()
         self.record.duration_s = time.monotonic() - self._began
         self.directory.write_record(self.record)
-
-
-def made_by(record: Record, first_step: int, end_step: int) -> dict[str, Any]:
-    """Return how a run makes its steps, as lab.record.origin has it."""
-    git = record.git_commit
-    also = ("strategy", "scaling", "repeat", "model_source")
-    return {
-        "first_step": first_step,
-        "end_step": end_step,
-        "cell": f"{record.study}/{record.cell}",
-        "world_size": record.world_size,
-        "batch_size": record.batch_size,
-        "commit": git["commit"] and git["commit"] + (" changed" if git["dirty"] else ""),
-        "settings": record.settings | {key: getattr(record, key) for key in also},
-    }
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
@@ -177,39 +181,23 @@ def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
     return {
         "emulation": worded(emulation(world, *configs)) or "none",
         "comm_settings": world.comm.settings,
-        "environment": environment_of(world),
+        "environment": environment(world.num_hosts, asks_tools=world.place.local_rank == 0),
         "git_commit": git_commit(),
     }
-
-
-def environment_of(world: World) -> dict[str, Any]:
-    """Describe machine and software of this rank."""
-    return environment(world.num_hosts, asks_tools=world.place.local_rank == 0)
 
 
 def emulation(world: World, *configs: DictConfig) -> list[Emulation]:
     """List the ways in which ranks that run `configs` are emulated."""
     hosts = os.environ.get(EMULATION)
-    shared = _sharing(world, bool(hosts))
-    replays = [config for config in configs if "profile" in config.model]
-    stragglers = [straggler_of(config, world.size) for config in configs]
-    profiles = dict.fromkeys(config.profile.get("name") for config in replays)
-    return [
-        *([Emulation("hosts", hosts)] if hosts else []),
-        *([shared] if shared else []),
-        *(Emulation("replay", f"compute replayed from profile {name}") for name in profiles),
-        *(Emulation("straggler", one.describe()) for one in dict.fromkeys(stragglers) if one),
-    ]
-
-
-def _sharing(world: World, one_machine: bool) -> Emulation | None:
-    """List the processors that ranks of this host (or of `one_machine`) share."""
-    num_ranks = world.size if one_machine else world.place.local_size
-    num_gpus = torch.cuda.device_count()
+    num_ranks = world.size if hosts else world.place.local_size  # on this machine
+    num_gpus, threads = torch.cuda.device_count(), num_ranks * torch.get_num_threads()
+    found = [Emulation("hosts", hosts)] if hosts else []
     if world.device.type == "cuda" and num_ranks > num_gpus:
-        return Emulation("shared_gpus", f"{num_ranks} ranks share {num_gpus} GPUs")
-    threads = num_ranks * torch.get_num_threads()
+        found.append(Emulation("shared_gpus", f"{num_ranks} ranks share {num_gpus} GPUs"))
     if world.device.type == "cpu" and threads > num_cores():
         detail = f"{threads} threads of {num_ranks} ranks share {num_cores()} CPU cores"
-        return Emulation("shared_cores", detail)
-    return None
+        found.append(Emulation("shared_cores", detail))
+    profiles = dict.fromkeys(c.profile.get("name") for c in configs if "profile" in c.model)
+    found += [Emulation("replay", f"compute replayed from profile {name}") for name in profiles]
+    stragglers = dict.fromkeys(straggler_of(config, world.size) for config in configs)
+    return found + [Emulation("straggler", one.describe()) for one in stragglers if one]
