@@ -12,20 +12,9 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, setting
 
 NUM_RANKS = 2  # the default
-NUM_VALUES = {
-    "cpu": 25_000_000,
-    "cuda": 400_000_000,
-}  # larger than the caches, which are large on GPUs
+NUM_VALUES = {"cpu": 25_000_000, "cuda": 400_000_000}  # larger than the caches
 # Larger units first; of a pair, the one that has powers of two. IEC 80000-13.
-UNITS = {
-    "GiB": 2**30,
-    "GB": 10**9,
-    "MiB": 2**20,
-    "MB": 10**6,
-    "KiB": 2**10,
-    "kB": 10**3,
-    "B": 1,
-}
+UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "kB": 10**3, "B": 1}
 BYTES = {unit.lower(): num_bytes for unit, num_bytes in UNITS.items()}
 VALUE_BYTES = 4  # everything that is measured is float32
 
@@ -116,96 +105,110 @@ class OwnSettings:
     input_grad: bool = setting(False, "layers: true computes the gradient of the model's input too")
 
 
-# What one device does: nothing is exchanged, and nothing copied into buckets.
-ALONE = ("strategy=none",)
 NOTHING_SENT = "nothing is exchanged; must be at least 2"
+# Settings of a run that benchmarks of parts of it take.
+PROBLEM = "model data task transform "
+ALONE = f"{PROBLEM}optim precision tf32 batch_size channels_last compile device seed"
+TALKING = "comm backend device share_gpus exchange_timeout_s cluster"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The settings that one benchmark takes.
+    """The settings that one benchmark takes. Lists are words with blanks between them.
 
     Attributes:
         text: describes it in a line.
-        own: settings of OwnSettings that it takes, besides out.
+        own_words: settings of OwnSettings that it takes, besides out.
         group: the setting that it compares, unless another setting has the list.
         default: choices of that group, if none are given.
         num_variants: least number of variants.
-        only: settings of a run that it uses; empty: all of them.
-        fixed: settings that all its runs have.
+        only_words: settings of a run that it uses; empty: all of them.
+        fixed_words: settings that all its runs have.
         apart: each variant has fresh ranks of its own.
         environment: variables set for its ranks.
         sets: sets of settings that it compares, unless others are given.
         runs: the benchmark that measures them; empty: itself.
-        module: measures and shows it; empty: the one of lab.benchmarks with its name.
+        package: of the module with its name, which measures and shows it.
         num_ranks: ranks to start unless told otherwise; 0: as many as the machine allows, at most
             NUM_RANKS.
         one_rank: why one rank alone is refused; empty: it is not.
     """
 
     text: str
-    own: tuple[str, ...]
+    own_words: str
     group: str = "strategy"
     default: str = ""
     num_variants: int = 1
-    only: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
+    only_words: str = ""
+    fixed_words: str = ""
     apart: bool = False
     environment: tuple[tuple[str, str], ...] = ()
-    sets: tuple[tuple[str, ...], ...] = ()
+    sets: tuple[str, ...] = ()
     runs: str = ""
-    module: str = ""
+    package: str = "lab.benchmarks"
     num_ranks: int = 0
     one_rank: str = ""
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        return tuple(self.own_words.split())
+
+    @property
+    def only(self) -> tuple[str, ...]:
+        return tuple(self.only_words.split())
+
+
+def _of_device(text: str, own: str, only: str, **rest: str) -> Bench:
+    """Describe a benchmark of one device: nothing is exchanged, or copied into buckets."""
+    if rest.get("group") == "batch_size":
+        rest["fixed_words"] = "strategy=none"
+    return Bench(text, own, only_words=only, package="lab.device", **({"default": "none"} | rest))
 
 
 BENCHES = {
     "collective": Bench(
         "all-reduces by size, exchange=A,B,..., with nccl-tests' columns",
-        ("sizes", "rounds", "world_size"),
+        "sizes rounds world_size",
         group="exchange",
         default="allreduce,ring,tree",
-        only=(
-            *("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
-            "cluster",
-        ),
+        only_words=f"exchange {TALKING}",
         one_rank=f"{NOTHING_SENT}. With one GPU set device=cpu, or world_size=2 share_gpus=true "
         "backend=gloo exchange=bf16 (Gloo has no send and recv on GPUs)",
     ),
     "reduce_scatter": Bench(
         "the lab's reduce-scatter by size, compared with torch's, and the bytes that crossed",
-        ("sizes", "rounds", "world_size"),
+        "sizes rounds world_size",
         default="none",
-        only=("comm", "backend", "device", "share_gpus", "exchange_timeout_s", "cluster"),
+        only_words=TALKING,
         one_rank=NOTHING_SENT,
     ),
     "codec": Bench(
         "encode and decode, compared with torch.add on the same tensors",
-        ("codec", "num_values", "columns", "threads", "rounds"),
+        "codec num_values columns threads rounds",
         default="none",
-        only=("device",),
+        only_words="device",
     ),
     "step": Bench(
         "step times of strategy=A,B,... in turns, as ratios to the last",
-        ("world_size",),
+        "world_size",
         num_variants=2,
     ),
     "hook": Bench(
         "the same of hooks in DDP, and of the trainer's own exchange",
-        ("world_size",),
+        "world_size",
         sets=(
-            ("strategy=onebit", "sync=ddp", "sync.hook=lab"),
+            "strategy=onebit sync=ddp sync.hook=lab",
             # One bucket: over Gloo torch's hook fails with several.
-            ("strategy=ddp", "sync.hook=powersgd", "bucket_mb=10000"),
-            ("strategy=ddp", "sync.hook=fp16"),
-            ("strategy=ddp",),
-            ("strategy=onebit",),
+            "strategy=ddp sync.hook=powersgd bucket_mb=10000",
+            "strategy=ddp sync.hook=fp16",
+            "strategy=ddp",
+            "strategy=onebit",
         ),
         runs="step",
     ),
     "memory": Bench(
         "peak memory of strategy=A,B,... next to theory",
-        ("world_size",),
+        "world_size",
         default="allreduce,overlap,onebit,ddp",
         apart=True,
         # glibc then returns freed blocks at once, so that resident memory is memory in use.
@@ -213,122 +216,84 @@ BENCHES = {
     ),
     "host": Bench(
         "processor time that strategy=A,B,... adds to the training thread, beside torch's DDP",
-        ("rounds",),
+        "rounds",
         default="overlap,onebit,int8,topk,powersgd",
-        only=(
-            *("model", "data", "task", "transform", "strategy", "exchange", "sync", "overlap"),
-            *("bucket_mb", "precision", "seed"),
-        ),
+        only_words=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision seed",
     ),
     "recording": Bench(
-        "what the lab's own book-keeping adds to a step",
-        ("world_size",),
-        default="none",
-        num_ranks=1,
+        "what the lab's own book-keeping adds to a step", "world_size", default="none", num_ranks=1
     ),
     "straggler": Bench(
         "delays planted into phases of ranks, found by rank and phase or not",
-        ("runs", "world_size"),
+        "runs world_size",
         default="overlap",
-        fixed=(
-            *("model=replay", "profile=alexnet_titanx", "data=synthetic", "data.shape=[1,8,8]"),
-            *("model.bytes_scale=0.002", "model.time_scale=0.3", "batch_size=1024", "steps=30"),
-        ),
+        fixed_words="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
+        "model.bytes_scale=0.002 model.time_scale=0.3 batch_size=1024 steps=30",
         num_ranks=4,
     ),
     "marks": Bench(
         "what the marks of a rank's own times add to a step, in turns with none",
-        ("world_size",),
+        "world_size",
         default="overlap",
     ),
     "certificate": Bench(
         "what check=first adds to the first three steps of strategy=A,B,..., in steps",
-        ("rounds", "world_size"),
+        "rounds world_size",
         default="overlap,onebit,int8,ddp",
     ),
-    "convolution": Bench(
+    "convolution": _of_device(
         "algorithms on a model's convolutions: time, operations, workspace, error",
-        ("algorithm", "rounds", "threads"),
-        default="none",
-        only=("model", "data", "task", "batch_size", "device", "seed"),
-        module="lab.device.convolution",
+        "algorithm rounds threads",
+        "model data task batch_size device seed",
     ),
-    "layout": Bench(
+    "layout": _of_device(
         "a model's convolutions and steps in NCHW, NHWC, blocked and mixed layouts, and reorders",
-        ("rounds", "threads"),
-        default="none",
-        only=(
-            *("model", "data", "task", "optim", "precision", "tf32", "batch_size"),
-            *("device", "seed"),
-        ),
-        module="lab.device.layout",
+        "rounds threads",
+        "model data task optim precision tf32 batch_size device seed",
     ),
-    "counters": Bench(
+    "counters": _of_device(
         "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs; with "
         "trace=FILE metrics of kernels that a GPU counted",
-        ("l1", "l2", "isa", "trace"),
+        "l1 l2 isa trace",
+        f"{PROBLEM}batch_size device seed",
         group="batch_size",
         default="4",
-        fixed=ALONE,
-        only=("model", "data", "task", "transform", "batch_size", "device", "seed"),
-        module="lab.device.counters",
     ),
-    "footprint": Bench(
+    "footprint": _of_device(
         "a step's memory by kind, and the largest batch, computed",
-        ("memory_gb", "measured", "num_ranks"),
+        "memory_gb measured num_ranks",
+        f"{PROBLEM}optim precision batch_size seed "
+        "strategy exchange sync overlap bucket_mb scaling device",
         group="batch_size",
         default="64,128,256",
-        fixed=ALONE,
-        only=(
-            *("model", "data", "task", "transform", "optim", "precision", "batch_size", "seed"),
-            *("strategy", "exchange", "sync", "overlap", "bucket_mb", "scaling", "device"),
-        ),
-        module="lab.device.footprint",
     ),
-    "transfer": Bench(
+    "transfer": _of_device(
         "copies between host and device in trace=FILE: number, bytes, rate, share hidden",
-        ("trace",),
-        default="none",
-        only=("trace",),
-        module="lab.device.transfer",
+        "trace",
+        "trace",
     ),
-    "layers": Bench(
+    "layers": _of_device(
         "forward, backward data and backward weights of each layer, and the rest of a step",
-        ("rounds", "threads", "input_grad"),
+        "rounds threads input_grad",
+        ALONE,
         group="batch_size",
         default="32",
-        fixed=ALONE,
-        only=(
-            *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
-            *("channels_last", "compile", "device", "seed"),
-        ),
-        module="lab.device.layers",
     ),
-    "throughput": Bench(
+    "throughput": _of_device(
         "samples per second by batch, training and inference, and the knee",
-        ("rounds", "threads"),
+        "rounds threads",
+        ALONE,
         group="batch_size",
         default="4,8,16,32,64,128",
-        fixed=ALONE,
-        only=(
-            *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
-            *("channels_last", "compile", "device", "seed"),
-        ),
-        module="lab.device.throughput",
     ),
-    "roofline": Bench(
+    "roofline": _of_device(
         "layers by operations per byte, under this machine's measured peaks",
-        ("threads",),
-        default="none",
-        only=(
-            *("model", "data", "task", "transform", "precision", "tf32", "batch_size"),
-            *("channels_last", "device", "seed"),
-        ),
-        module="lab.device.roofline",
+        "threads",
+        f"{PROBLEM}precision tf32 batch_size channels_last device seed",
     ),
 }
 
 
 def module_of(bench: str) -> ModuleType:
     """Import what measures and shows a benchmark; it imports torch, which help does not need."""
-    return importlib.import_module(BENCHES[bench].module or f"lab.benchmarks.{bench}")
+    return importlib.import_module(f"{BENCHES[bench].package}.{bench}")

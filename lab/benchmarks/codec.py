@@ -17,25 +17,29 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lab.benchmarks import interleave
+from lab.benchmarks import harness
 from lab.benchmarks.catalogue import NUM_VALUES, VALUE_BYTES
 from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec
-from lab.benchmarks.harness import NUM_CALLS, cache_bytes, here, per_call
 from lab.benchmarks.present import (
-    about,
+    Drawn,
     ends,
     host_column,
     in_cache,
+    intervals,
     machine,
+    medians,
+    number,
     ranged,
+    span,
     tabulate,
+    text,
 )
 from lab.benchmarks.request import Request
 from lab.codec import build
 from lab.codec.base import Reference
 from lab.codec.onebit import OneBit
 from lab.distributed.gpus import check_gpus
-from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
+from lab.draw.chart import GREY, INK, LABEL_PX, LETTER
 from lab.draw.looks import BLUE, ORANGE
 from lab.draw.plots import BARS, round_values
 from lab.measure.environment import num_cores
@@ -64,17 +68,20 @@ class Operation:
     reference_s: list[float] = field(default_factory=list)
     host_s: list[float] = field(default_factory=list)
 
-    def wants_turn(self) -> bool:
-        return len(self.call_s) < FEWEST_ROUNDS or self.num_calls * sum(self.call_s) < BUDGET_S
+    def take_turn(self, reference: Callable[[], object], device: torch.device) -> float:
+        """Time the operation, and the reference before or after it, by turns; return seconds."""
+        first = len(self.call_s) % 2 == 0
+        for is_reference in (first, not first):
+            call = reference if is_reference else self.run
+            took = harness.per_call(call, self.num_calls, device)
+            (self.reference_s if is_reference else self.call_s).append(took.call_s)
+            if not is_reference and took.host_s is not None:
+                self.host_s.append(took.host_s)
+        return self.call_s[-1]
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure the requested codecs, and return the result.
-
-    Raises:
-        ConfigError: an unknown codec, a missing GPU, or a number of values below that of columns or
-            too large for memory.
-    """
+    """Measure the requested codecs, and return the result."""
     settings, wanted = request.own, request.variants[0].config.device
     names = settings["codec"] or list(CODECS)
     for name in names:
@@ -90,7 +97,9 @@ def measure(request: Request) -> dict[str, Any]:
         raise ConfigError(
             f"num_values={num_values}: must be at least columns={settings['columns']}"
         )
-    torch.set_num_threads(settings["threads"])
+    threads, cores = settings["threads"], num_cores()
+    shares = device.type == "cpu" and threads > cores
+    torch.set_num_threads(threads)
     try:
         measured = _measure_all(names, (rows, settings["columns"]), device, settings["rounds"])
     except torch.OutOfMemoryError:
@@ -100,9 +109,9 @@ def measure(request: Request) -> dict[str, Any]:
         "shape": [rows, settings["columns"]],
         "num_values": rows * settings["columns"],
         "device": device.type,
-        "cache_bytes": cache_bytes(device),
+        "cache_bytes": harness.cache_bytes(device),
         "kernels": kernels(device),
-        **here(_emulation(settings["threads"], device)),
+        **harness.here(f"{threads} threads share {cores} CPU cores" if shares else "none"),
     }
 
 
@@ -113,7 +122,7 @@ def _measure_all(
     out = torch.ones(shape, device=device)
     codecs = {name: CODECS[name](shape[0], shape[1], device) for name in names}
     wrong = {name: count_wrong(codec, gradient, residual) for name, codec in codecs.items()}
-    together = NUM_CALLS if device.type == "cuda" else 1
+    together = harness.NUM_CALLS if device.type == "cuda" else 1
     operations = []
     for name, codec in codecs.items():
         calls = partial(codec.encode, gradient, residual), partial(codec.decode, out)
@@ -121,10 +130,8 @@ def _measure_all(
             moved = passes * VALUE_BYTES * gradient.numel() + codec.payload_bytes
             operations.append(Operation(name, kind, call, moved, together))
     against, reference_bytes, run = _reference(gradient, residual, out)
-    rounds = interleave.progress(range(num_rounds), 0)
-    for index, number in interleave.turns(len(operations), rounds):
-        if operations[index].wants_turn():
-            _take_turn(operations[index], run, device, reference_first=number % 2 == 0)
+    takes = [partial(operation.take_turn, run, device) for operation in operations]
+    harness.take_turns(takes, num_rounds, wants=harness.within(BUDGET_S / together, FEWEST_ROUNDS))
     reference_s = [seconds for each in operations for seconds in each.reference_s]
     return {
         "rows": [
@@ -153,9 +160,10 @@ def count_wrong(codec: Codec, gradient: Tensor, residual: Tensor) -> int:
         expected = residual.clone()
         definition.encode(gradient, expected)
         num_wrong += _count_far(left, expected, size)
-        for ours, theirs in zip(codec.exact(), definition.exact(), strict=True):
+        (exact, near), (true_exact, true_near) = codec.parts(), definition.parts()
+        for ours, theirs in zip(exact, true_exact, strict=True):
             num_wrong += sum(int(((ours ^ theirs) >> bit & 1).sum()) for bit in range(8))
-        for ours, theirs in zip(codec.near(), definition.near(), strict=True):
+        for ours, theirs in zip(near, true_near, strict=True):
             num_wrong += _count_far(ours, theirs, theirs.abs())
         if not codec.feedback:
             redecoded = torch.zeros_like(gradient)
@@ -175,17 +183,6 @@ def _reference(a: Tensor, b: Tensor, c: Tensor) -> tuple[str, int, Callable[[], 
     return "torch.add(a, b, out=c)", 3 * a.nbytes, partial(torch.add, a, b, out=c)
 
 
-def _take_turn(
-    operation: Operation, run: Callable[[], object], device: torch.device, reference_first: bool
-) -> None:
-    pair = [(operation.reference_s, run), (operation.call_s, operation.run)]
-    for seconds, call in pair if reference_first else reversed(pair):
-        took = per_call(call, operation.num_calls, device)
-        seconds.append(took.call_s)
-        if call is operation.run and took.host_s is not None:
-            operation.host_s.append(took.host_s)
-
-
 def _row(
     operation: Operation, reference_bytes: int, payload_bytes: int, num_values: int
 ) -> dict[str, Any]:
@@ -195,10 +192,10 @@ def _row(
         "codec": operation.codec,
         "operation": operation.name,
         **_rate(taken, operation.moved_bytes),
-        "ratio": interleave.ratio(taken, memory),
-        "of_bandwidth": interleave.interval(lambda t, m: share * m / t, taken, memory),
+        "ratio": harness.ratio(taken, memory),
+        "of_bandwidth": harness.interval(lambda t, m: share * m / t, taken, memory),
         "bits_per_value": 8 * payload_bytes / num_values,
-        "host_s": interleave.middle(operation.host_s)["median"] if operation.host_s else None,
+        "host_s": harness.middle(operation.host_s)["median"] if operation.host_s else None,
     }
 
 
@@ -207,25 +204,18 @@ def _over_torch(operation: Operation, operations: list[Operation]) -> dict[str, 
     for other in operations:
         if (other.codec, other.name) == (operation.codec + IN_TORCH, operation.name):
             common = min(len(other.call_s), len(operation.call_s))
-            return interleave.ratio(other.call_s[:common], operation.call_s[:common])
+            return harness.ratio(other.call_s[:common], operation.call_s[:common])
     return None
 
 
 def _rate(seconds: list[float], moved_bytes: int) -> dict[str, Any]:
-    middle = interleave.middle(seconds)
+    time_s = harness.middle(seconds)
     return {
         "num_rounds": len(seconds),
-        "time_s": middle,
+        "time_s": time_s,
         "bytes": moved_bytes,
-        "gb_per_s": moved_bytes / middle["median"] / 1e9,
+        "gb_per_s": moved_bytes / time_s["median"] / 1e9,
     }
-
-
-def _emulation(threads: int, device: torch.device) -> str:
-    cores = num_cores()
-    if device.type == "cuda" or threads <= cores:
-        return "none"
-    return f"{threads} threads share {cores} CPU cores"
 
 
 def kernels(device: torch.device) -> dict[str, Any]:
@@ -245,29 +235,22 @@ def kernels(device: torch.device) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> list[list[str]]:
     """List a header, a line for the memory-bound operation, and two for each codec."""
-    memory = {"codec": result["reference"]["name"], **result["reference"]}
-    rows = [memory, *result["rows"]]
-
-    def ratio(row: dict[str, Any], key: str, of_memory: str = "1") -> str:
-        return of_memory if row is memory else ranged(row.get(key))  # old results lack one
-
-    return tabulate(
-        rows,
-        {
-            "codec": lambda row: row["codec"],
-            "": lambda row: row.get("operation", ""),
-            "bits/value": lambda row: "" if row is memory else f"{row['bits_per_value']:.3f}",
-            "time (ms)": lambda row: f"{1e3 * row['time_s']['median']:.3f}",
-            "mad": lambda row: f"{1e3 * row['time_s']['mad']:.3f}",
-            "GB/s": lambda row: f"{row['gb_per_s']:.2f}",
-            "ratio": lambda row: ratio(row, "ratio"),
-            "of bandwidth": lambda row: ratio(row, "of_bandwidth"),
-            "over torch": lambda row: ratio(row, "over_torch", ""),
-            "rounds": lambda row: str(row["num_rounds"]),
-            "#wrong": lambda row: str(row.get("wrong", "")),
-            **host_column(rows),
-        },
-    )
+    reference = result["reference"]
+    columns = {
+        "codec": text("codec"),
+        "": text("operation"),
+        "bits/value": number("bits_per_value", digits=3, missing=""),
+        **medians("time (ms)", "time_s", 1e3, 3),
+        "GB/s": number("gb_per_s", digits=2),
+        "ratio": intervals("ratio", reference="1"),
+        "of bandwidth": intervals("of_bandwidth", reference="1"),
+        "over torch": lambda row: "" if row is reference else ranged(row.get("over_torch")),
+        "rounds": text("num_rounds"),
+        "#wrong": text("wrong"),
+        **host_column(result["rows"]),
+    }
+    header, first, *lines = tabulate([reference, *result["rows"]], columns)
+    return [header, [reference["name"], *first[1:]], *lines]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -282,7 +265,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw a mark for each operation of each codec: its time over the memory-bound one's."""
     rows, against = result["rows"], result["reference"]["name"]
     encodes = sorted(
@@ -292,20 +275,17 @@ def chart(result: dict[str, Any]) -> Chart:
     )
     message = f"Time of codecs, over that of {against}"
     if encodes:
-        least, most = (f"{ratio:.3g} ({codec})" for ratio, codec in (encodes[0], encodes[-1]))
-        factors = least if least == most else f"{least} to {most}"
-        message = f"Encode takes {factors} times as long as {against}"
-    counts = sorted({row["num_rounds"] for row in rows})
-    rounds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-    lines = [
+        ends_ = dict.fromkeys(f"{of:.3g} ({codec})" for of, codec in (encodes[0], encodes[-1]))
+        message = f"Encode takes {' to '.join(ends_)} times as long as {against}"
+    rounds = span([row["num_rounds"] for row in rows], "")
+    about = (
         f"{result['num_values'] / 1e6:.3g} M values · {machine(result)} · {_engine(result)} · "
-        f"medians of {rounds} interleaved rounds, 95 % bootstrap intervals",
-        *about(result),
-    ]
+        f"medians of {rounds} interleaved rounds, 95 % bootstrap intervals"
+    )
     names = list(dict.fromkeys(row["codec"] for row in rows))
     body = _marks(rows, names, f"time / time of {against}", result["emulation"] != "none")
     width = int(BARS + LETTER * LABEL_PX * max(map(len, names)) + 40)
-    return Chart("codec", message, lines, body, width)
+    return message, [about], (body, width)
 
 
 def _marks(rows: list[dict[str, Any]], names: list[str], title: str, hollow: bool) -> Any:

@@ -27,25 +27,27 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lab.benchmarks import crossing, interleave
+from lab.benchmarks import harness
 from lab.benchmarks.catalogue import VALUE_BYTES, size_name
-from lab.benchmarks.crossing import Crossing
-from lab.benchmarks.harness import NUM_CALLS, cache_bytes, on_ranks, slowest
 from lab.benchmarks.present import (
-    about,
+    Column,
+    Drawn,
     ends,
     fastest,
     host_column,
     in_cache,
+    intervals,
     machine,
-    ranged,
-    tabulate,
+    medians,
+    number,
+    on_ranks_of,
+    text,
 )
 from lab.benchmarks.request import Request
 from lab.distributed.comm import Comm
 from lab.distributed.nodes import Nodes
 from lab.distributed.world import World
-from lab.draw.chart import GREY, Chart
+from lab.draw.chart import GREY
 from lab.draw.looks import Look, looks_of
 from lab.draw.plots import Axis, joined, lines
 from lab.exchange.allreduce import AllReduce
@@ -74,21 +76,23 @@ class Candidate:
     expected: Callable[[list[Tensor], int], Tensor] | None
 
 
-@on_ranks
+@harness.on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all candidates by size.
-
-    Raises:
-        ConfigError: an exchange is not an all-reduce or cannot run here.
-    """
+    """Measure all candidates by size."""
     exchanges = {v.label: build(v.config.exchange) for v in request.variants}
-    candidates, num_rounds = make_candidates(exchanges, world.comm), request.own["rounds"]
-    rows = [
-        row
-        for size in interleave.progress(request.own["sizes"], world.rank)
-        for row in measure_size(size, candidates, world, num_rounds)
-    ]
-    return {"rows": rows, "num_rounds": num_rounds, "cache_bytes": cache_bytes(world.device)}
+    candidates = make_candidates(exchanges, world.comm)
+    found = by_size(request, world, partial(measure_size, candidates=candidates))
+    return {**found, "cache_bytes": harness.cache_bytes(world.device)}
+
+
+def by_size(
+    request: Request, world: World, measure_size: Callable[[int, World, int], list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Collect the rows of each size; `measure_size` gets it, the world and the rounds."""
+    num_rounds = request.own["rounds"]
+    sizes = harness.progress(request.own["sizes"], world.rank == 0)
+    rows = [row for size in sizes for row in measure_size(size, world, num_rounds)]
+    return {"rows": rows, "num_rounds": num_rounds}
 
 
 def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidate]:
@@ -116,37 +120,32 @@ def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidat
 
 
 def measure_size(
-    size: int,
-    candidates: list[Candidate],
-    world: World,
-    num_rounds: int,
+    size: int, world: World, num_rounds: int, candidates: list[Candidate]
 ) -> list[dict[str, Any]]:
     """Measure a row for each candidate at tensors of `size` bytes; all ranks call it together."""
     flat = torch.empty(size // VALUE_BYTES, device=world.device)
     runs = [partial(candidate.run, flat, world.comm) for candidate in candidates]
     # The first calls warm up.
     before = [count_wrong(candidate, flat, world.rank, world.comm) for candidate in candidates]
-    sent = [crossing.count(run, world) for run in runs]
+    sent = [harness.sent_by(run, world) for run in runs]
     plain = sent[-1] if candidates[-1].name == SEND_RECV else None
-    calls_s, hosts_s = slowest(runs, calls_together(size, world), num_rounds, world)
+    calls_s, hosts_s = harness.slowest(runs, calls_together(size, world), num_rounds, world)
     after = [count_wrong(candidate, flat, world.rank, world.comm) for candidate in candidates]
     wrong = world.gather(torch.tensor([before, after])).sum(dim=(0, 1)).tolist()
     times = {candidate.name: taken for candidate, taken in zip(candidates, calls_s, strict=True)}
     return [
-        _row(candidate.name, size, times, num_wrong, world.size, _share(bytes_sent, plain))
+        _row(name, size, times, num_wrong, world.size, _share(bytes_sent, plain))
         | {"busiest_rank_bytes": bytes_sent.busiest}
         | {"across_bytes": bytes_sent.across, "link_bytes": bytes_sent.link}
         | {"host_s": float(np.median(host_s)) if world.device.type == "cuda" else None}
-        for candidate, num_wrong, bytes_sent, host_s in zip(
-            candidates, wrong, sent, hosts_s, strict=True
-        )
+        for name, num_wrong, bytes_sent, host_s in zip(times, wrong, sent, hosts_s, strict=True)
     ]
 
 
 def calls_together(size: int, world: World) -> int:
     """Return how many calls to time together: fewer on large sizes, unless in a stream."""
-    most = NUM_CALLS if world.comm.backend == "nccl" else CALLS_BYTES // size
-    return max(1, min(NUM_CALLS, most))
+    most = harness.NUM_CALLS if world.comm.backend == "nccl" else CALLS_BYTES // size
+    return max(1, min(harness.NUM_CALLS, most))
 
 
 def count_wrong(candidate: Candidate, flat: Tensor, rank: int, comm: Comm) -> int:
@@ -178,9 +177,10 @@ def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
     plans = defaultdict[int, Plans](Plans)  # a bucket's are kept from step to step
 
     def run(flat: Tensor, comm: Comm) -> None:
-        shapes = {"tensor": torch.Size(shape_of(flat.numel()))}
-        kept = plans[flat.numel()]
-        bucket = GradBucket(shapes, flat, divided=exchange.takes_divided, plans=kept)
+        size = flat.numel()
+        # Residuals are kept by a parameter's name, so each size is a parameter of its own.
+        shapes = {f"tensor of {size}": torch.Size(shape_of(size))}
+        bucket = GradBucket(shapes, flat, divided=exchange.takes_divided, plans=plans[size])
         exchange.average(bucket, comm)
 
     return run
@@ -194,15 +194,8 @@ def shape_of(num_values: int) -> tuple[int, ...]:
 def _result_of(exchange: Exchange) -> Callable[[list[Tensor], int], Tensor] | None:
     if not exchange.exact and not exchange.takes_divided:  # a cast to half leaves whole numbers
         return None
-    return _sum if exchange.takes_divided else _mean
-
-
-def _mean(everyones: list[Tensor], _rank: int) -> Tensor:
-    return torch.stack(everyones).mean(dim=0)
-
-
-def _sum(everyones: list[Tensor], _rank: int) -> Tensor:
-    return torch.stack(everyones).sum(dim=0)
+    reduce = torch.sum if exchange.takes_divided else torch.mean
+    return lambda everyones, _rank: reduce(torch.stack(everyones), dim=0)
 
 
 def pairs(nodes: Nodes) -> dict[int, int]:
@@ -229,7 +222,7 @@ def _of_sender(nodes: Nodes, everyones: list[Tensor], rank: int) -> Tensor:
     return everyones[sender_of.get(rank, rank)]
 
 
-def _share(sent: Crossing, plain: Crossing | None) -> float | None:
+def _share(sent: harness.Sent, plain: harness.Sent | None) -> float | None:
     """Return the time that bounds an algorithm, over that of the plain send and recv.
 
     Args:
@@ -257,54 +250,47 @@ def _row(
         "count": size // VALUE_BYTES,
         "shape": shape_of(size // VALUE_BYTES),
         "type": "float",
-        "time_s": interleave.middle(own),
+        "time_s": harness.middle(own),
         "algbw_gb_per_s": algbw,
         "busbw_gb_per_s": algbw * factor,
         "wrong": num_wrong,
-        "ratio_to_library": interleave.ratio(own, times[LIBRARY]),
+        "ratio_to_library": harness.ratio(own, times[LIBRARY]),
         "of_bound": None
         if share is None
-        else interleave.interval(lambda plain, took: share * plain / took, times[SEND_RECV], own),
+        else harness.interval(lambda plain, took: share * plain / took, times[SEND_RECV], own),
     }
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line for each size and algorithm."""
+def columns(result: dict[str, Any]) -> dict[str, Column]:
+    """Return the columns, of a row for each size and algorithm."""
     rows = result["rows"]
 
-    def ratio(row: dict[str, Any], key: str, to: str) -> str:
-        return "1" if row["algorithm"] == to else ranged(row[key])
+    def ratio_to(reference: str, key: str) -> Column:
+        write = intervals(key)
+        return lambda row: "1" if row["algorithm"] == reference else write(row)
 
     counted = {"across (B)": "across_bytes", "link (B)": "link_bytes"}
-    return tabulate(
-        rows,
-        {
-            "algorithm": lambda row: row["algorithm"],
-            "size (B)": lambda row: str(row["size_bytes"]),
-            "count": lambda row: str(row["count"]),
-            "type": lambda row: row["type"],
-            "time (us)": lambda row: f"{1e6 * row['time_s']['median']:.1f}",
-            "mad": lambda row: f"{1e6 * row['time_s']['mad']:.1f}",
-            "algbw": lambda row: f"{row['algbw_gb_per_s']:.3f}",
-            "busbw": lambda row: f"{row['busbw_gb_per_s']:.3f}",
-            "#wrong": lambda row: str(row["wrong"]),
-            "ratio to allreduce": lambda row: ratio(row, "ratio_to_library", LIBRARY),
-            "of bound": lambda row: ratio(row, "of_bound", SEND_RECV),
-            **host_column(rows),
-            **{
-                title: lambda row, key=key: str(row[key])
-                for title, key in counted.items()
-                if any(row.get(key) for row in rows)
-            },
-        },
-    )
+    return {
+        "algorithm": text("algorithm"),
+        "size (B)": text("size_bytes"),
+        "count": text("count"),
+        "type": text("type"),
+        **medians("time (us)", "time_s", 1e6, 1),
+        "algbw": number("algbw_gb_per_s", digits=3),
+        "busbw": number("busbw_gb_per_s", digits=3),
+        "#wrong": text("wrong"),
+        "ratio to allreduce": ratio_to(LIBRARY, "ratio_to_library"),
+        "of bound": ratio_to(SEND_RECV, "of_bound"),
+        **host_column(rows),
+        **{name: text(key) for name, key in counted.items() if any(row.get(key) for row in rows)},
+    }
 
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns."""
     return [
-        f"medians of {result['num_rounds']} rounds on {result['world_size']} ranks "
-        f"({result['backend']}); a call takes as long as on its slowest rank",
+        f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "
+        "on its slowest rank",
         "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: of times, with 95 % intervals",
         *_notes_on_bounds(result["rows"]),
         *in_cache(result, min(row["size_bytes"] for row in result["rows"])),
@@ -321,7 +307,7 @@ def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
     return [text, "of bound: time for across at the rate of sendrecv's across, / time"]
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw bus bandwidth, ratio to the library's time, and share of the bound, by size."""
     rows, hollow = result["rows"], result["emulation"] != "none"
     sizes = sorted({row["size_bytes"] for row in rows})
@@ -364,8 +350,7 @@ def chart(result: dict[str, Any]) -> Chart:
     below = [
         f"All-reduce of float32; {LIBRARY} is the library's, {SEND_RECV} a plain send and recv.",
         f"{machine(result)} · {sample}",
-        *about(result),
     ]
     # A single size is in the middle of its panel, with its names.
     width = sum(wide for _, wide in panels[:2]) if len(sizes) > 1 else 2 * (PANEL_PX[0] + 50)
-    return Chart("collective", message, below, body, width)
+    return message, below, (body, width)

@@ -55,13 +55,13 @@ class Codec(ABC):
         """Return the codec that defines this one, with room for its own message; None: nothing."""
         return None
 
-    def exact(self) -> list[Tensor]:
-        """Return the parts of the message that must be the definition's to the bit, as bytes."""
-        return []
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parts of the message that must be the definition's.
 
-    def near(self) -> list[Tensor]:
-        """Return the parts of the message that must be the definition's up to rounding."""
-        return []
+        Returns:
+            Those that must be so to the bit, as bytes, and those that must be up to rounding.
+        """
+        return [], []
 
 
 class Messages(Codec):
@@ -99,28 +99,22 @@ class Messages(Codec):
     def definition(self) -> Codec:
         return type(self)(self.codec, True, *self.shape, feedback=self.feedback)
 
-    def exact(self) -> list[Tensor]:
-        return [payload for _, payload in self._parts()]
-
-    def near(self) -> list[Tensor]:
-        return [header.view(torch.float32) for header, _ in self._parts()]
-
-    def _parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the headers and payloads of the message, of each piece."""
-        found: list[tuple[Tensor, Tensor]] = []
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        payloads, headers = [], []
         for piece in self.layout.pieces:
             header, payload = (piece.rows * size for size in self.codec.row_bytes(piece.columns))
-            starts = self.message[piece.header :], self.message[piece.payload :]
-            found.append((starts[0][:header], starts[1][:payload]))
-        return found
+            payloads.append(self.message[piece.payload :][:payload])
+            headers.append(self.message[piece.header :][:header].view(torch.float32))
+        return payloads, headers
 
 
 class TopKMessages(Messages):
     """Top-k: which of equal magnitudes are sent is not defined."""
 
-    def exact(self) -> list[Tensor]:
-        kept = [payload.view(torch.float32).chunk(2)[1] for _, payload in self._parts()]
-        return [values.abs().sort().values.view(torch.uint8) for values in kept]
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        payloads, headers = super().parts()
+        values = (payload.view(torch.float32).chunk(2)[1] for payload in payloads)
+        return [each.abs().sort().values.view(torch.uint8) for each in values], headers
 
 
 class RandomKCodec(Codec):
@@ -144,11 +138,8 @@ class RandomKCodec(Codec):
     def definition(self) -> Codec:
         return RandomKCodec(True, *self.shape)
 
-    def exact(self) -> list[Tensor]:
-        return [self.values.view(torch.uint8)]
-
-    def near(self) -> list[Tensor]:
-        return [self.probe]
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [self.values.view(torch.uint8)], [self.probe]
 
 
 class PowerSGDCodec(Codec):
@@ -197,8 +188,8 @@ class CastCodec(Codec):
         rows, columns = self.wire.shape
         return CastCodec(self.wire.dtype, False, rows, columns, self.wire.device)
 
-    def exact(self) -> list[Tensor]:
-        return [self.wire.view(torch.uint8)]
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [self.wire.view(torch.uint8)], []
 
 
 class GraceLike(Codec):
@@ -215,7 +206,6 @@ class GraceLike(Codec):
         self.payload_bytes = rows * columns + 8
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        """Quantise gradient + residual; the residual becomes the quantisation error."""
         values = 1.0 * residual + 1.0 * gradient  # GRACE's beta and gamma
         lower = values < 0
         self.low = _mean_of(values, lower)
@@ -224,7 +214,6 @@ class GraceLike(Codec):
         residual.copy_(values - self._values())
 
     def decode(self, out: Tensor) -> None:
-        """Add the decoded message to `out`."""
         out += self._values()
 
     def _values(self) -> Tensor:
@@ -251,7 +240,6 @@ class DeepSpeedLike(Codec):
         self.weights = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        """Quantise gradient + residual; the residual becomes the quantisation error."""
         values = (gradient + residual).view(-1)
         self.scale = torch.linalg.vector_norm(values) / values.numel() ** 0.5
         signs = values.sign().add_(1).bool().float().add_(-0.5).mul_(2.0)
@@ -260,26 +248,26 @@ class DeepSpeedLike(Codec):
         self.packed = (flags * self.weights).sum(dim=1, dtype=torch.uint8)
 
     def decode(self, out: Tensor) -> None:
-        """Add the decoded message to `out`."""
         flags = self.packed.unsqueeze(1).bitwise_and(self.weights).ne(0).float().view(-1)
         signs = flags[: out.numel()].add_(-0.5).mul_(2.0)
         out.view(-1).add_(signs * self.scale)
 
 
-def _both(
-    name: str, make: Callable[..., Codec], codec: Any, reference: Any
-) -> dict[str, Callable[[int, int, torch.device], Codec]]:
+Make = Callable[[int, int, torch.device], Codec]  # of rows, columns and device
+
+
+def _both(name: str, make: Callable[..., Codec], codec: Any, reference: Any) -> dict[str, Make]:
     return {name: partial(make, codec), name + IN_TORCH: partial(make, reference)}
 
 
 def _messages(
     name: str, codec: RowCodec, make: type[Messages] = Messages, **settings: bool
-) -> dict[str, Callable[[int, int, torch.device], Codec]]:
+) -> dict[str, Make]:
     return _both(name, partial(make, codec, **settings), False, True)
 
 
-# A new codec is one line here: functions of rows, columns and device.
-CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
+# A new codec is one line here.
+CODECS: dict[str, Make] = {
     **_messages("onebit", OneBit()),
     **_messages("onebit_mean", OneBit("mean")),
     "grace_like": GraceLike,

@@ -1,4 +1,4 @@
-"""Join the ranks of a benchmark, and time calls.
+"""What benchmarks share as they measure: ranks, turns, times of calls, bytes sent, statistics.
 
 On CPUs the host's clock times a call. On a GPU, a call returns when it is queued. So several calls
 are timed together between two events, and the stream is held until the host has queued all of them:
@@ -7,53 +7,89 @@ the time includes neither launches nor waiting.
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+from tqdm import tqdm
 
-from lab.benchmarks.interleave import turns
 from lab.benchmarks.request import Request
+from lab.cluster.network import INTERFACE
+from lab.cluster.settings import EMULATION
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit
-from lab.measure.layers import hold
+from lab.measure.interfaces import namespace, sent_bytes
+from lab.measure.layers import spin_stream
+from lab.measure.statistics import order
 from lab.training.assemble import join
 from lab.training.recording import surroundings
 
+T = TypeVar("T")
+Times = Sequence[float] | NDArray[np.float64]
+Call = Callable[[], object]
+
 NUM_CALLS = 20  # timed together, as in nccl-tests
+RESAMPLES, SEED = 10_000, 0
+# The interval of a median never leaves [smallest, largest] of n values, and these two enclose
+# the true median with probability 1 - 2^(1-n): below six values that is less than 95 %.
+ENOUGH_ROUNDS = 6
+NUM_EMULATED_CALLS, COUNTED_CALLS = 3, 4
+
+
+@contextmanager
+def joined(config: DictConfig, threads: int | None = None) -> Iterator[World]:
+    """Join the world of a run, on CPUs with so many threads; None: as many as torch takes.
+
+    Raises:
+        ConfigError: a setting does not fit the devices and ranks at hand.
+    """
+    try:
+        world = join(config)
+        if threads:
+            torch.set_num_threads(threads)
+        yield world
+    finally:
+        worlds.stop()
 
 
 def on_ranks(
-    measure: Callable[[Request, World], dict[str, Any]],
+    measure: Callable[[Request, World], dict[str, Any]], names_ranks: bool = True
 ) -> Callable[[Request], dict[str, Any] | None]:
-    """Let all ranks join before they measure, and leave afterwards.
+    """Let all ranks join the world of the first variant before they measure, and leave afterwards.
 
     Args:
-        measure: gets the world of the first variant, on each rank.
+        names_ranks: the result has the number of ranks and their backend.
 
     Returns:
-        A function that on rank 0 returns what was measured, with ranks, machine and emulation, and
-        None on others. It raises ConfigError if a setting does not fit the machine.
+        A function that on rank 0 returns what was measured, with machine and emulation, and None on
+        others.
     """
 
     @wraps(measure)
-    def joined(request: Request) -> dict[str, Any] | None:
+    def measure_jointly(request: Request) -> dict[str, Any] | None:
         configs = [variant.config for variant in request.variants]
-        try:
-            world = join(configs[0])
+        with joined(configs[0], request.own.get("threads")) as world:
             found = measure(request, world)
-            ranks = {"world_size": world.size, "backend": world.comm.backend}
-            found |= {**ranks, **surroundings(world, *configs)}
+            if names_ranks:
+                found |= {"world_size": world.size, "backend": world.comm.backend}
+            found |= surroundings(world, *configs)
             return found if world.rank == 0 else None
-        finally:
-            worlds.stop()
 
-    return joined
+    return measure_jointly
+
+
+on_one_rank = partial(on_ranks, names_ranks=False)
 
 
 def worlds_of(request: Request, first: World) -> list[World]:
@@ -61,13 +97,69 @@ def worlds_of(request: Request, first: World) -> list[World]:
     return [first, *(join(variant.config) for variant in request.variants[1:])]
 
 
-def here(emulation: str = "none") -> dict[str, Any]:
+def here(emulation: str = "none", asks_tools: bool = True) -> dict[str, Any]:
     """Describe machine and software of this process, for the result of a benchmark without ranks.
 
     Args:
         emulation: what of it is emulated, in a clause.
+        asks_tools: see lab.measure.environment; False where nothing is timed.
     """
-    return {"emulation": emulation, "environment": environment(1), "git_commit": git_commit()}
+    about = environment(1, asks_tools)
+    return {"emulation": emulation, "environment": about, "git_commit": git_commit()}
+
+
+@contextmanager
+def compiling_each(configs: Sequence[DictConfig], num_ways: int) -> Iterator[None]:
+    """Let torch.compile make kernels for each batch, as in a run of its own.
+
+    It would take other batches of a model for changes of shape, make the second one's kernels for
+    any, and after eight of them compile no more.
+
+    Args:
+        num_ways: forms of each model: training alone, or inference too.
+    """
+    if not any(config.compile for config in configs):
+        yield
+        return
+    import torch._dynamo
+
+    limit = 2 * num_ways * len(configs)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=limit):
+        yield
+
+
+def take_turns(
+    takes: Sequence[Callable[[], T]],
+    num_rounds: int,
+    shows: bool = True,
+    wants: Callable[[list[T]], bool] = lambda _: True,
+) -> list[list[T]]:
+    """Call candidates in turns, in an order drawn anew for each round, the same on all ranks.
+
+    Args:
+        shows: draw a bar of progress.
+        wants: by what a candidate has returned so far, whether it takes part in the next round.
+
+    Returns:
+        What the calls of each candidate returned, by round.
+    """
+    taken: list[list[T]] = [[] for _ in takes]
+    for number in progress(range(num_rounds), shows):
+        for index in order(len(takes), number):
+            if wants(taken[index]):
+                taken[index].append(takes[index]())
+    return taken
+
+
+def within(budget_s: float, fewest: int) -> Callable[[list[float]], bool]:
+    """Let a slow candidate take part in fewer rounds, for `take_turns`, but in `fewest` or more."""
+    return lambda seconds: len(seconds) < fewest or sum(seconds) < budget_s
+
+
+def progress(rounds: Iterable[T], shows: bool, total: int | None = None) -> Iterable[T]:
+    """Iterate over the rounds, with a progress bar, which is drawn rarely without a terminal."""
+    every_s = 0.5 if sys.stderr.isatty() else 10
+    return tqdm(rounds, total=total, disable=not shows, mininterval=every_s, unit="round")
 
 
 @dataclass(frozen=True)
@@ -85,7 +177,7 @@ class Took:
 
 
 def slowest(
-    calls: Sequence[Callable[[], object]], num_calls: int, num_rounds: int, world: World
+    calls: Sequence[Call], num_calls: int, num_rounds: int, world: World
 ) -> tuple[np.ndarray, np.ndarray]:
     """Time calls in turns, which all ranks make together.
 
@@ -97,20 +189,14 @@ def slowest(
         CPUs): each [calls, rounds].
     """
     align = aligner(world)
-    own_s = np.full((2, len(calls), num_rounds), np.nan)
-    for index, number in turns(len(calls), range(num_rounds)):
-        took = per_call(calls[index], num_calls, world.device, align)
-        own_s[:, index, number] = took.call_s, took.host_s or np.nan
-    calls_s, hosts_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()
-    return calls_s, hosts_s
+    takes = [partial(per_call, call, num_calls, world.device, align) for call in calls]
+    taken = take_turns(takes, num_rounds, shows=False)
+    own_s = [[(one.call_s, one.host_s or np.nan) for one in each] for each in taken]
+    calls_s, hosts_s = world.gather(torch.tensor(own_s, dtype=torch.float64)).amax(dim=0).unbind(-1)
+    return calls_s.numpy(), hosts_s.numpy()
 
 
-def per_call(
-    call: Callable[[], object],
-    num_calls: int,
-    device: torch.device,
-    align: Callable[[], object] | None = None,
-) -> Took:
+def per_call(call: Call, num_calls: int, device: torch.device, align: Call | None = None) -> Took:
     """Return the mean time of `num_calls` consecutive calls.
 
     Args:
@@ -127,16 +213,11 @@ def per_call(
     return Took((time.perf_counter() - began) / num_calls, None)
 
 
-def _in_stream(
-    call: Callable[[], object],
-    num_calls: int,
-    device: torch.device,
-    align: Callable[[], object] | None,
-) -> Took:
+def _in_stream(call: Call, num_calls: int, device: torch.device, align: Call | None) -> Took:
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     call()  # not timed: measures for how long the stream must be held
-    hold(num_calls * (time.perf_counter() - began))
+    spin_stream(num_calls * (time.perf_counter() - began))
     if align:
         align()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -148,6 +229,21 @@ def _in_stream(
     end.record()
     end.synchronize()
     return Took(begin.elapsed_time(end) / 1000 / num_calls, host_s / num_calls)
+
+
+def seconds_of(call: Call, device: torch.device) -> float:
+    """Return the seconds until a call's result is there, from when the device has nothing to do."""
+    wait_for(device)
+    began = time.perf_counter()
+    call()
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def aligner(world: World) -> Callable[[], None]:
@@ -172,3 +268,119 @@ def cache_bytes(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one call sends.
+
+    Attributes:
+        busiest: payload of the rank that sends most.
+        across: payload that the ranks of a host send to other hosts, of the host that sends most.
+        link: all bytes that a host's interface has sent, of the host that sent most; None: the
+            ranks are not on emulated hosts.
+    """
+
+    busiest: int
+    across: int
+    link: int | None
+
+
+def sent_by(call: Call, world: World) -> Sent:
+    """Count the bytes of one `call`, which all ranks make together.
+
+    On emulated hosts it is the median of several by the interface's bytes: on a busy machine TCP
+    sends a segment twice, now and then.
+    """
+    num_calls = NUM_EMULATED_CALLS if EMULATION in os.environ else 1
+    counted = [_sent_by(call, world) for _ in range(num_calls)]
+    return sorted(counted, key=lambda sent: sent.link or 0)[num_calls // 2]
+
+
+def _sent_by(call: Call, world: World) -> Sent:
+    world.barrier()
+    before, traffic = _link_bytes(), world.comm.traffic
+    sent = traffic.so_far()
+    call()
+    world.barrier()  # until all have received, so that all have sent
+    payload, _, across = (now - then for now, then in zip(traffic.so_far(), sent, strict=True))
+    own = torch.tensor([payload, across, _link_bytes() - before])
+    payloads, acrosses, links = world.gather(own).T.tolist()
+    of_hosts = [sum(acrosses[rank] for rank in node) for node in world.comm.nodes]
+    return Sent(max(payloads), max(of_hosts), max(links) or None)
+
+
+def _link_bytes() -> int:
+    """Return what this emulated host has sent so far; 0 if it is a real one."""
+    return (EMULATION in os.environ and sent_bytes(INTERFACE)) or 0
+
+
+def through_interfaces(call: Call, world: World) -> float | None:
+    """Return the bytes of one call that crossed the interfaces of all ranks; None if uncounted.
+
+    Ranks of one host share its interfaces, which count once. Barriers and headers are included, so
+    small tensors seem to need more.
+    """
+    if world.device.type == "cuda":  # whose links have no such counter
+        return None
+    call()
+    world.barrier()
+    before = sent_bytes()
+    world.barrier()
+    for _ in range(COUNTED_CALLS):
+        call()
+    world.barrier()
+    after = sent_bytes()
+    world.barrier()
+    if before is None or after is None:
+        return None
+    counted = world.gather(torch.tensor([namespace(), after - before])).tolist()
+    return sum(dict(counted).values()) / COUNTED_CALLS
+
+
+def middle(times: Times) -> dict[str, float]:
+    """Compute the median and the median absolute deviation (unscaled)."""
+    median = float(np.median(times))
+    return {"median": median, "mad": float(np.median(np.abs(np.asarray(times) - median)))}
+
+
+def interval(statistic: Callable[..., Any], *samples: Times) -> dict[str, float | None]:
+    """Compute a statistic of the samples' medians, with a percentile bootstrap interval.
+
+    (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.) Whole rounds
+    are resampled, so drift that a round's trials share cancels.
+
+    Args:
+        statistic: takes one array of medians per sample, shape (resamples,), element by element.
+        samples: equally long; values at the same position are of the same round.
+
+    Returns:
+        median, low and high of 95 %; None where a value is not finite, low and high also for fewer
+        than ENOUGH_ROUNDS.
+    """
+    values = np.array(samples, dtype=np.float64)
+    num_rounds = values.shape[1]
+    low = high = math.nan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        median = float(statistic(*np.median(values, axis=1)))
+        if num_rounds >= ENOUGH_ROUNDS:
+            picks = np.random.default_rng(SEED).integers(num_rounds, size=(RESAMPLES, num_rounds))
+            resampled = statistic(*np.median(values[:, picks], axis=2))
+            low, high = map(float, np.percentile(resampled, [2.5, 97.5]))
+    named = {"median": median, "low": low, "high": high}
+    return {name: value if math.isfinite(value) else None for name, value in named.items()}
+
+
+def level(times: Times) -> dict[str, float | None]:
+    """Compute the median with its interval; see `interval`."""
+    return interval(lambda seconds: seconds, times)
+
+
+def ratio(times: Times, reference: Times) -> dict[str, float | None]:
+    """Compute times / reference; see `interval`."""
+    return interval(lambda a, b: a / b, times, reference)
+
+
+def difference(times: Times, reference: Times) -> dict[str, float | None]:
+    """Compute times - reference; see `interval`."""
+    return interval(lambda a, b: a - b, times, reference)

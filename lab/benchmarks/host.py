@@ -13,6 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,14 +26,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lab.benchmarks import interleave
-from lab.benchmarks.harness import here
-from lab.benchmarks.present import about, ends, machine, ranged, tabulate
+from lab.benchmarks.harness import here, level, middle, ratio, take_turns
+from lab.benchmarks.present import Column, Drawn, ends, intervals, machine, span, text
 from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker
-from lab.draw.chart import Chart
 from lab.draw.looks import BLUE
 from lab.draw.plots import bars
 from lab.problem.build import blueprint
@@ -49,11 +48,7 @@ Step = Callable[[], None]
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure all variants in turns, each beside a backward alone, and torch's DDP.
-
-    Raises:
-        ConfigError: a setting does not fit the model, or a strategy does not fit this benchmark.
-    """
+    """Measure all variants in turns, each beside a backward alone, and torch's DDP."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -71,14 +66,10 @@ def measure(request: Request) -> dict[str, Any]:
     added = times[:, 0] - times[:, 1]
     return {
         "rows": [
-            {
-                "name": candidate.name,
-                "added_s": interleave.interval(lambda a: a, own),
-                "over_ddp": interleave.ratio(own, added[0]),
-            }
+            {"name": candidate.name, "added_s": level(own), "over_ddp": ratio(own, added[0])}
             for candidate, own in zip(candidates, added, strict=True)
         ],
-        "plain_s": interleave.middle(times[0, 1]),
+        "plain_s": middle(times[0, 1]),
         "num_rounds": times.shape[2],
         "num_parameters": sum(p.requires_grad for p in _skeleton(first).parameters()),
         "num_ranks": NUM_RANKS,
@@ -214,31 +205,29 @@ def _in_turns(candidates: list[Candidate], num_rounds: int) -> np.ndarray:
     for step in steps:
         for _ in range(WARMUP):
             step()
-    times = np.zeros((len(steps), num_rounds))
+
+    def seconds(step: Step) -> float:
+        began = time.thread_time()
+        for _ in range(STEPS):
+            step()
+        return (time.thread_time() - began) / STEPS
+
     gc.collect()
     gc.freeze()  # what the collector looks at would grow with each candidate
     try:
-        rounds = interleave.progress(range(num_rounds), 0)
-        for index, number in interleave.turns(len(steps), rounds):
-            began = time.thread_time()
-            for _ in range(STEPS):
-                steps[index]()
-            times[index, number] = (time.thread_time() - began) / STEPS
+        times = np.array(take_turns([partial(seconds, step) for step in steps], num_rounds))
     finally:
         gc.unfreeze()
     return times.reshape(len(candidates), 2, num_rounds)
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line for each strategy."""
-    return tabulate(
-        result["rows"],
-        {
-            "": lambda row: row["name"],
-            "added (us)": lambda row: ranged(row["added_s"], 1e6),
-            "x DDP": lambda row: ranged(row["over_ddp"]),
-        },
-    )
+def columns(_result: dict[str, Any]) -> dict[str, Column]:
+    """Return the columns, of a row for each strategy."""
+    return {
+        "": text("name"),
+        "added (us)": intervals("added_s", 1e6),
+        "x DDP": intervals("over_ddp"),
+    }
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -251,7 +240,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw a bar for each strategy, with its interval; marks show DDP's time."""
     rows = result["rows"]
     ddp = 1e6 * rows[0]["added_s"]["median"]
@@ -264,11 +253,8 @@ def chart(result: dict[str, Any]) -> Chart:
         f"{us:,.0f} ({factor:.2f} × DDP)" for us, factor in zip(data["value"], factors, strict=True)
     ]
     title = "processor time added to the training thread (µs a step)"
-    body, width = bars(data, title, {"added": BLUE}, marks="DDP's time")
-    least, most = (f"{which(factors[1:]):.2f}" for which in (min, max))
-    times = least if least == most else f"{least} to {most}"
+    times = span(factors[1:], ".2f")
     message = f"Exchanges cost the training thread {times} × the host time of DDP"
     sample = f"medians of {result['num_rounds']} rounds, 95 % intervals"
-    parameters = f"{result['num_parameters']} parameters"
-    below = [f"{parameters} · {machine(result)} · {sample}", *about(result)]
-    return Chart("host", message, below, body, width)
+    about = f"{result['num_parameters']} parameters · {machine(result)} · {sample}"
+    return message, [about], bars(data, title, {"added": BLUE}, marks="DDP's time")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from lab.benchmarks import interleave
-from lab.benchmarks.harness import on_ranks
-from lab.benchmarks.present import ranged, tabulate
+from lab.benchmarks.harness import difference, middle, on_ranks, ratio
+from lab.benchmarks.present import Column, medians, on_ranks_of, ranged, text
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import in_turns
 from lab.distributed.collective import Done
@@ -19,7 +18,7 @@ from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.spans import PHASES
 from lab.measure.statistics import least_warmup
-from lab.training.assemble import Assembly, assembled
+from lab.training.assemble import assembled
 
 NAMES = ("with marks", "without")
 STAGES = 2  # of an exchange, in the steps without work
@@ -31,35 +30,27 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     """Measure whole turns, as the clock also works between steps.
 
     On GPUs, which the host runs ahead of, turns are steps alone.
-
-    Raises:
-        ConfigError: a setting does not fit the data, devices and ranks at hand.
     """
     config = request.only_config
     with ExitStack() as stack:
         parts = [stack.enter_context(assembled(config, world)) for _ in NAMES]
-        _without(parts[1])
+        _, without = (part.trainer for part in parts)
+        # It marks nothing but the ends of its steps.
+        without.clock = without.sync.clock = Clock(world.device, breakdown=False, own=False)
         turn_s, step_s = in_turns(parts, world)
         num_buckets = parts[0].trainer.clock.own_times().ready_seconds().shape[1]
     slowest = (step_s if world.device.type == "cuda" else turn_s).max(axis=1)
     times = slowest[:, least_warmup(config.warmup_steps) :]
     return {
         "rows": [
-            {"name": name, "step_s": interleave.middle(each)}
-            for name, each in zip(NAMES, times, strict=True)
+            {"name": name, "step_s": middle(each)} for name, each in zip(NAMES, times, strict=True)
         ],
-        "ratio": interleave.ratio(*times),
-        "added_s": interleave.interval(lambda a, b: a - b, *times),
+        "ratio": ratio(*times),
+        "added_s": difference(*times),
         "num_pairs": times.shape[1],
         "num_buckets": num_buckets,
         "marks_s": _empty_step_s(True, num_buckets) - _empty_step_s(False, num_buckets),
     }
-
-
-def _without(part: Assembly) -> None:
-    """Let a trainer mark nothing but the ends of its steps."""
-    clock = Clock(part.trainer.world.device, breakdown=False, own=False)
-    part.trainer.clock = part.trainer.sync.clock = clock
 
 
 def _empty_step_s(own: bool, num_buckets: int) -> float:
@@ -85,30 +76,23 @@ def _empty_step_s(own: bool, num_buckets: int) -> float:
     return (time.thread_time() - began) / EMPTY_STEPS
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line with and one without marks."""
-
-    def only_with(text: str, otherwise: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: text if row["name"] == NAMES[0] else otherwise
-
-    return tabulate(
-        result["rows"],
-        {
-            "": lambda row: row["name"],
-            "turn (ms)": lambda row: f"{1e3 * row['step_s']['median']:.3f}",
-            "mad": lambda row: f"{1e3 * row['step_s']['mad']:.3f}",
-            "ratio": only_with(ranged(result["ratio"]), "1"),
-            "added (us)": only_with(ranged(result["added_s"], 1e6), ""),
-        },
-    )
+def columns(result: dict[str, Any]) -> dict[str, Column]:
+    """Return the columns, of a row with and one without marks."""
+    sides = ranged(result["ratio"]), ranged(result["added_s"], 1e6)
+    return {
+        "": text("name"),
+        **medians("turn (ms)", "step_s", 1e3, 3),
+        "ratio": lambda row: sides[0] if row["name"] == NAMES[0] else "1",
+        "added (us)": lambda row: sides[1] if row["name"] == NAMES[0] else "",
+    }
 
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the figures."""
     share = 100 * result["marks_s"] / result["rows"][1]["step_s"]["median"]
     return [
-        f"medians of {result['num_pairs']} turns of each on {result['world_size']} ranks "
-        f"({result['backend']}), by the slowest rank; [95 % intervals] draw whole rounds",
+        f"medians of {result['num_pairs']} turns of each {on_ranks_of(result)}, by the slowest "
+        "rank; [95 % intervals] draw whole rounds",
         f"marks alone, in steps without work: {1e6 * result['marks_s']:.1f} us for "
         f"{result['num_buckets']} buckets, {share:.3f} % of a turn",
     ]

@@ -14,14 +14,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lab.benchmarks import interleave
-from lab.benchmarks.harness import on_ranks
-from lab.benchmarks.present import about, machine, ranks_of, tabulate
+from lab.benchmarks import present
+from lab.benchmarks.harness import middle, on_ranks
 from lab.benchmarks.request import Request
-from lab.benchmarks.step import CEILING
+from lab.benchmarks.step import BASELINE
 from lab.distributed.sharded import local
 from lab.distributed.world import World
-from lab.draw.chart import Chart
 from lab.draw.looks import SKY
 from lab.draw.plots import bars
 from lab.exchange.cost import Sizes
@@ -40,17 +38,19 @@ MB = 1e-6
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure the peaks of one strategy.
-
-    Raises:
-        ConfigError: there are several strategies, or peaks cannot be read here.
-    """
+    """Measure the peaks of one strategy."""
     if len(request.variants) > 1:
         raise ConfigError(
             "memory: each strategy needs fresh ranks; run python -m lab.bench memory world_size=N"
         )
     config = request.variants[0].config
-    _check_readable(world.device)
+    try:
+        reset_peak(world.device)
+    except OSError as error:
+        raise ConfigError(
+            f"device={world.device.type}: peaks of resident memory are read from {CLEAR} and "
+            f"{STATUS}, as Linux has them: {error.strerror}; device=cuda needs neither"
+        ) from None
     with assembled(config, world) as part:
         peaks = _peaks(part.trainer, world)
         theory = sync_bytes(sizes_of(part.trainer.sync, world), plain(config))
@@ -59,7 +59,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     everyones, states = world.gather(own).T.tolist()
     row = {
         "name": request.variants[0].label,
-        "peak_bytes": [interleave.middle(of_rank) for of_rank in peaks.numpy()],
+        "peak_bytes": [middle(of_rank) for of_rank in peaks.numpy()],
         "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
         "optimizer_bytes": states,
         "num_steps": peaks.shape[1],
@@ -71,28 +71,25 @@ def measure(request: Request, world: World) -> dict[str, Any]:
 def combine(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the results of all strategies: what each adds to `none`, measured and in theory."""
     rows = [result["rows"][0] for result in results]
-    (ceiling,) = (row for row in rows if row["name"] == CEILING)
-    return {**results[0], "rows": [row | _compare(row, ceiling) for row in rows]}
+    (baseline,) = (row for row in rows if row["name"] == BASELINE)
+    return {**results[0], "rows": [row | _compare(row, baseline) for row in rows]}
 
 
-def _compare(row: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
+def _compare(row: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
     """Compare the rank with the highest peak with theory; `none` measures the model's own part."""
     peaks = [peak["median"] for peak in row["peak_bytes"]]
     rank = int(np.argmax(peaks))
-    base = ceiling["peak_bytes"][rank]["median"] - ceiling["extra_theory_bytes"][rank]
+    base = baseline["peak_bytes"][rank]["median"] - baseline["extra_theory_bytes"][rank]
     extra = row["extra_theory_bytes"][rank]
+    state, plain = (max(each["optimizer_bytes"]) for each in (row, baseline))
     return {
         "rank": rank,
-        "optimizer_share": _share(max(row["optimizer_bytes"]), max(ceiling["optimizer_bytes"])),
+        "optimizer_share": state / plain if plain else None,
         "total_bytes": peaks[rank],
         "extra_bytes": peaks[rank] - base,
         "theory_bytes": None if extra is None else base + extra,
         "of_theory": None if extra is None else peaks[rank] / (base + extra),
     }
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -142,46 +139,26 @@ def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
     return world.gather(torch.tensor(peaks))
 
 
-def _check_readable(device: torch.device) -> None:
-    try:
-        reset_peak(device)
-    except OSError as error:
-        raise ConfigError(
-            f"device={device.type}: peaks of resident memory are read from {CLEAR} and {STATUS}, "
-            f"as Linux has them: {error.strerror}; device=cuda needs neither"
-        ) from None
+def columns(_result: dict[str, Any]) -> dict[str, present.Column]:
+    """Return the columns, of a row for each strategy."""
 
+    def state(row: present.Row) -> str:  # results of earlier versions do not have it
+        return present.decimals(max(row.get("optimizer_bytes", []), default=None), MB, 2)
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line for each strategy."""
-
-    def megabytes(value: float | None, digits: int = 1) -> str:
-        return "-" if value is None else f"{MB * value:.{digits}f}"
-
-    def of_theory(row: dict[str, Any]) -> str:
-        return "-" if row["of_theory"] is None else f"{row['of_theory']:.3f}"
-
-    def share(row: dict[str, Any]) -> str:
-        return "-" if row.get("optimizer_share") is None else f"{row['optimizer_share']:.4f}"
-
-    def state(row: dict[str, Any]) -> str:  # results of earlier versions do not have it
-        return megabytes(max(row.get("optimizer_bytes", []), default=None), 2)
-
-    return tabulate(
-        result["rows"],
-        {
-            "": lambda row: row["name"],
-            "peak (MB)": lambda row: megabytes(row["total_bytes"]),
-            "mad": lambda row: megabytes(row["peak_bytes"][row["rank"]]["mad"]),
-            "theory (MB)": lambda row: megabytes(row["theory_bytes"]),
-            "peak/theory": of_theory,
-            "extra (MB)": lambda row: megabytes(row["extra_bytes"]),
-            "extra, theory (MB)": lambda row: megabytes(row["extra_theory_bytes"][row["rank"]]),
-            "rank": lambda row: str(row["rank"]),
-            "optimizer (MB)": state,
-            "share of none": share,
-        },
-    )
+    return {
+        "": present.text("name"),
+        "peak (MB)": present.number("total_bytes", MB),
+        "mad": lambda row: present.decimals(row["peak_bytes"][row["rank"]]["mad"], MB),
+        "theory (MB)": present.number("theory_bytes", MB),
+        "peak/theory": present.number("of_theory", digits=3),
+        "extra (MB)": present.number("extra_bytes", MB),
+        "extra, theory (MB)": lambda row: present.decimals(
+            row["extra_theory_bytes"][row["rank"]], MB
+        ),
+        "rank": present.text("rank"),
+        "optimizer (MB)": state,
+        "share of none": present.number("optimizer_share", digits=4),
+    }
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -196,7 +173,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> present.Drawn:
     """Draw a bar for each strategy's peak, and a mark where theory puts it."""
     rows = result["rows"]
     data = pd.DataFrame(
@@ -210,11 +187,9 @@ def chart(result: dict[str, Any]) -> Chart:
         }
         for row in rows
     )
-    body, width = bars(data, "peak of a step, busiest rank (MB)", {"measured": SKY}, marks="theory")
     known = [row["of_theory"] for row in rows if row["of_theory"] is not None]
-    message = f"Peak memory on {ranks_of(result)}"
-    if known:
-        message += f" is {' to '.join(dict.fromkeys((f'{min(known):.2f}', f'{max(known):.2f}')))}"
-        message += " of theory"
+    of_theory = f" is {present.span(known, '.2f')} of theory" if known else ""
     sample = f"medians of {rows[0]['num_steps']} steady steps"
-    return Chart("memory", message, [f"{machine(result)} · {sample}", *about(result)], body, width)
+    drawn = bars(data, "peak of a step, busiest rank (MB)", {"measured": SKY}, marks="theory")
+    message = f"Peak memory on {present.ranks_of(result)}{of_theory}"
+    return message, [f"{present.machine(result)} · {sample}"], drawn

@@ -1,7 +1,14 @@
 """Show a result of lab.bench as a table and as a chart, from its JSON alone.
 
-A benchmark's file has `table(result)`, `notes(result)` and mostly `chart(result)` besides what it
-measures; the functions here are those that these share.
+A benchmark's file has `measure(request)`, which returns a result, to be written as JSON, and raises
+ConfigError if a setting does not fit the model, data, devices and ranks at hand. To show a result:
+
+* `columns(result)`: a cell's text by the title of its column, for each of `result["rows"]`; or
+  `table(result)`, a header and lines of cells, where lines are no such rows;
+* `notes(result)`: lines that explain the columns;
+* mostly `chart(result)`: see `Drawn`.
+
+The functions here are those that these share.
 """
 
 from __future__ import annotations
@@ -9,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +29,11 @@ from lab.record.files import write_json
 
 LONGEST = 400  # characters of a command in a figure
 Result = dict[str, Any]
-Row = dict[str, Any]
+Row = Mapping[str, Any]
+Column = Callable[[Row], str]
 IntervalJson = dict[str, float | None]  # median, low, high
+# The message of a chart, lines below it, and its body with its width, as lab.draw.plots returns it.
+Drawn = tuple[str, list[str], tuple[Any, int]]
 
 
 def present(request: Request, measured: Result) -> bool:
@@ -44,9 +54,22 @@ def is_result(value: object) -> bool:
 
 def text_of(result: Result) -> str:
     """Align the result in columns, and add how to read them."""
-    module = module_of(result["bench"])
+    notes = module_of(result["bench"]).notes(result)
     emulated = [f"emulated: {result['emulation']}"] if result["emulation"] != "none" else []
-    return "\n".join([*aligned(module.table(result)), "", *module.notes(result), *emulated])
+    return "\n".join([*aligned(table_of(result)), "", *notes, *emulated])
+
+
+def table_of(result: Result) -> list[list[str]]:
+    """Return a header, and lines of cells."""
+    module = module_of(result["bench"])
+    if hasattr(module, "table"):
+        return module.table(result)
+    return tabulate(result["rows"], module.columns(result))
+
+
+def tabulate(rows: Iterable[Row], columns: Mapping[str, Column]) -> list[list[str]]:
+    """List a header, and a line for each row."""
+    return [[*columns], *([write(row) for write in columns.values()] for row in rows)]
 
 
 def write(path: Path, result: Result) -> list[Path]:
@@ -59,34 +82,48 @@ def write(path: Path, result: Result) -> list[Path]:
 def chart_of(result: Result) -> Chart | None:
     """Return the chart of a result; None if its benchmark has none."""
     module = module_of(result["bench"])
-    return module.chart(result) if hasattr(module, "chart") else None
+    if not hasattr(module, "chart"):
+        return None
+    message, about, (body, width) = module.chart(result)
+    how, command = result["emulation"], result["command"]
+    if len(command) > LONGEST:
+        command = f"{command[:LONGEST]} … (all of it stands in the result)"
+    emulated = [] if how == "none" else [f"emulated: {how}"]
+    return Chart(result["bench"], message, [*about, command, *emulated], body, width)
 
 
-def tabulate(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> list[list[str]]:
-    """List a header, and a line for each row: columns map a title to a cell's text."""
-    return [[*columns], *([write(row) for write in columns.values()] for row in rows)]
+def value_at(row: Row, key: str) -> Any:
+    """Look up a key such as `time_s.median`; None: one of its parts is missing or null."""
+    found: Any = row
+    for part in key.split("."):
+        found = None if found is None else found.get(part)
+    return found
 
 
-def in_cache(result: Result, smallest_bytes: int) -> list[str]:
-    """Explain host times, and tell whether the smallest tensors stay in cache; only for a GPU."""
-    cache = result.get("cache_bytes")
-    if not cache:
-        return []
-    notes = ["host: what it takes to queue a call; above the call's time, launches are the limit"]
-    if smallest_bytes <= cache:
-        notes.append(f"tensors of up to {cache / 1e6:.0f} MB stay in the GPU's cache between calls")
-    return notes
+def text(key: str) -> Column:
+    """Write a value as it is; nothing if it is missing."""
+    return lambda row: "" if (found := value_at(row, key)) is None else str(found)
 
 
-def host_column(rows: Iterable[Row]) -> dict[str, Callable[[Row], str]]:
-    """Return the column of the host's time to queue a call, if any row has it."""
-    if not any(row.get("host_s") for row in rows):
-        return {}
+def number(key: str, scale: float = 1.0, digits: int = 1, missing: str = "-") -> Column:
+    """Write a number with so many decimals, `scale` times as large."""
+    return lambda row: decimals(value_at(row, key), scale, digits, missing)
 
-    def microseconds(row: Row) -> str:
-        return "-" if row.get("host_s") is None else f"{1e6 * row['host_s']:.1f}"
 
-    return {"host (us)": microseconds}
+def decimals(value: float | None, scale: float = 1.0, digits: int = 1, missing: str = "-") -> str:
+    """Write a number with so many decimals, `scale` times as large."""
+    return missing if value is None else f"{scale * value:.{digits}f}"
+
+
+def medians(title: str, key: str, scale: float, digits: int) -> dict[str, Column]:
+    """Return two columns of times: medians, and median absolute deviations."""
+    ends = {title: "median", "mad": "mad"}
+    return {name: number(f"{key}.{end}", scale, digits) for name, end in ends.items()}
+
+
+def intervals(key: str, scale: float = 1.0, reference: str = "-") -> Column:
+    """Write an interval; `reference` if it is missing, as of the row that others are divided by."""
+    return lambda row: reference if row.get(key) is None else ranged(row[key], scale)
 
 
 def ranged(value: IntervalJson | None, scale: float = 1.0) -> str:
@@ -102,6 +139,23 @@ def ends(value: IntervalJson | None, scale: float = 1.0) -> dict[str, float]:
     """Return an interval as the columns value, low and high of a chart's data; NaN: unknown."""
     known = Interval.read(value).scaled(scale)
     return {"value": known.mid, "low": known.lo, "high": known.hi}
+
+
+def in_cache(result: Result, smallest_bytes: int) -> list[str]:
+    """Explain host times, and tell whether the smallest tensors stay in cache; only for a GPU."""
+    cache = result.get("cache_bytes")
+    if not cache:
+        return []
+    notes = ["host: what it takes to queue a call; above the call's time, launches are the limit"]
+    if smallest_bytes <= cache:
+        notes.append(f"tensors of up to {cache / 1e6:.0f} MB stay in the GPU's cache between calls")
+    return notes
+
+
+def host_column(rows: Iterable[Row]) -> dict[str, Column]:
+    """Return the column of the host's time to queue a call, if any row has it."""
+    known = any(row.get("host_s") for row in rows)
+    return {"host (us)": number("host_s", 1e6, 1)} if known else {}
 
 
 def fastest(ratios: Mapping[str, IntervalJson | None], reference: str, what: str = "time") -> str:
@@ -126,14 +180,27 @@ def machine(result: Result) -> str:
     return f"{ranks}{device} · torch {where['torch']}"
 
 
+def threaded(result: Result) -> str:
+    """Write the machine and its threads in a line."""
+    threads = result["environment"]["num_threads"]
+    return f"{machine(result)}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def medians_of(result: Result) -> str:
+    """Write the machine, its threads and the rounds of a result in a line."""
+    return f"{threaded(result)} · medians of {result['num_rounds']} rounds in turns"
+
+
 def ranks_of(result: Result) -> str:
     """Write the number of ranks: 1 rank, 2 ranks."""
     return f"{result['world_size']} rank{'s' if result['world_size'] > 1 else ''}"
 
 
-def about(result: Result) -> list[str]:
-    """List the last lines below a chart's title: the command, and how ranks were emulated."""
-    how, command = result["emulation"], result["command"]
-    if len(command) > LONGEST:
-        command = f"{command[:LONGEST]} … (all of it stands in the result)"
-    return [command, *([] if how == "none" else [f"emulated: {how}"])]
+def on_ranks_of(result: Result) -> str:
+    """Write on which ranks medians were taken, as notes do."""
+    return f"on {result['world_size']} ranks ({result['backend']})"
+
+
+def span(values: Sequence[float], digits: str = ".3g") -> str:
+    """Write the least and the largest value: "3 to 5", or "3" if they are alike."""
+    return " to ".join(dict.fromkeys(f"{end:{digits}}" for end in (min(values), max(values))))

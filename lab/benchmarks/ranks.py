@@ -38,7 +38,12 @@ def measure(request: Request) -> dict[str, Any] | None:
     if reason and request.own["world_size"] == 1:
         raise ConfigError(f"world_size=1: {reason}")
     try:
-        return _measured(request)
+        if not is_rank() and BENCHES[request.bench].apart:
+            return module_of(request.bench).combine(list(_one_by_one(request)))
+        alone = request.own.get("world_size", 1) == 1 and not request.cluster()
+        if is_rank() or alone:
+            return module_of(request.bench).measure(request)
+        return ask_ranks(request)
     except Exception as error:
         from lab.training.run import failure_of  # imports torch
 
@@ -46,15 +51,6 @@ def measure(request: Request) -> dict[str, Any] | None:
         if failure.status != "oom":
             raise
         raise RanksFailed(failure.error) from None
-
-
-def _measured(request: Request) -> dict[str, Any] | None:
-    if not is_rank() and BENCHES[request.bench].apart:
-        return module_of(request.bench).combine(list(_one_by_one(request)))
-    alone = request.own.get("world_size", 1) == 1 and not request.cluster()
-    if is_rank() or alone:
-        return module_of(request.bench).measure(request)
-    return ask_ranks(request)
 
 
 def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:

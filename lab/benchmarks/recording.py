@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from lab.benchmarks import interleave
-from lab.benchmarks.harness import on_ranks
-from lab.benchmarks.present import tabulate
+from lab.benchmarks.harness import on_ranks, progress
+from lab.benchmarks.present import Column, number, text
 from lab.benchmarks.request import Request
 from lab.distributed.world import World
 from lab.measure.spans import PHASES
@@ -33,23 +32,20 @@ def measure(request: Request, world: World) -> dict[str, Any]:
 
         trainer._step = step_without_work  # type: ignore[method-assign]
         began = time.perf_counter()
-        for _ in interleave.progress(trainer.steps(), world.rank, trainer.total_steps):
+        for _ in progress(trainer.steps(), world.rank == 0, trainer.total_steps):
             pass
         seconds = (time.perf_counter() - began) / trainer.total_steps
     row = {"seconds_per_step": seconds, "share_of_a_50_ms_step": seconds / STEP_S}
     return {"rows": [{**row, "num_steps": trainer.total_steps}]}
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header and one line."""
-    return tabulate(
-        result["rows"],
-        {
-            "steps": lambda row: str(row["num_steps"]),
-            "us per step": lambda row: f"{1e6 * row['seconds_per_step']:.2f}",
-            "% of a 50 ms step": lambda row: f"{100 * row['share_of_a_50_ms_step']:.4f}",
-        },
-    )
+def columns(_result: dict[str, Any]) -> dict[str, Column]:
+    """Return the columns, of one row."""
+    return {
+        "steps": text("num_steps"),
+        "us per step": number("seconds_per_step", 1e6, 2),
+        "% of a 50 ms step": number("share_of_a_50_ms_step", 100, 4),
+    }
 
 
 def notes(_result: dict[str, Any]) -> list[str]:

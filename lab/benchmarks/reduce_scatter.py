@@ -8,19 +8,16 @@ comm.SummedParts). NCCL's is optimal, and the lab's calls it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.benchmarks import interleave
 from lab.benchmarks.catalogue import VALUE_BYTES
-from lab.benchmarks.collective import calls_together, draw_values
-from lab.benchmarks.crossing import through_interfaces
-from lab.benchmarks.harness import on_ranks, slowest
-from lab.benchmarks.present import ranged, tabulate
+from lab.benchmarks.collective import by_size, calls_together, draw_values
+from lab.benchmarks.harness import middle, on_ranks, ratio, slowest, through_interfaces
+from lab.benchmarks.present import Column, intervals, medians, number, on_ranks_of, text
 from lab.benchmarks.request import Request
 from lab.distributed.torch_comm import TorchComm, reduce_scatter_flat
 from lab.distributed.world import World
@@ -28,63 +25,47 @@ from lab.settings.config import ConfigError
 
 TORCH, LAB = "torch", "lab"
 
-
-@dataclass(frozen=True)
-class Buffers:
-    """Memory of one size: both fill `output` [values / N] from `tensor` [N, values / N].
-
-    Attributes:
-        parts: [N, values / N], for the lab's.
-    """
-
-    tensor: Tensor
-    output: Tensor
-    parts: Tensor
+# Fills output [values / N] from a tensor [N, values / N]; the last one is scratch, as the tensor.
+ReduceScatter = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
     """Measure both by size. ConfigError: ranks do not talk over torch."""
-    calls, num_rounds = calls_over(world), request.own["rounds"]
-    rows = [
-        row
-        for size in interleave.progress(request.own["sizes"], world.rank)
-        for row in measure_size(size, calls, world, num_rounds)
-    ]
-    return {"rows": rows, "num_rounds": num_rounds}
+    return by_size(request, world, partial(measure_size, calls=calls_over(world)))
 
 
-def calls_over(world: World) -> dict[str, Callable[[Buffers], None]]:
+def calls_over(world: World) -> dict[str, ReduceScatter]:
     """Return the two reduce-scatters. ConfigError: `world` does not talk over torch."""
     comm = world.comm
     if not isinstance(comm, TorchComm):
         raise ConfigError("comm: reduce_scatter compares with torch's; must be comm=torch")
 
-    def of_torch(buffers: Buffers) -> None:
-        reduce_scatter_flat(comm.group, buffers.output, buffers.tensor.view(-1)).wait()
+    def of_torch(output: Tensor, tensor: Tensor, _parts: Tensor) -> None:
+        reduce_scatter_flat(comm.group, output, tensor.view(-1)).wait()
 
-    def of_lab(buffers: Buffers) -> None:
-        comm.ireduce_scatter(buffers.output, buffers.tensor, buffers.parts).wait()
+    def of_lab(output: Tensor, tensor: Tensor, parts: Tensor) -> None:
+        comm.ireduce_scatter(output, tensor, parts).wait()
 
     return {TORCH: of_torch, LAB: of_lab}
 
 
 def measure_size(
-    size: int, calls: dict[str, Callable[[Buffers], None]], world: World, num_rounds: int
+    size: int, world: World, num_rounds: int, calls: dict[str, ReduceScatter]
 ) -> list[dict[str, Any]]:
     """Measure a row for each call on a tensor of `size` bytes; all ranks call it together."""
     tensor = torch.empty(world.size, max(1, size // VALUE_BYTES // world.size), device=world.device)
-    buffers = Buffers(tensor, torch.empty_like(tensor[0]), torch.empty_like(tensor))
-    wrong = [count_wrong(call, buffers, world) for call in calls.values()]
-    runs = [partial(call, buffers) for call in calls.values()]
+    output, parts = torch.empty_like(tensor[0]), torch.empty_like(tensor)
+    runs = [partial(call, output, tensor, parts) for call in calls.values()]
+    wrong = [count_wrong(run, output, tensor, world) for run in runs]
     crossed = [through_interfaces(run, world) for run in runs]
     calls_s, _ = slowest(runs, calls_together(size, world), num_rounds, world)
     return [
         {
             "algorithm": name,
             "size_bytes": tensor.nbytes,
-            "time_s": interleave.middle(taken),
-            "ratio_to_torch": interleave.ratio(taken, calls_s[0]),
+            "time_s": middle(taken),
+            "ratio_to_torch": ratio(taken, calls_s[0]),
             "crossed_share": None if sent is None else sent / world.size / tensor.nbytes,
             "wrong": num_wrong,
         }
@@ -92,39 +73,33 @@ def measure_size(
     ]
 
 
-def count_wrong(call: Callable[[Buffers], None], buffers: Buffers, world: World) -> int:
+def count_wrong(run: Callable[[], None], output: Tensor, tensor: Tensor, world: World) -> int:
     """Count the values on all ranks that are wrong after a call on whole numbers."""
-    everyones = [draw_values(buffers.tensor, rank, world.size) for rank in range(world.size)]
-    buffers.tensor.copy_(everyones[world.rank])
-    call(buffers)
+    everyones = [draw_values(tensor, rank, world.size) for rank in range(world.size)]
+    tensor.copy_(everyones[world.rank])
+    run()
     expected = torch.stack([each[world.rank] for each in everyones]).sum(dim=0)
-    return int(world.gather((buffers.output != expected).sum()).sum())
+    return int(world.gather((output != expected).sum()).sum())
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line for each size and algorithm."""
-    return tabulate(
-        result["rows"],
-        {
-            "reduce-scatter": lambda row: row["algorithm"],
-            "size (B)": lambda row: str(row["size_bytes"]),
-            "time (us)": lambda row: f"{1e6 * row['time_s']['median']:.1f}",
-            "mad": lambda row: f"{1e6 * row['time_s']['mad']:.1f}",
-            "ratio to torch": lambda row: ranged(row["ratio_to_torch"]),
-            "sent": lambda row: (
-                "-" if row["crossed_share"] is None else f"{row['crossed_share']:.3f}"
-            ),
-            "#wrong": lambda row: str(row["wrong"]),
-        },
-    )
+def columns(_result: dict[str, Any]) -> dict[str, Column]:
+    """Return the columns, of a row for each size and algorithm."""
+    return {
+        "reduce-scatter": text("algorithm"),
+        "size (B)": text("size_bytes"),
+        **medians("time (us)", "time_s", 1e6, 1),
+        "ratio to torch": intervals("ratio_to_torch"),
+        "sent": number("crossed_share", digits=3),
+        "#wrong": text("wrong"),
+    }
 
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns."""
     least = (result["world_size"] - 1) / result["world_size"]
     return [
-        f"medians of {result['num_rounds']} rounds on {result['world_size']} ranks "
-        f"({result['backend']}); a call takes as long as on its slowest rank",
+        f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "
+        "on its slowest rank",
         f"sent: bytes by the interfaces' counters, per rank and byte of the tensor; {least:.3g} is "
         "least; it includes headers, and all that others send",
     ]

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, OwnSettings
+from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, Bench, OwnSettings
 from lab.cluster.settings import Cluster, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
 from lab.settings.checks import as_text
@@ -20,7 +20,6 @@ from lab.sync.pattern import pattern_of
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from lab.settings.overrides import Override
 
 # Settings that hold for a whole process: torch and NCCL have one value of each.
 OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
@@ -86,40 +85,47 @@ def read(arguments: list[str]) -> Request:
     name, *settings = arguments or [""]
     if name not in BENCHES:
         raise ConfigError(f"{name or '(nothing)'}: the first word must be {', '.join(BENCHES)}")
-    keys = ("out", *BENCHES[name].own)
+    bench = BENCHES[name]
+    keys = ("out", *bench.own)
     texts, others = split(settings, keys)
-    num_ranks = num_launched() if was_launched() else BENCHES[name].num_ranks
+    num_ranks = num_launched() if was_launched() else bench.num_ranks
     given = parsed(OwnSettings, ({"world_size": str(num_ranks)} if num_ranks else {}) | texts)
     own = {key: getattr(given, key) for key in keys}
     if was_launched() and given.world_size != num_ranks:
         raise ConfigError(
             f"world_size={as_text(given.world_size)}: a launcher has started {num_ranks} ranks"
         )
-    variants = _variants(name, others)
-    for variant in () if BENCHES[name].only else variants:
+    for part in (part for each in others for part in _set(each)) if bench.only else ():
+        if re.split(r"[.=]", part)[0] not in bench.only:
+            allowed = ", ".join((*bench.own, "out", *bench.only))
+            raise ConfigError(f"{part}: is not used by {name}; allowed are {allowed}")
+    variants = _variants(bench, others)
+    if "step" in (name, bench.runs):
+        _refuse_incomparable(variants)
+    for variant in () if bench.only else variants:
         check_batch(variant.config, given.world_size or NUM_RANKS)
-    request = Request(BENCHES[name].runs or name, variants, own, arguments)
-    if len({request.cluster(each) for each in variants}) > 1 and not BENCHES[name].apart:
+    request = Request(bench.runs or name, variants, own, arguments)
+    if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
         raise ConfigError("cluster: what is compared takes turns on the same one")
     return request
 
 
-def _variants(name: str, settings: list[str]) -> list[Variant]:
-    _refuse_unused(name, settings)
-    common, sets = _compared(name, settings)
-    if len(sets) < BENCHES[name].num_variants:
+def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
+    common, sets = _compared(bench, settings)
+    if len(sets) < bench.num_variants:
         raise ConfigError(
             "strategy: a comparison needs two, as in strategy=overlap,ddp or "
             "a='strategy=overlap bucket_mb=4' b='strategy=ddp'"
         )
-    if BENCHES[name].apart and not was_launched() and ["strategy=none"] not in sets:
+    if bench.apart and not was_launched() and ["strategy=none"] not in sets:
         sets = [["strategy=none"], *sets]  # the baseline of the others
-    common = [*BENCHES[name].fixed, *common]
+    common = [*bench.fixed_words.split(), *common]
     variants = [
-        Variant(_label(name, each), (*common, *each), load([*common, *each])) for each in sets
+        Variant(
+            " ".join(each).removeprefix(f"{bench.group}="), (*common, *each), load([*common, *each])
+        )
+        for each in sets
     ]
-    if "step" in (name, BENCHES[name].runs):
-        _refuse_incomparable(variants)
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"{', '.join(labels)}: the same is listed twice")
@@ -145,7 +151,7 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
             )
 
 
-def _compared(name: str, settings: list[str]) -> tuple[list[str], list[list[str]]]:
+def _compared(bench: Bench, settings: list[str]) -> tuple[list[str], list[list[str]]]:
     """Separate the settings that all runs share from those of each run."""
     lettered = [text for text in settings if LETTERED.match(text)]
     common = [text for text in settings if not LETTERED.match(text)]
@@ -156,36 +162,15 @@ def _compared(name: str, settings: list[str]) -> tuple[list[str], list[list[str]
         raise ConfigError(f"{given}: one list at a time; for more: a='...' b='...'")
     if lettered:
         return common, [_set(text) for text in lettered]
-    group, default = BENCHES[name].group, BENCHES[name].default
-    chosen = lists or [one for one in overrides if one.key_or_group == group]
-    if not chosen and default:
-        chosen = parse_overrides([f"{group}={default}"])
+    chosen = lists or [one for one in overrides if one.key_or_group == bench.group]
+    if not chosen and bench.default:
+        chosen = parse_overrides([f"{bench.group}={bench.default}"])
     if not chosen:
-        return common, [list(each) for each in BENCHES[name].sets or ((),)]
-    config_dir = config_dir_of(common)
-    common = [text for text in common if text != chosen[-1].input_line]
-    return common, [
-        [f"{chosen[-1].get_key_element()}={value}"] for value in _values(chosen[-1], config_dir)
-    ]
-
-
-def _values(override: Override, config_dir: str | None) -> list[str]:
-    if override.is_choice_sweep():
-        return listed(override, config_dir)
-    return [str(override.value())]
-
-
-def _label(name: str, settings: list[str]) -> str:
-    return " ".join(settings).removeprefix(f"{BENCHES[name].group}=")
-
-
-def _refuse_unused(name: str, settings: list[str]) -> None:
-    only = BENCHES[name].only
-    parts = [part for text in settings for part in _set(text)]
-    for setting in parts if only else ():
-        if re.split(r"[.=]", setting)[0] not in only:
-            allowed = ", ".join((*BENCHES[name].own, "out", *only))
-            raise ConfigError(f"{setting}: is not used by {name}; allowed are {allowed}")
+        return common, [each.split() for each in bench.sets or ("",)]
+    one = chosen[-1]
+    values = listed(one, config_dir_of(common)) if one.is_choice_sweep() else [str(one.value())]
+    common = [text for text in common if text != one.input_line]
+    return common, [[f"{one.get_key_element()}={value}"] for value in values]
 
 
 def _set(text: str) -> list[str]:

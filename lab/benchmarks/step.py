@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 
-from lab.benchmarks import interleave
-from lab.benchmarks.harness import aligner, on_ranks, worlds_of
-from lab.benchmarks.present import about, ends, fastest, machine, ranged, ranks_of, tabulate
+from lab.benchmarks import harness, present
 from lab.benchmarks.request import Request
 from lab.distributed.world import World
-from lab.draw.chart import Chart
 from lab.draw.looks import looks_of
 from lab.draw.plots import dots
 from lab.measure.statistics import least_warmup, round_means
@@ -26,20 +24,18 @@ from lab.training.assemble import Assembly, assembled
 from lab.training.outcome import steps_of_trials
 from lab.training.trainer import Trainer
 
-CEILING, REFERENCE = "none", "ddp"
+BASELINE, REFERENCE = "none", "ddp"  # without communication, and torch's own
 
 
-@on_ranks
+@harness.on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all variants. Rounds have as many steps as a strategy's rounds.
-
-    Raises:
-        ConfigError: a setting does not fit the data, devices and ranks at hand.
-    """
+    """Measure all variants. Rounds have as many steps as a strategy's rounds."""
     with ExitStack() as stack:
         parts = [
             stack.enter_context(assembled(variant.config, joined))
-            for variant, joined in zip(request.variants, worlds_of(request, world), strict=True)
+            for variant, joined in zip(
+                request.variants, harness.worlds_of(request, world), strict=True
+            )
         ]
         _, step_s = in_turns(parts, world)
     warmup = max(_warmup(part.trainer) for part in parts)
@@ -68,8 +64,8 @@ def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     return [
         {
             "name": label,
-            "step_s": interleave.middle(seconds),
-            "ratio": None if label == last else interleave.ratio(seconds, times[last]),
+            "step_s": harness.middle(seconds),
+            "ratio": None if label == last else harness.ratio(seconds, times[last]),
             **_exposed(label, times),
         }
         for label, seconds in times.items()
@@ -77,16 +73,17 @@ def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 
 
 def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
-    if CEILING not in times or label == CEILING:
-        return {"exposed_exchange_s": None, "exposed_to_ddp": None}
-    step_s, ceiling = times[label], times[CEILING]
-    exposed = interleave.interval(lambda a, c: a - c, step_s, ceiling)
-    if REFERENCE not in times or label == REFERENCE:
-        return {"exposed_exchange_s": exposed, "exposed_to_ddp": None}
-    to_ddp = interleave.interval(
-        lambda a, c, d: (a - c) / (d - c), step_s, ceiling, times[REFERENCE]
-    )
-    return {"exposed_exchange_s": exposed, "exposed_to_ddp": to_ddp}
+    exposed: dict[str, Any] = {"exposed_exchange_s": None, "exposed_to_ddp": None}
+    if BASELINE not in times or label == BASELINE:
+        return exposed
+    step_s, baseline = times[label], times[BASELINE]
+    exposed["exposed_exchange_s"] = harness.difference(step_s, baseline)
+    if REFERENCE in times and label != REFERENCE:
+        to_ddp = harness.interval(
+            lambda a, c, d: (a - c) / (d - c), step_s, baseline, times[REFERENCE]
+        )
+        exposed["exposed_to_ddp"] = to_ddp
+    return exposed
 
 
 def _warmup(trainer: Trainer) -> int:
@@ -112,37 +109,34 @@ def in_turns(parts: list[Assembly], world: World) -> tuple[np.ndarray, np.ndarra
         Seconds of whole turns, with what the host does between steps, and of steps alone: each
         [parts, ranks, steps].
     """
-    loops, align = [part.trainer.steps() for part in parts], aligner(world)
-    num_steps = parts[0].trainer.total_steps
-    turn_s = np.zeros((len(parts), num_steps))
-    rounds = interleave.progress(range(num_steps), world.rank)
-    for index, step in interleave.turns(len(parts), rounds):
+    align = harness.aligner(world)
+
+    def turn_s(loop: Iterator[object]) -> float:
         align()
         began = time.perf_counter()
-        next(loops[index])
-        turn_s[index, step] = time.perf_counter() - began
-    step_s = np.stack([part.trainer.clock.step_seconds() for part in parts])
-    both = world.gather(torch.from_numpy(np.stack([turn_s, step_s])))
+        next(loop)
+        return time.perf_counter() - began
+
+    takes = [partial(turn_s, part.trainer.steps()) for part in parts]
+    turns = harness.take_turns(takes, parts[0].trainer.total_steps, shows=world.rank == 0)
+    steps = np.stack([part.trainer.clock.step_seconds() for part in parts])
+    both = world.gather(torch.from_numpy(np.stack([np.array(turns), steps])))
     of_turns, of_steps = both.permute(1, 2, 0, 3).numpy()
     return of_turns, of_steps
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line per setting; exposed communication only if it is known."""
-    last = result["rows"][-1]["name"]
-    lines = tabulate(
-        result["rows"],
-        {
-            "": lambda row: row["name"],
-            "step (ms)": lambda row: f"{1e3 * row['step_s']['median']:.2f}",
-            "mad": lambda row: f"{1e3 * row['step_s']['mad']:.2f}",
-            f"ratio to {last}": lambda row: "1" if row["ratio"] is None else ranged(row["ratio"]),
-            "exposed exchange (ms)": lambda row: ranged(row["exposed_exchange_s"], 1e3),
-            "of ddp's": lambda row: ranged(row["exposed_to_ddp"]),
-        },
-    )
-    known = any(row["exposed_exchange_s"] for row in result["rows"])
-    return lines if known else [line[:4] for line in lines]
+def columns(result: dict[str, Any]) -> dict[str, present.Column]:
+    """Return the columns, of a row for each set of settings; exposed communication if known."""
+    rows = result["rows"]
+    found = {
+        "": present.text("name"),
+        **present.medians("step (ms)", "step_s", 1e3, 2),
+        f"ratio to {rows[-1]['name']}": present.intervals("ratio", reference="1"),
+    }
+    if any(row["exposed_exchange_s"] for row in rows):
+        found["exposed exchange (ms)"] = present.intervals("exposed_exchange_s", 1e3)
+        found["of ddp's"] = present.intervals("exposed_to_ddp")
+    return found
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -150,21 +144,21 @@ def notes(result: dict[str, Any]) -> list[str]:
     every = result["steps_per_round"]
     round_ = "a step of each in every round" if every == 1 else f"rounds of {every} steps of each"
     return [
-        f"medians of {result['num_pairs']} rounds on {result['world_size']} ranks "
-        f"({result['backend']}), {round_}; a step lasts as long as on its slowest rank",
+        f"medians of {result['num_pairs']} rounds {present.on_ranks_of(result)}, {round_}; a step "
+        "lasts as long as on its slowest rank",
         "[95 % intervals] draw whole rounds; exposed exchange: step - step of none, same run",
     ]
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> present.Drawn:
     """Draw step times and ratios, and exposed communication if it is known, in panels."""
     rows = result["rows"]
     last = rows[-1]["name"]
     panels: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
         "step time (ms), ± mad": lambda row: _around(row["step_s"]),
-        f"step time / that of {last}": lambda row: ends(row["ratio"]),
-        "exposed exchange (ms)": lambda row: ends(row["exposed_exchange_s"], 1e3),
-        "exposed exchange / ddp's": lambda row: ends(row["exposed_to_ddp"]),
+        f"step time / that of {last}": lambda row: present.ends(row["ratio"]),
+        "exposed exchange (ms)": lambda row: present.ends(row["exposed_exchange_s"], 1e3),
+        "exposed exchange / ddp's": lambda row: present.ends(row["exposed_to_ddp"]),
     }
     hollow = result["emulation"] != "none"
     data: Any = pd.DataFrame(
@@ -174,16 +168,19 @@ def chart(result: dict[str, Any]) -> Chart:
     )
     known = data.groupby("panel")["value"].transform("count") > 0
     looks = looks_of(row["name"] for row in rows)
-    body, width = dots(
+    others = {row["name"]: row["ratio"] for row in rows[:-1] if row["name"] != BASELINE}
+    message = (
+        present.fastest(others, last, "step time")
+        if others
+        else f"Step times on {present.ranks_of(result)}"
+    )
+    sample = f"medians of {result['num_pairs']} rounds in turns, 95 % intervals"
+    drawn = dots(
         data[known],
         {row["name"]: looks[row["name"]] for row in rows},
         {panel: 1.0 for panel in panels if "/" in panel},
     )
-    others = {row["name"]: row["ratio"] for row in rows[:-1] if row["name"] != CEILING}
-    message = fastest(others, last, "step time") if others else f"Step times on {ranks_of(result)}"
-    sample = f"medians of {result['num_pairs']} rounds in turns, 95 % intervals"
-    below = [f"{machine(result)} · {sample}", *about(result)]
-    return Chart("step", message, below, body, width)
+    return message, [f"{present.machine(result)} · {sample}"], drawn
 
 
 def _around(step_s: dict[str, float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Plant a delay into one phase of one rank, run after run, and see whether it is found by name.
+"""Inject a delay into one phase of one rank, run after run, and see whether it is found by name.
 
-Planted and clean runs take turns, so both meet the same machine.
+Runs with a delay and clean runs take turns, so both meet the same machine.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lab.benchmarks import interleave
-from lab.benchmarks.harness import on_ranks
-from lab.benchmarks.present import tabulate
+from lab.benchmarks.harness import on_ranks, progress
+from lab.benchmarks.present import Column, number, on_ranks_of, text
 from lab.benchmarks.request import Request
 from lab.cluster.straggler import PHASES, Straggler
 from lab.distributed.world import World
@@ -34,7 +33,7 @@ OUTCOMES = ("found", "wrong rank", "wrong phase", "missed")
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: the delay that was planted, if any, and the slow ranks that were found."""
+    """One run: the delay that was injected, if any, and the slow ranks that were found."""
 
     planted: Straggler | None
     step_s: float
@@ -59,24 +58,21 @@ class Trial:
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Run all trials, and count their outcomes.
-
-    Raises:
-        ConfigError: a setting does not fit the data, devices and ranks at hand.
-    """
+    """Run all trials, and count their outcomes."""
     config = request.only_config
-    plan = draw(request.own["runs"], world.size, _phases(config))
-    return summary(
-        [
-            trial
-            for planted in interleave.progress(plan, world.rank)
-            for trial in (_trial(config, world, planted), _trial(config, world, None))
-        ]
-    )
+    can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
+    phases = [phase for phase in PHASES if phase in can and phase in alike(config)]
+    trials = [
+        Trial(delay, step_s, stragglers(own_s, step_s, alike(config)))
+        for injected in progress(draw(request.own["runs"], world.size, phases), world.rank == 0)
+        for delay in (injected, None)
+        for own_s, step_s in [_run(_with(config, delay), world)]
+    ]
+    return summary(trials)
 
 
 def draw(num_runs: int, num_ranks: int, phases: Sequence[str]) -> list[Straggler]:
-    """Draw the delays to plant: phases in turn, ranks and delays at random; alike on all ranks."""
+    """Draw the delays to inject: phases in turn, ranks and delays at random; alike on all ranks."""
     random = np.random.default_rng(SEED)
     low, high = np.log(DELAYS_S)
     return [
@@ -120,17 +116,6 @@ def _row(name: str, trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _phases(config: DictConfig) -> list[str]:
-    """List the phases that can be delayed and judged in such a run."""
-    can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
-    return [phase for phase in PHASES if phase in can and phase in alike(config)]
-
-
-def _trial(config: DictConfig, world: World, planted: Straggler | None) -> Trial:
-    own_s, step_s = _run(_with(config, planted), world)
-    return Trial(planted, step_s, stragglers(own_s, step_s, alike(config)))
-
-
 def _run(config: DictConfig, world: World) -> tuple[Times, float]:
     """Train; return own times [ranks, timed steps, OWN], and the median step of the slowest."""
     with assembled(config, world) as part:
@@ -150,35 +135,27 @@ def _with(config: DictConfig, planted: Straggler | None) -> DictConfig:
     if planted is None:
         return config
     changed = config.copy()
-    settings = {"rank": planted.rank, "phase": planted.phase, "every": planted.every}
     changed.straggler = OmegaConf.create(
         {
             "_target_": "lab.cluster.straggler.planted",
             "delay_ms": 1e3 * planted.delay_s,
-            **settings,
+            **{key: getattr(planted, key) for key in ("rank", "phase", "every")},
         }
     )
     return changed
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line per phase and for all."""
-
-    def error(row: dict[str, Any], key: str) -> str:
-        return f"{100 * row['error'][key]:.2f}" if row["error"] else "-"
-
-    return tabulate(
-        result["rows"],
-        {
-            "delayed phase": lambda row: row["name"],
-            "runs": lambda row: str(row["runs"]),
-            **{each: lambda row, each=each: str(row[each]) for each in OUTCOMES},
-            "% found": lambda row: _percent(row["share"]),
-            "within 10 %": lambda row: str(row["close"]),
-            "error (%)": lambda row: error(row, "median"),
-            "most": lambda row: error(row, "most"),
-        },
-    )
+def columns(_result: dict[str, Any]) -> dict[str, Column]:
+    """Return the columns, of a row for each phase and for all."""
+    return {
+        "delayed phase": text("name"),
+        "runs": text("runs"),
+        **{outcome: text(outcome) for outcome in OUTCOMES},
+        "% found": lambda row: _percent(row["share"]),
+        "within 10 %": text("close"),
+        "error (%)": number("error.median", 100, 2),
+        "most": number("error.most", 100, 2),
+    }
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -187,8 +164,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"{clean['accused']} of {clean['runs']} clean runs accuse a rank: "
         f"{_percent(clean['share'])} %",
-        f"delays of {low:.0f} to {high:.0f} ms in steps of {1e3 * result['step_s']:.1f} ms on "
-        f"{result['world_size']} ranks ({result['backend']}); [95 % intervals] are Wilson's",
+        f"delays of {low:.0f} to {high:.0f} ms in steps of {1e3 * result['step_s']:.1f} ms "
+        f"{on_ranks_of(result)}; [95 % intervals] are Wilson's",
         f"within {100 * CLOSE:.0f} %, error: of the delay, where it was found; its median and most",
     ]
 

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from lab.distributed.gpus import is_available, torch_build
-from lab.measure import nvidia
-from lab.measure.environment import environment, git_commit
+from lab.measure.environment import environment, git_commit, gpus
 
 DRIVERS = {13: 580, 12: 525}  # the oldest driver for a CUDA of this major version
 
 
 def hardware() -> dict[str, Any]:
     """Describe GPUs, their software, and Triton's requirements for compiling."""
-    listed = nvidia.gpus() or []
+    listed = gpus() or []
     usable = is_available()
     cuda = int((torch.version.cuda or "0").split(".")[0])
     driver = int(listed[0]["driver"].split(".")[0]) if listed else 0

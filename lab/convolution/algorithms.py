@@ -30,29 +30,29 @@ class Library(Algorithm):
         """Return the operations of the definition; what the library executes is not known."""
         return Cost(problem.operations, 0)
 
+    def compute(self, which: Pass, a: Tensor, b: Tensor, problem: Problem) -> Tensor:
+        return getattr(self, which.replace(" ", "_"))(a, b, problem)
+
     def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
-        """See Algorithm.forward."""
         return conv2d(x, w, None, problem.stride, problem.padding, 1, problem.groups)
 
     def backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
-        """See Algorithm.backward_data."""
         x = dy.new_empty(problem.batch, problem.channels, *problem.size)
-        return self._backward(dy, x, w, problem, (True, False, False))[0]
+        return gradients(problem, dy, x, w, (True, False, False))[0]
 
     def backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
-        """See Algorithm.backward_weights."""
-        shape = problem.filters, problem.channels // problem.groups, *problem.kernel
-        return self._backward(dy, x, dy.new_empty(shape), problem, (False, True, False))[1]
+        w = dy.new_empty(problem.filters, problem.channels // problem.groups, *problem.kernel)
+        return gradients(problem, dy, x, w, (False, True, False))[1]
 
-    def _backward(
-        self, dy: Tensor, x: Tensor, w: Tensor, problem: Problem, mask: tuple[bool, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.aten.convolution_backward(
-            *(dy, x, w, None, problem.stride, problem.padding, (1, 1)),
-            *(False, (0, 0), problem.groups, mask),
-        )
 
-    _forward, _backward_data, _backward_weights = forward, backward_data, backward_weights
+def gradients(
+    problem: Problem, dy: Tensor, x: Tensor, w: Tensor, mask: tuple[bool, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the library's gradients of input and filters, where the mask asks for them."""
+    return torch.ops.aten.convolution_backward(
+        *(dy, x, w, None, problem.stride, problem.padding, (1, 1)),
+        *(False, (0, 0), problem.groups, mask),
+    )
 
 
 class Direct(Algorithm):
@@ -70,19 +70,19 @@ class Direct(Algorithm):
         padded = problem.batch * problem.channels * height * width if any(problem.padding) else 0
         return Cost(problem.operations, VALUE_BYTES * padded)
 
-    def _forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
+    def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         y = x.new_zeros(problem.batch, problem.filters, problem.out_pixels)
         for (r, s), seen in _positions(_padded(x, problem), problem):
             y += torch.matmul(w[:, :, r, s], seen.flatten(2))
         return y.unflatten(2, problem.out_size)
 
-    def _backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
+    def backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
         padded = dy.new_zeros(problem.batch, problem.channels, *problem.padded)
         for (r, s), seen in _positions(padded, problem):
             seen += torch.matmul(w[:, :, r, s].T, dy.flatten(2)).unflatten(2, problem.out_size)
         return cropped(padded, problem)
 
-    def _backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
+    def backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
         dw = dy.new_empty(problem.filters, problem.channels, *problem.kernel)
         for (r, s), seen in _positions(_padded(x, problem), problem):
             torch.sum(torch.matmul(dy.flatten(2), seen.flatten(2).mT), 0, out=dw[:, :, r, s])
@@ -138,17 +138,17 @@ class Gemm(Algorithm):
         operations = 2 * _up(rows, self.tile[0]) * _up(columns, self.tile[1]) * depth
         return Cost(operations, VALUE_BYTES * taps * pixels)
 
-    def _forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
+    def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         y = torch.matmul(w.flatten(1), _columns(x, problem))
         return y.unflatten(2, problem.out_size)
 
-    def _backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
+    def backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
         columns = torch.matmul(w.flatten(1).T, dy.flatten(2))
         return fold(
             columns, problem.size, problem.kernel, padding=problem.padding, stride=problem.stride
         )
 
-    def _backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
+    def backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
         per_image = torch.matmul(dy.flatten(2), _columns(x, problem).mT)
         return per_image.sum(0).view(problem.filters, problem.channels, *problem.kernel)
 
@@ -191,18 +191,18 @@ class FFT(Algorithm):
             transforms + COMPLEX_OPERATIONS * products, COMPLEX_BYTES * planes * frequencies
         )
 
-    def _forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
+    def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         images, filters = _images(x, problem), _spectrum(w, problem)
         y = torch.einsum("nc...,kc...->nk...", images, filters.conj())
         height, width = problem.out_size
         return _signal(y, problem)[..., :height, :width]
 
-    def _backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
+    def backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
         outputs, filters = _spectrum(dy, problem), _spectrum(w, problem)
         padded = _signal(torch.einsum("nk...,kc...->nc...", outputs, filters), problem)
         return cropped(padded, problem)
 
-    def _backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
+    def backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
         images, outputs = _images(x, problem), _spectrum(dy, problem)
         dw = torch.einsum("nc...,nk...->kc...", images, outputs.conj())
         height, width = problem.kernel
@@ -317,10 +317,10 @@ class Winograd(Algorithm):
         values = n * n * (pairs + (channels + filters) * tiles)
         return Cost(products + inputs + kernels + outputs, VALUE_BYTES * values)
 
-    def _forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
+    def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         return self._filtered(x, w, problem.padding, problem.out_size)
 
-    def _backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
+    def backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
         turned = w.flip(2, 3).transpose(0, 1)
         padding = self.r - 1 - problem.padding[0], self.r - 1 - problem.padding[1]
         return self._filtered(dy, turned, padding, problem.size)
@@ -338,7 +338,7 @@ class Winograd(Algorithm):
         y = y.transpose(3, 4).flatten(4, 5).flatten(2, 3)
         return y[..., : size[0], : size[1]]
 
-    def _backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
+    def backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
         use = matrices(self.r, self.m, x.dtype, x.device)
         size = problem.out_size
         inputs = _cut(_covering(x, problem.padding, size, self.m, self.n), self.n, self.m)

@@ -7,11 +7,11 @@ Which one, is chosen in one of the three ways that frameworks have (Kim et al. 2
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from lab.convolution.problem import Algorithm, Pass, Problem
 Chosen = Mapping[Pass, Algorithm]
 Chooser = Callable[[Problem, Tensor, Tensor], Chosen]  # of input and filters
 Named = TypeVar("Named")
-Method = TypeVar("Method", bound=Callable[..., Any])
 FAMILIES = {"winograd": ("winograd4x3", "winograd2x5")}
 # Operations in the time that a byte takes to or from memory: 90 GFLOP/s over 9 GB/s, of one core.
 OPERATIONS_PER_BYTE = 10
@@ -50,16 +49,16 @@ class _Passes(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.problem, ctx.chosen = problem, chosen
-        y = chosen[Pass.FORWARD].forward(x, w, problem)
+        y = chosen[Pass.FORWARD].compute(Pass.FORWARD, x, w, problem)
         return y if bias is None else y.add_(bias.view(-1, 1, 1))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, w = ctx.saved_tensors
-        problem, chosen, dy = ctx.problem, ctx.chosen, dy.contiguous()
         wants_dx, wants_dw, wants_db, *_ = ctx.needs_input_grad
-        dx = chosen[Pass.BACKWARD_DATA].backward_data(dy, w, problem) if wants_dx else None
-        dw = chosen[Pass.BACKWARD_WEIGHTS].backward_weights(dy, x, problem) if wants_dw else None
+        calls = calls_of(ctx.chosen, ctx.problem, x, w, dy.contiguous())
+        dx = calls[Pass.BACKWARD_DATA]() if wants_dx else None
+        dw = calls[Pass.BACKWARD_WEIGHTS]() if wants_dw else None
         return dx, dw, dy.sum((0, 2, 3)) if wants_db else None, None, None
 
 
@@ -114,20 +113,21 @@ def willing(problem: Problem, which: Pass) -> list[Algorithm]:
     return [each for each in ALGORITHMS.values() if not each.refusal(problem, which)]
 
 
-def call_of(
-    algorithm: Algorithm, problem: Problem, which: Pass, x: Tensor, w: Tensor, dy: Tensor
-) -> Callable[[], Tensor]:
-    """Return a call of one pass."""
-    calls: dict[Pass, Callable[[], Tensor]] = {
-        Pass.FORWARD: lambda: algorithm.forward(x, w, problem),
-        Pass.BACKWARD_DATA: lambda: algorithm.backward_data(dy, w, problem),
-        Pass.BACKWARD_WEIGHTS: lambda: algorithm.backward_weights(dy, x, problem),
+def calls_of(
+    chosen: Chosen, problem: Problem, x: Tensor, w: Tensor, dy: Tensor
+) -> dict[Pass, Callable[[], Tensor]]:
+    """Return a call of each pass, by the algorithm that is chosen for it."""
+    operands = dict(zip(Pass, ((x, w), (dy, w), (dy, x)), strict=True))
+    return {
+        which: partial(algorithm.compute, which, *operands[which], problem)
+        for which, algorithm in chosen.items()
     }
-    return calls[which]
 
 
 def _fastest(problem: Problem, which: Pass, x: Tensor, w: Tensor, dy: Tensor) -> Algorithm:
-    calls = {each: call_of(each, problem, which, x, w, dy) for each in willing(problem, which)}
+    calls = {
+        each: calls_of({which: each}, problem, x, w, dy)[which] for each in willing(problem, which)
+    }
     # First calls prepare, such as to map memory, so they only tell who has no chance.
     first_s = {algorithm: _seconds(call, x.device) for algorithm, call in calls.items()}
     limit = HOPELESS * min(first_s[LIBRARY], _seconds(calls[LIBRARY], x.device))
@@ -159,16 +159,12 @@ def _medians(
 ) -> dict[Named, float]:
     """Call all in turns, and return their medians in seconds."""
     times: dict[Named, list[float]] = {name: [] for name in calls}
+    names = list(calls)
     for trial in range(trials):
-        for name in _turned(list(calls), trial):
+        start = trial % len(names)
+        for name in names[start:] + names[:start]:
             times[name].append(_seconds(calls[name], device))
     return {name: median(seconds) for name, seconds in times.items()}
-
-
-def _turned(candidates: list[Named], trial: int) -> Iterable[Named]:
-    """Return the candidates in another order in each trial."""
-    start = trial % len(candidates)
-    return candidates[start:] + candidates[:start]
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -179,11 +175,6 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin
-
-
-def _eager(method: Method) -> Method:
-    """Keep a method out of compiled graphs."""
-    return cast(Method, torch.compiler.disable(method))
 
 
 class ChosenConv2d(nn.Module):
@@ -220,18 +211,15 @@ class ChosenConv2d(nn.Module):
         """Return [N, K, H', W'] for x [N, C, H, W]."""
         device = x.device.type
         if device == "meta" or x.dtype != torch.float32 or torch.is_autocast_enabled(device):
-            return self._by_library(x)
+            return conv2d(x, self.weight, self.bias, self.stride, self.padding, 1, self.groups)
         return self._by_choice(x)
 
-    @_eager  # trials and choices are no part of a graph
+    @torch.compiler.disable  # trials and choices are no part of a graph
     def _by_choice(self, x: Tensor) -> Tensor:
         problem = Problem.of(x, self.weight, self.stride, self.padding, self.groups)
         if problem not in self.chosen:
             self.chosen[problem] = self._choose(problem, x, self.weight)
         return convolve(x, self.weight, self.bias, problem, self.chosen[problem])
-
-    def _by_library(self, x: Tensor) -> Tensor:
-        return conv2d(x, self.weight, self.bias, self.stride, self.padding, 1, self.groups)
 
 
 def _pair(value: tuple[int, ...]) -> tuple[int, int]:
@@ -252,25 +240,16 @@ def convolutions_of(
         input_shape, input_dtype: of one sample.
     """
     found: dict[str, Problem] = {}
-    with torch.no_grad(), _noting(model, found):
-        model(torch.zeros(batch, *input_shape, dtype=input_dtype, device="meta"))
-    return found
 
+    def note(name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert isinstance(layer, nn.Conv2d) and not isinstance(layer.padding, str)
+        stride, padding = _pair(layer.stride), _pair(layer.padding)
+        found[name] = Problem.of(inputs[0], layer.weight, stride, padding, layer.groups)
 
-@contextmanager
-def _noting(model: nn.Module, found: dict[str, Problem]) -> Iterator[None]:
-    """Note the problem of each convolution that the model calls meanwhile."""
-    with ExitStack() as stack:
+    with torch.no_grad(), ExitStack() as stack:
         for name, module in model.named_modules():
             if ChosenConv2d.can_replace(module):
-                hook = module.register_forward_pre_hook(partial(_note, found, name))
+                hook = module.register_forward_pre_hook(partial(note, name))
                 stack.callback(hook.remove)
-        yield
-
-
-def _note(found: dict[str, Problem], name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    assert isinstance(layer, nn.Conv2d) and not isinstance(layer.padding, str)
-    stride, padding = layer.stride, layer.padding
-    found[name] = Problem.of(
-        inputs[0], layer.weight, (stride[0], stride[1]), (padding[0], padding[1]), layer.groups
-    )
+        model(torch.zeros(batch, *input_shape, dtype=input_dtype, device="meta"))
+    return found

@@ -93,14 +93,23 @@ class Problem:
         taps = self.channels // self.groups * self.kernel[0] * self.kernel[1]
         return 2 * self.batch * self.filters * self.out_pixels * taps
 
+    def draw(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw an input [N, C, H, W], filters [K, C/g, R, S], and a gradient of the output."""
+        group = self.of_group()
+        shapes = (
+            (self.batch, self.channels, *self.size),
+            (self.filters, group.channels, *self.kernel),
+            (self.batch, self.filters, *self.out_size),
+        )
+        x, w, dy = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+        return x, w, dy
+
     def of_group(self) -> Problem:
         """Return the shapes of one group."""
-        return replace(
-            self,
-            channels=self.channels // self.groups,
-            filters=self.filters // self.groups,
-            groups=1,
-        )
+        channels, filters = self.channels // self.groups, self.filters // self.groups
+        return replace(self, channels=channels, filters=filters, groups=1)
 
 
 class Unsupported(ValueError):
@@ -123,7 +132,7 @@ class Cost:
 class Algorithm(ABC):
     """A way to compute a convolution and its gradients, in float32.
 
-    Subclasses see one group at a time; `forward` and its siblings divide the channels.
+    Subclasses see one group at a time; `compute` divides the channels.
     """
 
     name: str
@@ -137,49 +146,39 @@ class Algorithm(ABC):
         """Return what one pass of a problem with one group costs."""
 
     @abstractmethod
-    def _forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor: ...
-
-    @abstractmethod
-    def _backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor: ...
-
-    @abstractmethod
-    def _backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor: ...
-
     def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
-        """Return the output [N, K, H', W'] of an input [N, C, H, W] and filters [K, C/g, R, S].
+        """Return the output [N, K, H', W'] of an input [N, C, H, W] and filters [K, C, R, S]."""
 
-        Raises:
-            Unsupported: see `refusal`; as the other passes.
-        """
-        self._check(problem, Pass.FORWARD)
-        one = problem.of_group()
-        pairs = zip(x.chunk(problem.groups, 1), w.chunk(problem.groups), strict=True)
-        return _joined([self._forward(x, w, one) for x, w in pairs], 1)
-
+    @abstractmethod
     def backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
         """Return the gradient of the input from that of the output."""
-        self._check(problem, Pass.BACKWARD_DATA)
-        one = problem.of_group()
-        pairs = zip(dy.chunk(problem.groups, 1), w.chunk(problem.groups), strict=True)
-        return _joined([self._backward_data(dy, w, one) for dy, w in pairs], 1)
 
+    @abstractmethod
     def backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
         """Return the gradient of the filters from that of the output."""
-        self._check(problem, Pass.BACKWARD_WEIGHTS)
-        one = problem.of_group()
-        pairs = zip(dy.chunk(problem.groups, 1), x.chunk(problem.groups, 1), strict=True)
-        return _joined([self._backward_weights(dy, x, one) for dy, x in pairs], 0)
+
+    def compute(self, which: Pass, a: Tensor, b: Tensor, problem: Problem) -> Tensor:
+        """Compute a pass of all groups.
+
+        Args:
+            a, b: as of the method of that pass; filters are [K, C / groups, R, S].
+
+        Raises:
+            Unsupported: see `refusal`.
+        """
+        reason = self.refusal(problem, which)
+        if reason:
+            raise Unsupported(f"{self.name}, {which}: {reason}")
+        method = getattr(self, which.replace(" ", "_"))
+        groups = problem.groups
+        if groups == 1:
+            return method(a, b, problem)
+        of_filters = 1 if which == Pass.BACKWARD_WEIGHTS else 0
+        pairs = zip(a.chunk(groups, 1), b.chunk(groups, of_filters), strict=True)
+        parts = [method(a, b, problem.of_group()) for a, b in pairs]
+        return torch.cat(parts, 0 if which == Pass.BACKWARD_WEIGHTS else 1)
 
     def total(self, problem: Problem, which: Pass) -> Cost:
         """Return the cost of one pass over all groups, which take turns with the workspace."""
         one = self.cost(problem.of_group(), which)
         return Cost(problem.groups * one.operations, one.workspace_bytes)
-
-    def _check(self, problem: Problem, which: Pass) -> None:
-        reason = self.refusal(problem, which)
-        if reason:
-            raise Unsupported(f"{self.name}, {which}: {reason}")
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,15 +38,7 @@ MARKS = """
 void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_TOGGLE_COLLECT; }
 void end(void) { CALLGRIND_TOGGLE_COLLECT; CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STATS; }
 """
-EVENTS = (
-    "Ir",
-    "Dr",
-    "Dw",
-    "D1mr",
-    "D1mw",
-    "DLmr",
-    "DLmw",
-)  # in the order of Counts
+EVENTS = ("Ir", "Dr", "Dw", "D1mr", "D1mw", "DLmr", "DLmw")  # in the order of Counts
 VALUE = 0.01  # drawing values would take minutes under callgrind
 EMPTY = ""  # the name of a call that does nothing
 
@@ -94,8 +86,8 @@ def build_marks(folder: Path) -> Path:
     return library
 
 
-def command(program: Sequence[str], out: Path, l1: str, l2: str) -> list[str]:
-    """Return the command that runs `program` under callgrind, counting nothing until it asks.
+def command(out: Path, l1: str, l2: str) -> list[str]:
+    """Return the words before a program that runs it under callgrind, counting once it asks.
 
     Args:
         out: the files of its counts are OUT.1, OUT.2, ...
@@ -113,27 +105,8 @@ def command(program: Sequence[str], out: Path, l1: str, l2: str) -> list[str]:
     return [
         *(valgrind, "--tool=callgrind", "--cache-sim=yes"),
         *("--collect-atstart=no", "--instr-atstart=no"),
-        *(f"--D1={l1}", f"--LL={l2}", f"--callgrind-out-file={out}", *program),
+        *(f"--D1={l1}", f"--LL={l2}", f"--callgrind-out-file={out}"),
     ]
-
-
-def run(
-    program: Sequence[str], out: Path, l1: str, l2: str, variables: Mapping[str, str] | None = None
-) -> str:
-    """Run a program under callgrind; return what it prints.
-
-    Args:
-        variables: its environment; None: this process's.
-
-    Raises:
-        ConfigError: as `command`; or the program failed, with its last line.
-    """
-    called = command(program, out, l1, l2)
-    done = subprocess.run(called, capture_output=True, text=True, env=variables)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(f"counters: callgrind failed: {lines[-1]}")
-    return done.stdout
 
 
 def read(path: Path) -> Counts:
@@ -191,9 +164,7 @@ def counted(marks: ctypes.CDLL, call: Call) -> float:
 def _model(config: DictConfig, count: Callable[[Call], float]) -> Iterator[dict[str, Any]]:
     model, inputs = filled(blueprint(config), config.batch_size)
     # All are prepared first: at each mark valgrind translates anew whatever runs next.
-    prepared = [
-        (name, layer, _passes(layer, given)) for name, layer, given in _calls(model, inputs)
-    ]
+    prepared = [(name, layer, _passes(layer, x)) for name, layer, x in _calls(model, inputs)]
     for name, layer, passes in prepared:
         about = {"layer": name, "kind": type(layer).__name__}
         for label, call in passes.items():
@@ -205,22 +176,19 @@ def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tenso
 
     This is also each layer's warm-up: oneDNN makes its kernels at a shape's first call.
     """
-    calls: list[tuple[str, nn.Module, Tensor]] = []
+    calls: dict[str, tuple[str, nn.Module, Tensor]] = {}
 
-    def noting(name: str) -> Callable[[nn.Module, Any], None]:
-        def note(layer: nn.Module, given: Any) -> None:
-            if len(given) == 1 and isinstance(given[0], Tensor):
-                calls.append((name, layer, given[0].detach().clone()))
-
-        return note
+    def note(name: str, layer: nn.Module, given: Any) -> None:
+        if len(given) == 1 and isinstance(given[0], Tensor):
+            calls[name] = name, layer, given[0].detach().clone()
 
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):
-            module.register_forward_pre_hook(noting(name))
+            module.register_forward_pre_hook(partial(note, name))
     model(inputs)
     for module in model.modules():
         module._forward_pre_hooks.clear()
-    return list({name: (name, layer, given) for name, layer, given in calls}.values())
+    return list(calls.values())
 
 
 def _passes(layer: nn.Module, given: Tensor) -> dict[str, Call]:

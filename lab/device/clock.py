@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
-from lab.device.alone import seconds_of
+from lab.benchmarks.harness import seconds_of
 from lab.measure.clock import Mark, Pass, mark, seconds
-from lab.measure.layers import hold, in_order, layers_of, marked_layers, owners_of, sizes_of
+from lab.measure.layers import in_order, layers_of, marked_layers, owners_of, sizes_of, spin_stream
 
 WAYS = ("forward", "backward")
 OUTSIDE = ""  # no module: its time is not counted
@@ -124,7 +125,7 @@ class ModuleClock:
 
     def _note(self, tensors: Any) -> None:
         """Note that nodes which lead to these tensors, and have no owner yet, are the caller's."""
-        made = (each.grad_fn for each in _tensors(tensors))
+        made = (each.grad_fn for each in tree_leaves(tensors) if isinstance(each, Tensor))
         self._made += [(self._callers[-1], node) for node in made if node is not None]
 
     def _claim_nodes(self) -> None:
@@ -155,14 +156,6 @@ class ModuleClock:
         node.register_hook(end)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, (tuple, list)):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
-
-
 @dataclass(frozen=True)
 class ClockCost:
     """Seconds that clocks add on a CPU.
@@ -177,10 +170,8 @@ class ClockCost:
 
 
 class _Negate(nn.Module):
-    """A module with one node in the graph."""
-
     def forward(self, x: Tensor) -> Tensor:
-        return x.neg()
+        return x.neg()  # one node in the graph
 
 
 def clock_cost() -> ClockCost:
@@ -188,27 +179,25 @@ def clock_cost() -> ClockCost:
 
     On a GPU clocks are queued with the kernels, so what they cost the host need not show there.
     """
+
+    def forward_and_backward_s() -> tuple[float, float]:
+        x = torch.zeros(1, requires_grad=True)
+        began = time.perf_counter()
+        y = model(x)
+        between = time.perf_counter()
+        y.backward()
+        return between - began, time.perf_counter() - between
+
     model = nn.Sequential(*(_Negate() for _ in range(NUM_MODULES)))
-    clock = ModuleClock(model, torch.device("cpu"))
-    span_s, node_s = np.empty(COST_ROUNDS), np.empty(COST_ROUNDS)
-    for number in range(COST_ROUNDS):
-        forward_s, backward_s = _seconds(model)
+    clock, costs = ModuleClock(model, torch.device("cpu")), list[tuple[float, float]]()
+    for _ in range(COST_ROUNDS):
+        forward_s, backward_s = forward_and_backward_s()
         with clock:
-            _, clocked_s = _seconds(model)
+            _, clocked_s = forward_and_backward_s()
         spans = clock.passes[-1].forward
         in_spans = sum(seconds(begin, end) for _, begin, end in spans)
-        span_s[number] = (in_spans - forward_s) / len(spans)
-        node_s[number] = (clocked_s - backward_s) / NUM_MODULES
-    return ClockCost(*(max(0.0, float(np.median(each))) for each in (span_s, node_s)))
-
-
-def _seconds(model: nn.Module) -> tuple[float, float]:
-    x = torch.zeros(1, requires_grad=True)
-    began = time.perf_counter()
-    y = model(x)
-    between = time.perf_counter()
-    y.backward()
-    return between - began, time.perf_counter() - between
+        costs.append(((in_spans - forward_s) / len(spans), (clocked_s - backward_s) / NUM_MODULES))
+    return ClockCost(*np.maximum(0.0, np.median(costs, axis=0)).tolist())
 
 
 @dataclass(frozen=True)
@@ -235,8 +224,15 @@ class Call:
 @contextmanager
 def noting_calls(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
     """Note the last call of each layer of one input that has weights, and no layers inside."""
+
+    def note(name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if len(inputs) == 1 and isinstance(inputs[0], Tensor):
+            (tensor,), device = inputs, inputs[0].device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            calls[name] = Call(layer, tensor.detach(), tensor.requires_grad, dtype)
+
     hooks = [
-        module.register_forward_pre_hook(partial(_note, calls, name or "model"))
+        module.register_forward_pre_hook(partial(note, name or "model"))
         for name, module in model.named_modules()
         if not any(True for _ in module.children())
         and any(weight.requires_grad for weight in module.parameters())
@@ -303,13 +299,6 @@ def _in_turns(
     return np.array(times[1:])
 
 
-def _note(calls: dict[str, Call], name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    if len(inputs) == 1 and isinstance(inputs[0], Tensor):
-        (tensor,), device = inputs, inputs[0].device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        calls[name] = Call(layer, tensor.detach(), tensor.requires_grad, dtype)
-
-
 class LayerClock:
     """A clock for each layer, that is each module with its own parameters, in every pass.
 
@@ -358,22 +347,18 @@ class LayerClock:
             torch.cuda.synchronize(self._device)
         order = in_order((name for name, _ in self._passes[0].forward), self._modules)
         position = {name: index for index, name in enumerate(order)}
-        return order, np.array([_milliseconds(one, position) for one in self._passes[warmup:]])
+        times = np.zeros((len(self._passes) - warmup, len(WAYS), len(order)))
+        for number, one in enumerate(self._passes[warmup:]):
+            for way, name, begin, end in one.spans():
+                times[number, WAYS.index(way), position[name]] += 1000 * seconds(begin, end)
+        return order, times
 
     def _begin(self, *_: Any) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # or the host runs further ahead at each pass
             self._launch_s = min(self._launch_s, self._noted_s - self._begun_s)
-            hold(self._launch_s)
+            spin_stream(self._launch_s)
         self._begun_s = time.perf_counter()
 
     def _note(self, _parameter: torch.Tensor) -> None:
         self._noted_s = time.perf_counter()
-
-
-def _milliseconds(one: Pass, position: dict[str, int]) -> np.ndarray:
-    """Return forward and backward milliseconds of each layer in one pass: float64 [2, layers]."""
-    times = np.zeros((2, len(position)))
-    for way, name, begin, end in one.spans():
-        times[WAYS.index(way), position[name]] += 1000 * seconds(begin, end)
-    return times

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import altair as alt
@@ -12,21 +13,20 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lab.benchmarks import interleave
-from lab.benchmarks.harness import NUM_CALLS, per_call
-from lab.benchmarks.present import about, ranged
+from lab.benchmarks import harness
+from lab.benchmarks.present import Drawn, number, ranged, threaded
 from lab.benchmarks.request import Request
 from lab.convolution.algorithms import ALGORITHMS, LIBRARY
-from lab.convolution.layer import call_of, convolutions_of
+from lab.convolution.layer import calls_of, convolutions_of
 from lab.convolution.problem import Algorithm, Pass, Problem
-from lab.device.alone import implementation, on_one_rank, threaded
-from lab.draw.chart import INK, LABEL_PX, LETTER, Chart
+from lab.device.formats import implementation
+from lab.distributed.world import World
+from lab.draw.chart import INK, LABEL_PX, LETTER
 from lab.draw.looks import BLACK, BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import GAP, Axis, legend_columns
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
-from lab.training.recording import surroundings
 
 BUDGET_S = 3.0  # of one operation: a slow one takes part in fewer rounds, but in enough
 CHECKED_BATCH = 1  # images on which errors are taken: the float64 reference is slow
@@ -46,49 +46,26 @@ Row = dict[str, Any]
 Refused = dict[tuple[Algorithm, Pass], str | None]
 
 
-@dataclass
-class Operation:
-    """One pass of one layer by one algorithm, and its times.
-
-    Attributes:
-        error: largest difference from float64, relative to the largest value.
-        ran: of the library: which of its own implementations.
-    """
-
-    algorithm: Algorithm
-    which: Pass
-    error: float
-    ran: str | None
-    call_s: list[float] = field(default_factory=list)
-
-    def wants_turn(self) -> bool:
-        return len(self.call_s) < interleave.ENOUGH_ROUNDS or sum(self.call_s) < BUDGET_S
-
-
-def measure(request: Request) -> dict[str, Any]:
-    """Measure every algorithm on every convolution of the model, all passes.
-
-    Raises:
-        ConfigError: the model has no convolution, or an algorithm is unknown.
-    """
-    config = request.only_config
-    chosen = _algorithms(request.own["algorithm"])
-    with on_one_rank(config, request.own["threads"]) as world:
-        layers = distinct_convolutions(config)
-        rows = []
-        for place, (problem, names) in enumerate(layers.items()):
-            title = f"[{place + 1}/{len(layers)}] {names[0]}: {described(problem)}"
-            print(title, flush=True)
-            measured = _measured(problem, names, chosen, world.device, request.own["rounds"])
-            rows += [{**row, "is_first": place == 0} for row in measured]
-        return {
-            "rows": rows,
-            "sums": sums(rows),
-            "model": class_name(config.model["_target_"]),
-            "batch_size": config.batch_size,
-            "device": world.device.type,
-            **surroundings(world, config),
-        }
+@harness.on_one_rank
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure every algorithm on every convolution of the model, all passes."""
+    config, names = request.only_config, request.own["algorithm"]
+    for name in names or ():
+        if name not in ALGORITHMS:
+            raise ConfigError(f"algorithm={name}: allowed are {', '.join(ALGORITHMS)}")
+    chosen = [a for n, a in ALGORITHMS.items() if not names or n in names or a is LIBRARY]
+    rows = [
+        {**row, "is_first": place == 0}
+        for place, problem, layers in announced(distinct_convolutions(config))
+        for row in _measured(problem, layers, chosen, world.device, request.own["rounds"])
+    ]
+    return {
+        "rows": rows,
+        "sums": sums(rows),
+        "model": class_name(config.model["_target_"]),
+        "batch_size": config.batch_size,
+        "device": world.device.type,
+    }
 
 
 def sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,6 +116,19 @@ def distinct_convolutions(config: DictConfig) -> dict[Problem, list[str]]:
     return layers
 
 
+def announced(layers: Mapping[Problem, list[str]]) -> Iterator[tuple[int, Problem, list[str]]]:
+    """Yield a number, a problem and its layers' names, and print them."""
+    for place, (problem, names) in enumerate(layers.items()):
+        print(f"[{place + 1}/{len(layers)}] {names[0]}: {described(problem)}", flush=True)
+        yield place, problem, names
+
+
+def shapes_of(result: dict[str, Any]) -> list[str]:
+    """Write how many layers have the shapes of each that was measured, and which."""
+    shapes = {row["layer"]: (row["count"], row["shape"]) for row in result["rows"]}
+    return [f"{name} ({count}x): {shape}" for name, (count, shape) in shapes.items()]
+
+
 def described(problem: Problem) -> str:
     """Write the shapes of a problem, as in "64x27x27 -> 192, 5x5, pad 2"."""
     height, width = problem.size
@@ -157,15 +147,6 @@ def _seconds(row: dict[str, Any]) -> float:
     return row["time_s"]["median"]
 
 
-def _algorithms(names: list[str] | None) -> list[Algorithm]:
-    for name in names or ():
-        if name not in ALGORITHMS:
-            raise ConfigError(f"algorithm={name}: allowed are {', '.join(ALGORITHMS)}")
-    return [
-        each for name, each in ALGORITHMS.items() if not names or name in names or each is LIBRARY
-    ]
-
-
 def _measured(
     problem: Problem,
     names: list[str],
@@ -173,83 +154,69 @@ def _measured(
     device: torch.device,
     num_rounds: int,
 ) -> list[Row]:
-    tensors = _tensors(problem, device)
-    refused: Refused = {
-        (algorithm, which): algorithm.refusal(problem, which)
-        for algorithm in algorithms
-        for which in Pass
-    }
-    checks = _errors(replace(problem, batch=CHECKED_BATCH), refused, device)
-    operations = list[tuple[Operation, Callable[[], Tensor]]]()
-    for (algorithm, which), reason in refused.items():
-        if reason is None:
-            call = call_of(algorithm, problem, which, *tensors)
-            ran = implementation(call) if algorithm is LIBRARY else None
-            operations.append((Operation(algorithm, which, checks[algorithm, which], ran), call))
-    num_calls = NUM_CALLS if device.type == "cuda" else 1
-    rounds = interleave.progress(range(num_rounds), 0)
-    for index, _ in interleave.turns(len(operations), rounds):
-        one, call = operations[index]
-        if one.wants_turn():
-            one.call_s.append(per_call(call, num_calls, device).call_s)
-    done = {(one.algorithm, one.which): one for one, _ in operations}
-    return list(_rows(problem, names, refused, done))
+    """Return a row for each pass of a problem by each algorithm."""
+    tensors = problem.draw(device)
+    refused = {(a, which): a.refusal(problem, which) for a in algorithms for which in Pass}
+    errors = _errors(replace(problem, batch=CHECKED_BATCH), refused, device)
+    calls = {done: _call(*done, problem, *tensors) for done in errors}
+    ran = {done: implementation(call) for done, call in calls.items() if done[0] is LIBRARY}
+    num_calls = harness.NUM_CALLS if device.type == "cuda" else 1
 
+    def seconds(call: Callable[[], Tensor]) -> float:
+        return harness.per_call(call, num_calls, device).call_s
 
-def _tensors(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw an input, filters, and a gradient of the output."""
-    group = problem.channels // problem.groups
-    return (
-        torch.randn(problem.batch, problem.channels, *problem.size, device=device),
-        torch.randn(problem.filters, group, *problem.kernel, device=device),
-        torch.randn(problem.batch, problem.filters, *problem.out_size, device=device),
+    takes = [partial(seconds, call) for call in calls.values()]
+    taken = harness.take_turns(
+        takes, num_rounds, wants=harness.within(BUDGET_S, harness.ENOUGH_ROUNDS)
     )
+    times = dict(zip(calls, taken, strict=True))
+    rows = []
+    for (algorithm, which), reason in refused.items():
+        done = algorithm, which
+        call_s, library_s = times.get(done), times[LIBRARY, which]
+        cost = algorithm.total(problem, which)
+        paired = min(len(call_s or ()), len(library_s))
+        rows.append(
+            {
+                "layer": names[0],
+                "count": len(names),
+                "shape": described(problem),
+                "pass": str(which),
+                "algorithm": algorithm.name,
+                "refused": reason,
+                "operations": problem.operations,
+                "executed": cost.operations,
+                "workspace_bytes": cost.workspace_bytes,
+                "time_s": harness.middle(call_s) if call_s else None,
+                "num_rounds": len(call_s or ()),
+                "ratio": harness.ratio(call_s[:paired], library_s[:paired]) if call_s else None,
+                "error": errors.get(done),
+                "implementation": ran.get(done),
+            }
+        )
+    return rows
+
+
+def _call(
+    algorithm: Algorithm, which: Pass, problem: Problem, *tensors: Tensor
+) -> Callable[[], Tensor]:
+    return calls_of({which: algorithm}, problem, *tensors)[which]
 
 
 def _errors(
     problem: Problem, refused: Refused, device: torch.device
 ) -> dict[tuple[Algorithm, Pass], float]:
     """Return each algorithm's largest error against float64, relative to the largest value."""
-    tensors = _tensors(problem, device)
+    tensors = problem.draw(device)
     wide = tuple(tensor.double() for tensor in tensors)
+    true = {which: _call(LIBRARY, which, problem, *wide)() for which in Pass}
     errors: dict[tuple[Algorithm, Pass], float] = {}
-    for which in Pass:
-        true = call_of(LIBRARY, problem, which, *wide)()
-        for (algorithm, of_pass), reason in refused.items():
-            if of_pass == which and reason is None:
-                found = call_of(algorithm, problem, which, *tensors)()
-                errors[algorithm, which] = float((found - true).abs().max() / true.abs().max())
-    return errors
-
-
-def _rows(
-    problem: Problem,
-    names: list[str],
-    refused: Refused,
-    done: dict[tuple[Algorithm, Pass], Operation],
-) -> Iterator[Row]:
     for (algorithm, which), reason in refused.items():
-        one, library = done.get((algorithm, which)), done[LIBRARY, which]
-        cost = algorithm.total(problem, which)
-        paired = min(len(one.call_s), len(library.call_s)) if one else 0
-        yield {
-            "layer": names[0],
-            "count": len(names),
-            "shape": described(problem),
-            "pass": str(which),
-            "algorithm": algorithm.name,
-            "refused": reason,
-            "operations": problem.operations,
-            "executed": cost.operations,
-            "workspace_bytes": cost.workspace_bytes,
-            "time_s": interleave.middle(one.call_s) if one else None,
-            "num_rounds": len(one.call_s) if one else 0,
-            "ratio": interleave.ratio(one.call_s[:paired], library.call_s[:paired])
-            if one
-            else None,
-            "error": one.error if one else None,
-            "implementation": one.ran if one else None,
-        }
+        if reason is None:
+            found = _call(algorithm, which, problem, *tensors)()
+            far = (found - true[which]).abs().max() / true[which].abs().max()
+            errors[algorithm, which] = float(far)
+    return errors
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
@@ -262,7 +229,7 @@ def _line(row: dict[str, Any]) -> list[str]:
     defined = f"{G * row['operations']:.3f}"
     if row["refused"]:
         return [*first, "refused", "", "", defined, "", "", "", row["refused"]]
-    times = [f"{1e3 * row['time_s'][key]:.3f}" for key in ("median", "mad")]
+    times = [number(f"time_s.{key}", MS, 3)(row) for key in ("median", "mad")]
     workspace = f"{MB * row['workspace_bytes']:.1f}"
     ran = row["implementation"] or ""
     counts = [defined, f"{G * row['executed']:.3f}", workspace]
@@ -278,13 +245,12 @@ def _sum(each: dict[str, Any]) -> list[str]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns, and name the layers."""
-    shapes = {row["layer"]: (row["count"], row["shape"]) for row in result["rows"]}
     best, library = (_seconds_of(result, name) for name in (BEST, LIBRARY.name))
     factors = [f"library {library / best:.2f}"]
     if any(each["algorithm"] == "gemm" for each in result["sums"]):
         factors.append(f"gemm everywhere {_seconds_of(result, 'gemm') / best:.2f}")
     return [
-        *(f"{name} ({count}x): {shape}" for name, (count, shape) in shapes.items()),
+        *shapes_of(result),
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes",
         "executed: GFLOP with tiles, padding and transforms, as this algorithm is written here "
         "(of the library: unknown, shown as by definition); error: largest difference from float64 "
@@ -298,11 +264,14 @@ def _seconds_of(result: dict[str, Any], name: str) -> float:
     return next(each["seconds"] for each in result["sums"] if each["algorithm"] == name)
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw executed operations and times of each layer by algorithm, forward and backward."""
     rows = result["rows"]
     sizes = {row["layer"]: row["operations"] for row in rows if row["pass"] == "forward"}
     layers = sorted(sorted(sizes, key=lambda name: -sizes[name])[:MOST_LAYERS], key=[*sizes].index)
+    passes: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        passes.setdefault((row["layer"], row["algorithm"]), []).append(row)
     data = pd.DataFrame(
         {
             "layer": layer,
@@ -312,7 +281,8 @@ def chart(result: dict[str, Any]) -> Chart:
             "defined": 3 * G * sizes[layer],
             "time": MS * sum(_seconds(row) for row in each),
         }
-        for (layer, name), each in _by_layer(rows, layers)
+        for (layer, name), each in passes.items()
+        if layer in layers and all(row["time_s"] for row in each)
     )
     panels = [
         _panel(data, "executed", "executed (GFLOP); line: by definition", names=layers),
@@ -324,26 +294,15 @@ def chart(result: dict[str, Any]) -> Chart:
         f"Convolutions of {result['model']}: the best of each pass takes {share:.2f} of the "
         "library's time"
     )
-    largest = f"the {len(layers)} of {len(sizes)} shapes with the most operations"
-    left_out = [] if len(layers) == len(sizes) else [largest]
     sample = [
         f"{threaded(result)}, {result['batch_size']} images",
         "forward and backward together; medians of at least six rounds in turns",
         "no dot: a pass is refused, or what the library executes is not known",
     ]
+    if len(layers) < len(sizes):
+        sample.append(f"the {len(layers)} of {len(sizes)} shapes with the most operations")
     body = alt.hconcat(*panels, spacing=GAP)
-    width = int(2 * PANEL + GAP + room)
-    return Chart("convolution", message, [*sample, *left_out, *about(result)], body, width)
-
-
-def _by_layer(rows: list[Row], layers: list[str]) -> Iterator[tuple[tuple[str, str], list[Row]]]:
-    """Yield the three passes of each layer and algorithm that computes all of them."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["layer"], row["algorithm"]), []).append(row)
-    for (layer, name), each in found.items():
-        if layer in layers and all(row["time_s"] for row in each):
-            yield (layer, name), each
+    return message, sample, (body, int(2 * PANEL + GAP + room))
 
 
 def _panel(data: Any, value: str, title: str, names: list[str], labelled: bool = True) -> Any:

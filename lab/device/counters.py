@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,12 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from lab.benchmarks.present import about, machine, tabulate
+from lab.benchmarks.harness import joined
+from lab.benchmarks.present import Drawn, Row, decimals, machine, number, tabulate, text
 from lab.benchmarks.request import Request
 from lab.device import callgrind
-from lab.device.alone import on_one_rank
 from lab.device.trace import about_trace, adds_up, kernels_of, left_out, read_events, read_from
-from lab.draw.chart import LABEL_PX, LETTER, Chart
+from lab.draw.chart import LABEL_PX, LETTER
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY
 from lab.draw.plots import BAR, GAP, bars
 from lab.settings.config import ConfigError
@@ -50,16 +49,11 @@ UNNAMED = "__missing__"  # Kineto's word
 # Namespaces, also those of lambda functions: most of the length of a name in torch.
 SCOPE = re.compile(r"(?:\(anonymous namespace\)|\{lambda\([^{}]*\)#\d+\}|\w+)::")
 
-Row = dict[str, Any]
-
 
 def measure(request: Request) -> dict[str, Any]:
     """Count all variants in one process under callgrind, and time the same process without it.
 
     With `trace=FILE`, read what was counted on a GPU.
-
-    Raises:
-        ConfigError: valgrind is missing, or the models fail.
     """
     if request.own["trace"]:
         return _read_kernels(request.own["trace"], request)
@@ -69,7 +63,7 @@ def measure(request: Request) -> dict[str, Any]:
             "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted, "
             f"recorded with {RECORDING}"
         )
-    with on_one_rank(configs[0]) as world:
+    with joined(configs[0]) as world:
         around = surroundings(world, *configs)
     began = time.perf_counter()
     rows, own = _counted(request), request.own
@@ -91,48 +85,40 @@ def _counted(request: Request) -> list[dict[str, Any]]:
     variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "counts"
-        callgrind.command(PROGRAM, out, own["l1"], own["l2"])  # refuses before minutes pass
+        under = callgrind.command(out, own["l1"], own["l2"])  # refuses before minutes pass
         program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
-        plain = _printed(program, variables)
+        plain = _printed("", program, variables)  # finds errors in seconds
         print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
-        printed = callgrind.run(program, out, own["l1"], own["l2"], variables)
-        return _rows(out, json.loads(printed), json.loads(plain), request)
-
-
-def _printed(program: list[str], variables: dict[str, str]) -> str:
-    """Run the program without callgrind, which finds its errors in seconds.
-
-    Raises:
-        ConfigError: its last line.
-    """
-    done = subprocess.run(program, capture_output=True, text=True, env=variables)
-    if done.returncode:
-        raise ConfigError(f"counters: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout
-
-
-def _rows(
-    out: Path, counted: list[dict[str, Any]], plain: list[dict[str, Any]], request: Request
-) -> list[dict[str, Any]]:
-    """Join each count with its layer, less the count of a call that does nothing."""
-    counts = [
-        callgrind.read(out.with_name(f"{out.name}.{number}"))
-        for number in range(1, len(counted) + 2)
-    ]
-    _, empty, *others = counts  # the first is a warm-up
+        counted = _printed("callgrind failed: ", [*under, *program], variables)
+        # Less the count of a call that does nothing; the first is a warm-up.
+        _, empty, *counts = (
+            callgrind.read(out.with_name(f"{out.name}.{number}"))
+            for number in range(1, len(counted) + 2)
+        )
     return [
         {
             "name": request.variants[row["variant"]].label,
             "batch_size": request.variants[row["variant"]].config.batch_size,
-            "layer": row["layer"],
-            "kind": row["kind"],
-            "pass": row["pass"],
+            **{key: row[key] for key in ("layer", "kind", "pass")},
             **asdict(found.less(empty)),
             "counted_s": row["seconds"],
             "plain_s": timed["seconds"],
         }
-        for found, row, timed in zip(others, counted[1:], plain[1:], strict=True)
+        for found, row, timed in zip(counts, counted[1:], plain[1:], strict=True)
     ]
+
+
+def _printed(what: str, program: list[str], variables: dict[str, str]) -> list[dict[str, Any]]:
+    """Run a program, and return the JSON that it prints.
+
+    Raises:
+        ConfigError: `what` failed, with the last line of its errors.
+    """
+    done = subprocess.run(program, capture_output=True, text=True, env=variables)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"counters: {what}{lines[-1]}")
+    return json.loads(done.stdout)
 
 
 def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
@@ -163,39 +149,35 @@ def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> list[list[str]]:
     """List a line for each pass of each layer; for each kernel, and one for all of them."""
-    if _is_of_kernels(result):
+    if "trace" in result:
         return _table_of_kernels(result)
-    columns: dict[str, Callable[[Row], str]] = {
-        "": lambda row: row["name"],
-        "layer": lambda row: row["layer"],
-        " ": lambda row: row["kind"],
-        "pass": lambda row: row["pass"],
-    }
-    for key in ("instructions", "loads", "stores"):
-        columns[f"{key} (M)"] = lambda row, key=key: f"{M * row[key]:.3f}"
-    columns["loads, stores %"] = lambda row: _percent(
-        (row["loads"] + row["stores"]) / row["instructions"] if row["instructions"] else None
-    )
-    columns |= {
-        f"{level.upper()} {kind} hits %": partial(_hit, level=level, kind=kind)
-        for kind in ("load", "store")
-        for level in HITS
+    columns = {
+        "": text("name"),
+        "layer": text("layer"),
+        " ": text("kind"),
+        "pass": text("pass"),
+        **{f"{key} (M)": number(key, M, 3) for key in ("instructions", "loads", "stores")},
+        "loads, stores %": lambda row: decimals(
+            (row["loads"] + row["stores"]) / row["instructions"] if row["instructions"] else None,
+            100,
+        ),
+        **{
+            f"{level.upper()} {kind} hits %": partial(_hit, level=level, kind=kind)
+            for kind in ("load", "store")
+            for level in HITS
+        },
     }
     header, *lines = tabulate(result["rows"], columns)
     return [[name.strip() for name in header], *lines]
 
 
 def _hit(row: Row, level: str, kind: str) -> str:
-    return _percent(hits(row, level, kind))
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
+    return decimals(hits(row, level, kind), 100)
 
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns, and say what counting costs."""
-    if _is_of_kernels(result):
+    if "trace" in result:
         return _notes_on_kernels(result)
     return [
         f"simulated caches of data (bytes, ways, line): L1 {result['l1']}, L2 {result['l2']}; hits "
@@ -207,7 +189,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def hits(row: dict[str, Any], level: str, kind: str) -> float | None:
+def hits(row: Row, level: str, kind: str) -> float | None:
     """Return a level's share of hits; None: it was not asked.
 
     Args: level: "l1" or "l2". kind: "load" or "store".
@@ -217,9 +199,9 @@ def hits(row: dict[str, Any], level: str, kind: str) -> float | None:
     return 1 - misses / asked if asked else None
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw instructions, and hits of loads, of each layer's passes in the last variant."""
-    if _is_of_kernels(result):
+    if "trace" in result:
         return _chart_of_kernels(result)
     last = result["rows"][-1]["name"]
     rows = [row for row in result["rows"] if row["name"] == last]
@@ -227,7 +209,10 @@ def chart(result: dict[str, Any]) -> Chart:
     data = pd.DataFrame(
         {"name": name, "part": part, "value": M * value}
         for name, row in zip(names, rows, strict=True)
-        for part, value in zip(COUNTED, _parts(row), strict=True)
+        for loads, stores in [(row["loads"], row["stores"])]
+        for part, value in zip(
+            COUNTED, (loads, stores, row["instructions"] - loads - stores), strict=True
+        )
     )
     counted, width = bars(data, "million instructions", COUNTED, width=340)
     shares = pd.DataFrame(
@@ -253,17 +238,8 @@ def chart(result: dict[str, Any]) -> Chart:
         f"{100 * moved / whole:.0f} % of the instructions of {result['models'][-1]} load or store, "
         f"at a batch of {rows[0]['batch_size']}"
     )
-    lines = [f"counted by callgrind on {machine(result)}", *notes(result), *about(result)]
-    return Chart("counters", message, lines, body, width + 220)
-
-
-def _parts(row: Row) -> tuple[int, int, int]:
-    """Return loads, stores, and all other instructions."""
-    return row["loads"], row["stores"], row["instructions"] - row["loads"] - row["stores"]
-
-
-def _is_of_kernels(result: dict[str, Any]) -> bool:
-    return "trace" in result
+    about = [f"counted by callgrind on {machine(result)}", *notes(result)]
+    return message, about, (body, width + 220)
 
 
 def _table_of_kernels(result: dict[str, Any]) -> list[list[str]]:
@@ -298,11 +274,11 @@ def short(name: str) -> str:
     return plain if len(plain) <= WIDTH else f"{plain[: WIDTH - 1]}…"
 
 
-def _label(place: int, row: dict[str, Any]) -> str:
+def _label(place: int, row: Row) -> str:
     return f"{place} {short(row['name'])}"  # cut names may be equal
 
 
-def _line(label: str, row: dict[str, Any], names: list[str]) -> list[str]:
+def _line(label: str, row: Row, names: list[str]) -> list[str]:
     values = [row["metrics"].get(name) for name in names]
     texts = ["-" if value is None else f"{value:.5g}" for value in values]
     return [label, str(row["num_launches"]), *texts]
@@ -310,7 +286,7 @@ def _line(label: str, row: dict[str, Any], names: list[str]) -> list[str]:
 
 def _columns(names: list[str]) -> list[str]:
     start, end = _shared(names)
-    return [name[len(start) : len(name) - len(end)] for name in names]
+    return [name.removeprefix(start).removesuffix(end) for name in names]
 
 
 def _shared(names: list[str]) -> tuple[str, str]:
@@ -323,7 +299,7 @@ def _shared(names: list[str]) -> tuple[str, str]:
     return start, end
 
 
-def _chart_of_kernels(result: dict[str, Any]) -> Chart:
+def _chart_of_kernels(result: dict[str, Any]) -> Drawn:
     """Draw a panel for each of the first metrics that are not 0 everywhere."""
     rows, total = result["rows"][:NUM_KERNELS], result["total"]
     texts = dict(zip(total["metrics"], _columns(list(total["metrics"])), strict=True))
@@ -337,7 +313,8 @@ def _chart_of_kernels(result: dict[str, Any]) -> Chart:
             for label, row in zip(labels, rows, strict=True)
         )
         axis = alt.Axis(labels=not panels, ticks=False, labelLimit=420)
-        title = [*re.findall(r".{1,24}(?:[_.]|$)|.{1,24}", texts[name]), _combined(name)]
+        combined = "sum over launches" if adds_up(name) else "mean, or extreme"
+        title = [*re.findall(r".{1,24}(?:[_.]|$)|.{1,24}", texts[name]), combined]
         panel = alt.Chart(data).mark_bar(height=BAR - 6, color=BLUE if adds_up(name) else ORANGE)
         panels.append(
             panel.encode(
@@ -355,10 +332,5 @@ def _chart_of_kernels(result: dict[str, Any]) -> Chart:
     if shares:
         name = max(shares, key=lambda each: shares[each])
         message = f"{short(rows[0]['name'])} has {100 * shares[name]:.0f} % of all {name}"
-    lines = [*notes(result), *about(result)]
     width = int(room + len(panels) * (METRIC + GAP))
-    return Chart("counters", message, lines, alt.hconcat(*panels, spacing=GAP), width)
-
-
-def _combined(metric: str) -> str:
-    return "sum over launches" if adds_up(metric) else "mean, or extreme"
+    return message, _notes_on_kernels(result), (alt.hconcat(*panels, spacing=GAP), width)

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -29,17 +29,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import Optimizer
 
-from lab.benchmarks.present import about, tabulate
+from lab.benchmarks.harness import here
+from lab.benchmarks.present import Column, Drawn, decimals, number, span, tabulate, text
 from lab.benchmarks.request import Request
-from lab.device.alone import not_run, span
 from lab.device.callgrind import filled
-from lab.draw.chart import Chart
 from lab.draw.looks import BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import bars
 from lab.exchange.bucket import plan
 from lab.exchange.cost import Sizes
 from lab.measure.memory import peak_bytes, reset_peak
-from lab.problem.build import blueprint
+from lab.problem.build import Blueprint, blueprint
 from lab.settings.config import ConfigError, check_batch, load
 from lab.settings.names import class_name
 from lab.simulate.strategy import sync_bytes
@@ -64,17 +63,9 @@ WARMUP, MEASURED = 2, 3  # steps of the measured program
 MB = 1e-6
 COLOURS = dict(zip(KINDS, (BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, BROWN), strict=True))
 
-Row = dict[str, Any]
-MakeOptimizer = Callable[[nn.Module], Optimizer]
-Loss = Callable[[Tensor, Tensor], Tensor]
-
 
 def measure(request: Request) -> dict[str, Any]:
-    """Compute the footprint of every variant.
-
-    Raises:
-        ConfigError: a model cannot be built, or cannot run without values.
-    """
+    """Compute the footprint of every variant."""
     memory_gb, measured = request.own["memory_gb"], request.own["measured"]
     num_ranks = request.own["num_ranks"]
     if measured and num_ranks > 1:
@@ -84,21 +75,13 @@ def measure(request: Request) -> dict[str, Any]:
     rows = [_row(each.label, each.config, memory_gb, num_ranks) for each in request.variants]
     for row, variant in zip(rows, request.variants, strict=True) if measured else ():
         row["measured_bytes"] = _resident(variant.arguments)
-    return {
-        "rows": rows,
-        "memory_gb": memory_gb,
-        **not_run(),
-    }
+    return {"rows": rows, "memory_gb": memory_gb, **here(asks_tools=False)}
 
 
 def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) -> dict[str, Any]:
     check_batch(config, num_ranks)
     parts = blueprint(config)
-    optim = make_optim(config.optim, config.batch_size)
-    step = Step(
-        *(parts.data.input_shape, parts.data.input_dtype, parts.target, parts.task.loss),
-        *(optim.optimizer, config.precision),
-    )
+    step = _step_of(config, parts)
     per_rank = config.batch_size // (num_ranks if config.scaling == "strong" else 1)
     exchange = exchange_bytes(parts.model, config, num_ranks)
     try:
@@ -167,26 +150,40 @@ def main(settings: list[str]) -> None:
     torch.set_num_threads(1)
     config = load(settings)
     plan = blueprint(config)
-    optim = make_optim(config.optim, config.batch_size)
+    step = _step_of(config, plan)
     small = nn.Conv2d(1, 1, 3)
     small(torch.zeros(1, 1, 8, 8)).sum().backward()
-    optim.optimizer(small).step()  # what all this loads is no memory of the model's step
+    step.optimizer(small).step()  # what all this loads is no memory of the model's step
     reset_peak(CPU)
     before = peak_bytes(CPU)
     model, inputs = filled(plan, config.batch_size)
-    optimizer = optim.optimizer(model)
+    optimizer = step.optimizer(model)
     targets = torch.zeros(config.batch_size, *plan.target.shape, dtype=plan.target.dtype)
-    half = AUTOCAST.get(config.precision)
     peaks = []
     for _ in range(WARMUP + MEASURED):
         reset_peak(CPU)
-        with torch.autocast("cpu", half, enabled=half is not None):
-            outputs = model(inputs)
-        plan.task.loss(outputs.float() if half else outputs, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _train(model, optimizer, step, inputs, targets)
         peaks.append(peak_bytes(CPU) - before)
     print(int(median(peaks[WARMUP:])))
+
+
+def _step_of(config: DictConfig, plan: Blueprint) -> Step:
+    optim = make_optim(config.optim, config.batch_size)
+    return Step(
+        *(plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss),
+        *(optim.optimizer, config.precision),
+    )
+
+
+def _train(
+    model: nn.Module, optimizer: Optimizer, step: Step, inputs: Tensor, targets: Tensor
+) -> None:
+    half = AUTOCAST.get(step.precision)
+    with torch.autocast("cpu", half) if half else contextlib.nullcontext():
+        outputs = model(inputs)
+    step.loss(outputs.float() if half else outputs, targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -203,8 +200,8 @@ class Step:
     input_shape: tuple[int, ...]
     input_dtype: torch.dtype
     target: Tensor
-    loss: Loss
-    optimizer: MakeOptimizer
+    loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Callable[[nn.Module], Optimizer]
     precision: str = "fp32"
 
 
@@ -283,28 +280,20 @@ def _peak(
     optimizer = step.optimizer(fake)
     tracker = MemTracker()
     tracker.track_external(fake, optimizer)
-    half = AUTOCAST.get(step.precision)
     modules: tuple[ModuleBytes, ...] = ()
     with tracker:
         inputs = torch.empty(batch, *step.input_shape, dtype=step.input_dtype)
         targets = torch.empty(batch, *step.target.shape, dtype=step.target.dtype)
         for _ in range(NUM_STEPS):
-            with torch.autocast("cpu", half) if half else contextlib.nullcontext():
-                outputs = fake(inputs)
-            step.loss(outputs.float() if half else outputs, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            modules = tuple(_modules(tracker, fake))
+            _train(fake, optimizer, step, inputs, targets)
+            modules = tuple(
+                ModuleBytes(name or "model", held.parameter_mem, held.output_mem)
+                for name, module in fake.named_modules()
+                if not any(True for _ in module.children())
+                and (held := tracker.memory_tracking.get(module))
+            )
             tracker.reset_mod_stats()
     return _by_kind(tracker.get_tracker_snapshot("peak")), modules
-
-
-def _modules(tracker: MemTracker, model: nn.Module) -> Iterator[ModuleBytes]:
-    """Read what each innermost module held in the last forward."""
-    for name, module in model.named_modules():
-        found = tracker.memory_tracking.get(module)
-        if found and not any(True for _ in module.children()):
-            yield ModuleBytes(name or "model", found.parameter_mem, found.output_mem)
 
 
 def _by_kind(snapshot: Mapping[torch.device, Mapping[Any, int]]) -> Mapping[str, int]:
@@ -320,33 +309,28 @@ def _by_kind(snapshot: Mapping[torch.device, Mapping[Any, int]]) -> Mapping[str,
 def table(result: dict[str, Any]) -> list[list[str]]:
     """List a header, and a line for each set of settings, in MB; of a single one its modules."""
     rows, memory_gb = result["rows"], result["memory_gb"]
-    columns: dict[str, Callable[[Row], str]] = {
-        "": lambda row: row["name"],
-        "parameters (M)": lambda row: f"{row['num_parameters'] / 1e6:.3f}",
+    columns: dict[str, Column] = {
+        "": text("name"),
+        "parameters (M)": number("num_parameters", 1e-6, 3),
+        **{f"{kind} (MB)": number(f"bytes.{kind}", MB) for kind in KINDS},
+        "peak (MB)": number("total_bytes", MB),
     }
-    for kind in KINDS:
-        columns[f"{kind} (MB)"] = lambda row, kind=kind: f"{MB * row['bytes'][kind]:.1f}"
-    columns["peak (MB)"] = lambda row: f"{MB * row['total_bytes']:.1f}"
     if any(row["measured_bytes"] for row in rows):
-        columns["measured (MB)"] = lambda row: f"{MB * row['measured_bytes']:.1f}"
-        columns["computed %"] = lambda row: (
-            f"{100 * row['total_bytes'] / row['measured_bytes']:.1f}"
+        columns["measured (MB)"] = number("measured_bytes", MB)
+        columns["computed %"] = lambda row: decimals(
+            100 * row["total_bytes"] / row["measured_bytes"]
         )
     if memory_gb:
-        columns[f"batch in {memory_gb} GB"] = lambda row: str(row["largest_batch"])
+        columns[f"batch in {memory_gb} GB"] = text("largest_batch")
     lines = tabulate(rows, columns)
     if len(rows) > 1:
         return lines
     modules = [
-        [f"  {each['name']}", "", f"{MB * each['parameters']:.1f}", f"{MB * each['outputs']:.1f}"]
+        [f"  {each['name']}", "", *(decimals(each[key], MB) for key in ("parameters", "outputs"))]
         for each in rows[0]["modules"]
     ]
     head = ["by module", "", "parameters (MB)", "outputs (MB)"]
     return [*lines, *([*each, *[""] * (len(columns) - 4)] for each in (head, *modules))]
-
-
-def _computed(row: Row) -> str:
-    return f"{100 * row['total_bytes'] / row['measured_bytes']:.1f}"
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -362,7 +346,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw a bar for each set of settings, divided by kind, and a mark where it was measured."""
     rows = result["rows"]
     used = [kind for kind in KINDS if any(row["bytes"][kind] for row in rows)]
@@ -380,13 +364,12 @@ def chart(result: dict[str, Any]) -> Chart:
     if not any(row["measured_bytes"] for row in rows):
         del data["mark"]
     colours = {kind: COLOURS[kind] for kind in used}
-    body, width = bars(data, "peak of a step (MB)", colours, marks="measured")
     models = ", ".join(dict.fromkeys(row["model"] for row in rows))
     peaks = span([MB * row["total_bytes"] for row in rows], ".0f")
     shares = span([100 * row["bytes"]["activations"] / row["total_bytes"] for row in rows], ".0f")
     message = f"A step of {models} takes {peaks} MB, {shares} % of it activations"
     sample = f"bars are computed (torch {result['environment']['torch']}), not measured"
-    return Chart("footprint", message, [sample, *about(result)], body, width)
+    return message, [sample], bars(data, "peak of a step (MB)", colours, marks="measured")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,20 @@
-"""Memory layouts of a convolution's tensors, and the reorders that libraries add on their own."""
+"""Memory layouts of a convolution's tensors, and the reorders that libraries add on their own.
+
+Those of oneDNN, the CPU's library of layers, are read from its log.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from io import StringIO
 from typing import Any
 
 import torch
@@ -14,12 +23,18 @@ from torch.autograd import DeviceType
 from torch.nn.functional import conv2d
 from torch.profiler import ProfilerActivity, profile
 
+from lab.convolution.algorithms import LIBRARY, gradients
 from lab.convolution.problem import Pass, Problem
-from lab.measure.onednn import Primitive, primitives, printed
 
+# A line has: mark, version, "primitive", "exec", engine, kind, implementation, ..., milliseconds.
+MARK, EXECUTED, KIND, IMPLEMENTATION = "onednn_verbose", "exec", 5, 6
+# A tensor in it, as in "src:f32:a:blocked:aBcd8b::f0".
+FORMAT = re.compile(r"\b(src|dst)[:_]\w+:\w*:blocked:(\w+)")
 # cuDNN's kernels that only change a layout, as in cudnn::engines_precompiled::nchwToNhwcKernel.
 TRANSPOSE = re.compile(r"(nchw|nhwc|foldedNhwc)To(Nchw|Nhwc|FoldedNhwc)Kernel")
 COPY = "aten::copy_"
+NHWC = torch.channels_last, torch.contiguous_format  # of a tensor, and of its gradient
+NCHW = torch.contiguous_format, torch.channels_last
 
 
 class Layout(StrEnum):
@@ -77,24 +92,18 @@ def calls_in(
         x_is_data: no layer has written x, so that it comes in NCHW where the layout is blocked.
     """
     x_blocked = Tensor.to_mkldnn if x_is_data else _blocked
+    # Unlike `contiguous`, `to` changes the layout also where one channel leaves no difference.
+    to_nhwc = partial(Tensor.to, memory_format=torch.channels_last)
     changes: dict[Layout, tuple[Callable[[Tensor], Tensor], ...]] = {
         Layout.NCHW: (Tensor.contiguous,) * 3,
-        Layout.NHWC: (_channels_last,) * 3,
+        Layout.NHWC: (to_nhwc,) * 3,
         Layout.BLOCKED: (x_blocked, Tensor.contiguous, _blocked),
     }
     x, w, dy = (change(each) for change, each in zip(changes[layout], (x, w, dy), strict=True))
-    stride, padding, groups = problem.stride, problem.padding, problem.groups
-
-    def backward(place: int) -> Tensor:
-        mask = [place == each for each in range(3)]
-        return torch.ops.aten.convolution_backward(
-            dy, x, w, None, stride, padding, (1, 1), False, (0, 0), groups, mask
-        )[place]
-
     return {
-        Pass.FORWARD: lambda: conv2d(x, w, None, stride, padding, 1, groups),
-        Pass.BACKWARD_DATA: lambda: backward(0),
-        Pass.BACKWARD_WEIGHTS: lambda: backward(1),
+        Pass.FORWARD: lambda: LIBRARY.forward(x, w, problem),
+        Pass.BACKWARD_DATA: lambda: gradients(problem, dy, x, w, (True, False, False))[0],
+        Pass.BACKWARD_WEIGHTS: lambda: gradients(problem, dy, x, w, (False, True, False))[1],
     }
 
 
@@ -127,25 +136,21 @@ def reorders_among(executed: Iterable[Primitive]) -> list[Reorder]:
 def transposes(averages: Iterable[Any]) -> list[Reorder]:
     """Return cuDNN's changes of layout among kernels, which have them in their names.
 
-    Args:
-        averages: torch.profiler's events, summed by name.
+    Args: averages: torch.profiler's events, summed by name.
     """
     found: list[Reorder] = []
     for each in averages:
         formats = TRANSPOSE.search(each.key)
         if formats and each.device_type == DeviceType.CUDA:
-            source, target = (name.lower() for name in formats.groups())
             seconds = each.self_device_time_total / 1e6 / each.count
-            found += [Reorder(source, target, seconds)] * each.count
+            found += [Reorder(*map(str.lower, formats.groups()), seconds)] * each.count
     return found
 
 
 def copies(averages: Iterable[Any], on_gpu: bool) -> list[float]:
     """Return the mean seconds of torch's copies, as often as there are copies.
 
-    Args:
-        averages: torch.profiler's events, summed by name.
-        on_gpu: take the time of kernels instead of the host's.
+    Args: averages: as above. on_gpu: take the time of kernels instead of the host's.
     """
     for each in averages:
         if each.key == COPY and each.device_type == DeviceType.CPU:
@@ -165,8 +170,8 @@ class MixedLayouts:
         for layer in model.modules():
             if isinstance(layer, nn.Conv2d):
                 layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                layer.register_forward_pre_hook(_into_nhwc)
-                layer.register_forward_hook(_into_nchw)
+                layer.register_forward_pre_hook(lambda _, inputs: _Convert.apply(inputs[0], *NHWC))
+                layer.register_forward_hook(lambda _, __, output: _Convert.apply(output, *NCHW))
         return model
 
 
@@ -185,20 +190,75 @@ class _Convert(torch.autograd.Function):
         return dy.contiguous(memory_format=ctx.back), None, None
 
 
-def _into_nhwc(_layer: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-    return _Convert.apply(inputs[0], torch.channels_last, torch.contiguous_format)  # type: ignore[no-any-return]
-
-
-def _into_nchw(_layer: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    return _Convert.apply(output, torch.contiguous_format, torch.channels_last)  # type: ignore[no-any-return]
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    """Return a tensor in NHWC; unlike `contiguous`, also where one channel leaves no difference."""
-    return tensor.to(memory_format=torch.channels_last)
-
-
 def _blocked(tensor: Tensor) -> Tensor:
     """Return a tensor as a convolution leaves it: one of 1x1 filters that changes no value."""
     channels = tensor.shape[1]
     return conv2d(tensor.to_mkldnn(), torch.eye(channels).view(channels, channels, 1, 1))
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """One operation that oneDNN executed.
+
+    Attributes:
+        kind: "convolution", "reorder" and others.
+        implementation: the code that ran, as in "jit:avx2".
+        formats: memory format of "src" and "dst", if the log has it: abcd is NCHW, acdb is NHWC,
+            and aBcd8b has channels in blocks of eight.
+        seconds: by oneDNN's own clock.
+    """
+
+    kind: str
+    implementation: str
+    formats: dict[str, str]
+    seconds: float
+
+
+def primitives(call: Callable[[], object]) -> list[Primitive]:
+    """Return what oneDNN executed during a call, in order; empty: it was not asked."""
+    with printed(1) as log, torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        call()
+    return parsed(log.getvalue())
+
+
+def implementation(call: Callable[[], object]) -> str | None:
+    """Return which of its convolutions oneDNN executed last in a call; None: it does not say."""
+    ran = [each.implementation for each in primitives(call) if each.kind == "convolution"]
+    return ran[-1] if ran else None
+
+
+def parsed(log: str) -> list[Primitive]:
+    """Read the executed operations of a log; other lines are passed over."""
+    lines = [line.split(",") for line in log.splitlines()]
+    return [
+        Primitive(
+            fields[KIND],
+            fields[IMPLEMENTATION],
+            dict(FORMAT.findall(",".join(fields))),
+            float(fields[-1]) / 1e3,
+        )
+        for fields in lines
+        if fields[0] == MARK and EXECUTED in fields[:KIND]
+    ]
+
+
+@contextmanager
+def printed(descriptor: int) -> Iterator[StringIO]:
+    """Send what the process prints meanwhile to a buffer, which is filled when the context ends.
+
+    Args:
+        descriptor: 1, standard output, or 2, the error output.
+    """
+    text = StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    kept = os.dup(descriptor)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), descriptor)
+        try:
+            yield text
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
+            file.seek(0)
+            text.write(file.read())

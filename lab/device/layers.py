@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,17 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
-from lab.benchmarks import interleave
-from lab.benchmarks.present import about, ranged
+from lab.benchmarks.harness import (
+    compiling_each,
+    difference,
+    level,
+    middle,
+    on_one_rank,
+    ratio,
+    take_turns,
+)
+from lab.benchmarks.present import Drawn, Row, decimals, medians_of, ranged, span
 from lab.benchmarks.request import Request
-from lab.device.alone import compiling_each, medians_of, on_one_rank, span
 from lab.device.clock import (
     Call,
     ClockCost,
@@ -26,17 +34,18 @@ from lab.device.clock import (
     seconds_of_bias,
     share_of_data,
 )
-from lab.draw.chart import GREY, Chart
+from lab.distributed.world import World
+from lab.draw.chart import GREY
 from lab.draw.looks import COLOURS, GREEN, ORANGE, SKY, VERMILLION
 from lab.draw.plots import bars
 from lab.measure.spans import PHASES
 from lab.settings.names import class_name
 from lab.training.assemble import Assembly, assembled
-from lab.training.recording import surroundings
 
 WARMUP = 4
 LOSS = "(loss)"
 PLAIN, CLOCKED, WITHOUT = "plain", "clocked", "without input's gradient"
+WAYS = ("forward", "backward")
 PASSES: tuple[str, ...] = ("forward", "backward data", "backward weights", "backward, both at once")
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 MS = 1e3
@@ -45,100 +54,74 @@ OTHERS, REST = "other layers", "rest of the step"
 MOST_BARS = 60  # layers; of more, kinds are drawn
 HEADER = ["", "", *(f"{name} (ms)" for name in PASSES), "of the step %"]
 
-Row = Mapping[str, Any]
+Values = NDArray[np.float64]
 
 
-@dataclass
-class Candidate:
-    """One set of settings, and the numbers of its steps of each kind.
-
-    Attributes:
-        steps: numbers of the trainer's steps by kind.
-        input_grad: the model's input needs a gradient, but in steps WITHOUT.
-        calls: of layers with weights, in a step of the warm-up.
-    """
-
-    label: str
-    part: Assembly
-    step: Callable[[], object]
-    clock: ModuleClock
-    input_grad: bool
-    compiled: bool
-    num_steps: int = 0
-    steps: dict[str, list[int]] = field(default_factory=dict)
-    calls: dict[str, Call] = field(default_factory=dict)
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of steps that take turns."""
-        kinds = [PLAIN] if self.compiled else [PLAIN, CLOCKED]
-        return [*kinds, WITHOUT] if self.input_grad else kinds
-
-
-def measure(request: Request) -> dict[str, Any]:
-    """Measure all variants in turns, on one rank.
-
-    Raises:
-        ConfigError: a setting does not fit the data and devices at hand.
-    """
+@on_one_rank
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure all variants in turns, on one rank."""
     configs = [variant.config for variant in request.variants]
     rounds, input_grad = request.own["rounds"], request.own["input_grad"]
     for config in configs:
         # As lab.profile_layers: a rate of 0 keeps the weights.
         config.measure, config.steps, config.optim.lr = "breakdown", WARMUP + 3 * rounds, 0.0
     with ExitStack() as stack:
-        world = stack.enter_context(on_one_rank(configs[0], request.own["threads"]))
         stack.enter_context(compiling_each(configs, 1))
         candidates = [
-            _candidate(variant.label, stack.enter_context(assembled(config, world)), input_grad)
+            Candidate(variant.label, stack.enter_context(assembled(config, world)), input_grad)
             for variant, config in zip(request.variants, configs, strict=True)
         ]
         gc.freeze()  # spans are many objects: without it, clocked steps wait for the collector
         stack.callback(gc.unfreeze)
-        taken = [(one, kind) for one in candidates for kind in one.kinds]
-        shown = interleave.progress(range(rounds), 0)
-        for index, _ in interleave.turns(len(taken), shown):
-            _take(*taken[index])
+        take_turns([partial(one.take, kind) for one in candidates for kind in one.kinds], rounds)
         return {
             "rows": [_row(one) for one in candidates],
             "num_rounds": rounds,
             "input_grad": input_grad,
             "models": [class_name(config.model["_target_"]) for config in configs],
-            **surroundings(world, *configs),
         }
 
 
-def _candidate(label: str, part: Assembly, input_grad: bool) -> Candidate:
-    trainer = part.trainer
-    clock = ModuleClock(trainer.model, trainer.world.device)
-    loop = trainer.steps()
-    one = Candidate(
-        label, part, lambda: next(loop), clock, input_grad, bool(trainer.config.compile)
-    )
-    if not one.compiled:
-        trainer.task.loss = clock.around(LOSS, trainer.task.loss)
-    for number in range(WARMUP):
-        noting = (
-            noting_calls(trainer.model, one.calls) if number == 1 and not one.compiled else None
-        )
-        with noting or nullcontext():
-            _take(one, CLOCKED if number == WARMUP - 1 and not one.compiled else PLAIN)
-    one.steps.clear()
-    one.clock.passes.clear()
-    return one
+class Candidate:
+    """One set of settings, warmed up, and the numbers of its steps of each kind.
 
+    Attributes:
+        kinds: of the steps that take turns. The model's input needs a gradient if there are steps
+            WITHOUT, and only in the others.
+        steps: numbers of the trainer's steps by kind.
+        calls: of layers with weights, in a step of the warm-up.
+    """
 
-def _take(one: Candidate, kind: str) -> None:
-    """Take one step, and note its number."""
-    model = one.part.trainer.model
-    wants = one.input_grad and kind != WITHOUT
-    hook = model.register_forward_pre_hook(_with_gradient) if wants else None
-    with one.clock if kind == CLOCKED else nullcontext():
-        one.step()
-    if hook:
-        hook.remove()
-    one.steps.setdefault(kind, []).append(one.num_steps)
-    one.num_steps += 1
+    def __init__(self, label: str, part: Assembly, input_grad: bool) -> None:
+        self.label, self.trainer = label, part.trainer
+        self.clock = ModuleClock(self.trainer.model, self.trainer.world.device)
+        self.compiled = bool(self.trainer.config.compile)
+        self.kinds = [PLAIN, *([] if self.compiled else [CLOCKED])]
+        self.kinds += [WITHOUT] if input_grad else []
+        self.steps: dict[str, list[int]] = {}
+        self.calls: dict[str, Call] = {}
+        self._loop, self._num_steps = self.trainer.steps(), 0
+        if not self.compiled:
+            self.trainer.task.loss = self.clock.around(LOSS, self.trainer.task.loss)
+        self.take(PLAIN)
+        with nullcontext() if self.compiled else noting_calls(self.trainer.model, self.calls):
+            self.take(PLAIN)
+        for _ in range(WARMUP - 3):
+            self.take(PLAIN)
+        self.take(PLAIN if self.compiled else CLOCKED)
+        self.steps.clear()
+        self.clock.passes.clear()
+
+    def take(self, kind: str) -> None:
+        """Take one step, and note its number."""
+        wants = WITHOUT in self.kinds and kind != WITHOUT
+        hook = self.trainer.model.register_forward_pre_hook(_with_gradient) if wants else None
+        with self.clock if kind == CLOCKED else nullcontext():
+            next(self._loop)
+        if hook:
+            hook.remove()
+        self.steps.setdefault(kind, []).append(self._num_steps)
+        self._num_steps += 1
 
 
 def _with_gradient(_model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -147,7 +130,7 @@ def _with_gradient(_model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _row(one: Candidate) -> dict[str, Any]:
-    trainer = one.part.trainer
+    trainer = one.trainer
     trainer.clock.pause()
     all_s, phases_s = trainer.clock.step_seconds(), trainer.clock.phase_seconds()
     step_s = {kind: all_s[numbers] for kind, numbers in one.steps.items()}
@@ -156,34 +139,30 @@ def _row(one: Candidate) -> dict[str, Any]:
         "name": one.label,
         "batch_size": trainer.batch_size,
         "compiled": one.compiled,
-        "step_s": interleave.middle(step_s[PLAIN]),
-        "phases_s": {name: interleave.middle(np.nan_to_num(s)) for name, s in phases.items()},
+        "step_s": middle(step_s[PLAIN]),
+        "phases_s": {name: middle(np.nan_to_num(s)) for name, s in phases.items()},
         "input_grad_s": None,
         "layers": [],
     }
     if WITHOUT in step_s:
-        differ = interleave.interval(lambda a, b: a - b, step_s[PLAIN], step_s[WITHOUT])
-        row["input_grad_s"] = differ
+        row["input_grad_s"] = difference(step_s[PLAIN], step_s[WITHOUT])
     return row if one.compiled else row | _layers(one, step_s[PLAIN], phases, phases_s)
 
 
 def _layers(
-    one: Candidate,
-    step_s: NDArray[np.float64],
-    phases: Mapping[Any, NDArray[np.float64]],
-    all_phases_s: NDArray[np.float64],
+    one: Candidate, step_s: Values, phases: Mapping[Any, Values], all_phases_s: Values
 ) -> dict[str, Any]:
     """Return the modules' times, the rest, and how their sum compares with a plain step."""
-    on_cpu = one.part.trainer.world.device.type == "cpu"
+    on_cpu = one.trainer.world.device.type == "cpu"
     cost = clock_cost() if on_cpu else ClockCost(0.0, 0.0)
     passes = [each.seconds(cost.span_s) for each in one.clock.passes]
     hooks_s = np.array([cost.node_s * len(each.backward) for each in one.clock.passes])
     names = list(dict.fromkeys(name for each in passes for name in each))
+    # [passes, names, forward and backward]
     times = np.array([[each.get(name, (0.0, 0.0)) for name in names] for each in passes])
     creators = set[str]().union(*(each.creators for each in one.clock.passes))
     working = np.array([name in creators for name in names])
-    clocked = all_phases_s[one.steps[CLOCKED]]
-    backward_s = clocked[:, PHASES.index("backward")]
+    backward_s = all_phases_s[one.steps[CLOCKED], PHASES.index("backward")]
     rest = {
         "around layers": times[:, ~working].sum(axis=(1, 2)),
         "autograd": backward_s - times[:, working, 1].sum(axis=1) - hooks_s,
@@ -193,37 +172,30 @@ def _layers(
     other = step_s - np.nansum(np.array(list(phases.values())), axis=0)
     rest["host"] = other + np.nan_to_num(phases["exchange"])
     total = times[:, working].sum(axis=(1, 2)) + sum(rest.values())
-    worked = [name for name, works in zip(names, working, strict=True) if works]
     return {
-        "layers": list(_modules(one, worked, times[:, working])),
+        "layers": [
+            _layer(one, name, times[:, place]) for place, name in enumerate(names) if working[place]
+        ],
         "clock_cost_s": asdict(cost),
-        "rest_s": {name: interleave.middle(values) for name, values in rest.items()},
-        "sum_s": interleave.middle(total),
-        "sum_ratio": interleave.ratio(total, step_s),
+        "rest_s": {name: middle(values) for name, values in rest.items()},
+        "sum_s": middle(total),
+        "sum_ratio": ratio(total, step_s),
     }
 
 
-def _modules(
-    one: Candidate, names: list[str], times: NDArray[np.float64]
-) -> Iterator[dict[str, Any]]:
-    """Yield what was measured of each module; times: [passes, names, forward and backward]."""
-    modules = dict(one.part.trainer.model.named_modules()) | {"model": one.part.trainer.model}
-    for place, name in enumerate(names):
-        module, call = modules.get(name), one.calls.get(name)
-        bias_s = seconds_of_bias(call) if call else None
-        yield {
-            "name": name,
-            "kind": type(module).__name__ if module else "loss",
-            **{f"{way}_s": value for way, value in _both_ways(times[:, place]).items()},
-            "data_share": share_of_data(call) if call else None,
-            "bias_s": None if bias_s is None else _both_ways(bias_s),
-            "has_weights": call is not None,
-        }
-
-
-def _both_ways(times_s: NDArray[np.float64]) -> dict[str, Any]:
-    ways = zip(("forward", "backward"), times_s.T, strict=True)
-    return {way: interleave.interval(lambda s: s, values) for way, values in ways}
+def _layer(one: Candidate, name: str, times: Values) -> dict[str, Any]:
+    """Return what was measured of a module; times: [passes, forward and backward]."""
+    model, call = one.trainer.model, one.calls.get(name)
+    module = model if name == "model" else dict(model.named_modules()).get(name)
+    bias_s = seconds_of_bias(call) if call else None
+    return {
+        "name": name,
+        "kind": type(module).__name__ if module else "loss",
+        **{f"{way}_s": level(each) for way, each in zip(WAYS, times.T, strict=True)},
+        "data_share": share_of_data(call) if call else None,
+        "bias_s": None if bias_s is None else dict(zip(WAYS, map(level, bias_s.T), strict=True)),
+        "has_weights": call is not None,
+    }
 
 
 def passes_of(layer: Row) -> dict[str, float]:
@@ -234,9 +206,9 @@ def passes_of(layer: Row) -> dict[str, float]:
     """
     forward, backward = layer["forward_s"]["median"], layer["backward_s"]["median"]
     share = layer["data_share"] if layer["has_weights"] else 1.0
-    if share is None:
-        return dict(zip(PASSES, (forward, 0.0, 0.0, backward), strict=True))
-    parts = (forward, share * backward, (1 - share) * backward, 0.0)
+    parts = (forward, 0.0, 0.0, backward)
+    if share is not None:
+        parts = (forward, share * backward, (1 - share) * backward, 0.0)
     return dict(zip(PASSES, parts, strict=True))
 
 
@@ -253,16 +225,14 @@ def by_kind(layers: Iterable[Row]) -> dict[str, dict[str, float]]:
 def backward_ratio(layers: Iterable[Row], kinds: Container[str]) -> float | None:
     """Divide backward of all layers of some kinds by their forward; None: there are none."""
     chosen = [layer for layer in layers if layer["kind"] in kinds]
-    forward, backward = (
-        sum(layer[f"{way}_s"]["median"] for layer in chosen) for way in ("forward", "backward")
-    )
+    forward, backward = (sum(layer[f"{way}_s"]["median"] for layer in chosen) for way in WAYS)
     return backward / forward if forward else None
 
 
 def bias_seconds(layers: Iterable[Row]) -> float:
     """Add up what biases take as operations of their own, where they were measured."""
     measured = [each["bias_s"] for each in layers if each.get("bias_s")]
-    return sum(one[way]["median"] for one in measured for way in ("forward", "backward"))
+    return sum(one[way]["median"] for one in measured for way in WAYS)
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
@@ -286,7 +256,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def _line(name: str, kind: str, passes: dict[str, float], step_s: float) -> list[str]:
-    times = [f"{MS * passes[each]:.3f}" if passes[each] else "-" for each in PASSES]
+    times = [decimals(passes[each] or None, MS, 3) for each in PASSES]
     return [name, kind, *times, f"{100 * sum(passes.values()) / step_s:.1f}"]
 
 
@@ -332,7 +302,7 @@ def _findings(row: Row) -> Iterator[str]:
         yield f"the gradient of the model's input costs {ranged(row['input_grad_s'], MS)} ms"
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw a bar for each layer, or for each set of settings."""
     rows = result["rows"]
     if len(rows) > 1 or not rows[0]["layers"]:
@@ -353,19 +323,17 @@ def chart(result: dict[str, Any]) -> Chart:
         for name in used
     )
     colours = dict(zip(PASSES, (SKY, ORANGE, GREEN, VERMILLION), strict=True))
-    body, width = bars(data, "ms per step", {name: colours[name] for name in used})
+    drawn = bars(data, "ms per step", {name: colours[name] for name in used})
     kind, passes = next(iter(by_kind(row["layers"]).items()))
     message = (
         f"{kind} takes {100 * sum(passes.values()) / step_s:.0f} % of a step of "
         f"{result['models'][0]} at a batch of {row['batch_size']}"
     )
     whole = f"step of {MS * step_s:.4g} ms, of which bars end with their share"
-    return Chart(
-        "layers", message, [f"{medians_of(result)} · {whole}", *about(result)], body, width
-    )
+    return message, [f"{medians_of(result)} · {whole}"], drawn
 
 
-def _chart_of_kinds(result: dict[str, Any]) -> Chart:
+def _chart_of_kinds(result: dict[str, Any]) -> Drawn:
     rows, models = result["rows"], list(dict.fromkeys(result["models"]))
     largest = list(by_kind(layer for row in rows for layer in row["layers"]))
     # Models differ in time by orders of magnitude, so they are compared by shares.
@@ -373,7 +341,8 @@ def _chart_of_kinds(result: dict[str, Any]) -> Chart:
     steps = [row["step_s"]["median"] for row in rows]
     units = [MS if one_model else 100 / step_s for step_s in steps]
     parts = [_parts(row, largest[:NAMED_KINDS]) for row in rows]
-    names = sorted(dict.fromkeys(name for each in parts for name in each), key=_is_rest)
+    names = dict.fromkeys(name for each in parts for name in each)
+    names = sorted(names, key=lambda name: name in (OTHERS, REST))
     data = pd.DataFrame(
         {
             "name": _label(result, row),
@@ -386,7 +355,7 @@ def _chart_of_kinds(result: dict[str, Any]) -> Chart:
     )
     colours = dict(zip(names, COLOURS, strict=False)) | {REST: GREY}
     title = "ms per step" if one_model else "% of a step without clocks"
-    body, width = bars(data, title, colours, marks="step, no clocks")
+    drawn = bars(data, title, colours, marks="step, no clocks")
     subject = f"a step of {models[0]}" if one_model else "a step of each model"
     message = f"Time of {subject} by kind of layer"
     if largest:
@@ -394,19 +363,13 @@ def _chart_of_kinds(result: dict[str, Any]) -> Chart:
         message = f"{largest[0]} takes {span(shares, '.0f')} % of {subject}"
     if any(row["compiled"] for row in rows) and one_model:
         message = f"A step of {models[0]} takes {span([MS * s for s in steps])} ms"
-    return Chart("layers", message, [medians_of(result), *about(result)], body, width)
-
-
-def _is_rest(name: str) -> bool:
-    return name in (OTHERS, REST)
+    return message, [medians_of(result)], drawn
 
 
 def _parts(row: Row, named: list[str]) -> dict[str, float]:
     """Return seconds by kind of layer, and of all the rest; of a compiled step by phase."""
     if row["compiled"]:
-        parts = {
-            f"{way}, compiled": row["phases_s"][way]["median"] for way in ("forward", "backward")
-        }
+        parts = {f"{way}, compiled": row["phases_s"][way]["median"] for way in WAYS}
         return parts | {REST: max(0.0, row["step_s"]["median"] - sum(parts.values()))}
     parts = dict[str, float]()
     for kind, passes in by_kind(row["layers"]).items():

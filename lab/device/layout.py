@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,24 +17,27 @@ import pandas as pd
 import torch
 from omegaconf import DictConfig
 
-from lab.benchmarks import interleave
-from lab.benchmarks.harness import NUM_CALLS, per_call
-from lab.benchmarks.present import about, ends, fastest, ranged
+from lab.benchmarks import harness
+from lab.benchmarks.present import Drawn, Row, ends, fastest, medians_of, ranged
 from lab.benchmarks.request import Request
 from lab.convolution.problem import Pass, Problem
-from lab.device.alone import implementation, medians_of, on_one_rank, seconds_of
-from lab.device.convolution import described, distinct_convolutions
-from lab.device.formats import Layout, MixedLayouts, Moves, calls_in, layouts_for, moves
+from lab.device.convolution import announced, described, distinct_convolutions, shapes_of
+from lab.device.formats import (
+    Layout,
+    MixedLayouts,
+    Moves,
+    calls_in,
+    implementation,
+    layouts_for,
+    moves,
+)
 from lab.distributed.world import World
-from lab.draw.chart import GREY, Chart
+from lab.draw.chart import GREY
 from lab.draw.looks import BLACK, SKY
 from lab.draw.plots import bars
 from lab.settings.names import class_name
 from lab.training.assemble import assembled
-from lab.training.recording import surroundings
 from lab.training.trainer import AUTOCAST
-
-Call = Callable[[], object]
 
 WARMUP = 3  # steps before all others
 NUM_LOGGED = 5  # calls whose reorders and copies are timed; being logged slows all the rest
@@ -53,30 +56,14 @@ HEADER = [
 MOST_LAYERS = 13  # in a figure: those that take longest
 PARTS = {"reorders": BLACK, "copies by torch": GREY, "the rest": SKY}
 
-Row = dict[str, Any]
-
 
 @dataclass
 class Times:
     """Seconds of each timed call of a computation in one layout, and moves of NUM_LOGGED others."""
 
     layout: str
-    logs: list[Moves] = field(default_factory=list)
-    call_s: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Candidate:
-    """A computation that takes turns with others.
-
-    Attributes:
-        take: computes it once or several times, and returns the seconds of one.
-        log: computes it once, and returns what it moved.
-    """
-
-    times: Times
-    take: Callable[[], float]
-    log: Callable[[], Moves]
+    logs: list[Moves]
+    call_s: list[float]
 
 
 @dataclass(frozen=True)
@@ -98,27 +85,21 @@ class Operation:
     ran: str | None
 
 
-def measure(request: Request) -> dict[str, Any]:
-    """Measure layers, then steps, in all layouts in turns.
-
-    Raises:
-        ConfigError: the model has no convolution, or a setting does not fit the data and devices.
-    """
+@harness.on_one_rank
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure layers, then steps, in all layouts in turns."""
     config, num_rounds = request.only_config, request.own["rounds"]
     config.steps, config.optim.lr = WARMUP + NUM_LOGGED + num_rounds, 0.0  # 0 keeps the weights
-    with on_one_rank(config, request.own["threads"]) as world:
-        layers = _layers(config, world.device, num_rounds)
-        steps = _steps(config, world, num_rounds)
-        return {
-            "rows": [row for layer in layers for row in _rows(layer)],
-            "sums": [*(sums(each[0].layer, each) for each in layers), sums("all", sum(layers, []))],
-            "steps": _compared(steps),
-            "model": class_name(config.model["_target_"]),
-            "batch_size": config.batch_size,
-            "num_rounds": num_rounds,
-            "device": world.device.type,
-            **surroundings(world, config),
-        }
+    layers = _layers(config, world.device, num_rounds)
+    return {
+        "rows": [row for layer in layers for row in _rows(layer)],
+        "sums": [*(sums(each[0].layer, each) for each in layers), sums("all", sum(layers, []))],
+        "steps": _compared(_steps(config, world, num_rounds)),
+        "model": class_name(config.model["_target_"]),
+        "batch_size": config.batch_size,
+        "num_rounds": num_rounds,
+        "device": world.device.type,
+    }
 
 
 def sums(name: str, operations: Sequence[Operation]) -> dict[str, Any]:
@@ -144,44 +125,39 @@ def _joined(operations: Sequence[Operation], number: int) -> Moves:
 
 def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[list[Operation]]:
     """Measure the passes of each distinct convolution."""
-    problems = distinct_convolutions(config)
-    dtype = AUTOCAST.get(config.precision, torch.float32)
+    dtype, on_gpu = AUTOCAST.get(config.precision, torch.float32), device.type == "cuda"
+
+    def seconds(call: harness.Call) -> float:
+        return harness.per_call(call, harness.NUM_CALLS if on_gpu else 1, device).call_s
+
     layers = []
-    for place, (problem, names) in enumerate(problems.items()):
-        print(f"[{place + 1}/{len(problems)}] {names[0]}: {described(problem)}", flush=True)
-        candidates, layer = [], []
-        for layout, which, call in _calls(problem, place == 0, dtype, device):
-            is_needed = place > 0 or which != Pass.BACKWARD_DATA
-            one = _candidate(layout, call, device)
-            named = names[0], described(problem), len(names), which, is_needed
-            ran = implementation(call) if device.type == "cpu" else None
-            layer.append(Operation(one.times, *named, ran))
-            candidates.append(one)
-        _take_turns(candidates, num_rounds)
-        layers.append(layer)
+    for place, problem, names in announced(distinct_convolutions(config)):
+        calls = list(_calls(problem, place == 0, dtype, device))
+        ran = [None if on_gpu else implementation(call) for *_, call in calls]
+        times = _in_turns(
+            [(layout, partial(seconds, c), partial(moves, c, device)) for layout, _, c in calls],
+            num_rounds,
+        )
+        layers.append(
+            [
+                Operation(
+                    *(one, names[0], described(problem), len(names), which),
+                    *(place > 0 or which != Pass.BACKWARD_DATA, by),
+                )
+                for one, (_, which, _), by in zip(times, calls, ran, strict=True)
+            ]
+        )
     return layers
 
 
 def _calls(
     problem: Problem, is_first: bool, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[Layout, Pass, Call]]:
+) -> Iterator[tuple[Layout, Pass, harness.Call]]:
     """Yield a call of each pass in each layout, on random tensors."""
-    make = partial(torch.randn, device=device, dtype=dtype)
-    x = make(problem.batch, problem.channels, *problem.size)
-    w = make(problem.filters, problem.channels // problem.groups, *problem.kernel)
-    dy = make(problem.batch, problem.filters, *problem.out_size)
+    tensors = problem.draw(device, dtype)
     for layout in layouts_for(device, dtype):
-        for which, call in calls_in(layout, problem, x, w, dy, x_is_data=is_first).items():
+        for which, call in calls_in(layout, problem, *tensors, x_is_data=is_first).items():
             yield layout, which, call
-
-
-def _candidate(layout: Layout, call: Call, device: torch.device) -> Candidate:
-    num_calls = NUM_CALLS if device.type == "cuda" else 1
-    return Candidate(
-        Times(layout),
-        lambda: per_call(call, num_calls, device).call_s,
-        partial(moves, call, device),
-    )
 
 
 def _steps(config: DictConfig, world: World, num_rounds: int) -> list[Times]:
@@ -197,20 +173,23 @@ def _steps(config: DictConfig, world: World, num_rounds: int) -> list[Times]:
             step = partial(next, part.trainer.steps())
             for _ in range(WARMUP):
                 step()
-            take = partial(seconds_of, step, world.device)
-            log = partial(moves, step, world.device)
-            candidates.append(Candidate(Times(layout), take, log))
-        _take_turns(candidates, num_rounds)
-    return [each.times for each in candidates]
+            take = partial(harness.seconds_of, step, world.device)
+            candidates.append((layout, take, partial(moves, step, world.device)))
+        return _in_turns(candidates, num_rounds)
 
 
-def _take_turns(candidates: Sequence[Candidate], num_rounds: int) -> None:
-    """Log all candidates in turns, then time them in turns."""
-    for index, _ in interleave.turns(len(candidates), range(NUM_LOGGED)):
-        candidates[index].times.logs.append(candidates[index].log())
-    rounds = interleave.progress(range(num_rounds), 0)
-    for index, _ in interleave.turns(len(candidates), rounds):
-        candidates[index].times.call_s.append(candidates[index].take())
+def _in_turns(
+    candidates: Sequence[tuple[str, Callable[[], float], Callable[[], Moves]]], num_rounds: int
+) -> list[Times]:
+    """Log all candidates in turns, then time them in turns.
+
+    Args:
+        candidates: the layout; a call that computes and returns its seconds; and one that computes
+            once, and returns what it moved.
+    """
+    layouts, takes, logs = zip(*candidates, strict=True)
+    logged = harness.take_turns(logs, NUM_LOGGED, shows=False)
+    return list(map(Times, layouts, logged, harness.take_turns(takes, num_rounds)))
 
 
 def _rows(operations: Sequence[Operation]) -> list[dict[str, Any]]:
@@ -230,8 +209,8 @@ def _compared(all_times: Sequence[Times]) -> list[dict[str, Any]]:
     return [
         {
             "layout": str(each.layout),
-            "time_s": interleave.interval(lambda seconds: seconds, each.call_s),
-            "ratio": interleave.ratio(each.call_s, all_times[0].call_s),
+            "time_s": harness.level(each.call_s),
+            "ratio": harness.ratio(each.call_s, all_times[0].call_s),
             "reorder_s": median(log.reorder_s for log in each.logs),
             "reorders": dict(
                 Counter(f"{one.source}>{one.target}" for one in each.logs[-1].reorders)
@@ -271,57 +250,55 @@ def _line(first: list[str], row: dict[str, Any]) -> list[str]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Name the layers, and explain the columns."""
-    shapes = {row["layer"]: (row["count"], row["shape"]) for row in result["rows"]}
+    reorders = "reorders: by oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
+    if result["device"] == "cuda":
+        reorders = (
+            "reorders: cuDNN's kernels that change a layout, by name (no GPU has run this yet)"
+        )
+    blocked = (
+        "blocked: inputs and gradients as oneDNN's convolutions leave them; filters in NCHW, since "
+        "torch trains no others"
+    )
     return [
-        *(f"{name} ({count}x): {shape}" for name, (count, shape) in shapes.items()),
+        *shapes_of(result),
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes; "
         f"medians of {result['num_rounds']} rounds in turns, [95 % intervals]",
         "the sum has what a step needs of all layers: no backward data of the first one",
-        *_on_layouts(result),
+        reorders,
+        *([blocked] if any(row["layout"] == "blocked" for row in result["rows"]) else []),
         "copies: torch's, by its profiler; in a layer, changes of layout; in a step, all of them; "
         "both (%): reorders and copies, from other calls than the timed ones, of the time",
         "mixed: convolutions in NHWC, tensors between layers put back into NCHW, by copies",
     ]
 
 
-def _on_layouts(result: dict[str, Any]) -> Iterator[str]:
-    if result["device"] == "cuda":
-        yield "reorders: cuDNN's kernels that change a layout, by name (no GPU has run this yet)"
-    else:
-        yield "reorders: by oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
-    if any(row["layout"] == "blocked" for row in result["rows"]):
-        yield (
-            "blocked: inputs and gradients as oneDNN's convolutions leave them; filters in NCHW, "
-            "since torch trains no others"
-        )
-
-
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw the time of layers and of steps in each layout, with the part that reorders take."""
     *layers, _ = result["sums"]
     longest = sorted(layers, key=lambda each: -each["layouts"][0]["time_s"]["median"])
     shown = [each for each in layers if each in longest[:MOST_LAYERS]]
     counts = {row["layer"]: row["count"] for row in result["rows"]}
-    drawn = [bars(_parts("step", result["steps"]), "ms of a whole step", PARTS)]
     of_layers = [
         _parts(each["layer"] + (f" ({n}x)" if (n := counts[each["layer"]]) > 1 else ""), rows)
         for each in shown
         for rows in [each["layouts"]]
     ]
-    drawn.append(bars(pd.concat(of_layers), "ms per step", PARTS))
+    drawn = [
+        bars(_parts("step", result["steps"]), "ms of a whole step", PARTS),
+        bars(pd.concat(of_layers), "ms per step", PARTS),
+    ]
     body = alt.vconcat(*(body for body, _ in drawn)).resolve_scale(color="shared")
     plain, *others = result["steps"]
-    ratios = {row["layout"]: row["ratio"] for row in others}
     steps = f"Steps of {result['model']} with {result['batch_size']} images"
+    ratios = {row["layout"]: row["ratio"] for row in others}
     message = f"{steps}: {fastest(ratios, plain['layout'])}"
-    of = len(layers)
-    left_out = [] if len(shown) == of else [f"the {len(shown)} of {of} shapes that take longest"]
     sample = [
         f"{medians_of(result)}, 95 % intervals",
         "a layer: forward and backward; what reorders and copies take is from other calls",
     ]
-    width = max(width for _, width in drawn)
-    return Chart("layout", message, [*sample, *left_out, *about(result)], body, width)
+    if len(shown) < len(layers):
+        sample.append(f"the {len(shown)} of {len(layers)} shapes that take longest")
+    return message, sample, (body, max(width for _, width in drawn))
 
 
 def _parts(name: str, rows: list[Row]) -> Any:

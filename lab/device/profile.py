@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -14,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
-from lab.benchmarks import interleave
+from lab.benchmarks.harness import interval, joined, take_turns
 from lab.benchmarks.present import ranged
-from lab.device.alone import on_one_rank
 from lab.device.clock import WAYS, LayerClock
 from lab.device.profile_request import TURN
 from lab.distributed.world import World
@@ -59,18 +59,10 @@ class Measured:
     step_ms: Values
 
     @property
-    def rest_ms(self) -> Values:
-        """The rest of the step: optimizer, data, host."""
-        return np.maximum(0.0, self.step_ms - self.pass_ms)
-
-    @property
     def layers(self) -> list[Layer]:
         """The layers with the medians of their times."""
-        each = zip(self.sizes.items(), *np.median(self.layers_ms, axis=0), strict=True)
-        return [
-            Layer(name, size, float(forward), float(backward))
-            for (name, size), forward, backward in each
-        ]
+        forward, backward = np.median(self.layers_ms, axis=0).tolist()
+        return list(map(Layer, self.sizes, self.sizes.values(), forward, backward))
 
 
 @dataclass(frozen=True)
@@ -98,10 +90,18 @@ def measure(configs: Sequence[DictConfig], name: str, settings: list[str]) -> Me
     Raises:
         ConfigError: a setting does not fit the data and devices at hand.
     """
-    with on_one_rank(configs[0]) as world:
+    with joined(configs[0]) as world:
         on_gpu = world.device.type == "cuda"
         found = measured(configs, world)
-        kernels = _kernels_ms(configs[0], world) if on_gpu else None
+        kernels = None
+        if on_gpu:
+            with assembled(configs[0], world) as part:
+                steps = part.trainer.steps()
+                for _ in islice(steps, configs[0].warmup_steps):
+                    pass
+                with profiled() as profiler:
+                    num_steps = sum(1 for _ in islice(steps, CHECKED))
+            kernels = kernels_ms(profiler.key_averages(), num_steps)
         command = shlex.join(["python", "-m", "lab.profile_layers", *settings])
         source = f"measured on {device_and_torch(world.device)}: {command}"
     steps_ms = {each.batch_size: float(np.median(each.step_ms)) for each in found}
@@ -113,21 +113,33 @@ def profile_of(
     found: Sequence[Measured], name: str, source: str, num_threads: int | None
 ) -> Profile:
     """Return the profile whose times lie on lines through those of several batches."""
-    reference = found[0].batch_size
-    fits = tuple(_fits(found))
+    batches = [each.batch_size for each in found]
+    times = {
+        (layer, way): [each.layers_ms[:, number, index] for each in found]
+        for index, layer in enumerate(found[0].sizes)
+        for number, way in enumerate(WAYS)
+    }
+    times[ALL, BOTH] = [each.pass_ms for each in found]
+    # Optimizer, data, host.
+    times[REST, STEP] = [np.maximum(0.0, each.step_ms - each.pass_ms) for each in found]
+
+    def part(number: int, of: list[Values]) -> dict[str, float | None]:
+        return interval(lambda *values: fixed_and_per_sample(batches, values)[number], *of)
+
+    fits = tuple(Fit(*key, part(0, of), part(1, of)) for key, of in times.items())
     fixed, whole = {}, {}
     for fit in fits:
         fixed_ms, per_sample_ms = fit.fixed_ms["median"] or 0.0, fit.per_sample_ms["median"] or 0.0
         fixed[fit.layer, fit.way] = fixed_ms
-        whole[fit.layer, fit.way] = fixed_ms + reference * per_sample_ms
+        whole[fit.layer, fit.way] = fixed_ms + batches[0] * per_sample_ms
     layers = (
-        Layer(layer, size, *(times[layer, way] for times in (whole, fixed) for way in WAYS))
+        Layer(layer, size, *(ms[layer, way] for ms in (whole, fixed) for way in WAYS))
         for layer, size in found[0].sizes.items()
     )
     return Profile(
         name,
         source,
-        reference,
+        batches[0],
         tuple(layers),
         rest_ms=whole[REST, STEP],
         fixed_rest_ms=fixed[REST, STEP],
@@ -135,23 +147,6 @@ def profile_of(
         num_threads=num_threads,
         fits=fits,
     )
-
-
-def _fits(found: Sequence[Measured]) -> Iterator[Fit]:
-    for index, layer in enumerate(found[0].sizes):
-        for number, way in enumerate(WAYS):
-            yield _fit(layer, way, found, [each.layers_ms[:, number, index] for each in found])
-    yield _fit(ALL, BOTH, found, [each.pass_ms for each in found])
-    yield _fit(REST, STEP, found, [each.rest_ms for each in found])
-
-
-def _fit(layer: str, way: str, found: Sequence[Measured], times: Sequence[Values]) -> Fit:
-    batches = [each.batch_size for each in found]
-
-    def part(number: int) -> dict[str, float | None]:
-        return interleave.interval(lambda *of: fixed_and_per_sample(batches, of)[number], *times)
-
-    return Fit(layer, way, part(0), part(1))
 
 
 def fixed_and_per_sample(batches: Sequence[int], times: Sequence[Values]) -> tuple[Values, Values]:
@@ -193,9 +188,8 @@ def measured(configs: Sequence[DictConfig], world: World) -> list[Measured]:
         timed = [_Timed(stack.enter_context(assembled(each, world)), world) for each in configs]
         for each in timed:
             each.take(warmup)
-        rounds = interleave.progress(range((configs[0].steps - warmup) // TURN), 0)
-        for index, _ in interleave.turns(len(timed), rounds):
-            timed[index].take(TURN)
+        num_rounds = (configs[0].steps - warmup) // TURN
+        take_turns([partial(each.take, TURN) for each in timed], num_rounds)
         return [each.measured() for each in timed]
 
 
@@ -254,16 +248,6 @@ def scaled_to(pass_ms: float, layers_ms: Values) -> Values:
     return pass_ms / np.median(layers_ms, axis=0).sum() * layers_ms
 
 
-def _kernels_ms(config: DictConfig, world: World) -> float:
-    with assembled(config, world) as part:
-        steps = part.trainer.steps()
-        for _ in islice(steps, config.warmup_steps):
-            pass
-        with profiled() as profiler:
-            num_steps = sum(1 for _ in islice(steps, CHECKED))
-    return kernels_ms(profiler.key_averages(), num_steps)
-
-
 def present(measured: Measurement, out: Path | None) -> None:
     """Print a table of the layers, and write the profile to `out`, or print it too.
 
@@ -282,19 +266,18 @@ def present(measured: Measurement, out: Path | None) -> None:
 
 def table(profile: Profile) -> str:
     """List the times of each layer at the reference batch, and the lines that they are on."""
-    fits = {(fit.layer, fit.way): fit for fit in profile.fits}
-    lines = [_line(layer, fits) for layer in profile.layers]
-    parameters = sum(layer.parameters for layer in profile.layers)
-    forward_ms = sum(layer.forward_ms for layer in profile.layers)
-    backward_ms = sum(layer.backward_ms for layer in profile.layers)
+    fits = {(fit.layer, fit.way): _parts(fit) for fit in profile.fits}
+    lines = [HEADER]
+    for layer in profile.layers:
+        forward, backward = (fits[layer.name, way] for way in WAYS)
+        times = f"{layer.forward_ms:.3f}", *forward, f"{layer.backward_ms:.3f}", *backward
+        lines.append([layer.name, f"{layer.parameters:,}", *times])
+    parameters, forward_ms, backward_ms = (
+        sum(getattr(layer, key) for layer in profile.layers)
+        for key in ("parameters", "forward_ms", "backward_ms")
+    )
     total = ["all", f"{parameters:,}", f"{forward_ms:.3f}", "", "", f"{backward_ms:.3f}", "", ""]
-    return "\n".join(aligned([HEADER, *lines, total]))
-
-
-def _line(layer: Layer, fits: dict[tuple[str, str], Fit]) -> list[str]:
-    forward, backward = (_parts(fits[layer.name, way]) for way in ("forward", "backward"))
-    times = (f"{layer.forward_ms:.3f}", *forward, f"{layer.backward_ms:.3f}", *backward)
-    return [layer.name, f"{layer.parameters:,}", *times]
+    return "\n".join(aligned([*lines, total]))
 
 
 def _parts(fit: Fit) -> tuple[str, str]:

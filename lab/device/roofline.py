@@ -17,22 +17,21 @@ import torch
 from omegaconf import DictConfig
 
 from lab.benchmarks.catalogue import size_name
-from lab.benchmarks.present import about, tabulate
+from lab.benchmarks.harness import on_one_rank
+from lab.benchmarks.present import Column, Drawn, Row, decimals, number, text, threaded
 from lab.benchmarks.request import Request
-from lab.device.alone import on_one_rank, threaded
 from lab.device.profile import measured
-from lab.draw.chart import LABEL_PX, Chart
+from lab.distributed.world import World
+from lab.draw.chart import LABEL_PX
 from lab.draw.looks import BLACK, BLUE, VERMILLION
 from lab.draw.plots import Axis
 from lab.measure.operations import Uncountable, count
-from lab.measure.peaks import arithmetic_of, gpu_peak
-from lab.measure.rates import copy_rate, measured_rates
+from lab.measure.peaks import arithmetic_of, copy_rate, gpu_peak, measured_rates
 from lab.model.profile import Layer
 from lab.model.work import Operation, Work
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
-from lab.training.recording import surroundings
 
 COPIES = (200_000, 4_000_000, 256_000_000)  # bytes: about those of two caches, and of none
 STEPS, WARMUP = 24, 4
@@ -42,8 +41,6 @@ ROOFS = ("roof of products and memory", "of copies in caches")
 NAMED = 6  # layers whose names are in the figure: those that take longest
 CLOSE = (0.5, 0.08)  # decades, along x and y, in which two names would overlap
 SIZE = (620, 360)  # pixels
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,6 @@ class Roofs:
     flops_per_s: float
     bytes_per_s: Mapping[int, float]
     source: str
-
-    @property
-    def memory_bytes_per_s(self) -> float:
-        """The rate of the largest copies."""
-        return self.bytes_per_s[max(self.bytes_per_s)]
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,8 @@ class Spot:
 
     def bound_s(self, roofs: Roofs) -> tuple[float, float]:
         """Return the least seconds that products and memory take."""
-        return self.flops / roofs.flops_per_s, self.num_bytes / roofs.memory_bytes_per_s
+        memory = roofs.bytes_per_s[max(roofs.bytes_per_s)]
+        return self.flops / roofs.flops_per_s, self.num_bytes / memory
 
 
 def spots(work: Work, layers: Iterable[Layer], batch: int) -> list[Spot]:
@@ -95,32 +88,28 @@ def spots(work: Work, layers: Iterable[Layer], batch: int) -> list[Spot]:
         layers: measured at `batch`, in any order.
     """
     measured = {layer.name: layer for layer in layers}
-    found = []
-    for counted in work.layers:
-        layer = measured[counted.name]
+    return [
+        _spot(counted.name, way, operations, took_ms / 1000, batch)
+        for counted in work.layers
         for way, operations, took_ms in (
-            ("forward", counted.forward, layer.forward_ms),
-            ("backward", counted.backward, layer.backward_ms),
-        ):
-            found.append(_spot(counted.name, way, operations, took_ms / 1000, batch))
-    return found
+            ("forward", counted.forward, measured[counted.name].forward_ms),
+            ("backward", counted.backward, measured[counted.name].backward_ms),
+        )
+    ]
 
 
 def _spot(
     layer: str, way: str, operations: tuple[Operation, ...], seconds: float, batch: int
 ) -> Spot:
-    flops = sum(each.flops.at(batch) for each in operations)
-    num_bytes = sum(each.num_bytes.at(batch) for each in operations)
-    loose = sum(each.num_bytes.at(batch) for each in operations if not each.flops.at(batch))
+    counts = [(each.flops.at(batch), each.num_bytes.at(batch)) for each in operations]
+    flops, num_bytes = (sum(values) for values in zip((0.0, 0.0), *counts, strict=True))
+    loose = sum(num_bytes for flops, num_bytes in counts if not flops)
     return Spot(layer, way, flops, num_bytes, seconds, loose if flops else 0.0)
 
 
-def measure(request: Request) -> dict[str, Any]:
-    """Measure the roofs and the layers of one model at one batch.
-
-    Raises:
-        ConfigError: the model cannot be counted, or there are several.
-    """
+@on_one_rank
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure the roofs and the layers of one model at one batch."""
     config = request.only_config
     # As lab.profile_layers: a rate of 0 keeps the weights.
     config.measure, config.steps, config.warmup_steps = "breakdown", STEPS, WARMUP
@@ -131,22 +120,15 @@ def measure(request: Request) -> dict[str, Any]:
         work = count(plan.model, data.input_shape, data.input_dtype, plan.target, plan.task.loss)
     except Uncountable as error:
         raise ConfigError(f"model={config.model['_target_']}: cannot be counted: {error}") from None
-    with on_one_rank(config, request.own["threads"]) as world:
-        roofs = roofs_of(config, world.device)
-        (at_batch,) = measured([config], world)
-        found = spots(work, at_batch.layers, config.batch_size)
-        return {
-            "rows": [_row(spot, roofs) for spot in found],
-            "roofs": {
-                "flops_per_s": roofs.flops_per_s,
-                "bytes_per_s": [[size, rate] for size, rate in roofs.bytes_per_s.items()],
-                "source": roofs.source,
-            },
-            "model": class_name(config.model["_target_"]),
-            "batch_size": config.batch_size,
-            "unit": data.unit,
-            **surroundings(world, config),
-        }
+    roofs = roofs_of(config, world.device)
+    (at_batch,) = measured([config], world)
+    return {
+        "rows": [_row(s, roofs) for s in spots(work, at_batch.layers, config.batch_size)],
+        "roofs": {**asdict(roofs), "bytes_per_s": list(map(list, roofs.bytes_per_s.items()))},
+        "model": class_name(config.model["_target_"]),
+        "batch_size": config.batch_size,
+        "unit": data.unit,
+    }
 
 
 def _row(spot: Spot, roofs: Roofs) -> dict[str, Any]:
@@ -180,27 +162,20 @@ def roofs_of(config: DictConfig, device: torch.device) -> Roofs:
     return Roofs(rate, {0: found.bandwidth_bytes_per_s}, found.source)
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line for each layer and direction."""
-    return tabulate(
-        result["rows"],
-        {
-            "layer": lambda row: row["layer"],
-            "": lambda row: row["way"],
-            "GFLOP": lambda row: f"{G * row['flops']:.3f}",
-            "MB": lambda row: f"{MB * row['num_bytes']:.2f}",
-            "FLOP/byte": lambda row: _known(row["flops_per_byte"], 1.0, ".1f"),
-            "ms": lambda row: f"{1e3 * row['seconds']:.3f}",
-            "GFLOP/s": lambda row: _known(_rate(row), 1.0, ".1f"),
-            "bound by": lambda row: row["bound"],
-            "of the roof %": lambda row: _known(row["of_roof"], 100.0, ".0f"),
-            "fusable MB": lambda row: f"{MB * row['loose_bytes']:.2f}",
-        },
-    )
-
-
-def _known(value: float | None, scale: float, digits: str) -> str:
-    return "-" if value is None else f"{scale * value:{digits}}"
+def columns(_result: dict[str, Any]) -> dict[str, Column]:
+    """Return the columns, of a row for each layer and direction."""
+    return {
+        "layer": text("layer"),
+        "": text("way"),
+        "GFLOP": number("flops", G, 3),
+        "MB": number("num_bytes", MB, 2),
+        "FLOP/byte": number("flops_per_byte"),
+        "ms": number("seconds", 1e3, 3),
+        "GFLOP/s": lambda row: decimals(_rate(row)),
+        "bound by": text("bound"),
+        "of the roof %": number("of_roof", 100, 0),
+        "fusable MB": number("loose_bytes", MB, 2),
+    }
 
 
 def _rate(row: Row) -> float | None:
@@ -211,7 +186,10 @@ def _rate(row: Row) -> float | None:
 def notes(result: dict[str, Any]) -> list[str]:
     """Name the roofs, and what fusing could save."""
     roofs, rows = result["roofs"], result["rows"]
-    copies = ", ".join(f"{_size(size)}{G * rate:.1f} GB/s" for size, rate in roofs["bytes_per_s"])
+    copies = ", ".join(
+        f"{f'of {size_name(size)} ' if size else ''}{G * rate:.1f} GB/s"
+        for size, rate in roofs["bytes_per_s"]
+    )
     loose, whole = (sum(row[key] for row in rows) for key in ("loose_bytes", "num_bytes"))
     most = sorted(rows, key=lambda row: -row["loose_bytes"])[:3]
     names = ", ".join(f"{r['layer']} {r['way']} {MB * r['loose_bytes']:.1f} MB" for r in most)
@@ -226,17 +204,10 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _size(num_bytes: int) -> str:
-    return f"of {size_name(num_bytes)} " if num_bytes else ""
-
-
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw each layer's rate over its operations per byte, under the roofs."""
-    rows, roofs = (
-        [row for row in result["rows"] if row["flops"] and row["seconds"]],
-        result["roofs"],
-    )
-    named = _named(rows)
+    rows = [row for row in result["rows"] if row["flops"] and row["seconds"]]
+    roofs, named = result["roofs"], _named(rows)
     data: Any = pd.DataFrame(
         {
             "x": row["flops_per_byte"],
@@ -270,8 +241,7 @@ def chart(result: dict[str, Any]) -> Chart:
     reached = 100 * least_s / sum(row["seconds"] for row in rows)
     message = f"Layers of {result['model']} reach {reached:.0f} % of what the roofs allow"
     sample = f"{threaded(result)} · {result['batch_size']} {result['unit']}s"
-    about_roofs = f"roofs: {roofs['source']}"
-    return Chart("roofline", message, [sample, about_roofs, *about(result)], body, SIZE[0] + 50)
+    return message, [sample, f"roofs: {roofs['source']}"], (body, SIZE[0] + 50)
 
 
 def _named(rows: list[Row]) -> list[Row]:
@@ -292,12 +262,7 @@ def _roofs(roofs: dict[str, Any], ends: tuple[float, float]) -> Any:
     peak = roofs["flops_per_s"]
     largest = max(size for size, _ in roofs["bytes_per_s"])
     return pd.DataFrame(
-        {
-            "x": x,
-            "y": G * min(peak, rate * x),
-            "size": size,
-            "roof": ROOFS[size != largest],
-        }
+        {"x": x, "y": G * min(peak, rate * x), "size": size, "roof": ROOFS[size != largest]}
         for size, rate in roofs["bytes_per_s"]
         for x in sorted({ends[0], min(max(peak / rate, ends[0]), ends[1]), ends[1]})
     )

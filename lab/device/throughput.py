@@ -8,9 +8,10 @@ floating-point operations of one sample; a multiply-add is two.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -20,16 +21,13 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lab.benchmarks import interleave
-from lab.benchmarks.present import about, ends, ranged, tabulate
-from lab.benchmarks.request import Request
+from lab.benchmarks import harness, present
+from lab.benchmarks.request import Request, Variant
 from lab.convolution.layer import convolutions_of
-from lab.device.alone import compiling_each, medians_of, on_one_rank, seconds_of, span
-from lab.draw.chart import Chart
+from lab.distributed.world import World
 from lab.draw.looks import BLUE, COLOURS, VERMILLION, Look, looks_of
 from lab.draw.plots import Axis, dots, lines
-from lab.measure.peaks import arithmetic_of, gpu_peak
-from lab.measure.rates import measured_rates
+from lab.measure.peaks import arithmetic_of, gpu_peak, measured_rates
 from lab.model.lstm import LSTM
 from lab.model.transformer import Transformer
 from lab.problem.build import blueprint
@@ -37,7 +35,6 @@ from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.source import work_of
 from lab.training.assemble import Assembly, assembled
-from lab.training.recording import surroundings
 from lab.training.trainer import AUTOCAST
 
 WARMUP = 3  # steps of each batch, one of them under the profiler
@@ -57,51 +54,89 @@ CONVOLUTION = "2·N·K·C·R·S·H·W of each convolution"
 CELL = "16·hidden² a token and layer"
 TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² a module"
 
-Row = dict[str, Any]
 
-
-@dataclass
-class Candidate:
-    """One set of settings, its parts, and the seconds of its steps and of its forward alone."""
-
-    label: str
-    config: DictConfig
-    part: Assembly
-    step: Callable[[], object]
-    infer: Callable[[], object]
-    products: float | None = None
-    step_s: list[float] = field(default_factory=list)
-    infer_s: list[float] = field(default_factory=list)
-
-
-def measure(request: Request) -> dict[str, Any]:
-    """Measure all variants in turns, on one rank.
-
-    Raises:
-        ConfigError: a setting does not fit the data and devices at hand.
-    """
-    configs = [variant.config for variant in request.variants]
+@harness.on_one_rank
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure all variants in turns, on one rank."""
+    configs, num_rounds = [each.config for each in request.variants], request.own["rounds"]
     for config in configs:
-        config.steps = WARMUP + request.own["rounds"]
+        config.steps = WARMUP + num_rounds
     with ExitStack() as stack:
-        world = stack.enter_context(on_one_rank(configs[0], request.own["threads"]))
-        stack.enter_context(compiling_each(configs, len(WAYS)))
-        candidates = [
-            _candidate(variant.label, stack.enter_context(assembled(config, world)), config)
-            for variant, config in zip(request.variants, configs, strict=True)
-        ]
-        rounds = interleave.progress(range(request.own["rounds"]), 0)
-        for index, _ in interleave.turns(len(candidates), rounds):
-            one = candidates[index]
-            one.step_s.append(seconds_of(one.step, world.device))
-            one.infer_s.append(seconds_of(one.infer, world.device))
-        rows = [_row(each, world.device) for each in candidates]
+        stack.enter_context(harness.compiling_each(configs, len(WAYS)))
+        parts = [stack.enter_context(assembled(config, world)) for config in configs]
+        candidates = [Candidate(*each) for each in zip(request.variants, parts, strict=True)]
+        taken = harness.take_turns([each.take for each in candidates], num_rounds)
+        rows = [one.row(times) for one, times in zip(candidates, taken, strict=True)]
         return {
             "rows": rows,
             "knees": knees(rows),
-            "unit": candidates[0].part.trainer.data.unit,
-            "num_rounds": request.own["rounds"],
-            **surroundings(world, *configs),
+            "unit": parts[0].trainer.data.unit,
+            "num_rounds": num_rounds,
+        }
+
+
+class Candidate:
+    """One set of settings, warmed up, and the share of products in a step of it."""
+
+    def __init__(self, variant: Variant, part: Assembly) -> None:
+        self.variant, self.trainer, config = variant, part.trainer, variant.config
+        self.device = self.trainer.world.device
+        self.step = partial(next, self.trainer.steps())
+        batch = self.trainer.batch_size
+        inputs, _ = next(iter(self.trainer.data.test_batches(0, 1, batch)))
+        if len(inputs) < batch:
+            raise ConfigError(
+                f"batch_size={batch}: the test part has {len(inputs)} samples, too few for a batch "
+                "of inference"
+            )
+        self.inputs = inputs.contiguous(
+            memory_format=torch.channels_last if config.channels_last else torch.contiguous_format
+        )
+        for _ in range(WARMUP - 1):
+            self.step()
+            self.infer()
+        on_gpu = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities) as profiler:
+            self.step()
+        self.products = share_of_products(profiler.key_averages(), on_gpu)
+
+    def infer(self) -> None:
+        """Compute the outputs of one batch, without gradients."""
+        half = AUTOCAST.get(self.variant.config.precision)
+        model, kind = self.trainer.model, self.device.type
+        model.eval()
+        with torch.no_grad(), torch.autocast(kind, half, enabled=half is not None):
+            self.trainer.sync.module(self.inputs)  # the compiled form, if there is one
+        model.train()
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds of a step, and of forward alone."""
+        return harness.seconds_of(self.step, self.device), harness.seconds_of(
+            self.infer, self.device
+        )
+
+    def row(self, taken: list[tuple[float, float]]) -> dict[str, Any]:
+        """Return rates, and how they compare with operations and peak."""
+        config, batch = self.variant.config, self.trainer.batch_size
+        step_s, infer_s = zip(*taken, strict=True)
+        training, peak = harness.interval(lambda s: batch / s, step_s), _peak(config, self.device)
+        operations = _operations(config)
+        flops = operations["flops_per_sample"]
+        flops_per_s = flops * training["median"] if flops and training["median"] else None
+        return {
+            "name": self.variant.label,
+            "series": series_of(self.variant.label),
+            "model": class_name(config.model["_target_"]),
+            "batch_size": batch,
+            "step_s": harness.middle(step_s),
+            "training": training,
+            "inference": harness.interval(lambda s: batch / s, infer_s),
+            **operations,
+            "flops_per_s": flops_per_s,
+            "peak": peak,
+            "utilisation": flops_per_s / peak["flops_per_s"] if flops_per_s and peak else None,
+            "products_share": self.products,
         }
 
 
@@ -128,66 +163,6 @@ def knee(rows: Sequence[dict[str, Any]], way: str) -> int:
     best = max(row[way]["median"] for row in rows)
     ordered = sorted(rows, key=lambda row: row["batch_size"])
     return next(row["batch_size"] for row in ordered if row[way]["median"] >= FLAT * best)
-
-
-def _candidate(label: str, part: Assembly, config: DictConfig) -> Candidate:
-    """Warm up one set of settings, and profile a step of it."""
-    trainer = part.trainer
-    loop, infer = trainer.steps(), _inference(part, config)
-    one = Candidate(label, config, part, lambda: next(loop), infer)
-    for _ in range(WARMUP - 1):
-        one.step()
-        infer()
-    on_gpu = trainer.world.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler:
-        one.step()
-    one.products = share_of_products(profiler.key_averages(), on_gpu)
-    return one
-
-
-def _inference(part: Assembly, config: DictConfig) -> Callable[[], None]:
-    """Return a call that computes the outputs of one batch, without gradients."""
-    trainer = part.trainer
-    inputs, _ = next(iter(trainer.data.test_batches(0, 1, trainer.batch_size)))
-    if len(inputs) < trainer.batch_size:
-        raise ConfigError(
-            f"batch_size={trainer.batch_size}: the test part has {len(inputs)} samples, too few "
-            "for a batch of inference"
-        )
-    if config.channels_last:
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
-    half = AUTOCAST.get(config.precision)
-
-    def infer() -> None:
-        trainer.model.eval()
-        with torch.no_grad(), torch.autocast(inputs.device.type, half, enabled=half is not None):
-            trainer.sync.module(inputs)  # the compiled form, if there is one
-        trainer.model.train()
-
-    return infer
-
-
-def _row(one: Candidate, device: torch.device) -> dict[str, Any]:
-    batch, peak = one.part.trainer.batch_size, _peak(one.config, device)
-    training = interleave.interval(lambda s: batch / s, one.step_s)
-    operations = _operations(one.config)
-    flops = operations["flops_per_sample"]
-    flops_per_s = flops * training["median"] if flops and training["median"] else None
-    return {
-        "name": one.label,
-        "series": series_of(one.label),
-        "model": class_name(one.config.model["_target_"]),
-        "batch_size": batch,
-        "step_s": interleave.middle(one.step_s),
-        "training": training,
-        "inference": interleave.interval(lambda s: batch / s, one.infer_s),
-        **operations,
-        "flops_per_s": flops_per_s,
-        "peak": peak,
-        "utilisation": flops_per_s / peak["flops_per_s"] if flops_per_s and peak else None,
-        "products_share": one.products,
-    }
 
 
 def _operations(config: DictConfig) -> dict[str, Any]:
@@ -292,27 +267,18 @@ def transformer_module(length: int, width: int, heads: int) -> float:
     return 3 * attention + 64 * length * width**2
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line for each batch or set of settings."""
-    named: dict[str, Callable[[Row], str]] = {"": _name} if _is_named(result) else {}
-    return tabulate(
-        result["rows"],
-        {
-            **named,
-            "batch": lambda row: str(row["batch_size"]),
-            "step (ms)": lambda row: f"{1e3 * row['step_s']['median']:.2f}",
-            "mad": lambda row: f"{1e3 * row['step_s']['mad']:.2f}",
-            "training (1/s)": lambda row: ranged(row["training"]),
-            "inference (1/s)": lambda row: ranged(row["inference"]),
-            "GFLOP/s": lambda row: f"{G * row['flops_per_s']:.2f}" if row["flops_per_s"] else "-",
-            "of the peak %": lambda row: _percent(row["utilisation"]),
-            "products %": lambda row: _percent(row["products_share"]),
-        },
-    )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
+def columns(result: dict[str, Any]) -> dict[str, present.Column]:
+    """Return the columns, of a row for each batch or set of settings."""
+    return {
+        **({"": _name} if _is_named(result) else {}),
+        "batch": present.text("batch_size"),
+        **present.medians("step (ms)", "step_s", 1e3, 2),
+        "training (1/s)": present.intervals("training"),
+        "inference (1/s)": present.intervals("inference"),
+        "GFLOP/s": present.number("flops_per_s", G, 2),
+        "of the peak %": present.number("utilisation", 100),
+        "products %": present.number("products_share", 100),
+    }
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -340,7 +306,7 @@ def _knees(result: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _formula(row: Row, unit: str) -> str:
+def _formula(row: present.Row, unit: str) -> str:
     counted, by_formula = row["forward_flops"], row["formula_flops"]
     return (
         f"{row['model']}: forward of one {unit} takes {G * counted:.4g} GFLOP as counted; "
@@ -352,19 +318,17 @@ def _is_named(result: dict[str, Any]) -> bool:
     return any(row["series"] for row in result["rows"])
 
 
-def _name(row: Row) -> str:
+def _name(row: present.Row) -> str:
     return row["series"] or DEFAULT
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> present.Drawn:
     """Draw both rates over the batch with their knees; or by settings, if no batches differ."""
-    draw = _over_batches if result["knees"] else _by_settings
-    message, body, width = draw(result)
-    lines_below = [f"{medians_of(result)}, 95 % intervals", *about(result)]
-    return Chart("throughput", message, lines_below, body, width)
+    message, drawn = (_over_batches if result["knees"] else _by_settings)(result)
+    return message, [f"{present.medians_of(result)}, 95 % intervals"], drawn
 
 
-def _over_batches(result: dict[str, Any]) -> tuple[str, Any, int]:
+def _over_batches(result: dict[str, Any]) -> tuple[str, tuple[Any, int]]:
     """Draw a line for each way, or where there are several series a panel with all of them."""
     rows, several = result["rows"], _is_named(result)
     data = pd.DataFrame(
@@ -372,7 +336,7 @@ def _over_batches(result: dict[str, Any]) -> tuple[str, Any, int]:
             "series": _name(row) if several else way,
             "x": row["batch_size"],
             "panel": WAYS.index(way) if several else 0,
-            **ends(row[way]),
+            **present.ends(row[way]),
         }
         for row in rows
         for way in WAYS
@@ -384,39 +348,37 @@ def _over_batches(result: dict[str, Any]) -> tuple[str, Any, int]:
         ((_, knees_of),) = result["knees"].items()
         labels = {way: f"{way}, knee {knees_of[way]}" for way in WAYS}
     batches = sorted({row["batch_size"] for row in rows})
-    body, width = lines(
+    drawn = lines(
         *(data, Axis("batch", log=2, ticks=batches), Axis(f"{result['unit']}s per second"), looks),
         *(labels, WAYS.__getitem__ if several else None),
         size=(300, 300) if several else (460, 300),
     )
     flat = [of_ways[WAYS[0]] for of_ways in result["knees"].values()]
-    message = f"Training {_models(rows)} gains less than 5 % beyond a batch of {span(flat, 'g')}"
+    message = (
+        f"Training {_models(rows)} gains less than 5 % beyond a batch of {present.span(flat, 'g')}"
+    )
     if flat == [max(batches)]:
         message = f"Training {_models(rows)} still gains at a batch of {flat[0]}"
-    return message, body, width
+    return message, drawn
 
 
-def _by_settings(result: dict[str, Any]) -> tuple[str, Any, int]:
+def _by_settings(result: dict[str, Any]) -> tuple[str, tuple[Any, int]]:
     rows = result["rows"]
     one_batch = len({row["batch_size"] for row in rows}) == 1
     names = [_name(row) + ("" if one_batch else f", batch {row['batch_size']}") for row in rows]
     panels = {way: f"{way} ({result['unit']}s per second)" for way in WAYS}
     data = pd.DataFrame(
-        {"name": name, "panel": panels[way], **ends(row[way])}
+        {"name": name, "panel": panels[way], **present.ends(row[way])}
         for way in WAYS
         for name, row in zip(names, rows, strict=True)
     )
     looks = {name: Look(COLOURS[at % len(COLOURS)], "-", "o") for at, name in enumerate(names)}
-    body, width = dots(data, looks)
-    best, least = (pick(rows, key=_trained) for pick in (max, min))
-    factor = _trained(best) / _trained(least)
+    ordered = sorted(rows, key=lambda row: row["training"]["median"])
+    least, best = ordered[0], ordered[-1]
+    factor = best["training"]["median"] / least["training"]["median"]
     message = f"Training {_models(rows)}: {_name(best)} is {factor:.2f} × as fast as {_name(least)}"
-    return message, body, width
+    return message, dots(data, looks)
 
 
-def _trained(row: Row) -> float:
-    return row["training"]["median"]
-
-
-def _models(rows: Iterable[Row]) -> str:
+def _models(rows: Iterable[present.Row]) -> str:
     return ", ".join(dict.fromkeys(row["model"] for row in rows))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.device.alone import not_run
+from lab.benchmarks.harness import here
 from lab.settings.errors import ConfigError
 from lab.settings.reading import read_bytes
 
@@ -46,6 +46,7 @@ UNIT = "__"  # a metric is named UNIT__COUNTER.ROLLUP, as in dram__bytes_read.su
 ROLLUPS: dict[str, Callable[[Sequence[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 Floats = NDArray[np.float64]
 Place = tuple[str, str]  # process and thread, which stand for device and stream
+Copy = tuple[str, float, float, float]  # device, begin and length in us, bytes
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -56,7 +57,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """
     try:
         content = read_bytes(path, LARGEST_BYTES)
-        trace = json.loads(_unzipped(content) if content.startswith(GZIP) else content)
+        if content.startswith(GZIP):
+            with gzip.open(io.BytesIO(content)) as file:
+                content = file.read(LARGEST_BYTES + 1)
+            if len(content) > LARGEST_BYTES:  # a few bytes that stand for gigabytes
+                raise ValueError(f"it unzips to more than {LARGEST_BYTES / 2**20:.0f} MiB")
+        trace = json.loads(content)
     except OSError as error:
         raise ConfigError(f"trace={path}: {error.strerror or error}") from None
     except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
@@ -86,7 +92,7 @@ def left_out(skipped: Mapping[str, int]) -> str:
 def read_from(path: Path, events: Sequence[Any], skipped: Mapping[str, int]) -> dict[str, Any]:
     """Return what a result says of the trace that it was read from."""
     about = {"trace": path.name, "num_events": len(events), "skipped": dict(skipped)}
-    return about | not_run()
+    return about | here(asks_tools=False)
 
 
 def about_trace(result: Mapping[str, Any]) -> list[str]:
@@ -94,15 +100,6 @@ def about_trace(result: Mapping[str, Any]) -> list[str]:
     skipped = left_out(result.get("skipped", {}))
     events = f"{result['trace']}: {result['num_events']} events"
     return [events, *([f"left out: {skipped}"] if skipped else [])]
-
-
-def _unzipped(content: bytes) -> bytes:
-    """Unzip a trace, unless it is a few bytes that stand for gigabytes."""
-    with gzip.open(io.BytesIO(content)) as file:
-        found = file.read(LARGEST_BYTES + 1)
-    if len(found) > LARGEST_BYTES:
-        raise ValueError(f"it unzips to more than {LARGEST_BYTES / 2**20:.0f} MiB")
-    return found
 
 
 @dataclass(frozen=True)
@@ -124,14 +121,6 @@ class Copies:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    device: str
-    begin_us: float
-    us: float
-    num_bytes: float
-
-
 def copies_of(
     events: Iterable[Mapping[str, Any]], skipped: Counter[str] | None = None
 ) -> list[Copies]:
@@ -144,80 +133,69 @@ def copies_of(
             negative, not finite or too large.
     """
     events, skipped = list(events), Counter() if skipped is None else skipped
-    streams = _streams(events)
-    copies: dict[tuple[str, str], list[_Copy]] = {}
+    streams = {
+        _place(event)
+        for event in events
+        if (event.get("ph"), event.get("name")) == ("M", "thread_name")
+        # XLA's events have no categories, but it names a device's streams.
+        and str(_args(event).get("name")).startswith("Stream #")
+    }
+    copies: dict[tuple[str, str], list[Copy]] = {}
     kernels: dict[str, list[tuple[float, float]]] = {}
     for event in events:
-        what = _what(event, streams)
+        what, device = _what(event, streams), _place(event)[0]
         try:
             if what == "copies":
-                copy = _copy(event)
+                copy = device, _number(event, "ts"), _number(event, "dur"), _num_bytes(event)
                 copies.setdefault(_kind(event), []).append(copy)
             elif what == "kernels":
-                span = _span(event)
-                kernels.setdefault(_place(event)[0], []).append(span)
+                span = _number(event, "ts"), _number(event, "dur")
+                kernels.setdefault(device, []).append(span)
         except ValueError as error:
             skipped[f"{what} {error}"] += 1
     # Times since 1970 in microseconds leave a float no digits for a copy; their differences do.
-    times = [each.begin_us for of_kind in copies.values() for each in of_kind]
-    origin = min(times, default=0.0)
-    busy = {device: _Busy(spans, origin) for device, spans in kernels.items()}
+    origin = min((begin for of_kind in copies.values() for _, begin, *_ in of_kind), default=0.0)
+    busy = {device: _busy_until(spans, origin) for device, spans in kernels.items()}
     found = [_added(*key, of_kind, busy, origin) for key, of_kind in copies.items()]
     return sorted(found, key=lambda each: -each.num_bytes)
 
 
-class _Busy:
-    """The time that a device has computed until any moment, in microseconds."""
-
-    def __init__(self, spans: Sequence[tuple[float, float]], origin: float) -> None:
-        merged: list[list[float]] = []
-        for begin, us in sorted(spans):
-            begin -= origin
-            if merged and begin <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], begin + us)
-            else:
-                merged.append([begin, begin + us])
-        self._moments = np.array(merged).ravel()
-        steps = np.zeros(len(self._moments))
-        steps[1::2] = self._moments[1::2] - self._moments[::2]
-        self._until = np.cumsum(steps)
-
-    def within(self, begin: Floats, end: Floats) -> Floats:
-        """Return how long it computed in each span."""
-        return self._busy_until(end) - self._busy_until(begin)
-
-    def _busy_until(self, moment: Floats) -> Floats:
-        return np.asarray(np.interp(moment, self._moments, self._until))
+def _busy_until(spans: Sequence[tuple[float, float]], origin: float) -> Callable[[Floats], Floats]:
+    """Return the time that a device has computed until any moment, in microseconds."""
+    merged: list[list[float]] = []
+    for begin, us in sorted(spans):
+        begin -= origin
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], begin + us)
+        else:
+            merged.append([begin, begin + us])
+    moments = np.array(merged).ravel()
+    steps = np.zeros(len(moments))
+    steps[1::2] = moments[1::2] - moments[::2]
+    until = np.cumsum(steps)
+    return lambda moment: np.asarray(np.interp(moment, moments, until))
 
 
 def _added(
-    direction: str, kind: str, copies: Sequence[_Copy], busy: Mapping[str, _Busy], origin: float
+    direction: str,
+    kind: str,
+    copies: Sequence[Copy],
+    busy: Mapping[str, Callable[[Floats], Floats]],
+    origin: float,
 ) -> Copies:
     hidden_us = 0.0
-    for device in {each.device for each in copies} & busy.keys():
-        here = [each for each in copies if each.device == device]
-        begin = np.array([each.begin_us - origin for each in here])
-        end = begin + np.array([each.us for each in here])
-        hidden_us += float(busy[device].within(begin, end).sum())
-    sizes = [each.num_bytes for each in copies]
+    for device in {device for device, *_ in copies} & busy.keys():
+        here = np.array([(begin - origin, us) for place, begin, us, _ in copies if place == device])
+        begin, until = here[:, 0], busy[device]
+        hidden_us += float((until(begin + here[:, 1]) - until(begin)).sum())
+    sizes = [num_bytes for *_, num_bytes in copies]
     bins = np.bincount(np.digitize(sizes, SIZES), minlength=len(SIZES) + 1)
-    seconds = MICROSECONDS * math.fsum(each.us for each in copies)
+    seconds = MICROSECONDS * math.fsum(us for _, _, us, _ in copies)
     return Copies(
         *(direction, kind, len(copies), int(math.fsum(sizes)), seconds),
         min(seconds, MICROSECONDS * hidden_us),
         tuple(bins.tolist()),
     )
-
-
-def _streams(events: Iterable[Mapping[str, Any]]) -> set[Place]:
-    """Return the places that XLA names as a device's streams: its events have no categories."""
-    return {
-        _place(event)
-        for event in events
-        if event.get("ph") == "M"
-        and event.get("name") == "thread_name"
-        and str(_args(event).get("name")).startswith("Stream #")
-    }
 
 
 def _what(event: Mapping[str, Any], streams: set[Place]) -> str | None:
@@ -252,17 +230,12 @@ def _kind(event: Mapping[str, Any]) -> tuple[str, str]:
     return "other", name
 
 
-def _copy(event: Mapping[str, Any]) -> _Copy:
-    """Return a copy's numbers. ValueError: one is missing or wrong."""
+def _num_bytes(event: Mapping[str, Any]) -> float:
+    """Return a copy's bytes. ValueError: they are missing or wrong."""
     if ROCM_KERNEL.fullmatch(str(event.get("name"))) and _args(event).get("bytes") is None:
         raise ValueError("that ROCm made by a kernel, without bytes")
     details = _details(event)
-    size = _number({"size": details[3]}, "size") if details else _number(_args(event), "bytes")
-    return _Copy(_place(event)[0], *_span(event), size)
-
-
-def _span(event: Mapping[str, Any]) -> tuple[float, float]:
-    return _number(event, "ts"), _number(event, "dur")
+    return _number({"size": details[3]}, "size") if details else _number(_args(event), "bytes")
 
 
 def _number(values: Mapping[str, Any], key: str) -> float:
@@ -325,8 +298,16 @@ def kernels_of(
     if not launches:
         return []
     total = _kernel("all", [launch for each in launches.values() for launch in each])
-    kernels = [_kernel(name, each) for name, each in launches.items()]
-    return [total, *sorted(kernels, key=lambda each: _rank(each, total))]
+
+    def rank(kernel: Kernel) -> tuple[float, int]:
+        shares = (
+            value / total.metrics[metric]
+            for metric, value in kernel.metrics.items()
+            if adds_up(metric) and total.metrics[metric]
+        )
+        return -max(shares, default=0.0), -kernel.num_launches
+
+    return [total, *sorted((_kernel(name, each) for name, each in launches.items()), key=rank)]
 
 
 def adds_up(metric: str) -> bool:
@@ -352,12 +333,3 @@ def _kernel(name: str, launches: Sequence[dict[str, float]]) -> Kernel:
         for metric, each in values.items()
     }
     return Kernel(name, len(launches), combined)
-
-
-def _rank(kernel: Kernel, total: Kernel) -> tuple[float, int]:
-    shares = [
-        value / total.metrics[metric]
-        for metric, value in kernel.metrics.items()
-        if adds_up(metric) and total.metrics[metric]
-    ]
-    return -max(shares, default=0.0), -kernel.num_launches

@@ -12,10 +12,10 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from lab.benchmarks.present import about
+from lab.benchmarks.present import Drawn, Row, decimals
 from lab.benchmarks.request import Request
 from lab.device.trace import SIZES, about_trace, copies_of, left_out, read_events, read_from
-from lab.draw.chart import GREY, LABEL_PX, Chart
+from lab.draw.chart import GREY, LABEL_PX
 from lab.draw.looks import BLUE, SKY
 from lab.draw.plots import BARS, bars
 from lab.settings.config import ConfigError
@@ -35,15 +35,9 @@ PUBLISHED = (
     ("DtoD", "published: Caffe", 450, 508.779e6, 2.51e-3),
 )
 
-Row = dict[str, Any]
-
 
 def measure(request: Request) -> dict[str, Any]:
-    """Add up the copies of the trace `trace=FILE`.
-
-    Raises:
-        ConfigError: no trace is named, it cannot be read, or it holds no copies.
-    """
+    """Add up the copies of the trace `trace=FILE`."""
     path: Path | None = request.own["trace"]
     if path is None:
         raise ConfigError(
@@ -81,17 +75,14 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     return [HEADER, *map(_line, result["rows"]), *(_published(*each) for each in PUBLISHED)]
 
 
-def _line(row: dict[str, Any]) -> list[str]:
-    hidden = f"{100 * row['hidden_s'] / row['seconds']:.1f}" if row["seconds"] else "-"
+def _line(row: Row) -> list[str]:
+    hidden = decimals(row["hidden_s"] / row["seconds"] if row["seconds"] else None, 100)
     first = _figures(row["invocations"], row["num_bytes"], row["seconds"])
     return [row["direction"], row["kind"], *first, hidden, *map(str, row["sizes"])]
 
 
-def _published(
-    direction: str, source: str, invocations: int, num_bytes: float, seconds: float
-) -> list[str]:
-    blank = [""] * (len(SIZES) + 2)
-    return [direction, source, *_figures(invocations, num_bytes, seconds), *blank]
+def _published(direction: str, source: str, *figures: Any) -> list[str]:
+    return [direction, source, *_figures(*figures), *[""] * (len(SIZES) + 2)]
 
 
 def _figures(invocations: int, num_bytes: float, seconds: float) -> list[str]:
@@ -99,8 +90,8 @@ def _figures(invocations: int, num_bytes: float, seconds: float) -> list[str]:
         str(invocations),
         f"{MB * num_bytes:.3f}",
         f"{1e-3 * num_bytes / invocations:.2f}",
-        f"{GB * num_bytes / seconds:.3f}" if seconds else "-",
-        f"{1e3 * seconds:.3f}",
+        decimals(num_bytes / seconds if seconds else None, GB, 3),
+        f"{MS * seconds:.3f}",
     ]
 
 
@@ -115,7 +106,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def chart(result: dict[str, Any]) -> Chart:
+def chart(result: dict[str, Any]) -> Drawn:
     """Draw the time of copies, hidden and exposed, and below it how many there are by size."""
     rows = result["rows"]
     names = [f"{row['direction']} {row['kind']}" for row in rows]
@@ -132,7 +123,7 @@ def chart(result: dict[str, Any]) -> Chart:
     whole_s = sum(row["seconds"] for row in rows)
     hidden = 100 * sum(row["hidden_s"] for row in rows) / whole_s if whole_s else 0.0
     message = f"Copies take {MS * whole_s:.3g} ms, {hidden:.0f} % of it behind kernels"
-    return Chart("transfer", message, [*about_trace(result), *about(result)], body, width)
+    return message, about_trace(result), (body, width)
 
 
 def _counts(names: Sequence[str], rows: Sequence[Row]) -> Any:
@@ -143,16 +134,13 @@ def _counts(names: Sequence[str], rows: Sequence[Row]) -> Any:
         for size, number in zip(COLUMNS, row["sizes"], strict=True)
         if number
     )
-    x = alt.X("size:N", title="size of a copy, and how many", sort=COLUMNS, scale=_all(COLUMNS))
-    y = alt.Y("name:N", title=None, sort=list(names), scale=_all(names), axis=alt.Axis(ticks=False))
+    sizes, kinds = alt.Scale(domain=list(COLUMNS)), alt.Scale(domain=list(names))
+    x = alt.X("size:N", title="size of a copy, and how many", sort=COLUMNS, scale=sizes)
     x = x.axis(labelAngle=0)
+    y = alt.Y("name:N", title=None, sort=list(names), scale=kinds, axis=alt.Axis(ticks=False))
     base = alt.Chart(data).encode(x, y)
     shade = alt.Opacity("copies:Q", legend=None, scale=alt.Scale(type="log", range=[0.15, 0.5]))
     return alt.layer(
         base.mark_rect(color=GREY).encode(shade),
         base.mark_text(fontSize=LABEL_PX).encode(alt.Text("copies:Q", format=",")),
     ).properties(width=BARS, height=24 * len(names))
-
-
-def _all(values: Sequence[str]) -> alt.Scale:
-    return alt.Scale(domain=list(values))

@@ -7,12 +7,13 @@ forward, to compute backward until the last gradient is ready, to encode and dec
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,16 +26,14 @@ from lab.measure.spans import OWN, PHASES, Span
 
 Mark = float | torch.cuda.Event
 KEPT_STEPS = 5  # for the timeline
+ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
 
 Stage = TypeVar("Stage")
 Ends = tuple[float, float]  # begin and end, in seconds from the step's begin
 Part = tuple[str, Mark, Mark]  # of a phase: label, begin and end
-Phases = Mapping[str, Sequence[Part]]  # the parts of each of PHASES
-
 # A piece of an exchange's own work, between two waits: begin and end, the seconds within it that
 # the rank waited for others, and whether forward and backward cannot go on meanwhile.
 Piece = tuple[Mark, Mark, float, bool]
-ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
 
 
 def mark(device: torch.device) -> Mark:
@@ -51,13 +50,6 @@ def marker(device: torch.device) -> Callable[[], Mark]:
     return time.perf_counter if device.type == "cpu" else partial(mark, device)
 
 
-def since(begin: Mark, moments: Sequence[Mark]) -> list[float]:
-    """Return the seconds from one mark to each of several; see `seconds`."""
-    if type(begin) is float:
-        return [moment - begin for moment in moments]  # type: ignore[operator]
-    return [seconds(begin, moment) for moment in moments]
-
-
 def seconds(begin: Mark, end: Mark) -> float:
     """Return the seconds between two marks, which on a GPU the stream must have reached."""
     if type(begin) is float:  # asked first: steps of a CPU have tens of marks
@@ -65,95 +57,16 @@ def seconds(begin: Mark, end: Mark) -> float:
     return begin.elapsed_time(end) / 1000  # type: ignore[union-attr, arg-type]
 
 
+def since(begin: Mark, moments: Sequence[Mark]) -> list[float]:
+    """Return the seconds from one mark to each of several; see `seconds`."""
+    if type(begin) is float:
+        return [moment - begin for moment in moments]  # type: ignore[operator]
+    return [seconds(begin, moment) for moment in moments]
+
+
 def passed(moment: Mark) -> bool:
     """Return whether the device has reached a mark; a host mark always has been."""
     return not isinstance(moment, torch.cuda.Event) or moment.query()
-
-
-@dataclass
-class OwnMarks:
-    """Marks of one step besides those of its phases.
-
-    Attributes:
-        ready: when each bucket's last gradient was ready; key: the bucket's number.
-    """
-
-    ready: dict[int, Mark] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)
-
-    def row(
-        self, phases: Phases, gap_s: float, begin: Mark, waits_in: Collection[str]
-    ) -> list[float]:
-        """Return the seconds of OWN; NaN: unknown.
-
-        Args:
-            gap_s: time since the previous step. begin: of the step.
-            waits_in: see Clock.
-        """
-        own = {name: name not in waits_in for name in PHASES}
-        own["backward"] |= bool(self.ready)
-        parts = {name: phases.get(name, ()) if own[name] else () for name in PHASES}
-        ends = [(b, e) for each in parts.values() for _, b, e in each]
-        ends += [(b, e) for b, e, _, _ in self.pieces]
-        times = iter(since(begin, [*itertools.chain.from_iterable(ends)]))
-        pairs = zip(times, times, strict=True)
-        spans = {name: [*itertools.islice(pairs, len(each))] for name, each in parts.items()}
-        worked = [*pairs]
-        # NaN: no exchange worked, or that of a library.
-        waited_s = [waited_s for _, _, waited_s, _ in self.pieces]
-        exchange = _total(worked) - sum(waited_s)
-        if self.ready and spans["backward"]:  # afterwards, DDP waits within backward
-            begin_s, end_s = spans["backward"][-1]
-            ready_s = max(since(begin, [*self.ready.values()]))
-            spans["backward"][-1] = begin_s, min(end_s, ready_s)
-        inside = [span for span, piece in zip(worked, self.pieces, strict=True) if piece[3]]
-        forward, backward = [
-            _total(spans[name]) - _shared(spans[name], inside) for name in ("forward", "backward")
-        ]
-        return [gap_s, _total(spans["data"]), forward, backward, exchange, _total(spans["update"])]
-
-
-class OwnTimes:
-    """Own times of many steps, in little memory.
-
-    Args:
-        waits_in: see Clock.
-    """
-
-    def __init__(self, waits_in: Collection[str]) -> None:
-        self._waits_in = waits_in
-        self._rows = array("d")
-        self._ready = array("d")  # of all steps, one after the other
-        self._num_ready = array("i")  # of each step
-
-    def add(self, marks: OwnMarks, phases: Phases, gap_s: float, begin: Mark) -> None:
-        """Keep a step's times; see OwnMarks.row."""
-        self._rows.extend(marks.row(phases, gap_s, begin, self._waits_in))
-        width = max(marks.ready, default=-1) + 1
-        ready = dict(zip(marks.ready, since(begin, [*marks.ready.values()]), strict=True))
-        self._ready.extend([ready.get(bucket, math.nan) for bucket in range(width)])
-        self._num_ready.append(width)
-
-    def copy(self) -> OwnTimes:
-        """Return a copy, to which more steps can be added."""
-        copied = OwnTimes(self._waits_in)
-        copied._rows, copied._ready = self._rows[:], self._ready[:]
-        copied._num_ready = self._num_ready[:]
-        return copied
-
-    def own_seconds(self) -> np.ndarray:
-        """Return float64 [steps, len(OWN)]; NaN: unknown."""
-        return np.array(self._rows).reshape(-1, len(OWN))
-
-    def ready_seconds(self) -> np.ndarray:
-        """Return seconds from a step's begin until each bucket was ready: float64 [steps, buckets].
-
-        NaN: a step had fewer buckets, or the moment is unknown.
-        """
-        counts = np.array(self._num_ready, dtype=int)
-        table = np.full((len(counts), counts.max(initial=0)), np.nan)
-        table[np.arange(table.shape[1]) < counts[:, None]] = np.array(self._ready)
-        return table
 
 
 @dataclass
@@ -199,7 +112,8 @@ class StepMarks:
         phases: by name, the label, begin and end of each part.
         exchanges: track, name, begin and end of each span.
         overtime: begin and end of what the step left to do after its end.
-        own: see OwnMarks.
+        ready: when each bucket's last gradient was ready; key: the bucket's number.
+        pieces: of exchanges' own work.
         passes: of the model, with their layers, if these are marked.
     """
 
@@ -209,12 +123,13 @@ class StepMarks:
     phases: dict[str, list[Part]] = field(default_factory=dict)
     exchanges: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
     overtime: list[tuple[Mark, Mark]] = field(default_factory=list)
-    own: OwnMarks = field(default_factory=OwnMarks)
+    ready: dict[int, Mark] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list[Pass])
 
     def passed(self) -> bool:
         """Return whether the device has reached all marks; some may lie after the step's end."""
-        late = [*(end for _, end in self.overtime), *(end for _, end, *_ in self.own.pieces)]
+        late = [*(end for _, end in self.overtime), *(end for _, end, *_ in self.pieces)]
         return passed(self.end) and all(passed(end) for end in reversed(late))
 
     def gap_seconds(self) -> float:
@@ -231,6 +146,30 @@ class StepMarks:
             parts = self.phases.get(name)
             yield sum(seconds(*marks) for _, *marks in parts) if parts else np.nan
 
+    def own_seconds(self, waits_in: Collection[str]) -> list[float]:
+        """Return the seconds of OWN; NaN: unknown. Args: waits_in: see Clock."""
+        own = {name: name not in waits_in for name in PHASES}
+        own["backward"] |= bool(self.ready)
+        parts = {name: self.phases.get(name, ()) if own[name] else () for name in PHASES}
+        ends = [(b, e) for each in parts.values() for _, b, e in each]
+        ends += [(b, e) for b, e, _, _ in self.pieces]
+        times = iter(since(self.begin, [*itertools.chain.from_iterable(ends)]))
+        pairs = zip(times, times, strict=True)
+        spans = {name: [*itertools.islice(pairs, len(each))] for name, each in parts.items()}
+        worked = [*pairs]
+        # NaN: no exchange worked, or that of a library.
+        exchange = _total(worked) - sum([waited_s for _, _, waited_s, _ in self.pieces])
+        if self.ready and spans["backward"]:  # afterwards, DDP waits within backward
+            begin_s, end_s = spans["backward"][-1]
+            ready_s = max(since(self.begin, [*self.ready.values()]))
+            spans["backward"][-1] = begin_s, min(end_s, ready_s)
+        inside = [span for span, piece in zip(worked, self.pieces, strict=True) if piece[3]]
+        forward, backward = [
+            _total(spans[name]) - _shared(spans[name], inside) for name in ("forward", "backward")
+        ]
+        data, update = _total(spans["data"]), _total(spans["update"])
+        return [self.gap_seconds(), data, forward, backward, exchange, update]
+
     def spans(self, name: str) -> Iterator[tuple[str, str, Mark, Mark]]:
         """Yield track, name, begin and end of the step, which is called `name`, and its parts."""
         yield "step", name, self.begin, self.end
@@ -239,6 +178,38 @@ class StepMarks:
         for one in self.passes:
             yield from (("layer", name, begin, end) for _, name, begin, end in one.spans())
         yield from self.exchanges
+
+
+class OwnTimes:
+    """Own times of many steps, in little memory. Args: waits_in: see Clock."""
+
+    def __init__(self, waits_in: Collection[str]) -> None:
+        self._waits_in = waits_in
+        self._rows = array("d")
+        self._ready = array("d")  # of all steps, one after the other
+        self._num_ready = array("i")  # of each step
+
+    def add(self, step: StepMarks) -> None:
+        """Keep a step's times."""
+        self._rows.extend(step.own_seconds(self._waits_in))
+        width = max(step.ready, default=-1) + 1
+        ready = dict(zip(step.ready, since(step.begin, [*step.ready.values()]), strict=True))
+        self._ready.extend([ready.get(bucket, math.nan) for bucket in range(width)])
+        self._num_ready.append(width)
+
+    def own_seconds(self) -> np.ndarray:
+        """Return float64 [steps, len(OWN)]; NaN: unknown."""
+        return np.array(self._rows).reshape(-1, len(OWN))
+
+    def ready_seconds(self) -> np.ndarray:
+        """Return seconds from a step's begin until each bucket was ready: float64 [steps, buckets].
+
+        NaN: a step had fewer buckets, or the moment is unknown.
+        """
+        counts = np.array(self._num_ready, dtype=int)
+        table = np.full((len(counts), counts.max(initial=0)), np.nan)
+        table[np.arange(table.shape[1]) < counts[:, None]] = np.array(self._ready)
+        return table
 
 
 class Clock:
@@ -269,6 +240,7 @@ class Clock:
         own: bool = True,
     ) -> None:
         self._device, self._mark = device, marker(device)
+        self.on_gpu = device.type == "cuda"  # marks are events in a stream
         self.passes: list[Pass] = []
         self._breakdown, self._own = breakdown, own
         self._current = StepMarks(None, 0.0)
@@ -280,11 +252,6 @@ class Clock:
         self._seconds = 0.0  # total of these rows
         self._last_end: Mark | None = None
         self._paused: tuple[Mark, float] = 0.0, 0.0  # the same moment on the device and on the host
-
-    @property
-    def on_gpu(self) -> bool:
-        """True if marks are events in a stream."""
-        return self._device.type == "cuda"
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -301,7 +268,7 @@ class Clock:
             row = self._row(done)
             self._rows.extend(row)
             self._seconds += row[0]
-            self._add_own(self._own_times, done)
+            self._own_times.add(done)
 
     def pause(self) -> None:
         """Synchronise with the device and stop timing until the next step begins."""
@@ -350,8 +317,8 @@ class Clock:
 
     def ready(self, bucket: int, latest: bool = False) -> None:
         """Mark that the last gradient of a bucket is ready; its first mark counts, or the last."""
-        if self._own and (latest or bucket not in self._current.own.ready):
-            self._current.own.ready[bucket] = self._mark()
+        if self._own and (latest or bucket not in self._current.ready):
+            self._current.ready[bucket] = self._mark()
 
     @contextmanager
     def exchange_work(self) -> Iterator[None]:
@@ -467,17 +434,14 @@ class Clock:
     def own_times(self) -> OwnTimes:
         """Return the own times of all finished steps."""
         self._synchronize()
-        times = self._own_times.copy()
+        times = copy.deepcopy(self._own_times)
         for step in self._recent:
-            self._add_own(times, step)
+            times.add(step)
         return times
-
-    def _add_own(self, times: OwnTimes, step: StepMarks) -> None:
-        times.add(step.own, step.phases, step.gap_seconds(), step.begin)
 
     def _work(self, begin: Mark, end: Mark, waited_s: float, in_line: bool) -> None:
         if self._own:
-            self._current.own.pieces.append((begin, end, waited_s, in_line))
+            self._current.pieces.append((begin, end, waited_s, in_line))
 
     def _table(self) -> np.ndarray:
         """Return a row for each finished step."""

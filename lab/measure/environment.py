@@ -1,11 +1,13 @@
-"""Environment of a run: machine and software."""
+"""Environment of a run: machine and software, and its GPUs by NVIDIA's tools and driver."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import inspect
 import os
 import platform
+import re
 import subprocess
 import sys
 import warnings
@@ -16,8 +18,6 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 from torch import nn
-
-from lab.measure import nvidia
 
 # Variables that shape speed, by library. No other is recorded: it may hold a secret.
 VARIABLES = {
@@ -71,6 +71,16 @@ NAMES = frozenset(
 )
 LENGTH = 8  # hexadecimal digits
 
+SMI_S = 30.0  # eight idle GPUs without persistence mode take more than a few seconds
+# By key of the record; nvidia-smi --help-query-gpu explains them.
+TEXTS = {"name": "name", "driver": "driver_version", "mig": "mig.mode.current"}
+TEXTS |= {"pci_bus_id": "pci.bus_id"}
+NUMBERS = {"power_limit_w": "power.limit", "sm_clock_mhz": "clocks.current.sm"}
+NUMBERS |= {"max_sm_clock_mhz": "clocks.max.sm"}
+STYLES = re.compile(r"\x1b\[[0-9;]*m")  # it underlines the head of its table, in pipes too
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of the driver's API
+
 
 def environment(num_hosts: int, asks_tools: bool = True) -> dict[str, Any]:
     """Describe machine and software, so that others can judge or repeat a measurement.
@@ -93,15 +103,15 @@ def environment(num_hosts: int, asks_tools: bool = True) -> dict[str, Any]:
         "tf32": _tf32(),
         "gpus": [torch.cuda.get_device_name(i) for i in visible],
         "compute_capability": [torch.cuda.get_device_capability(i) for i in visible],
-        "nvls": [nvidia.adds_in_switch(i) for i in visible],
-        "host_gpus": nvidia.gpus() if has_gpus and asks_tools else None,
+        "nvls": [adds_in_switch(i) for i in visible],
+        "host_gpus": gpus() if has_gpus and asks_tools else None,
         "cpu": cpu_model(),
         "num_cores": num_cores(),
-        "memory_gib": memory_gib(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "num_threads": torch.get_num_threads(),
         "numa_nodes": _numa_nodes(),
         "num_hosts": num_hosts,
-        "gpu_links": nvidia.links() if has_gpus and asks_tools else None,
+        "gpu_links": links() if has_gpus and asks_tools else None,
         "network_interfaces": _network_interfaces(),
         "variables": {name: os.environ[name] for name in sorted(NAMES & os.environ.keys())},
     }
@@ -121,8 +131,9 @@ def git_commit() -> dict[str, Any]:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
-    commit = _git(root, "rev-parse", "HEAD")
-    return {"commit": commit, "dirty": commit and bool(_git(root, "status", "--porcelain"))}
+    git = "git", "-C", str(root)
+    commit = _output(*git, "rev-parse", "HEAD")
+    return {"commit": commit, "dirty": commit and bool(_output(*git, "status", "--porcelain"))}
 
 
 def cpu_model() -> str:
@@ -139,11 +150,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def memory_gib() -> int:
-    """Return the size of the host's memory in GiB."""
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
 
 
 def _tf32() -> dict[str, bool]:
@@ -186,13 +192,9 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _git(root: Path, *arguments: str) -> str | None:
-    return _output("git", "-C", str(root), *arguments)
-
-
-def _output(*command: str) -> str | None:
+def _output(*command: str, timeout_s: float = 5.0) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -204,16 +206,13 @@ def source_hash(model: nn.Module) -> str:
     Shapes and options of layers are settings and do not count. A class without source, as one
     typed at a prompt, counts by its name.
     """
-    kinds = {_as_written(type(module)) for module in model.modules()}
+    kinds = {type(module) for module in model.modules()}
+    # FSDP2's fully_shard has replaced a class by one that inherits from it.
+    kinds = {
+        kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind for kind in kinds
+    }
     own = (kind for kind in kinds if kind.__module__.partition(".")[0] != "torch")
-    sources = sorted(_source(kind) for kind in own)
-    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:LENGTH]
-
-
-def _as_written(kind: type) -> type:
-    """Return the class that FSDP2's fully_shard has replaced, or the class itself."""
-    _, *bases = kind.__mro__
-    return bases[1] if bases[0].__name__ == "FSDPModule" else kind
+    return hashlib.sha256("\n".join(sorted(map(_source, own))).encode()).hexdigest()[:LENGTH]
 
 
 def _source(kind: type) -> str:
@@ -221,3 +220,61 @@ def _source(kind: type) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):
         return kind.__qualname__
+
+
+def gpus() -> list[dict[str, Any]] | None:
+    """Describe all GPUs of this host, hidden ones included; None without nvidia-smi.
+
+    Clocks are current ones; an idle GPU's are low.
+    """
+    fields = ",".join([*TEXTS.values(), *NUMBERS.values()])
+    text = _smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if text is None:
+        return None
+    return [{**gpu, "numa_node": _numa_node(gpu["pci_bus_id"])} for gpu in parse(text)]
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """Parse nvidia-smi's answer, a line per GPU; None for values that a GPU does not report."""
+    gpus = []
+    for line in text.splitlines():
+        values = [None if "[" in value else value for value in line.split(", ")]
+        if len(values) != len(TEXTS) + len(NUMBERS):
+            continue  # a warning
+        numbers = [value and float(value) for value in values[len(TEXTS) :]]
+        gpus.append(dict(zip([*TEXTS, *NUMBERS], [*values[: len(TEXTS)], *numbers], strict=True)))
+    return gpus
+
+
+def links() -> str | None:
+    """Return nvidia-smi's table of how GPUs and network adapters are connected."""
+    return _smi("topo", "--matrix")
+
+
+def adds_in_switch(index: int) -> bool | None:
+    """Return whether the NVSwitch can sum for GPU `index` of this process (NCCL's NVLS)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, value = ctypes.c_int(), ctypes.c_int()
+    errors = (
+        driver.cuInit(0),
+        driver.cuDeviceGet(ctypes.byref(device), index),
+        driver.cuDeviceGetAttribute(ctypes.byref(value), MULTICAST, device),
+    )
+    return None if any(errors) else bool(value.value)
+
+
+def _numa_node(pci_bus_id: str | None) -> int | None:
+    """Return the NUMA node of a GPU such as 00000000:18:00.0 (0000:18:00.0 to the kernel)."""
+    path = PCI_DEVICES / (pci_bus_id or "")[4:].lower() / "numa_node"
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _smi(*arguments: str) -> str | None:
+    text = _output("nvidia-smi", *arguments, timeout_s=SMI_S)
+    return text and STYLES.sub("", text).strip()

@@ -100,7 +100,7 @@ def in_order(called: Iterable[str], registered: Iterable[str]) -> list[str]:
     return order
 
 
-def hold(launch_s: float) -> None:
+def spin_stream(launch_s: float) -> None:
     """Keep the current stream busy for a little more than `launch_s`, at most LONGEST_S.
 
     Kernels queued meanwhile then run without gaps, so their time excludes the host's launches.

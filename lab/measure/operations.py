@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
@@ -97,12 +97,11 @@ def counts_of(make_model: Callable[..., nn.Module]) -> Counts:
         f"{LAYERS[type(layer)]}{number}": int(forward[name])
         for number, (name, layer) in enumerate(layers, start=1)
     }
-    connected = sum(_size(layer) for _, layer in layers if isinstance(layer, nn.Linear))
-    return Counts(_size(model), connected, operations)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(tensor.numel() for tensor in module.parameters())
+    whole, connected = (
+        sum(tensor.numel() for module in modules for tensor in module.parameters())
+        for modules in ([model], [layer for _, layer in layers if isinstance(layer, nn.Linear)])
+    )
+    return Counts(whole, connected, operations)
 
 
 def _count(
@@ -127,10 +126,21 @@ def _count(
                 loss(model(inputs), targets).backward()
             counts.append(counter.counted)
             order = in_order(counter.called, layers)
+    if [place for place, *_ in counts[0]] != [place for place, *_ in counts[1]]:
+        raise Uncountable("its operations depend on the size of the batch")
     fused = {name for name, module in layers.items() if isinstance(module, nn.RNNBase)}
-    lines = (each for each in _lines(*counts) if each[0] not in fused or each[2].flops.per_sample)
-    found = _layers(order, sizes_of(layers), lines)
-    return Work(tuple(found), math.prod(input_shape) * input_dtype.itemsize)
+    found: dict[tuple[str, bool], list[Operation]] = {}
+    for ((layer, backward, name, again), *few), (_, *many) in zip(*counts, strict=True):
+        flops, num_bytes = map(_line, few, many)
+        if layer not in fused or flops.per_sample:
+            operation = Operation(name, flops, num_bytes, again)
+            found.setdefault((layer, backward), []).append(operation)
+    sizes = sizes_of(layers)
+    works = (
+        LayerWork(name, sizes[name], *(tuple(found.get((name, way), ())) for way in (False, True)))
+        for name in order
+    )
+    return Work(tuple(works), math.prod(input_shape) * input_dtype.itemsize)
 
 
 def _copied(model: nn.Module, device: torch.device) -> nn.Module:
@@ -147,30 +157,9 @@ def _copied(model: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(model, tensors)
 
 
-def _lines(fewer: list[Counted], more: list[Counted]) -> Iterator[tuple[str, bool, Operation]]:
-    """Join two batches' counts of the same operations."""
-    if [place for place, *_ in fewer] != [place for place, *_ in more]:
-        raise Uncountable("its operations depend on the size of the batch")
-    for (place, *one), (_, flops, num_bytes) in zip(fewer, more, strict=True):
-        layer, backward, name, again = place
-        lines = _line(one[0], flops), _line(one[1], num_bytes)
-        yield layer, backward, Operation(name, *lines, again)
-
-
 def _line(at_fewer: float, at_more: float) -> Line:
     per_sample = (at_more - at_fewer) / (MORE - FEWER)
     return Line(at_fewer - FEWER * per_sample, per_sample)
-
-
-def _layers(
-    order: list[str], sizes: dict[str, int], counted: Iterable[tuple[str, bool, Operation]]
-) -> Iterator[LayerWork]:
-    found: dict[tuple[str, bool], list[Operation]] = {}
-    for layer, backward, operation in counted:
-        found.setdefault((layer, backward), []).append(operation)
-    for name in order:
-        ways = (tuple(found.get((name, backward), ())) for backward in (False, True))
-        yield LayerWork(name, sizes[name], *ways)
 
 
 class _Counter(TorchDispatchMode):
@@ -260,9 +249,10 @@ def operations_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     """
     name = packet.__name__.removesuffix("_")  # in place, as addmm_
     namespace = packet._qualified_op_name.split("::")[0]
+    not_in_place = getattr(torch.ops.aten, name, None) if namespace == "aten" else None
     if namespace == "aten" and name in FORMULAS:
         operations = FORMULAS[name](*args, **kwargs)
-    elif formula := flop_registry.get(packet) or _not_in_place(namespace, name):
+    elif formula := flop_registry.get(packet) or flop_registry.get(not_in_place):
         operations = formula(*args, **kwargs, out_val=out)
     elif namespace in NAMESPACES and not PRODUCT.fullmatch(name):
         return 0
@@ -275,15 +265,7 @@ def operations_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     return operations * (4 if any(each.is_complex() for each in tensors) else 1)
 
 
-def _not_in_place(namespace: str, name: str) -> Callable[..., float] | None:
-    return flop_registry.get(getattr(torch.ops.aten, name, None)) if namespace == "aten" else None
-
-
 def _product(matrix: Tensor, _vector: Tensor, **_: Any) -> float:
-    return 2 * matrix.numel()
-
-
-def _added(_sum: Tensor, matrix: Tensor, _vector: Tensor, **_: Any) -> float:
     return 2 * matrix.numel()
 
 
@@ -295,11 +277,6 @@ def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> float:
     """Count a product for each group; a matrix that has no dimension of groups is divided."""
     groups = len(left) if left.ndim == right.ndim == 3 else 1
     return 2 * groups * math.prod(left.shape[-2:]) * right.shape[-1]
-
-
-def _distances(left: Tensor, right: Tensor) -> float:
-    """Count the product of a [..., n, width] and [..., m, width] from which distances are made."""
-    return 2 * left.numel() * right.shape[-2]
 
 
 def _along_time(inputs: Tensor, weight: Tensor, _bias: Tensor, pad: int = 0) -> float:
@@ -335,19 +312,20 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
     return 2 * pairs * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(
-    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> float:
-    return 2 * _attention(query, key, value)
-
-
 FORMULAS: dict[str, Callable[..., float]] = {
     **dict.fromkeys(("mv", "dot", "vdot"), _product),
-    **{"addmv": _added, "addbmm": _added_matrices, "_grouped_mm": _grouped},
-    **{"_euclidean_dist": _distances, "conv_tbc": _along_time},
+    "addmv": lambda _sum, matrix, vector, **_: _product(matrix, vector),
+    "addbmm": _added_matrices,
+    "_grouped_mm": _grouped,
+    # A product of [..., n, width] and [..., m, width], from which distances are made.
+    "_euclidean_dist": lambda left, right: 2 * left.numel() * right.shape[-2],
+    "conv_tbc": _along_time,
     "convolution_backward": _convolution_backward,
     **{f"_scaled_dot_product_{kind}": _attention for kind in KINDS},
-    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in KINDS},
+    **{
+        f"_scaled_dot_product_{kind}_backward": lambda _grad, *rest, **_: 2 * _attention(*rest)
+        for kind in KINDS
+    },
 }
 
 

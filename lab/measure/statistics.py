@@ -1,4 +1,4 @@
-"""Statistics over steps and ranks."""
+"""Statistics over steps and ranks, and runs of one start that train in turns."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ def whole_rounds(values: np.ndarray, first: int, every: int) -> np.ndarray:
 
 
 def round_means(values: np.ndarray, first: int, every: int) -> np.ndarray:
-    """Average over rounds, so that each step carries its share of the round's one exchange.
+    """Average over whole rounds, so that each step carries its share of the one exchange.
 
-    Args:
-        values, first, every: see whole_rounds.
+    Args: see whole_rounds.
 
-    Returns:
-        [ranks, whole rounds, ...]
+    Returns: [ranks, whole rounds, ...]
     """
     whole = whole_rounds(values, first, every)
     return whole.reshape(len(values), -1, every, *values.shape[2:]).mean(axis=2)
@@ -72,9 +70,7 @@ def step_statistics(step_s: np.ndarray) -> dict[str, Any] | None:
 def wall_seconds(step_s: np.ndarray, gap_s: np.ndarray) -> float:
     """Return wall-clock seconds of all steps on the slowest rank, without pauses.
 
-    Args:
-        step_s: seconds of each step, [ranks, timed steps].
-        gap_s: seconds between each step and the previous one, [ranks, timed steps].
+    Args: seconds of each step, and between it and the previous one, [ranks, timed steps].
     """
     return float((step_s.sum(axis=1) + gap_s[:, 1:].sum(axis=1)).max())
 
@@ -82,9 +78,7 @@ def wall_seconds(step_s: np.ndarray, gap_s: np.ndarray) -> float:
 def phase_statistics(phase_s: np.ndarray, names: tuple[str, ...]) -> dict[str, float]:
     """Average phases over ranks and take medians over steps; they add up to about a step.
 
-    Args:
-        phase_s: seconds, [ranks, timed steps, phases]; NaN where nothing was marked.
-        names: names of the phases.
+    Args: phase_s: seconds, [ranks, timed steps, phases]; NaN where nothing was marked.
     """
     if phase_s.size == 0 or np.isnan(phase_s).all():
         return {}
@@ -125,12 +119,7 @@ def noise_scale(
 
 @dataclass(frozen=True)
 class Warmup:
-    """The first steps of a run, which statistics leave out.
-
-    Attributes:
-        num_steps: number of steps left out.
-        reason: why so many, in a clause.
-    """
+    """How many first steps of a run statistics leave out, and why so many, in a clause."""
 
     num_steps: int
     reason: str
@@ -172,3 +161,43 @@ def warmup_of(step_s: np.ndarray, asked: int | None, every: int = 1, trials: int
     if cut == num_batches // 2:
         return Warmup(first + cut * size, "half of the steps, at most; it may not be steady yet")
     return Warmup(first + cut * size, f"steady from there on (MSER-{size})")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The steps of a run that takes turns with others, so that drift of the machine favours none.
+
+    The first round of a turn does not count: nothing of its own is under way, and caches hold what
+    others left there.
+
+    Attributes:
+        alone: first steps, all of warm-up, made before turns begin.
+        size: steps of each turn.
+        every: steps of a round, from one exchange to the next.
+    """
+
+    alone: int
+    size: int
+    every: int
+
+    def counted(self, num_steps: int) -> NDArray[np.bool_]:
+        """Tell which of a run's steps count, [steps]."""
+        place = np.arange(num_steps) - self.alone
+        return (place >= 0) & (place % self.size >= self.every)
+
+    def seconds(self, round_s: NDArray[np.float64]) -> list[float]:
+        """Compute a step's seconds in each turn: the median over its rounds that count.
+
+        Args:
+            round_s: mean of a step on each rank, [ranks, rounds that count].
+        """
+        slowest = round_s.max(axis=0)
+        return np.median(slowest.reshape(-1, self.size // self.every - 1), axis=1).tolist()
+
+
+def order(num_candidates: int, round_number: int) -> list[int]:
+    """Draw the order of a round, the same on all ranks.
+
+    The order differs between rounds, so that no candidate always runs first or after the same one.
+    """
+    return np.random.default_rng(round_number).permutation(num_candidates).tolist()

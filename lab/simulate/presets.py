@@ -213,7 +213,7 @@ def of_this_machine(device: Device) -> Device:
     """
     if device.name != THIS_CPU or device.peak_flops_per_s:
         return device
-    from lab.measure.rates import measured_rates
+    from lab.measure.peaks import measured_rates
 
     num_threads = device.num_threads or 1
     rates = measured_rates(num_threads)

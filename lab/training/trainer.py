@@ -27,8 +27,7 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock, mark, seconds
 from lab.measure.memory import Memory
-from lab.measure.statistics import least_warmup
-from lab.measure.turns import Turns
+from lab.measure.statistics import Turns, least_warmup
 from lab.record.schema import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync

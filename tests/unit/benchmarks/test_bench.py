@@ -16,8 +16,7 @@ from torch import Tensor
 from lab import bench
 from lab.benchmarks import certificate, codec, collective, compressors, host, memory, step
 from lab.benchmarks.catalogue import size_name
-from lab.benchmarks.crossing import Crossing
-from lab.benchmarks.interleave import interval, middle, ratio
+from lab.benchmarks.harness import Sent, difference, level, middle, ratio
 from lab.benchmarks.present import chart_of, fastest, text_of, write
 from lab.benchmarks.request import read
 from lab.distributed.comm import Comm
@@ -77,10 +76,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
     [
         ([], "(nothing): takes one collective|reduce_scatter|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs two"),
-        (
-            ["step", "strategy=overlap,nope"],
-            "strategy=nope: did you mean none? allowed are",
-        ),
+        (["step", "strategy=overlap,nope"], "strategy=nope: did you mean none? allowed are"),
         (["step", "strategy=ddp,ddp"], "ddp, ddp: the same is listed twice"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "one list at a time"),
         (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),
@@ -187,8 +183,19 @@ def test_a_plain_send_crosses_hosts_if_there_are_several(
 
 def test_the_bound_is_of_a_hosts_link_if_there_are_several() -> None:
     # An all-reduce of 16 bytes on four ranks, as two hosts of two and as one.
-    assert collective._share(Crossing(24, 24, None), Crossing(16, 32, None)) == 0.75
-    assert collective._share(Crossing(24, 0, None), Crossing(16, 0, None)) == 3
+    assert collective._share(Sent(24, 24, None), Sent(16, 32, None)) == 0.75
+    assert collective._share(Sent(24, 0, None), Sent(16, 0, None)) == 3
+
+
+def test_an_exchange_with_residuals_is_measured_at_several_sizes() -> None:
+    onebit = load(["exchange=onebit"]).exchange
+
+    def rank_main(comm: Comm) -> list[int]:
+        candidates = collective.make_candidates({"onebit": build(onebit)}, comm)
+        tensors = [torch.empty(size) for size in (1024, 16384, 1024)]
+        return [collective.count_wrong(candidates[1], t, comm.rank, comm) for t in tensors]
+
+    assert run_ranks(2, rank_main) == [[0, 0, 0]] * 2
 
 
 def test_one_wrong_value_is_counted_on_every_rank() -> None:
@@ -351,10 +358,10 @@ def results() -> dict[str, dict[str, Any]]:
     cost = certificate.cost([0.3, 0.6, 0.3], [0.4, 0.7, 0.35])
     checked = {"name": "onebit", "line": "certificate: all is well", **cost}
     marked = [{"name": name, "step_s": middle(took)} for name in ("with marks", "without")]
-    sides = {"ratio": ratio(took, took), "added_s": interval(lambda a, b: a - b, took, took)}
+    sides = {"ratio": ratio(took, took), "added_s": difference(took, took)}
     scattered = {"algorithm": "torch", "size_bytes": 4096, "wrong": 0, "crossed_share": None}
     scattered |= {"time_s": times_ms["ddp"], "ratio_to_torch": ratio(took, took)}
-    added = {"added_s": interval(lambda a: 1e-4 * a, took), "over_ddp": ratio(took, took)}
+    added = {"added_s": level(1e-4 * took), "over_ddp": ratio(took, took)}
     of_host = {"plain_s": times_ms["tree"], "num_parameters": 6, "num_ranks": 8}
     hosts = [{"name": name, **added} for name in (host.DDP, "overlap")]
     own = {

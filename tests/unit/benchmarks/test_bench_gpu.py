@@ -82,7 +82,7 @@ def test_codec_and_reference_take_turns_of_many_calls(monkeypatch: pytest.Monkey
         gpu.kernel("encode", 2e-4, 1e-5)
 
     encode = codec.Operation("onebit", "encode", run, 1, harness.NUM_CALLS)
-    codec._take_turn(encode, lambda: gpu.kernel("copy", 1e-4), CUDA, reference_first=True)
+    encode.take_turn(lambda: gpu.kernel("copy", 1e-4), CUDA)
     assert encode.call_s == pytest.approx([2e-4]) and encode.reference_s == pytest.approx([1e-4])
     assert encode.host_s == pytest.approx([1e-5])
     assert gpu.log.count("encode") == gpu.log.count("copy") == harness.NUM_CALLS + 1
@@ -103,7 +103,7 @@ def test_a_collective_has_its_time_by_events_and_its_cost_to_the_host(
         here = SimpleNamespace(device=CUDA, comm=comm, rank=comm.rank, size=comm.size)
         here.gather = lambda values: values[None]
         here.barrier = lambda: None
-        return collective.measure_size(4096, candidates, here, 3)  # type: ignore[arg-type]
+        return collective.measure_size(4096, here, 3, candidates)  # type: ignore[arg-type]
 
     gpu = FakeGpu()
     gpu.install(monkeypatch, harness)
@@ -114,9 +114,7 @@ def test_a_collective_has_its_time_by_events_and_its_cost_to_the_host(
         )
     all_reduce = AllReduce.average
     monkeypatch.setattr(
-        AllReduce,
-        "average",
-        lambda *a: (gpu.kernel("call", 3e-5, 1e-5), all_reduce(*a)),
+        AllReduce, "average", lambda *a: (gpu.kernel("call", 3e-5, 1e-5), all_reduce(*a))
     )
     ((row,),) = run_ranks(1, rank_main)
     assert row["time_s"]["median"] == pytest.approx(3e-5)

@@ -11,7 +11,7 @@ import torch
 from lab.benchmarks import harness
 from lab.benchmarks.harness import NUM_CALLS, Took, aligner, per_call
 from lab.distributed.comm import Traffic
-from lab.measure.layers import LONGEST_S, hold
+from lab.measure.layers import LONGEST_S, spin_stream
 from tests.support.fake_gpu import CUDA, FakeGpu
 
 
@@ -68,11 +68,11 @@ def test_on_gpus_ranks_are_aligned_by_their_streams_which_nobody_counts() -> Non
 
 
 def test_a_stream_is_never_held_for_long(gpu: FakeGpu) -> None:
-    hold(3600)
+    spin_stream(3600)
     assert gpu.free_s == pytest.approx(LONGEST_S)
 
 
 def test_a_torch_without_the_private_sleep_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "_sleep")
     with pytest.warns(UserWarning, match="torch.cuda._sleep is gone: times may hold launches"):
-        hold(1e-3)
+        spin_stream(1e-3)

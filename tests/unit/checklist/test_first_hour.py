@@ -107,7 +107,7 @@ def test_the_machine_is_asked_for_what_the_checklist_needs(
         {"driver": "570.65.06", "mig": mig, "max_sm_clock_mhz": clock}
         for mig, clock in (("Disabled", 1980.0), ("Enabled", None))
     ]
-    monkeypatch.setattr(hardware.nvidia, "gpus", lambda: listed)
+    monkeypatch.setattr(hardware, "gpus", lambda: listed)
     monkeypatch.setattr(hardware, "environment", lambda _: {})
     for cuda, new_enough in (("13.0", False), ("12.8", True), (None, True)):
         monkeypatch.setattr(torch.version, "cuda", cuda)

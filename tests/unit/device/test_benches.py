@@ -1,9 +1,10 @@
-"""Benchmarks of layers: convolution algorithms and memory by kind, from command to figure."""
+"""Benchmarks of one device, from command to figure."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 
 from lab import bench
-from lab.benchmarks import interleave
+from lab.benchmarks.harness import ENOUGH_ROUNDS
 from lab.benchmarks.present import is_result
 from lab.convolution.algorithms import ALGORITHMS
+from lab.convolution.problem import Pass
 from lab.device import callgrind, convolution, counters, roofline, throughput
 from lab.device.counters import hits
+from lab.device.formats import Moves, Reorder
+from lab.device.layout import NUM_LOGGED, Operation, Times, sums
 from lab.training import assemble
 from tests.unit.device.test_charts import chart_in
 
@@ -37,7 +41,7 @@ def test_every_algorithm_is_measured_or_says_why_not(
             assert row["refused"] == "kernel (5, 5): must be (3, 3)" and row["time_s"] is None
         else:
             assert row["refused"] is None and row["error"] < 1e-4
-            assert row["num_rounds"] == interleave.ENOUGH_ROUNDS and row["ratio"]["low"]
+            assert row["num_rounds"] == ENOUGH_ROUNDS and row["ratio"]["low"]
     assert all(row["implementation"] for row in rows if row["algorithm"] == "library")
     text = capfd.readouterr().out
     assert "[1/2] features.0: 1x32x32 -> 20, 5x5" in text and "onednn_verbose" not in text
@@ -285,29 +289,28 @@ def test_models_are_compared_by_shares_of_their_steps(
     chart = chart_in(tmp_path / "a.json")
     assert chart.message.endswith(" % of a step of each model")
     marks = {line["mark"] for line in chart.spec()["datasets"].popitem()[1] if line["mark"]}
-    assert marks == {100.0}
+    assert sorted(marks) == pytest.approx([100.0] * len(marks))
     assert "lenet, batch 8: layers and rest add up to" in capfd.readouterr().out
 
 
 def test_counts_join_their_layers_less_what_calling_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def here(program: list[str], *_: object) -> str:
-        with redirect_stdout(io.StringIO()) as printed:
-            callgrind.main(program[3:])
-        return printed.getvalue()
-
-    def faked(program: list[str], out: Path, _l1: str, _l2: str, variables: dict[str, str]) -> str:
+    def printed(what: str, program: list[str], variables: dict[str, str]) -> Any:
         assert variables["ONEDNN_MAX_CPU_ISA"] == variables["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
-        text = here(program)
-        for number in range(1, len(json.loads(text)) + 2):
-            values = f"{100 * number} {30 * number} {20 * number} {3 * number} 2 1 1"
-            written = f"events: Ir Dr Dw D1mr D1mw DLmr DLmw\ntotals: {values}\n"
-            out.with_name(f"{out.name}.{number}").write_text(written)
-        return text
+        start = program.index(sys.executable)
+        with redirect_stdout(io.StringIO()) as text:
+            callgrind.main(program[start + 3 :])
+        found = json.loads(text.getvalue())
+        if what:
+            out = Path(program[start - 1].removeprefix("--callgrind-out-file="))
+            for number in range(1, len(found) + 2):
+                values = f"{100 * number} {30 * number} {20 * number} {3 * number} 2 1 1"
+                written = f"events: Ir Dr Dw D1mr D1mw DLmr DLmw\ntotals: {values}\n"
+                out.with_name(f"{out.name}.{number}").write_text(written)
+        return found
 
-    monkeypatch.setattr(counters, "_printed", here)
-    monkeypatch.setattr(callgrind, "run", faked)
+    monkeypatch.setattr(counters, "_printed", printed)
     out = tmp_path / "counted.json"
     words = ("model=lenet", "batch_size=2,4", "isa=avx2")
     assert bench.main(["counters", *words, f"out={out}"]) == 0
@@ -342,3 +345,54 @@ def test_results_of_all_benchmarks_are_known_as_such(bench: str) -> None:
 @pytest.mark.parametrize("value", [None, [], {}, {"bench": "show"}, {"bench": []}, {"bench": "no"}])
 def test_other_files_are_no_results(value: object) -> None:
     assert not is_result(value)
+
+
+LAYOUTS = ["NCHW", "NHWC", "blocked"]
+
+
+def test_layers_and_steps_take_turns_in_all_layouts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "lenet.json"
+    words = ["model=lenet", "batch_size=2", "threads=1", "rounds=6", f"out={out}"]
+    assert bench.main(["layout", *words]) == 0
+    result = json.loads(out.read_text())
+    rows = result["rows"]
+    assert [row["layout"] for row in rows] == LAYOUTS * 2 * len(Pass)
+    assert {row["shape"] for row in rows} == {"1x32x32 -> 20, 5x5", "20x14x14 -> 50, 5x5"}
+    unneeded = {(row["layer"], row["pass"]) for row in rows if not row["is_needed"]}
+    assert unneeded == {("features.0", "backward data")}
+    for row in (*rows, *result["steps"]):
+        assert 0 < row["time_s"]["low"] <= row["time_s"]["median"] <= row["time_s"]["high"]
+        assert (row["reorder_s"] > 0) == bool(row["reorders"])
+    assert all(row["ran"] for row in rows)
+    plain, last, mixed = result["steps"]
+    assert [each["layout"] for each in result["steps"]] == ["NCHW", "NHWC", "mixed"]
+    assert plain["ratio"]["median"] == 1 and mixed["ratio"]["low"] is not None
+    # Its convolutions are those of NHWC; into and out of each, and back, it copies.
+    assert mixed["reorders"] == last["reorders"] and mixed["num_copies"] > last["num_copies"]
+    *layers, whole = result["sums"]
+    assert [each["layer"] for each in layers] == ["features.0", "features.2"]
+    assert whole["layouts"][0]["reorders"] == plain["reorders"]
+    text = capfd.readouterr()
+    assert "[2/2] features.2: 20x14x14 -> 50, 5x5" in text.out and "mixed: conv" in text.out
+    assert "onednn_verbose" not in text.out and "profiler_st" not in text.err
+    assert "from NCHW" in chart_in(out).message or "NCHW's time" in chart_in(out).message
+
+
+def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
+    moved = Moves((Reorder("abcd", "acdb", 0.25),), (0.5,))
+
+    def operation(which: Pass, seconds: float, count: int, is_needed: bool) -> Operation:
+        times = Times("NCHW", [moved] * NUM_LOGGED, [seconds, 2 * seconds])
+        return Operation(times, "a", "", count, which, is_needed, None)
+
+    operations = [
+        operation(Pass.FORWARD, 1.0, 3, True),
+        operation(Pass.BACKWARD_DATA, 100.0, 1, False),
+        operation(Pass.BACKWARD_WEIGHTS, 2.0, 1, True),
+    ]
+    (row,) = sums("all", operations)["layouts"]
+    assert row["time_s"]["median"] == pytest.approx(1.5 * (3 * 1.0 + 2.0))
+    assert row["reorders"] == {"abcd>acdb": 4} and row["reorder_s"] == pytest.approx(4 * 0.25)
+    assert row["num_copies"] == 4 and row["copy_s"] == pytest.approx(4 * 0.5)

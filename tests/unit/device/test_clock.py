@@ -122,8 +122,7 @@ def test_backward_is_divided_only_where_its_parts_are_computed_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape"),
-    [(nn.Conv2d(3, 4, 3), (2, 3, 8, 8)), (nn.Linear(8, 4), (2, 5, 8))],
+    ("layer", "shape"), [(nn.Conv2d(3, 4, 3), (2, 3, 8, 8)), (nn.Linear(8, 4), (2, 5, 8))]
 )
 def test_a_bias_is_timed_on_the_shapes_of_its_layer(
     layer: nn.Module, shape: tuple[int, ...]

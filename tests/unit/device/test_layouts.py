@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
+from torch.nn.functional import conv2d
 
 from lab.convolution.problem import Pass, Problem
 from lab.device.formats import (
     Layout,
     MixedLayouts,
+    Primitive,
     Reorder,
     calls_in,
     copies,
+    implementation,
     layouts_for,
     moves,
+    parsed,
+    printed,
     reorders_among,
     transposes,
 )
-from lab.measure.onednn import Primitive
 
 CPU = torch.device("cpu")
 PROBLEMS = {
@@ -43,20 +48,22 @@ class Event:
     device_type: DeviceType = DeviceType.CUDA
 
 
-def tensors_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw an input, filters, and a gradient of the output."""
-    group = problem.channels // problem.groups
-    return (
-        torch.randn(problem.batch, problem.channels, *problem.size),
-        torch.randn(problem.filters, group, *problem.kernel),
-        torch.randn(problem.batch, problem.filters, *problem.out_size),
-    )
+LOG = """\
+onednn_verbose,v1,info,cpu,isa:Intel AVX2
+onednn_verbose,v1,primitive,info,template:operation,engine,primitive,implementation,exec_time
+onednn_verbose,v1,primitive,exec,cpu,reorder,jit:blk,undef,\
+src:f32::blocked:abcd::f0 dst:f32:p:blocked:aBcd8b::f0,attr-scratchpad:user,,8x3x27x27,1.5
+onednn_verbose,v1,primitive,exec,cpu,convolution,jit:avx2,forward_training,\
+src:f32:a:blocked:aBcd8b::f0 wei:f32:a:blocked:ABcd8b8a::f0 bia:undef::undef::: \
+dst:f32:a:blocked:aBcd8b::f0,attr-scratchpad:user,alg:convolution_direct,mb8_ic64oc192,41.804
+another library's line, exec,cpu
+"""
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_all_layouts_compute_the_same_and_keep_their_layout(name: str) -> None:
     problem = PROBLEMS[name]
-    tensors = tensors_of(problem)
+    tensors = problem.draw()
     plain = calls_in(Layout.NCHW, problem, *tensors)
     for layout in (Layout.NHWC, Layout.BLOCKED):
         calls = calls_in(layout, problem, *tensors, x_is_data=problem.channels == 3)
@@ -145,3 +152,29 @@ def test_a_mixed_model_converts_around_each_convolution_forward_and_backward() -
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-4)
     filters = mixed.get_parameter("2.weight")
     assert filters.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_executed_operations_are_read_with_their_formats_and_times() -> None:
+    reorder, convolution = parsed(LOG)
+    assert reorder == Primitive("reorder", "jit:blk", {"src": "abcd", "dst": "aBcd8b"}, 0.0015)
+    assert (convolution.kind, convolution.implementation) == ("convolution", "jit:avx2")
+    assert convolution.formats == {"src": "aBcd8b", "dst": "aBcd8b"}
+    assert convolution.seconds == pytest.approx(0.041804)
+
+
+def test_what_this_machine_executes_is_in_the_log() -> None:
+    x, w = torch.randn(2, 16, 12, 12), torch.randn(16, 16, 3, 3)
+    assert implementation(lambda: conv2d(x, w))
+    assert implementation(lambda: x + 1) is None
+
+
+@pytest.mark.parametrize("descriptor", [1, 2])
+def test_what_is_printed_from_c_goes_to_a_buffer_and_then_as_before(
+    descriptor: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError), printed(descriptor) as text:
+        os.write(descriptor, b"inside")
+        raise RuntimeError
+    os.write(descriptor, b"after")
+    assert text.getvalue() == "inside"
+    assert capfd.readouterr()[descriptor - 1] == "after"

@@ -15,8 +15,8 @@ from lab.analysis import summary
 from lab.analysis.points import table
 from lab.analysis.records import Study, load_study
 from lab.analysis.results import Results
-from lab.benchmarks import catalogue, codec, collective, memory, present
-from lab.device import convolution, footprint, roofline, transfer
+from lab.benchmarks import catalogue, codec, collective, present
+from lab.device import convolution, footprint, transfer
 from lab.device.footprint import KINDS
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
@@ -102,7 +102,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             f"a 0.000 {' '.join(['100.0'] * (len(KINDS) + 1))}",
         ),
         "lab/device/roofline.py": (
-            " ".join(roofline.table({"rows": [spot]})[1]),
+            " ".join(present.table_of({"bench": "roofline", "rows": [spot]})[1]),
             "a  0.000 100.00 ",
         ),
         "lab/device/transfer.py": (
@@ -115,8 +115,11 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
         ),
         "lab/benchmarks/memory.py": (
             " ".join(
-                memory.table(
-                    {"rows": [{"name": "a", "of_theory": 1.0, "rank": 0, **used, **peaks}]}
+                present.table_of(
+                    {
+                        "bench": "memory",
+                        "rows": [{"name": "a", "of_theory": 1.0, "rank": 0, **used, **peaks}],
+                    }
                 )[1]
             ),
             "a 100.0 100.0 100.0 1.000 100.0 100.0 0 100.00 0.2500",

@@ -14,7 +14,7 @@ import torch.cuda.nccl
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lab.measure import nvidia
+from lab.measure import environment as nvidia
 from lab.measure.environment import environment, source_hash
 
 # nvidia-smi 580 on two GPUs of one host, one of them without its own power limit.

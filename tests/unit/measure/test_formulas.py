@@ -221,7 +221,7 @@ def test_groups_divide_the_matrix_that_has_no_dimension_for_them(left: Index, ri
 def test_a_fused_kernel_counts_as_its_parts() -> None:
     """On a CPU attention is one kernel, on the meta device it is two products."""
 
-    class NeedsValues(nn.Module):
+    class Fused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.mix = nn.Linear(K, K)
@@ -231,7 +231,7 @@ def test_a_fused_kernel_counts_as_its_parts() -> None:
             mixed = self.mix(x)
             return F.scaled_dot_product_attention(mixed, mixed, mixed)
 
-    work = count(NeedsValues(), (B, N, K), torch.float32, torch.zeros(()), lambda y, _: y.sum())
+    work = count(Fused(), (B, N, K), torch.float32, torch.zeros(()), lambda y, _: y.sum())
     mix, attention = 2 * loops(B, N, K, K), 2 * 2 * PAIRS
     assert work.flops_per_sample == 2 * mix + 3 * attention  # inputs need no gradient
     assert any("flash_attention_for_cpu" in op.name for op in work.layers[0].forward)

@@ -1,4 +1,4 @@
-"""Warm-up until steps are steady, and the gradient noise scale."""
+"""Warm-up, the gradient noise scale, turns of runs, and intervals over repeats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from lab.measure.statistics import FIRST, noise_scale, warmup_of
+from lab.measure.intervals import of_difference, of_level, of_ratio, quantile
+from lab.measure.statistics import FIRST, Turns, noise_scale, order, warmup_of
+from tests.support.coverage import NOISES, REPEATS, coverage, false_leads
+from tests.support.slow import some_of
 
 
 def steps(slow: int, count: int = 200, seed: int = 0) -> np.ndarray:
@@ -86,3 +89,51 @@ def test_too_few_steps_or_noise_alone_say_nothing() -> None:
     small, big = norms(50, 16, 2)
     assert math.isnan(noise_scale(small[:2], big[:2], (16, 32)).mid)
     assert math.isnan(noise_scale(2 * big, big, (16, 32)).mid)
+
+
+def test_the_first_round_of_a_turn_and_steps_made_alone_do_not_count() -> None:
+    counted = Turns(alone=2, size=3, every=1).counted(8)
+    assert counted.tolist() == [False, False, False, True, True, False, True, True]
+    by_rounds = Turns(alone=2, size=6, every=2).counted(8)
+    assert by_rounds.tolist() == [False] * 4 + [True] * 4
+
+
+def test_a_turn_lasts_as_long_as_the_median_round_of_the_slowest_rank() -> None:
+    round_s = np.array([[1.0, 2.0, 9.0, 4.0], [3.0, 1.0, 2.0, 4.0]])
+    assert Turns(alone=0, size=3, every=1).seconds(round_s) == [2.5, 6.5]
+
+
+def test_orders_are_permutations_that_differ_between_rounds() -> None:
+    orders = [order(5, number) for number in range(20)]
+    assert all(sorted(each) == [0, 1, 2, 3, 4] for each in orders)
+    assert len({each[0] for each in orders}) == 5
+
+
+@pytest.mark.parametrize("repeats", REPEATS)
+@pytest.mark.parametrize("noise", some_of(NOISES, every=3))
+def test_the_interval_of_a_ratio_holds_95_percent(noise: str, repeats: int) -> None:
+    assert 0.93 <= coverage(NOISES[noise], repeats, studies=4000) <= 0.97
+
+
+@pytest.mark.parametrize("strategies", some_of([2, 6], every=2))
+@pytest.mark.parametrize("noise", NOISES)
+def test_equal_strategies_are_told_apart_in_at_most_5_percent(noise: str, strategies: int) -> None:
+    assert false_leads(NOISES[noise], 3, 1000, strategies) <= 0.05
+
+
+def test_values_by_hand() -> None:
+    # Logarithms -1, 0 and 1: standard error 1 / sqrt(3), and 4.302653 of them (2 degrees, 95 %).
+    half = 4.302653 / math.sqrt(3)
+    found = of_ratio([1.0, math.e, math.e**2], [math.e] * 3)
+    assert [found.lo, found.mid, found.hi] == pytest.approx([math.exp(-half), 1, math.exp(half)])
+    found = of_difference([2.0, 3.0, 4.0], [1.0, 1.0, 1.0])
+    assert [found.lo, found.mid, found.hi] == pytest.approx([2 - half, 2, 2 + half])
+    assert of_level([2.0, 8.0]).mid == pytest.approx(4)
+    assert quantile(9) == pytest.approx(2.262157)
+
+
+def test_too_few_values_have_no_ends() -> None:
+    for values in ([1.0], [1.0, 2.0]):
+        found = of_level(values)
+        assert math.isnan(found.lo) and math.isnan(found.hi) and not math.isnan(found.mid)
+    assert math.isnan(of_level([]).mid)
