@@ -73,9 +73,8 @@ def test_modules_in_a_folder_of_results_do_not_run(
 ) -> None:
     folder = tmp_path / "s"
     leave(folder / "a", make_record("none", 1, 0.1))
-    for name in ("numpy", "json", "matplotlib", "pandas", "random"):
+    for name in ("numpy", "json", "altair", "pandas", "random"):
         (folder / f"{name}.py").write_text("open('ran', 'w')")
-    (folder / "matplotlibrc").write_text("text.usetex: True\nfigure.figsize: 1e6, 1e6\n")
     done = subprocess.run(
         [sys.executable, "-m", "lab.plot", ".", "format=svg"],
         cwd=folder, env=real_environment, capture_output=True, text=True,
