@@ -13,6 +13,7 @@ import pandas as pd
 import psutil
 import pytest
 
+from lab import sweep as door
 from tests.conftest import Finished, record, wait_for
 from tests.support import HANG_S
 from tests.support.svg import boxes_of
@@ -109,12 +110,16 @@ def started(folder: Path) -> dict[Path, str]:
     ],
 )
 def test_wrong_sweeps_run_nothing(
-    command: Command, tmp_path: Path, settings: tuple[str, ...], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    settings: tuple[str, ...],
+    message: str,
 ) -> None:
-    done = command("lab.sweep", *settings)
-    assert done.code == 2
-    assert len(done.err.splitlines()) == 1
-    assert message in done.err
+    monkeypatch.chdir(tmp_path)
+    assert door.main([*settings]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
     assert not (tmp_path / "runs").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 from lab.analysis import summary
 from lab.analysis.compare import leaders
 from lab.analysis.points import Point, table
-from lab.analysis.records import Study, load_study
+from lab.analysis.records import load_study
 from lab.draw.looks import looks_of
 from lab.record.files import write_json
 from lab.record.schema import Emulation
@@ -247,9 +247,3 @@ def test_looks_are_fixed_by_strategy_and_all_differ() -> None:
     assert given["onebit bucket_mb=0"] == looks_of(["onebit"])["onebit"]
     assert len({(look.colour, look.line) for look in given.values()}) == len(many)
     assert list(given)[:3] == ["none", "overlap", "onebit bucket_mb=0"]
-
-
-def test_a_study_takes_its_name_from_its_records(folder: Path) -> None:
-    write_cell(folder, "none", 1, 1.0)
-    study = load_study(folder)
-    assert isinstance(study, Study) and study.name == "demo"
