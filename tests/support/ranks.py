@@ -183,6 +183,20 @@ def _execute_on_two_nodes(arguments: list[str], config: DictConfig) -> Outcome:
     return execute(arguments, config)
 
 
+def refusals(cases: list[tuple[str, ...]]) -> list[str]:
+    """Return the line that each run is refused with, as a rank whose process tries them all."""
+    found = []
+    for settings in cases:
+        try:
+            execute([*settings], load([*settings]))
+            found.append("")
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+        finally:
+            worlds.stop()
+    return found
+
+
 def composed(*settings: str) -> tuple[list[str], DictConfig]:
     """Compose a run's settings, once for all ranks: Hydra takes a tenth of a second for it."""
     arguments = ["device=cpu", *settings]
