@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from PIL import Image
 
 from lab import train as door
 from lab.record.schema import SCHEMA, Record
@@ -168,24 +167,6 @@ def test_out_of_memory_is_recorded_as_such(
     result = record(tmp_path / "runs/default/big")
     assert result["status"] == "oom"
     assert len(done.error_lines) == 1
-
-
-def test_corrupt_image_is_named(command: Callable[..., Finished], tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(20):
-            Image.new("RGB", (40, 30), (number, 0, 0)).save(
-                tmp_path / "photos" / name / f"{number}.png"
-            )
-    bad = tmp_path / "photos/dog/7.png"
-    bad.write_bytes(bad.read_bytes()[:60])
-    images = ("data=imagefolder", "data.path=photos", "data.size=16", "data.workers=1")
-    done = command("lab.train", "batch_size=24", "steps=6", *images, "cell=bad", "device=cpu")
-    assert done.code == 1
-    result = record(tmp_path / "runs/default/bad")
-    assert result["status"] == "failed"
-    assert str(Path("photos/dog/7.png")) in result["error"]
-    assert done.error_lines == [f"lab.train: error: {result['error']}"]
 
 
 def start(environment: dict[str, str], folder: Path, *settings: str) -> subprocess.Popen[bytes]:

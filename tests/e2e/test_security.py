@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pickle
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,17 +101,3 @@ def test_names_do_not_leave_the_root(
     (line,) = capsys.readouterr().err.splitlines()
     assert setting.split("=")[0] in line
     assert list(tmp_path.iterdir()) == []
-
-
-def test_files_have_the_users_umask(environment: dict[str, str], tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "lab.train", *QUICK, "cell=a", "checkpoint_every=3"],
-        cwd=tmp_path, env=environment, umask=0o027, check=True, capture_output=True,
-    )  # fmt: skip
-    modes = {
-        path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode)
-        for path in (tmp_path / "runs").rglob("*")
-    }
-    assert len(modes) > 8
-    wrong = {name: oct(mode) for name, mode in modes.items() if mode not in (0o640, 0o750)}
-    assert wrong == {}
