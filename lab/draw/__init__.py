@@ -1,1 +1,1 @@
-"""Styles, text tables and saving, shared by all figures and tables."""
+"""Styles, charts and text tables, shared by all figures and tables."""

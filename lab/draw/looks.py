@@ -1,4 +1,4 @@
-"""One table of the strategies' order and style, for figures and pages; needs no matplotlib."""
+"""One table of the strategies' order and style, for figures and pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINES: tuple[LineStyle, ...] = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True)
 class Look:
-    """The style of a series: a hex colour, and matplotlib's names of a line and a marker."""
+    """The style of a series: a hex colour, a line as '-' or ':', and a marker as 'o' or '^'."""
 
     colour: str
     line: LineStyle

@@ -75,7 +75,7 @@ def waits_in_steps(names: set[str]) -> dict[str, list[Wait]]:
     return found
 
 
-@pytest.fixture(scope="module", params=[5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[8, pytest.param(1, marks=pytest.mark.slow)])
 def waits(request: pytest.FixtureRequest) -> dict[str, list[Wait]]:
     some = {*[*CASES][:: request.param], "precision=fp16"}  # the last may wait
     return spawn(2, waits_in_steps, some)[0]

@@ -7,13 +7,11 @@ against the exchange's cost (lab.certificate). The combinations are those of con
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
-from omegaconf import DictConfig
 
 from lab.settings.config import choices_of
-from tests.support.ranks import CREW, Outcome, composed, execute, train
+from tests.support.ranks import train, train_on_two_nodes
 from tests.support.slow import some_of
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=4", "warmup_steps=1")
@@ -60,15 +58,3 @@ def test_trains_or_is_refused(sync: str, path: str, codec: str, memory: str, siz
     assert size == 1 or record["certificate"]["holds"] or sync == "zero1"  # see test_zero1
     if sync != "fsdp":  # ranks have shards, whose sums the certificate compares
         assert len({outcome.record["replica_hash"] for outcome in outcomes}) == 1
-
-
-def train_on_two_nodes(size: int, *settings: str) -> list[Outcome]:
-    """Train where the last rank has a node for itself."""
-    return CREW.call(size, execute_on_two_nodes, *composed(*settings))
-
-
-def execute_on_two_nodes(arguments: list[str], config: DictConfig) -> Outcome:
-    rank, first = int(os.environ["RANK"]), max(1, int(os.environ["WORLD_SIZE"]) - 1)
-    place = (rank, first) if rank < first else (0, 1)
-    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = map(str, place)
-    return execute(arguments, config)

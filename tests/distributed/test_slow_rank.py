@@ -1,4 +1,4 @@
-"""A rank that is delayed within backward, as records of real ranks show it."""
+"""A replayed model whose backward is delayed on one rank, as records of real ranks show it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = (
 @pytest.mark.parametrize("strategy", ["overlap", "ddp"])
 def test_the_delay_is_its_own_work_alone(strategy: str, tmp_path: Path) -> None:
     """DDP's backward takes equally long on both: it waits for the other rank's gradients."""
-    outcome, _ = train(2, f"strategy={strategy}", f"runs_dir={tmp_path}", *RUN)
+    outcome, other = train(2, f"strategy={strategy}", f"runs_dir={tmp_path}", *RUN)
     (steps,) = (pd.read_parquet(path) for path in tmp_path.rglob("steps.parquet"))
     # The shortest of ten steps: other processes only ever add to one.
     shortest: Any = steps[steps["timed"]].groupby("rank")[list(TIMES)].min()
@@ -34,4 +34,8 @@ def test_the_delay_is_its_own_work_alone(strategy: str, tmp_path: Path) -> None:
     ready: Any = last.groupby("rank")["ready_s"].min()
     assert float(ready[1] - ready[0]) == pytest.approx(DELAY_S, rel=0.3)
     detail = "rank 1 delayed by 60 ms in backward, every step"
+    replay = {"kind": "replay", "detail": "compute replayed from profile alexnet_titanx"}
+    assert replay in outcome.record["emulation"]
     assert {"kind": "straggler", "detail": detail} in outcome.record["emulation"]
+    assert (outcome.record["model"], outcome.record["gradient_bytes"]) == ("Replay", 4 * 124_757)
+    assert outcome.record["replica_hash"] == other.record["replica_hash"] is not None

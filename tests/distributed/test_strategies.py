@@ -21,7 +21,7 @@ from tests.support.cases import (
     keeps_replicas_equal,
     steps_of_a_round,
 )
-from tests.support.ranks import Outcome, train, train_once
+from tests.support.ranks import Outcome, train, train_on_two_nodes, train_once
 from tests.support.slow import some_of
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
@@ -101,5 +101,6 @@ def test_overlapped_is_blocking_bit_for_bit(exchange: str) -> None:
         *(["optim=direction"] if exchange in DIRECTIONS else []),
     )
     # Three ranks: the sum of two is the same in any order.
-    blocking, overlapped = (train(3, *settings, f"overlap={on}") for on in ("false", "true"))
+    run = train_on_two_nodes if exchange.startswith("hierarchical") else train
+    blocking, overlapped = (run(3, *settings, f"overlap={on}") for on in ("false", "true"))
     assert bitwise(blocking) == bitwise(overlapped)

@@ -41,12 +41,12 @@ GENERIC = {
         "test_overlap_is_never_worse_than_blocking[gossip-nccl]",
         "test_costs_take_time_where_bytes_move[gossip]",
     ),
-    "tests/unit/house/test_exchanges.py": (
+    "tests/unit/conventions/test_exchanges.py": (
         "test_bytes_of_the_readme_are_those_of_the_card[gossip]",
         "test_an_exchange_claims_what_its_bytes_allow[gossip]",
     ),
 }
-NAMES_WHO_LACKS = "tests/unit/house/test_exchanges.py::test_the_table_is_made_of_the_presets"
+NAMES_WHO_LACKS = "tests/unit/conventions/test_exchanges.py::test_the_table_is_made_of_the_presets"
 
 
 def additions() -> list[tuple[str, str]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from PIL import Image
 
+from lab import train as door
 from lab.record.schema import SCHEMA, Record
 from tests.conftest import LAUNCHER, Finished, record, wait_for
 from tests.support import HANG_S, ranks
@@ -23,86 +23,78 @@ Train = Callable[..., Finished]
 QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
 
 
+# More of them: tests/unit/settings/test_mistakes.py and test_command_line.py.
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("strategy=teleport", r"strategy=teleport: allowed are allreduce, auto, .*tree"),
         ("cluster.hosts=2", r"cluster\.hosts=2: needs cluster=emulated"),
-        ("batchsize=3", r"batchsize=3: no such setting; did you mean batch_size\?"),
-        ("batch_size=many", r"batch_size=many: must be an integer"),
-        ("exchange.treshold=mean", r"exchange.treshold=mean: no such setting"),
-        ("precision=fp8", r"precision=fp8: allowed are fp32, bf16, fp16"),
-        ("steps=0", r"steps=0: must be an integer from 1"),
-        ("epochs=0", r"epochs=0.0: must be .* above 0"),
         ("strategy=tree,ring", r"strategy=tree,ring: a run takes one value; .* lab.sweep"),
-        ("study=../../x", r"study='../../x': names a directory under runs_dir"),
         ("batch_size", r"'batch_size' is not a setting: write key=value"),
-        ("+batch_sizes=3", r"\+batch_sizes=3: nothing would read it; a choice can get more"),
-        ("~recorder", r"~recorder: a run needs it; what a choice sets can be removed"),
         ("~exchange.nope", r"~exchange.nope: Could not delete from config"),
-        ("--out", r"--out: flags are --help, --config-dir DIR, --cfg job, --multirun"),
-        ("--config-dir=nowhere", r"--config-dir nowhere: there is no such folder"),
         ("--cfg=hydra", r"--cfg hydra: allowed is --cfg job"),
         ("batch_size=${foo}", r"batch_size=\$\{foo\}: Interpolation key 'foo' not found"),
-        (
-            "exchange_timeout_s=1e13",
-            r"exchange_timeout_s=10000000000000.0: must be a number above 0 and at most 1000000",
-        ),
         ("runs_dir=", r"runs_dir=: must name a directory"),
     ],
 )
 def test_wrong_settings(
-    command: Callable[..., Finished], tmp_path: Path, setting: str, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+    message: str,
 ) -> None:
-    done = command("lab.train", setting)
-    assert done.code == 2
-    assert len(done.err.splitlines()) == 1
-    assert re.fullmatch(f"lab.train: error: {message}.*", done.err.strip())
+    monkeypatch.chdir(tmp_path)
+    assert door.main([setting]) == 2
+    assert re.fullmatch(f"lab.train: error: {message}.*", capsys.readouterr().err.strip())
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("data=imagefolder", "data.path=nowhere"), r"data.path=nowhere: no such folder"),
-        (("model=alexnet",), r"model=alexnet.*63.*data.size"),
-        (("strategy=fc1x1", "model=mlp"), r"strategy=fc1x1: .*lenet"),
-        (("strategy=onebit", "exchange.threshold=half"), r"exchange.threshold=half: allowed are"),
-        (("optim.lr=-1",), r"optim.lr=-1: must be a number of at least 0"),
-        (("device=cuda",), r"device=cuda: torch sees no GPU on this host"),
-        (("backend=nccl", "device=cpu"), r"backend=nccl: needs GPUs"),
-        (("resume=nowhere",), r"resume=nowhere: not a complete checkpoint"),
-        (("+exchange.nope=3",), r"AllReduce.*unexpected keyword argument 'nope'"),
-        (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
-        (("strategy=ddp", "sync.hook=bf16"), r"sync\.hook=bf16: torch has it over NCCL only"),
-        (("strategy=ddp", "sync.hook=lab"), r"sync\.hook=lab: needs one of the lab's exchanges"),
-        (
-            ("strategy=ddp", "sync.hook=powersgd", "bucket_mb=0.01"),
-            r"sync\.hook=powersgd bucket_mb=0\.01: over Gloo, .* use bucket_mb=\d+, or strategy=po",
-        ),
-        (("strategy=ddp", "exchange=onebit"), r"exchange=OneBit: strategy=ddp has its own"),
-        (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
-        (
-            ("+optim.beta=1",),
-            r"optim\.beta=1: torch\.optim\.SGD has lr, .*; the lab adds decay_vectors, ",
-        ),
-        (
-            ("strategy=caffe", "optim=adamw"),
-            r"strategy=caffe optim=torch\.optim\.AdamW: emulates a framework that updates by SGD "
-            r"on the root; allowed is optim=sgd$",
-        ),
-    ],
-)
+# Refused after ranks have met: one process tries them all.
+LATER = [
+    (("data=imagefolder", "data.path=nowhere"), r"data.path=nowhere: no such folder"),
+    (("model=alexnet",), r"model=alexnet.*63.*data.size"),
+    (("strategy=fc1x1", "model=mlp"), r"strategy=fc1x1: .*lenet"),
+    (("strategy=onebit", "exchange.threshold=half"), r"exchange.threshold=half: allowed are"),
+    (("optim.lr=-1",), r"optim.lr=-1: must be a number of at least 0"),
+    (("device=cuda",), r"device=cuda: torch sees no GPU on this host"),
+    (("backend=nccl", "device=cpu"), r"backend=nccl: needs GPUs"),
+    (("resume=nowhere",), r"resume=nowhere: not a complete checkpoint"),
+    (("+exchange.nope=3",), r"AllReduce.*unexpected keyword argument 'nope'"),
+    (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
+    (("strategy=ddp", "sync.hook=bf16"), r"sync\.hook=bf16: torch has it over NCCL only"),
+    (("strategy=ddp", "sync.hook=lab"), r"sync\.hook=lab: needs one of the lab's exchanges"),
+    (
+        ("strategy=ddp", "sync.hook=powersgd", "bucket_mb=0.01"),
+        r"sync\.hook=powersgd bucket_mb=0\.01: over Gloo, .* use bucket_mb=\d+, or strategy=po",
+    ),
+    (("strategy=ddp", "exchange=onebit"), r"exchange=OneBit: strategy=ddp has its own"),
+    (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
+    (
+        ("+optim.beta=1",),
+        r"optim\.beta=1: torch\.optim\.SGD has lr, .*; the lab adds decay_vectors, ",
+    ),
+    (
+        ("strategy=caffe", "optim=adamw"),
+        r"strategy=caffe optim=torch\.optim\.AdamW: emulates a framework that updates by SGD "
+        r"on the root; allowed is optim=sgd$",
+    ),
+]
+
+
 def test_settings_that_prove_wrong_later(
-    command: Callable[..., Finished], tmp_path: Path, settings: tuple[str, ...], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Finished]
 ) -> None:
-    if settings == ("device=cuda",) and torch.cuda.is_available():
-        settings, message = ("device=nogpu",), r"device=nogpu: allowed are"
-    done = command("lab.train", *settings)
-    assert done.code == 2
-    assert len(done.error_lines) == 1
-    assert re.search(message, done.error_lines[0])
-    assert "Traceback" not in done.err
+    monkeypatch.chdir(tmp_path)
+    cases = [(s, m) for s, m in LATER if s != ("device=cuda",) or not torch.cuda.is_available()]
+    (found,) = ranks.CREW.call(1, ranks.refusals, [settings for settings, _ in cases])
+    expected = [message for _, message in cases]
+    wrong = [(m, said) for m, said in zip(expected, found, strict=True) if not re.search(m, said)]
+    assert wrong == []
+    done = command("lab.train", "strategy=ddp", "overlap=false")
+    assert done.code == 2 and "Traceback" not in done.err
+    (line,) = done.error_lines
+    assert line.endswith(found[expected.index(r"overlap=False .* strategy=ddp always overlaps")])
     assert not list(tmp_path.rglob("record.json"))
 
 
@@ -119,15 +111,6 @@ def test_unwritable_run_directory(command: Callable[..., Finished], tmp_path: Pa
     assert done.code == 2
     assert re.search(r"runs_dir: cannot write .*runs/default", done.error_lines[0])
     assert (tmp_path / "runs").read_text().startswith("a file")
-
-
-def test_taken_cell_is_not_written_over(command: Callable[..., Finished], tmp_path: Path) -> None:
-    assert command("lab.train", *QUICK, "cell=mine").code == 0
-    before = (tmp_path / "runs/default/mine/record.json").read_text()
-    done = command("lab.train", *QUICK, "cell=mine")
-    assert done.code == 2
-    assert "cell=mine" in done.error_lines[0]
-    assert (tmp_path / "runs/default/mine/record.json").read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -184,36 +167,6 @@ def test_out_of_memory_is_recorded_as_such(
     result = record(tmp_path / "runs/default/big")
     assert result["status"] == "oom"
     assert len(done.error_lines) == 1
-
-
-def test_corrupt_image_is_named(command: Callable[..., Finished], tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(20):
-            Image.new("RGB", (40, 30), (number, 0, 0)).save(
-                tmp_path / "photos" / name / f"{number}.png"
-            )
-    bad = tmp_path / "photos/dog/7.png"
-    bad.write_bytes(bad.read_bytes()[:60])
-    images = ("data=imagefolder", "data.path=photos", "data.size=16", "data.workers=1")
-    done = command("lab.train", "batch_size=24", "steps=6", *images, "cell=bad", "device=cpu")
-    assert done.code == 1
-    result = record(tmp_path / "runs/default/bad")
-    assert result["status"] == "failed"
-    assert str(Path("photos/dog/7.png")) in result["error"]
-    assert done.error_lines == [f"lab.train: error: {result['error']}"]
-
-
-def test_corrupt_checkpoint_is_refused(command: Callable[..., Finished], tmp_path: Path) -> None:
-    assert command("lab.train", *QUICK, "cell=a", "checkpoint_every=3").code == 0
-    checkpoint = tmp_path / "runs/default/a/checkpoints/step_000006"
-    shared = checkpoint / "shared.pt"
-    data = bytearray(shared.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    shared.write_bytes(data)
-    done = command("lab.train", *QUICK, "cell=b", f"resume={checkpoint}")
-    assert done.code == 2
-    assert "corrupt checkpoint: shared.pt was changed" in done.error_lines[0]
 
 
 def start(environment: dict[str, str], folder: Path, *settings: str) -> subprocess.Popen[bytes]:
@@ -315,6 +268,8 @@ def test_resume_never_writes_over_a_finished_run(
     refused = command("lab.train", *QUICK, "cell=a", "resume=auto")
     assert refused.code == 2
     assert "already holds a record (done)" in refused.error_lines[0]
+    taken = command("lab.train", *QUICK, "cell=a")
+    assert taken.code == 2 and "cell=a" in taken.error_lines[0]
     middle = f"resume={runs / 'a/checkpoints/step_000003'}"
     assert command("lab.train", *QUICK, "strategy=tree", middle).code == 0
     assert command("lab.train", *QUICK, "strategy=tree", "resume=auto").code == 0

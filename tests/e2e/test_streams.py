@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +27,13 @@ TRAIN = "lab.train device=cpu model=mlp data=synthetic data.num_images=64 batch_
 
 
 def shell(
-    module: str, streams: str, folder: Path, **variables: str
+    module: str, streams: str, folder: Path, umask: int = -1, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     line = f"{shlex.quote(sys.executable)} -m {module} {streams}"
     return subprocess.run(
         ["bash", "-c", line],
-        cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=HANG_S,
+        cwd=folder, env=os.environ | variables, umask=umask,
+        capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
 
 
@@ -63,10 +65,20 @@ def test_a_run_is_recorded_and_done(streams: str, tmp_path: Path) -> None:
     assert (record["status"], record["num_steps"]) == ("done", 3)
 
 
-def test_a_terminal_of_ascii_gets_the_whole_summary(tmp_path: Path) -> None:
-    done = shell(f"{TRAIN} cell=a", "", tmp_path, PYTHONIOENCODING="ascii")
+def test_a_terminal_of_ascii_gets_the_whole_summary_and_files_have_the_users_umask(
+    tmp_path: Path,
+) -> None:
+    line = f"{TRAIN} cell=a checkpoint_every=3"
+    done = shell(line, "", tmp_path, umask=0o027, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert done.stdout.startswith("done: ") and "record          /" in done.stdout
+    modes = {
+        path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "runs").rglob("*")
+    }
+    assert len(modes) > 8
+    wrong = {name: oct(mode) for name, mode in modes.items() if mode not in (0o640, 0o750)}
+    assert wrong == {}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,72 +10,72 @@ import torch
 
 from lab.record.schema import Record
 from lab.training import progress
-from tests.conftest import ROOT, Finished
-from tests.support.ranks import train
+from tests.conftest import ROOT
+from tests.support.ranks import CREW, refusals, train
 
 MISFITS = "tests.support.misfits"
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (
-            ("data=rotated_digits",),
-            "task=classification: targets are float32 [1437]; they must be class indices, int64 "
-            "[samples], of data that says how many classes it has",
-        ),
-        (
-            ("task=regression",),
-            "task=regression: targets are int64 [1437], indices of 10 classes; they must be "
-            "numbers, float32 [samples] or [samples, k]",
-        ),
-        (
-            (f"data._target_={MISFITS}.a_class_too_many",),
-            "task=classification: targets are int64 [8] from 0 to 10; class indices must be from "
-            "0 to 9",
-        ),
-        (
-            (f"data._target_={MISFITS}.a_word_for_each_pixel",),
-            "task=classification: targets are int64 [64, 256]; they must be class indices, int64 "
-            "[samples], of data that says how many classes it has; for a token at each position "
-            "set task=language_modelling",
-        ),
-        (
-            ("task=language_modelling",),
-            "task=language_modelling: needs the next token at each position as target, int64 "
-            "[samples, context], as data=text and data=tokens have it; targets are int64 [1437]",
-        ),
-        (
-            ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=mlp"),
-            "model: takes no token ids, int64 [128], which this data has: mat1 and mat2 must have "
-            "the same dtype, but got Long and Float",
-        ),
-        (
-            ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=lenet"),
-            "model=lenet: inputs of shape [128] are not images; it needs [channels, height, width]",
-        ),
-        (
-            ("task=language_modelling", "data=text", "channels_last=true"),
-            "channels_last=true: inputs of shape [128] are not images [channels, height, width]; "
-            "leave it false",
-        ),
-        (
-            (f"model._target_={MISFITS}.one_output_too_many",),
-            "task=classification: the model's outputs are float32 [1, 11]; with these targets "
-            "they must be floating-point [batch, 10]",
-        ),
-        (
-            (f"model._target_={MISFITS}.no_module",),
-            f"model={MISFITS}.no_module: makes a tuple; must make a torch.nn.Module",
-        ),
-    ],
-)
+UNFIT = [
+    (
+        ("data=rotated_digits",),
+        "task=classification: targets are float32 [1437]; they must be class indices, int64 "
+        "[samples], of data that says how many classes it has",
+    ),
+    (
+        ("task=regression",),
+        "task=regression: targets are int64 [1437], indices of 10 classes; they must be "
+        "numbers, float32 [samples] or [samples, k]",
+    ),
+    (
+        (f"data._target_={MISFITS}.a_class_too_many",),
+        "task=classification: targets are int64 [8] from 0 to 10; class indices must be from "
+        "0 to 9",
+    ),
+    (
+        (f"data._target_={MISFITS}.a_word_for_each_pixel",),
+        "task=classification: targets are int64 [64, 256]; they must be class indices, int64 "
+        "[samples], of data that says how many classes it has; for a token at each position "
+        "set task=language_modelling",
+    ),
+    (
+        ("task=language_modelling",),
+        "task=language_modelling: needs the next token at each position as target, int64 "
+        "[samples, context], as data=text and data=tokens have it; targets are int64 [1437]",
+    ),
+    (
+        ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=mlp"),
+        "model: takes no token ids, int64 [128], which this data has: mat1 and mat2 must have "
+        "the same dtype, but got Long and Float",
+    ),
+    (
+        ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=lenet"),
+        "model=lenet: inputs of shape [128] are not images; it needs [channels, height, width]",
+    ),
+    (
+        ("task=language_modelling", "data=text", "channels_last=true"),
+        "channels_last=true: inputs of shape [128] are not images [channels, height, width]; "
+        "leave it false",
+    ),
+    (
+        (f"model._target_={MISFITS}.one_output_too_many",),
+        "task=classification: the model's outputs are float32 [1, 11]; with these targets "
+        "they must be floating-point [batch, 10]",
+    ),
+    (
+        (f"model._target_={MISFITS}.no_module",),
+        f"model={MISFITS}.no_module: makes a tuple; must make a torch.nn.Module",
+    ),
+]
+
+
 def test_misfits_are_refused_before_the_first_step(
-    command: Callable[..., Finished], tmp_path: Path, settings: tuple[str, ...], line: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = command("lab.train", "device=cpu", *settings)
-    assert done.error_lines == [f"lab.train: error: {line}"]
-    assert done.code == 2 and "Traceback" not in done.err
+    monkeypatch.chdir(tmp_path)
+    cases = [("device=cpu", *settings) for settings, _ in UNFIT]
+    (found,) = CREW.call(1, refusals, cases)
+    assert found == [line for _, line in UNFIT]
     assert not list(tmp_path.rglob("record.json"))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 from lab.settings.files import choices_of
 from tests.conftest import ROOT, Finished
 from tests.support import HANG_S
+from tests.support.ranks import CREW
 
 PAGE = (ROOT / "docs/your_own.md").read_text()
 EXAMPLES = ROOT / "examples"
@@ -45,6 +48,27 @@ def test_every_example_is_linked_or_listed_as_it_is() -> None:
     for name, text in listings:
         assert (ROOT / name).read_text() == text
     assert {folder for folder, _ in LINES} == {path.name for path in EXAMPLES.iterdir()}
+
+
+def test_two_lines_more_make_the_script_one_bit_and_it_learns() -> None:
+    plain, onebit = (
+        (EXAMPLES / "own_loop" / name).read_text().rpartition('"""')[2].splitlines()
+        for name in ("train.py", "train_onebit.py")
+    )
+    changes = [
+        line[2:]
+        for line in difflib.ndiff(plain, onebit)
+        if line[:2] in ("+ ", "- ") and line[2:].strip()
+    ]
+    assert changes == ["import lab", '    lab.attach(model, "onebit")']
+    path = EXAMPLES / "own_loop/train_onebit.py"
+    for losses in CREW.call(2, run_script, path):
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def run_script(path: Path) -> list[float]:
+    """Run a script as a rank; return its losses."""
+    return runpy.run_path(str(path))["main"]()
 
 
 def shortened(word: str) -> str:

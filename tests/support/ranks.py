@@ -171,6 +171,32 @@ def train(size: int, *settings: str) -> list[Outcome]:
     return CREW.call(size, execute, *composed(*settings))
 
 
+def train_on_two_nodes(size: int, *settings: str) -> list[Outcome]:
+    """Run `train` where the last rank has a node for itself."""
+    return CREW.call(size, _execute_on_two_nodes, *composed(*settings))
+
+
+def _execute_on_two_nodes(arguments: list[str], config: DictConfig) -> Outcome:
+    rank, first = int(os.environ["RANK"]), max(1, int(os.environ["WORLD_SIZE"]) - 1)
+    place = (rank, first) if rank < first else (0, 1)
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = map(str, place)
+    return execute(arguments, config)
+
+
+def refusals(cases: list[tuple[str, ...]]) -> list[str]:
+    """Return the line that each run is refused with, as a rank whose process tries them all."""
+    found = []
+    for settings in cases:
+        try:
+            execute([*settings], load([*settings]))
+            found.append("")
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+        finally:
+            worlds.stop()
+    return found
+
+
 def composed(*settings: str) -> tuple[list[str], DictConfig]:
     """Compose a run's settings, once for all ranks: Hydra takes a tenth of a second for it."""
     arguments = ["device=cpu", *settings]

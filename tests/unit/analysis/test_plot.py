@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 from lab.measure.spans import OWN
 from lab.plot import main
 from lab.record.schema import Emulation
-from tests.support import HANG_S
 from tests.support.records import leave, make_record
 from tests.support.svg import outside, overlapping
 
@@ -70,16 +67,15 @@ def test_all_figures_are_written_and_depend_on_the_records_alone(
     out = capsys.readouterr().out
     assert "skipped" not in out and "missing" not in out  # the folder of figures is no cell
     for figure in FIGURES:
-        first, again = (
-            folder / f"{figure}.svg" for folder in (study / "figures", tmp_path / "again")
-        )
-        svg = first.read_text()
-        assert svg == again.read_text()
+        svg = (study / "figures" / f"{figure}.svg").read_text()
+        assert svg == (tmp_path / "again" / f"{figure}.svg").read_text()
+        assert svg.count(">tree<") <= 4  # a line's name stands at its end, once in each panel
         assert overlapping(svg) == outside(svg) == []
 
 
 def test_a_title_names_the_baseline(study: Path) -> None:
-    assert main([str(study), "format=svg"]) == 0
+    arguments = [str(study), "format=svg", "only=speedup_bars"]
+    assert main(arguments) == 0
     assert (
         "Speedup over none on 1 rank (fc1x1: its own), strong scaling"
         in (study / "figures/speedup_bars.svg").read_text()
@@ -88,7 +84,7 @@ def test_a_title_names_the_baseline(study: Path) -> None:
     for strategy in ("tree", "ring"):
         for ranks in (1, 2):
             write_run(study, strategy, ranks)
-    assert main([str(study), "format=svg"]) == 0
+    assert main(arguments) == 0
     drawn = (study / "figures" / "speedup_bars.svg").read_text()
     assert "Speedup over each series' own 1-rank run, strong scaling" in drawn
 
@@ -130,7 +126,7 @@ def test_a_cells_own_work_is_a_bar_a_rank(study: Path, tmp_path: Path) -> None:
 def test_weak_and_strong_are_drawn_apart(study: Path) -> None:
     write_run(study, "none", 1, scaling="weak")
     write_run(study, "none", 2, scaling="weak")
-    assert main([str(study), "format=svg"]) == 0
+    assert main([str(study), "format=svg", "only=scaling,speedup_bars"]) == 0
     names = {path.stem for path in (study / "figures").glob("*.svg")}
     assert {"scaling", "scaling_weak", "speedup_bars", "speedup_bars_weak"} <= names
 
@@ -159,7 +155,7 @@ def test_a_study_of_none_skips_what_it_cannot_show(
 
 def test_a_single_point_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, "tree", 2)
-    assert main([str(tmp_path), "format=svg"]) == 0
+    assert main([str(tmp_path), "only=payload", "format=svg"]) == 0
     first, empty, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("series tree, N 2, batch 64, scaling strong, n 1, step ms 600, ")
     assert first.endswith("runs 1 done, emulation none") and empty == ""
@@ -176,7 +172,7 @@ def test_runs_without_curves_skip_convergence(
 ) -> None:
     write_run(tmp_path, "tree", 1, evaluations=[])
     next(tmp_path.glob("*/steps.parquet")).unlink()
-    assert main([str(tmp_path), "format=svg"]) == 0
+    assert main([str(tmp_path), "only=convergence"]) == 0
     assert "skipped convergence: no losses and no evaluations" in capsys.readouterr().out
 
 
@@ -203,23 +199,6 @@ def test_wrong_input_is_one_line_and_code_2(
     error = capsys.readouterr().err
     assert error.startswith("lab.plot: error: ") and message in error
     assert error.count("\n") == 1
-
-
-def test_analysis_imports_no_torch() -> None:
-    code = "import sys, lab.plot, lab.analysis.results; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=HANG_S)
-
-
-def test_help_loads_no_heavy_library() -> None:
-    code = (
-        "import sys, lab.plot\n"
-        "lab.plot.main(['--help'])\n"
-        "assert not {'pandas', 'altair', 'numpy'} & set(sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=HANG_S, capture_output=True, text=True
-    )
-    assert done.stdout.count("python -m lab.plot") == 8
 
 
 def test_only_some_figures_are_drawn(study: Path, capsys: pytest.CaptureFixture[str]) -> None:

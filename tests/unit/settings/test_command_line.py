@@ -239,7 +239,7 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-SLOW = {"torch", "scipy", "pandas", "matplotlib"}  # to import: a tenth of a second to two
+SLOW = {"torch", "scipy", "pandas", "altair"}  # to import: a tenth of a second to two
 DOORS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem[0] != "_")
 WRONG = ["train batch_size=x", "sweep repeats=0", "predict hardware=no", "advise top=0"]
 

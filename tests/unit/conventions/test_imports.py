@@ -14,9 +14,9 @@ import pytest
 LAB = Path(__file__).resolve().parents[3] / "lab"
 
 ROW = re.compile(r"^\| (\d+) \| `(\w+)` \| .* \| ([\w, ]*) ?\|$", re.MULTILINE)
-ROOMS = {
-    room: (int(floor), set(filter(None, imported.strip().split(", "))))
-    for floor, room, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
+PACKAGES = {
+    package: (int(floor), set(filter(None, imported.strip().split(", "))))
+    for floor, package, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
 }
 ONLY_IN = {
     "triton": {"lab/codec/gpu_kernels.py"},
@@ -26,8 +26,8 @@ ONLY_IN = {
     },
     "horovod": {"lab/distributed/horovod_comm.py"},
 }
-DOORS = sorted(path.stem for path in LAB.glob("*.py") if path.stem != "__init__")
-LONGEST_DOOR = 80  # lines
+COMMANDS = sorted(path.stem for path in LAB.glob("*.py") if path.stem != "__init__")
+LONGEST_COMMAND = 80  # lines
 
 
 @cache
@@ -42,31 +42,31 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_every_folder_is_a_room_of_the_documented_house() -> None:
-    assert {path.parent.name for path in LAB.glob("*/__init__.py")} == set(ROOMS)
+def test_every_package_is_in_the_documented_table() -> None:
+    assert {path.parent.name for path in LAB.glob("*/__init__.py")} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_what_the_documented_house_says_and_only_downwards(room: str) -> None:
-    floor, documented = ROOMS[room]
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_what_the_table_says_and_only_downwards(package: str) -> None:
+    floor, documented = PACKAGES[package]
     imported = {
         module.split(".")[1]: str(path.relative_to(LAB))
-        for path in (LAB / room).rglob("*.py")
+        for path in (LAB / package).rglob("*.py")
         for module in imports(path)
-        if module.startswith("lab.") and module.split(".")[1] != room
+        if module.startswith("lab.") and module.split(".")[1] != package
     }
     assert set(imported) == documented, imported
-    upwards = {name: place for name, place in imported.items() if ROOMS[name][0] >= floor}
+    upwards = {name: place for name, place in imported.items() if PACKAGES[name][0] >= floor}
     assert not upwards, upwards
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_file_directly_in_lab_is_a_door(door: str) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_directly_in_lab_is_a_command(command: str) -> None:
     """It is a short command that nothing imports."""
-    text = (LAB / f"{door}.py").read_text()
-    assert text.count("\n") <= LONGEST_DOOR
+    text = (LAB / f"{command}.py").read_text()
+    assert text.count("\n") <= LONGEST_COMMAND
     assert "def main(" in text and 'if __name__ == "__main__":' in text
-    importers = [path.name for path in LAB.rglob("*.py") if f"lab.{door}" in imports(path)]
+    importers = [path.name for path in LAB.rglob("*.py") if f"lab.{command}" in imports(path)]
     assert importers == []
 
 
@@ -81,8 +81,8 @@ def test_optional_and_central_libraries_have_one_place(library: str) -> None:
 
 
 def test_help_and_settings_need_no_torch() -> None:
-    rooms = ("settings.config", "settings.command", "study.grid", "cluster.__main__")
-    modules = [f"lab.{name}" for name in (*rooms, *DOORS)]
+    light = ("settings.config", "settings.command", "study.grid", "cluster.__main__")
+    modules = [f"lab.{name}" for name in (*light, *COMMANDS)]
     each = "print(name) if importlib.import_module(name) and 'torch' in sys.modules else None"
     check = f"import importlib, sys\nfor name in {modules}: {each}"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)

@@ -81,7 +81,9 @@ def calls(in_hook: Deed, in_stage: Deed) -> list[str]:
             with sync.micro_batch(last=True):
                 net(torch.ones(3, 4)).sum().backward()
             sync.finish()
-        assert all(wait.place.startswith("tests/unit/house/test_guard.py") for wait in guard.waits)
+        assert all(
+            wait.place.startswith("tests/unit/conventions/test_guard.py") for wait in guard.waits
+        )
         return [str(wait) for wait in guard.waits]
 
     return run_ranks(2, rank_main)[0]
@@ -91,7 +93,9 @@ def calls(in_hook: Deed, in_stage: Deed) -> list[str]:
 def test_what_waits_is_seen_in_a_hook_and_in_a_stage_of_an_exchange(name: str) -> None:
     line = WAITS[name].__code__.co_firstlineno
     for found in (calls(WAITS[name], nothing), calls(nothing, WAITS[name])):
-        assert found and found[0].startswith(f"tests/unit/house/test_guard.py:{line} in <lambda>: ")
+        assert found and found[0].startswith(
+            f"tests/unit/conventions/test_guard.py:{line} in <lambda>: "
+        )
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -79,10 +79,6 @@ def test_a_users_sync_is_never_taken_for_the_labs(name: str) -> None:
     assert computation({"exchange._target_": star, "sync._target_": sync}) is None
 
 
-def test_no_two_looks_share_colour_and_line() -> None:
-    assert len({(look.colour, look.line) for look in LOOKS.values()}) == len(LOOKS)
-
-
 def value_of(formula: str, **names: float) -> float:
     """Evaluate a formula of the documents, without its remarks in words."""
     text = re.sub(r" \([a-z][^)]*[a-z0-9 :]\)$", "", formula)  # (a leaf 4n)

@@ -77,7 +77,7 @@ def test_studies_that_no_command_names_compose_too() -> None:
         check_study([f"study={study}"])
 
 
-LARGE = r"study=(pays|links|beyond|kim2017|advice)\b"  # grids that take seconds to compose
+LARGE = r"study=(pays|links|beyond|kim2017|advice|codecs|shi2016)\b|bench memory strategy=none,all"
 
 
 @pytest.mark.parametrize(
