@@ -6,7 +6,7 @@ import shlex
 import sys
 
 from lab.settings.command import Command, CommandLine, answer, show
-from lab.simulate.request import OwnSettings, read
+from lab.simulate.predict import OwnSettings, predicted, read
 from lab.study.grid import WORLD_SIZE
 
 COMMAND = Command(
@@ -44,9 +44,8 @@ def _predict(line: CommandLine, command: str) -> int:
     if line.shows_settings:
         show(cell.config for cell in request.cells)
         return 0
-    # Imported here: a wrong setting is answered before numpy, pandas and Altair load.
+    # Imported here: a wrong setting is answered before pandas and Altair load.
     from lab.simulate import view
-    from lab.simulate.grid import predicted
 
     result, spans = predicted(request)
     result = {"command": command, **result}

@@ -15,12 +15,9 @@ from lab.advice.command import train_command
 from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
-from lab.simulate.fit import Group, held_out, score, scored_cells
-from lab.simulate.grid import groups_of, series_of, sources_of, strategy_of
-from lab.simulate.hardware import Hardware, Link
-from lab.simulate.presets import places
-from lab.simulate.request import plain
-from lab.simulate.source import Source
+from lab.simulate.hardware import Hardware, Link, places
+from lab.simulate.predict import Source, groups_of, plain, series_of, sources_of, strategy_of
+from lab.simulate.score import Group, held_out, score, scored_cell
 from lab.simulate.step import predict, simulate
 from lab.simulate.strategy import Strategy, rank_bytes
 from lab.study.grid import Cell
@@ -123,7 +120,7 @@ def advised(advice: Advice) -> dict[str, Any]:
     try:
         group = _group(advice)
         options = options_of(advice, group)
-        errors = score(held_out(scored_cells(group)))
+        errors = score(held_out(scored_cell(group, cell) for cell in group.observations))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     kept = fitting(options, group.hardware.memory_bytes)

@@ -11,11 +11,12 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, read_file
 from lab.settings.overrides import config_dir_of
-from lab.simulate import request as prediction
+from lab.simulate import predict as prediction
+from lab.simulate.fsdp import Groups
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
-from lab.simulate.request import Request, plain
-from lab.simulate.strategy import Groups, Strategy
+from lab.simulate.predict import Request, plain
+from lab.simulate.strategy import Strategy
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 from lab.sync.pattern import class_of

@@ -34,8 +34,8 @@ from lab.draw.chart import Chart
 from lab.draw.text import markdown
 from lab.measure.intervals import UNKNOWN, Interval, wilson
 from lab.record.files import write_json
-from lab.simulate.fit import NONE, Group, Observation
-from lab.simulate.source import Measured
+from lab.simulate.predict import Measured
+from lab.simulate.score import NONE, Group, Observation
 
 WHERE = ("model", "N", "batch", "links")
 HEADER = (

@@ -31,9 +31,8 @@ from lab.model.facts import Counts
 from lab.settings.config import build, load
 from lab.settings.files import located, read_file
 from lab.settings.overrides import own_choices
-from lab.simulate.fit import DRAWS, ScoredCell, scored_cells
-from lab.simulate.hardware import Hardware
-from lab.simulate.presets import draws, parse, places
+from lab.simulate.hardware import Hardware, draws, parse, places
+from lab.simulate.score import ScoredCell, scored_cell
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _find(
     predicted = Predicted(paper.profile, hardware, counts=counts)
     others = [
         Predicted(paper.profile, each, counts=counts, place=place)
-        for each, place in zip(draws(hardware, DRAWS), places(DRAWS), strict=True)
+        for each, place in zip(draws(hardware), places(), strict=True)
     ]
     measured = _measured(runs, predicted.profile, counts or predicted.counts()) if runs else None
     reproduced = None
@@ -210,11 +209,13 @@ def _counts(model: str) -> Counts:
 
 
 def _fit(runs: Path, profile: str, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:
-    from lab.simulate.observe import fitted_groups
+    from lab.simulate.fit import fitted_groups
 
     (group,) = fitted_groups(runs, profile_of(profile), preset)
     name = f"{group.hardware.name} (fitted to cells of 1 and 2 ranks)"
-    return replace(group.hardware, name=name), scored_cells(group)
+    return replace(group.hardware, name=name), tuple(
+        scored_cell(group, cell) for cell in group.observations
+    )
 
 
 def _cells(runs: Path | None) -> Sequence[Cell]:

@@ -17,7 +17,7 @@ from lab.claims.predicted import Crossovers, Terms
 from lab.draw.looks import order
 from lab.draw.text import markdown
 from lab.settings.whole import write_atomically
-from lab.simulate.fit import ScoredCell, held_out, score
+from lab.simulate.score import ScoredCell, held_out, score
 
 
 def summary(findings: Findings) -> list[str]:

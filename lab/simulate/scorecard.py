@@ -23,9 +23,9 @@ from lab.draw.text import markdown
 from lab.model.profile import Profile
 from lab.record.files import write_json
 from lab.settings.whole import write_atomically
-from lab.simulate.fit import Group, ScoredCell, held_out, score, scored_cells, with_exposed
-from lab.simulate.observe import fitted_groups
-from lab.simulate.presets import parse
+from lab.simulate.fit import fitted_groups
+from lab.simulate.hardware import parse
+from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell, with_exposed
 from lab.simulate.view import at, fitted_values
 
 COLUMNS = (
@@ -72,7 +72,7 @@ def of_study(folder: Path, profile: Mapping[str, Any], hardware: Mapping[str, An
     """
     groups = fitted_groups(folder, Profile.parse(profile), parse(hardware))
     study = load_study(folder)
-    cells = tuple(cell for group in groups for cell in scored_cells(group))
+    cells = tuple(scored_cell(group, one) for group in groups for one in group.observations)
     floor = noise_floor(points_of(study.cells))
     places = tuple(places_of(study.cells))
     return Scorecard(study.name, places, commits_of(study.cells), groups, cells, floor)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -17,11 +18,9 @@ from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
-from lab.simulate.fit import LINK, NONE
-from lab.simulate.grid import summary as comparison
-from lab.simulate.hardware import Hardware
-from lab.simulate.request import DEFAULT_PROFILE
-from lab.simulate.source import ESTIMATE
+from lab.simulate.hardware import LINK, Hardware
+from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE
+from lab.simulate.score import NONE
 
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "efficiency"]
@@ -189,8 +188,14 @@ def _estimates(result: Row) -> list[str]:
 
 
 def _fitted(result: Row) -> list[str]:
-    if result["measured"]:
-        return [comparison(result["rows"], result["measured"])]
+    if folder := result["measured"]:
+        errors = [abs(row["error"]) for row in result["rows"] if row["evidence"] == "measured"]
+        if not errors:
+            return [f"measured={folder}: has no cell of these settings"]
+        return [
+            f"against {len(errors)} measured cells of {folder}: median error "
+            f"{100 * median(errors):.1f} %, worst {100 * max(errors):.1f} %"
+        ]
     if not result["fit"]:
         return ["hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"]
     cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "

@@ -14,9 +14,9 @@ from lab.analysis.places import Place, Where
 from lab.draw.chart import drawn
 from lab.model.profile import Profile, replayed
 from lab.settings.config import load
-from lab.simulate.fit import Group, Observation
-from lab.simulate.request import plain
-from lab.simulate.step import with_rate
+from lab.simulate.hardware import with_rate
+from lab.simulate.predict import plain
+from lab.simulate.score import Group, Observation
 from tests.support.simulated import LINKED, strategy
 from tests.support.svg import outside, overlapping
 

@@ -13,9 +13,9 @@ from lab.advice.score import choices, report
 from lab.model.profile import Profile, replayed
 from lab.settings.config import load
 from lab.settings.files import choices_of, conf_dir
-from lab.simulate.fit import Group, Observation
-from lab.simulate.request import plain
-from lab.simulate.step import with_rate
+from lab.simulate.hardware import with_rate
+from lab.simulate.predict import plain
+from lab.simulate.score import Group, Observation
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 from tests.support.simulated import LINKED, TRUE, leave_study, strategy

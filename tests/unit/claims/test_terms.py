@@ -11,7 +11,7 @@ from lab.claims.claims import Paper
 from lab.claims.page import terms_table
 from lab.claims.predicted import Predicted, fit_terms
 from lab.settings.files import read_file
-from lab.simulate.presets import parse
+from lab.simulate.hardware import parse
 
 LINE: dict[str, Any] = {
     "says": "VGG-16, batch 64",

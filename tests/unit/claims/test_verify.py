@@ -19,8 +19,7 @@ from lab.draw.chart import drawn
 from lab.record.schema import Emulation, read_record
 from lab.settings.config import load
 from lab.settings.files import read_file
-from lab.simulate.hardware import Link
-from lab.simulate.presets import parse
+from lab.simulate.hardware import Link, parse
 from lab.simulate.step import simulate
 from tests.support.records import leave, make_record
 from tests.support.svg import overlapping

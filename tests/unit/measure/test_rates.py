@@ -9,8 +9,7 @@ import torch
 
 from lab.measure import rates
 from lab.measure.rates import Rates, copy_rate, measured_rates
-from lab.simulate.hardware import THIS_CPU, Device
-from lab.simulate.presets import of_this_machine
+from lab.simulate.hardware import THIS_CPU, Device, of_this_machine
 
 DEVICE = Device(THIS_CPU, bandwidth_bytes_per_s=1e10, op_efficiency=(("bmm", 0.5),))
 

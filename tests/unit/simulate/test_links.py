@@ -7,18 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from lab.claims.predicted import profile_of
+from lab.claims.predicted import MARGIN, crossover_batch, crossover_rate, profile_of
 from lab.cluster.settings import Change, Cluster
-from lab.simulate.hardware import Hardware, Link
-from lab.simulate.observe import over_links
-from lab.simulate.step import (
-    MARGIN,
-    crossover_batch,
-    crossover_rate,
-    predict,
-    simulate,
-    with_rate,
-)
+from lab.simulate.fit import over_links
+from lab.simulate.hardware import Hardware, Link, with_rate
+from lab.simulate.step import predict, simulate
 from tests.support.simulated import FLAT, strategy
 
 FITTED = Hardware("fitted", "made up", "gloo", 1, None, Link(1e-4, 1.1e8), math.inf)

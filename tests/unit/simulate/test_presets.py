@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lab.settings.files import choices_of, read_file
-from lab.simulate.presets import draws, parse
+from lab.simulate.hardware import draws, parse
 
 NODE: dict[str, Any] = {
     "name": "made_up",

@@ -12,10 +12,9 @@ import yaml
 from lab import score as command
 from lab.claims.predicted import profile_of
 from lab.draw.chart import drawn
-from lab.simulate.fit import ScoredCell, held_out, score
-from lab.simulate.hardware import Link
+from lab.simulate.hardware import Link, with_rate
+from lab.simulate.score import ScoredCell, held_out, score
 from lab.simulate.scorecard import chart, of_study, summary
-from lab.simulate.step import with_rate
 from tests.support.simulated import TRUE, leave_study
 from tests.support.svg import outside, overlapping
 

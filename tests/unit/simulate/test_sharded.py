@@ -11,10 +11,10 @@ import yaml
 from lab.claims.predicted import profile_of
 from lab.model.replay import Replay
 from lab.simulate.costs import Stage
-from lab.simulate.events import Compute, Rank, Sharded, Unit, units_of
+from lab.simulate.fsdp import Sharded, Unit, units_of
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
-from lab.simulate.step import simulate
+from lab.simulate.step import Compute, Rank, simulate
 from lab.sync.fsdp_units import units
 from tests.support.simulated import FLAT, strategy
 

@@ -10,19 +10,13 @@ import numpy as np
 import pytest
 
 from lab.model.profile import Layer, Profile
-from lab.simulate.hardware import Link
-from lab.simulate.network import (
-    PROTOCOLS,
-    Network,
-    Span,
-    all_gather_s,
-    all_reduce_s,
-    slowest_factor,
-)
+from lab.simulate.hardware import PROTOCOLS, Hardware, Link
+from lab.simulate.network import Network, slowest_factor
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
 from tests.support.simulated import FLAT, strategy
 
+NODE = Hardware("node", "made up", "nccl", 8, Link(3.4e-6, 4.5e11), None, math.inf)
 LAYER = Layer("fc", 1_000_000, forward_ms=10, backward_ms=20)
 PROFILE = Profile("one layer", "made up", reference_batch=8, layers=(LAYER,))
 
@@ -78,21 +72,21 @@ def test_a_pair_has_fewer_links_than_a_whole_node() -> None:
 @pytest.mark.parametrize("num_nodes", [2, 8, 64])
 def test_rings_over_nodes_reach_the_adapters_rate(num_nodes: int) -> None:
     """1 GB on H200: bus bandwidth near 8 x 50 GB/s, not the sum of three phases."""
-    span = Span(8, num_nodes, Link(3.4e-6, 4.5e11), Link(1.4e-5, 5e10, 8))
+    nodes = replace(NODE, inter=Link(1.4e-5, 5e10, 8), protocols=tuple(PROTOCOLS))
     size = 8 * num_nodes
-    busbw = 2 * (size - 1) / size * 1e9 / all_reduce_s(span, 1e9, tuple(PROTOCOLS))
+    busbw = 2 * (size - 1) / size * 1e9 / Network(nodes, size).all_reduce(1e9).seconds
     assert 300e9 < busbw <= 400e9
 
 
 def test_small_messages_choose_the_protocol_of_low_latency() -> None:
-    span = Span(8, 1, Link(3.4e-6, 4.5e11), Link(0, math.inf))
-    small = [all_reduce_s(span, 1e3, (name,)) for name in PROTOCOLS]
-    large = [all_reduce_s(span, 1e9, (name,)) for name in PROTOCOLS]
-    assert min(small) == small[0] == all_reduce_s(span, 1e3, tuple(PROTOCOLS))
-    assert min(large) == large[2] == all_reduce_s(span, 1e9, tuple(PROTOCOLS))
+    one_each = [Network(replace(NODE, protocols=(name,)), 8) for name in PROTOCOLS]
+    network = Network(replace(NODE, protocols=tuple(PROTOCOLS)), 8)
+    small, large = ([one.all_reduce(n).seconds for one in one_each] for n in (1e3, 1e9))
+    assert min(small) == small[0] == network.all_reduce(1e3).seconds
+    assert min(large) == large[2] == network.all_reduce(1e9).seconds
     gathered = 7 * 1e8 / 4.5e11 + 7 * 3.4e-6 + PROTOCOLS["Simple"].launch_s
-    assert all_gather_s(span, 1e8, ("Simple",)) == pytest.approx(gathered)
-    assert all_reduce_s(Span(1, 1, span.intra, span.inter), 1e9, ("LL",)) == 0
+    assert one_each[2].all_gather(1e8).seconds == pytest.approx(gathered)
+    assert Network(NODE, 1).all_reduce(1e9).seconds == 0
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -14,7 +14,7 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker
 from lab.model.replay import Replay
 from lab.settings.config import build, load
-from lab.simulate.events import costs_of_units
+from lab.simulate.fsdp import costs_of_units
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
 from lab.simulate.step import simulate
