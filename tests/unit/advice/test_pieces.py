@@ -19,7 +19,7 @@ from lab.advice.advise import (
     limit,
     ranked,
 )
-from lab.advice.target import Target
+from lab.advice.request import Target
 from lab.claims.predicted import profile_of
 from lab.exchange.cost import Sizes
 from lab.settings.config import choices_of, load
