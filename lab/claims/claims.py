@@ -207,8 +207,7 @@ class Paper:
         try:
             claims += [_claim(one) for line in node.get("series", ()) for one in expand(line)]
             study = node.get("reproduction")
-            frozen = {key: _frozen(value) for key, value in study.items()} if study else None
-            reproduction = Reproduction(**frozen) if frozen else None
+            reproduction = Reproduction(**_frozen(study)) if study else None
             if reproduction:
                 check_types(reproduction)
             fit = tuple(node.get("fit", ()))
@@ -221,8 +220,9 @@ class Paper:
             raise ValueError(f"{node.get('title')}: {error}") from None
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _frozen(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same with tuples for lists, as dataclasses have them."""
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in node.items()}
 
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
@@ -230,7 +230,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         check, at = Check(**entry["check"]), entry.get("at", {})
         of_device = entry["quantity"] in OF_DEVICE
         where = {"at": Point(), "arguments": at} if of_device else {"at": Point(**at)}
-        grid = {key: _frozen(value) for key, value in entry.get("grid", {}).items()}
+        grid = _frozen(entry.get("grid", {}))
         cells = {"grid": Grid(**grid)} if grid else {}
         claim = Claim(**{**entry, "check": check, **where, **cells})
         for made in (check, claim.at, *cells.values(), claim):
@@ -295,15 +295,11 @@ class Grid:
             for cell in self.cells
         ]
 
-    def is_won(self, gain: float) -> bool:
-        """Return whether a strategy that is faster by the factor `gain` beats `over`."""
-        return gain > 1 + self.margin
-
 
 def win_share(facts: Facts, grid: Grid) -> float:
     """Return the share of cells in which any strategy wins."""
     gains = grid.gains(facts)
-    return sum(map(grid.is_won, gains)) / len(gains)
+    return sum(gain > 1 + grid.margin for gain in gains) / len(gains)
 
 
 def best_gain(facts: Facts, grid: Grid) -> float:
@@ -311,7 +307,7 @@ def best_gain(facts: Facts, grid: Grid) -> float:
     return max(grid.gains(facts))
 
 
-OVER_GRID: dict[str, Callable[[Facts, Grid], float]] = {
+OVER_GRID: Mapping[str, Callable[[Facts, Grid], float]] = {
     "win_share": win_share,
     "best_gain": best_gain,
 }
@@ -411,14 +407,19 @@ def judge(
     return tuple(
         _of_device(claim, device or Device())
         if claim.of_device
-        else Verdict(
-            claim,
-            claim.value(predicted) if predicted else None,
-            _ends(claim, [predicted, *others] if predicted else []),
-            *_measured(claim, measured),
-        )
+        else _of_scaling(claim, [predicted, *others] if predicted else [], measured)
         for claim in paper.claims
     )
+
+
+def _of_scaling(
+    claim: Claim, predicted: Sequence[Facts], measured: MeasuredFacts | None
+) -> Verdict:
+    """Judge by facts that were predicted, the first by the hardware as its file says."""
+    values = [claim.value(each) for each in predicted]
+    known = [value for value in values if value is not None]
+    ends = (min(known), max(known)) if known else None
+    return Verdict(claim, values[0] if values else None, ends, *_measured(claim, measured))
 
 
 def _of_device(claim: Claim, device: Device) -> Verdict:
@@ -426,11 +427,6 @@ def _of_device(claim: Claim, device: Device) -> Verdict:
     if claim.is_counted:
         return Verdict(claim, value.mid if value else None)
     return Verdict(claim, None, None, value or UNKNOWN, 1 if value else 0)
-
-
-def _ends(claim: Claim, facts: Iterable[Facts]) -> tuple[float, float] | None:
-    values = [value for each in facts if (value := claim.value(each)) is not None]
-    return (min(values), max(values)) if values else None
 
 
 def tally(verdicts: Iterable[Verdict]) -> dict[str, int]:

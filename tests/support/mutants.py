@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from lab.claims.claims import Claim, Paper, judge
-from lab.claims.findings import _counts
+from lab.claims.findings import counts_of_model
 from lab.claims.metrics import delivered_error
 from lab.claims.predicted import Predicted, fit_terms, profile_of, strategy_of
 from lab.draw.text import markdown
@@ -133,7 +133,7 @@ def outcomes(mutant: Mutant) -> dict[tuple[Claim, int], str]:
     with mutant.alive():
         for paper, presets in papers:
             assert paper.profile
-            counts = _counts(paper.model) if paper.model else None
+            counts = counts_of_model(paper.model) if paper.model else None
             for number, preset in enumerate(presets):
                 facts = Predicted(paper.profile, mutant.hardware(preset), counts=counts)
                 for verdict in judge(paper, facts, None):

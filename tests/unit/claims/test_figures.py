@@ -10,7 +10,8 @@ import pytest
 
 from lab.claims import figures
 from lab.claims.claims import Paper, Reproduction
-from lab.claims.findings import Conditions, Reproduced
+from lab.claims.findings import Reproduced
+from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap, cell_speedups
 from lab.draw.chart import Chart, drawn
 from tests.support.svg import outside, overlapping
