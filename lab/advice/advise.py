@@ -203,11 +203,7 @@ def _row(advice: Advice, group: Group, option: Option) -> Row:
 
 
 def _group(advice: Advice) -> Group:
-    """Return the hardware to predict on: of a study's groups, the one that the cells belong to.
-
-    Raises:
-        ValueError: the study has several groups, of which the settings name none.
-    """
+    """Return the hardware to predict on: of a study's groups, the one that the cells belong to."""
     groups = groups_of(advice.prediction)
     if len(groups) == 1:
         return groups[0]

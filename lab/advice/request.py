@@ -237,11 +237,7 @@ def _is_count(text: str) -> bool:
 
 
 def _strategies(run: Sequence[str]) -> list[str]:
-    """List the strategies to choose from.
-
-    Raises:
-        ConfigError: no strategy accepts the settings.
-    """
+    """List the strategies to choose from."""
     _, settings = split(run, (*OF_PREDICTION, "world_size"))
     fitting, refused = list[str](), list[ConfigError]()
     for name in choices_of("strategy", config_dir_of(run)):

@@ -247,9 +247,6 @@ def _with_hosts(
 
     Of several on a host, two ranks tell the links within it alone. Those between hosts are known
     from a group with one rank on each, or else as the preset says.
-
-    Raises:
-        ValueError: the preset has no links inside nodes.
     """
     local = _ranks_per_host(cells)
     if local == 1 or preset.ranks_per_node > 1:
@@ -285,11 +282,7 @@ def _transferred(
 
 
 def _moved(hardware: Hardware, fitted: list[Cell], other: list[Cell]) -> Hardware:
-    """Return hardware that was fitted to some cells with the links of others.
-
-    Raises:
-        ValueError: no cluster was emulated, or one without a cost model.
-    """
+    """Return hardware that was fitted to some cells with the links of others."""
     clusters = [_cluster(max(cells, key=lambda cell: cell.world_size)) for cells in (fitted, other)]
     if None in clusters:
         raise ValueError("no emulated cluster")

@@ -32,8 +32,7 @@ MOST_LINEAR = 16  # ranks: axes of more are logarithmic
 
 def table(result: Row) -> str:
     """Align a line for each cell, and add the notes."""
-    rows = result["rows"]
-    lines = aligned([[*HEADER, *SCORES], *(_line(row) for row in rows)])
+    lines = aligned([[*HEADER, *SCORES], *map(_line, result["rows"])])
     return "\n".join([*lines, "", *notes(result)])
 
 
@@ -92,7 +91,8 @@ def chart(result: Row) -> Chart:
             "value": row["speedup"],
             "low": row["speedup_interval"][0],
             "high": row["speedup_interval"][1],
-            "measured": _measured_speedup(row),
+            # Of the measured step, over the predicted step of one rank.
+            "measured": row["speedup"] * row["step_s"] / row.get("measured_s", math.nan),
             "ideal": float(row["world_size"]),
             "hollow": True,
         }
@@ -129,19 +129,17 @@ def _fixed_batch_size(row: Row) -> int:
     return row["per_rank_batch_size" if row["scaling"] == "weak" else "batch_size"]
 
 
-def _measured_speedup(row: Row) -> float:
-    """Compute the speedup of the measured step over the predicted step of one rank; or NaN."""
-    return row["speedup"] * row["step_s"] / row.get("measured_s", math.nan)
-
-
 def _line(row: Row) -> list[str]:
     measured = "measured_s" in row
+    low, high = row["step_s_interval"]
+    # Of an estimated step; what a profile leaves open is in the speedup.
+    interval = _interval((1e3 * low, 1e3 * high)) if row["basis"] == ESTIMATE else ""
     return [
         row["series"],
         str(row["world_size"]),
         str(_fixed_batch_size(row)),
         row["basis"],
-        f"{1e3 * row['step_s']:.2f}{_step_interval(row)}",
+        f"{1e3 * row['step_s']:.2f}{interval}",
         f"{1e3 * row['exposed_s']:.2f}",
         f"{row['speedup']:.2f}{_interval(row['speedup_interval'])}",
         f"{row['efficiency']:.2f}",
@@ -150,12 +148,6 @@ def _line(row: Row) -> list[str]:
         _percent(row.get("exposed_error", math.nan)),
         row["evidence"],
     ]
-
-
-def _step_interval(row: Row) -> str:
-    """Write the interval of an estimated step; that of a profile's is in the speedup."""
-    low, high = row["step_s_interval"]
-    return _interval((1e3 * low, 1e3 * high)) if row["basis"] == ESTIMATE else ""
 
 
 def _interval(ends: tuple[float, float]) -> str:
