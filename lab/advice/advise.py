@@ -129,8 +129,7 @@ def advised(advice: Advice) -> dict[str, Any]:
     limit_bytes = group.hardware.memory_bytes
     # An option is kept, too, where its bytes or the device's are not known.
     kept = [each for each in options if not limit_bytes or not each.memory_bytes > limit_bytes]
-    by_forecast = {id(one.forecast): one for one in kept}
-    ordered = [by_forecast[id(each)] for each in ranked(one.forecast for one in kept)]
+    ordered = sorted(kept, key=lambda option: option.forecast.costs()[0])
     profiles = {profile.name: profile for profile in (s.on(group.hardware) for s in sources)}
     fitting = {option.forecast.name for option in kept}
     return {
@@ -157,11 +156,10 @@ def _choices(ordered: Sequence[Option], least_efficiency: float) -> dict[str, An
     found: dict[str, Any] = {"best": {}, "contenders": {}}
     for kind in KINDS:
         best = [p for p in places.values() if ordered[p].forecast.lossy == (kind == "lossy")]
-        of_place = {id(ordered[place].forecast): place for place in best}
         forecasts = [ordered[place].forecast for place in best]
-        close = contenders(forecasts) if forecasts else []
+        close = {each.name for each in contenders(forecasts)} if forecasts else set[str]()
         found["best"][kind] = best
-        found["contenders"][kind] = [of_place[id(each)] for each in close]
+        found["contenders"][kind] = [p for p in best if ordered[p].forecast.name in close]
     return found
 
 

@@ -328,34 +328,24 @@ def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     rates = dict(entry["samples_per_s"])
     alone = rates.pop(1)
-    common = {"source": entry["source"]}
-    at = {"profile": entry["profile"]}
     batch_size = entry["per_rank_batch_size"]
-    yield {
-        **common,
-        "says": f"{entry['says']}: one GPU trains {alone} images/s",
-        "kind": "calibrated",
-        "quantity": "samples_per_s",
-        "at": {**at, "strategy": "none", "world_size": 1, "batch_size": batch_size},
-        "published": alone,
-        "check": {"about": alone, "within": 0.02},
-    }
-    for world_size, rate in rates.items():
-        speedup = rate / alone
-        yield {
-            **common,
-            "says": f"{entry['says']}: {world_size} GPUs {rate}, {speedup:.2f} times as many",
-            "kind": "emergent",
-            "quantity": "weak_speedup",
-            "at": {
-                **at,
-                "strategy": entry["strategy"],
-                "world_size": world_size,
-                "batch_size": world_size * batch_size,
-            },
-            "published": speedup,
-            "check": {"about": speedup, "within": entry["within"]},
+
+    def claim(says: str, strategy: str, size: int, figure: float, within: float) -> dict[str, Any]:
+        at = {"profile": entry["profile"], "strategy": strategy, "world_size": size}
+        return {
+            "source": entry["source"],
+            "says": f"{entry['says']}: {says}",
+            "kind": "calibrated" if size == 1 else "emergent",
+            "quantity": "samples_per_s" if size == 1 else "weak_speedup",
+            "at": {**at, "batch_size": size * batch_size},
+            "published": figure,
+            "check": {"about": figure, "within": within},
         }
+
+    yield claim(f"one GPU trains {alone} images/s", "none", 1, alone, 0.02)
+    for size, rate in rates.items():
+        says = f"{size} GPUs {rate}, {rate / alone:.2f} times as many"
+        yield claim(says, entry["strategy"], size, rate / alone, entry["within"])
 
 
 @dataclass(frozen=True)

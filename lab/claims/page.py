@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lab.claims.claims import EVIDENCE, KINDS, OUTCOMES, Verdict, tally
 from lab.claims.device import mini_batches_table
 from lab.claims.findings import Findings, Reproduced
-from lab.claims.predicted import Crossovers, Terms
+from lab.claims.predicted import MARGIN, Crossovers, Terms
 from lab.draw.looks import order
 from lab.draw.text import markdown
 from lab.settings.whole import write_atomically
@@ -253,7 +253,7 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
     header = ["strategy", f"{world_size} ranks are faster than one from global batch"]
     lines = [*markdown(header, batches), ""]
     if crossovers.pair:
-        (first, second), percent = crossovers.pair, f"{100 * (crossovers.margin - 1):.0f} %"
+        (first, second), percent = crossovers.pair, f"{100 * (MARGIN - 1):.0f} %"
         rates = [
             [str(batch), "no rate" if rate is None else f"{8e-9 * rate:.3g} Gb/s"]
             for batch, rate in crossovers.rate.items()

@@ -239,16 +239,14 @@ class Crossovers:
         batch: by strategy, the smallest global batch that is trained faster than on one rank;
             None if there is none.
         pair: the strategies that `rate` compares; None if the paper names none.
-        margin: by how much the first of the pair must be faster: 1.05 is 5 %.
         rate: by global batch, the rate of the links in bytes per second below which the first of
-            the pair is faster; None if there is none.
+            the pair is faster by MARGIN; None if there is none.
     """
 
     basis: str
     world_size: int
     batch: Mapping[str, int | None]
     pair: tuple[str, str] | None
-    margin: float
     rate: Mapping[int, float | None]
 
 
@@ -267,7 +265,7 @@ def find_crossovers(grid: Reproduction, predicted: Predicted) -> Crossovers:
             size: crossover_rate(profile, hardware, (first, second), world_size, size)
             for size in grid.batch_sizes
         }
-    return Crossovers(str(predicted), world_size, batch, grid.rate_crossover, MARGIN, rate)
+    return Crossovers(str(predicted), world_size, batch, grid.rate_crossover, rate)
 
 
 def crossover_batch(
