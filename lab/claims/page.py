@@ -90,7 +90,8 @@ def _charts(findings: Findings) -> list[Chart]:
     from lab.claims import figures  # with Altair, which the table of claims alone does not need
 
     paper, conditions, found = findings.paper, findings.conditions, findings.reproduced
-    title, charts = paper.title, list[Chart]()
+    title = paper.title
+    charts: list[Chart] = []
     emulations = conditions.emulations if conditions else ()
     emulated = [f"measured, emulated: {'; '.join(emulations)}"] if emulations else []
     if any(verdict.outcome != "unknown" for verdict in findings.verdicts):
