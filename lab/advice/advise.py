@@ -119,9 +119,8 @@ def advised(advice: Advice) -> dict[str, Any]:
     request = advice.prediction
     try:
         group = _group(advice)
-        sources = sources_of(request)
-        cells = zip(request.cells, sources, strict=True)
-        options = [_option(advice, group, cell, source) for cell, source in cells]
+        cells = list(zip(request.cells, sources_of(request), strict=True))
+        options = [_option(advice, group, *cell) for cell in cells]
         errors = score(held_out(scored_cell(group, cell) for cell in group.observations))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
@@ -130,7 +129,9 @@ def advised(advice: Advice) -> dict[str, Any]:
     # An option is kept, too, where its bytes or the device's are not known.
     kept = [each for each in options if not limit_bytes or not each.memory_bytes > limit_bytes]
     ordered = sorted(kept, key=lambda option: option.forecast.costs()[0])
-    profiles = {profile.name: profile for profile in (s.on(group.hardware) for s in sources)}
+    profiles = {
+        profile.name: profile for profile in (source.on(group.hardware) for _, source in cells)
+    }
     fitting = {option.forecast.name for option in kept}
     return {
         "target": asdict(advice.target),

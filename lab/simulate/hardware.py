@@ -367,13 +367,9 @@ def _link(where: str, figures: Mapping[str, Any]) -> Link:
 
 
 def parse_device(name: str, node: Mapping[str, Any]) -> Device:
-    """Parse a `device:` block. Peaks that it leaves out are those of lab/measure/peaks.py.
+    """Parse the `device:` of hardware `name`. ValueError as in `parse`.
 
-    Args:
-        name: of the hardware, for messages.
-
-    Raises:
-        ValueError: a value that is missing, unknown or out of range.
+    Peaks that it leaves out are those of lab/measure/peaks.py.
     """
     allowed = [field.name for field in fields(Device)]
     if not isinstance(node, Mapping) or "name" not in node:

@@ -217,9 +217,6 @@ class Estimate:
                 f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
             )
         fewer, more = min(batches), max(*batches, RATIO * min(batches))
-        update = Line(UPDATE_PASSES * VALUE_BYTES * work.num_parameters, 0.0)
-        gathered, nothing = Line(0.0, INPUT_PASSES * work.input_bytes), Line(0.0, 0.0)
-        rest = Operation("update", nothing, update), Operation("input", nothing, gathered)
 
         def ms(operations: Iterable[Operation], batch: int) -> float:
             return _milliseconds(device, precision, operations, batch)
@@ -231,7 +228,7 @@ class Estimate:
             ]
             for batch in (more, fewer)
         )
-        rest_ms, rest_of_fewer = ms(rest, more), ms(rest, fewer)
+        rest_ms, rest_of_fewer = ms(_rest(work), more), ms(_rest(work), fewer)
         return Profile(
             self.name,
             f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
@@ -242,6 +239,13 @@ class Estimate:
             fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
             num_threads=device.num_threads,
         )
+
+
+def _rest(work: Work) -> list[Operation]:
+    """Return what a step does besides the layers' operations."""
+    update = Line(UPDATE_PASSES * VALUE_BYTES * work.num_parameters, 0.0)
+    gathered, nothing = Line(0.0, INPUT_PASSES * work.input_bytes), Line(0.0, 0.0)
+    return [Operation("update", nothing, update), Operation("input", nothing, gathered)]
 
 
 def _milliseconds(

@@ -489,7 +489,6 @@ def steady(
             and the last to have a gradient of them.
         rank: at time 0.
         besides_s: seconds of a step besides forward and backward, in which exchanges go on.
-        micro_batches: see `both_passes`.
 
     Returns:
         Seconds of the last step, and its spans, from its beginning.
