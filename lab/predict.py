@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lab.settings.command import Command, CommandLine, answer, show
-from lab.simulate.request import OwnSettings, read
+from lab.simulate.predict import OwnSettings, predicted, read
 from lab.study.grid import WORLD_SIZE
 
 COMMAND = Command(
@@ -42,9 +42,8 @@ def _predict(line: CommandLine) -> int:
     if line.shows_settings:
         show(cell.config for cell in request.cells)
         return 0
-    # Imported here: a wrong setting is answered before numpy, pandas and Altair load.
+    # Imported here: a wrong setting is answered before pandas and Altair load.
     from lab.simulate import view
-    from lab.simulate.grid import predicted
 
     result, spans = predicted(request)
     result = {"command": line.text, **result}

@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lab.advice.command import train_command
 from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
-from lab.simulate.fit import Group, held_out, score, scored_cells
-from lab.simulate.grid import groups_of, series_of, sources_of, strategy_of
-from lab.simulate.hardware import Hardware, Link
-from lab.simulate.presets import places
-from lab.simulate.request import plain
-from lab.simulate.source import Source
+from lab.simulate.hardware import Hardware, Link, places
+from lab.simulate.predict import Source, groups_of, plain, series_of, sources_of, strategy_of
+from lab.simulate.score import Group, held_out, score, scored_cell
 from lab.simulate.step import predict, simulate
 from lab.simulate.strategy import Strategy, rank_bytes
 from lab.study.grid import Cell
 
 Row = dict[str, Any]
 KINDS = ("exact", "lossy")
+RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29400"]  # HOST: the first node
 NEXT_SETTING = re.compile(r" (?=[\w.]+=)")
-FREE_LINK = 1e18  # bytes per second: no message takes time
-FREE_CODEC = 1e18
+FREE = 1e18  # bytes per second: no message, and no pass over memory, takes time
 CODECS = "docs/strategies.md, Other codecs"
 ROUNDS = "docs/strategies.md, Exchanging every H steps"
 FEEDBACK = "docs/results/README.md, Error feedback"
@@ -44,7 +41,7 @@ class Forecast:
 
     Attributes:
         name: of the option among those that it competes with, as a strategy's.
-        lossy: see lab.simulate.step.Strategy.
+        lossy: see lab.simulate.strategy.Strategy.
         weight: what a second of its time counts (see Target.weight).
         steps_s: the predicted step time, then that on each draw. The draws are the same for all
             options of a group.
@@ -99,12 +96,12 @@ def contenders(forecasts: Sequence[Forecast]) -> list[Forecast]:
     dearer on every draw, and by more than MODEL_ERROR as predicted.
     """
     first, *others = forecasts
-    return [other for other in others if not _is_dearer(other, first)]
-
-
-def _is_dearer(other: Forecast, first: Forecast) -> bool:
-    ratios = [one / best for one, best in zip(other.costs(), first.costs(), strict=True)]
-    return min(ratios) > 1 and ratios[0] > 1 + MODEL_ERROR
+    close = []
+    for other in others:
+        ratios = [one / best for one, best in zip(other.costs(), first.costs(), strict=True)]
+        if min(ratios) <= 1 or ratios[0] <= 1 + MODEL_ERROR:
+            close.append(other)
+    return close
 
 
 def advised(advice: Advice) -> dict[str, Any]:
@@ -122,15 +119,20 @@ def advised(advice: Advice) -> dict[str, Any]:
     request = advice.prediction
     try:
         group = _group(advice)
-        options = options_of(advice, group)
-        errors = score(held_out(scored_cells(group)))
+        cells = list(zip(request.cells, sources_of(request), strict=True))
+        options = [_option(advice, group, *cell) for cell in cells]
+        errors = score(held_out(scored_cell(group, cell) for cell in group.observations))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
-    kept = fitting(options, group.hardware.memory_bytes)
-    by_forecast = {id(one.forecast): one for one in kept}
-    ordered = [by_forecast[id(each)] for each in ranked(one.forecast for one in kept)]
-    known = (source.on(group.hardware) for source in sources_of(request))
-    profiles = {profile.name: profile for profile in known}
+    options = [replace(option, knee=_knee(option, options, advice.knee)) for option in options]
+    limit_bytes = group.hardware.memory_bytes
+    # An option is kept, too, where its bytes or the device's are not known.
+    kept = [each for each in options if not limit_bytes or not each.memory_bytes > limit_bytes]
+    ordered = sorted(kept, key=lambda option: option.forecast.costs()[0])
+    profiles = {
+        profile.name: profile for profile in (source.on(group.hardware) for _, source in cells)
+    }
+    fitting = {option.forecast.name for option in kept}
     return {
         "target": asdict(advice.target),
         "knee": advice.knee,
@@ -138,16 +140,12 @@ def advised(advice: Advice) -> dict[str, Any]:
         "rows": [_row(advice, group, option) for option in ordered],
         **_choices(ordered, advice.target.least_efficiency),
         "most_efficient": max((one.efficiency for one in kept), default=math.nan),
-        "too_large": sorted({one.forecast.name for one in options} - _names(kept)),
+        "too_large": sorted({one.forecast.name for one in options} - fitting),
         "profiles": {name: asdict(profile) for name, profile in profiles.items()},
         "hardware": {"conditions": group.conditions, **asdict(group.hardware)},
         "fit": str(request.fit) if request.fit else None,
         "errors": str(errors) if errors.num_cells else None,
     }
-
-
-def _names(options: Sequence[Option]) -> set[str]:
-    return {option.forecast.name for option in options}
 
 
 def _choices(ordered: Sequence[Option], least_efficiency: float) -> dict[str, Any]:
@@ -159,11 +157,10 @@ def _choices(ordered: Sequence[Option], least_efficiency: float) -> dict[str, An
     found: dict[str, Any] = {"best": {}, "contenders": {}}
     for kind in KINDS:
         best = [p for p in places.values() if ordered[p].forecast.lossy == (kind == "lossy")]
-        of_place = {id(ordered[place].forecast): place for place in best}
         forecasts = [ordered[place].forecast for place in best]
-        close = contenders(forecasts) if forecasts else []
+        close = {each.name for each in contenders(forecasts)} if forecasts else set[str]()
         found["best"][kind] = best
-        found["contenders"][kind] = [of_place[id(each)] for each in close]
+        found["contenders"][kind] = [p for p in best if ordered[p].forecast.name in close]
     return found
 
 
@@ -205,16 +202,17 @@ def _row(advice: Advice, group: Group, option: Option) -> Row:
 
 
 def _group(advice: Advice) -> Group:
-    """Return the hardware to predict on: of a study's groups, the one that the cells belong to.
-
-    Raises:
-        ValueError: the study has several groups, of which the settings name none.
-    """
+    """Return the hardware to predict on: of a study's groups, the one that the cells belong to."""
     groups = groups_of(advice.prediction)
     if len(groups) == 1:
         return groups[0]
     cell = advice.prediction.cells[0]
-    named = [group for group in groups if _runs_under(cell, group.conditions)]
+    settings = {key: str(value) for key, value in cell.settings.items()}
+    named = []
+    for group in groups:  # whose conditions have keys of the machine, too
+        pairs = (text.partition("=") for text in NEXT_SETTING.split(group.conditions))
+        if all(settings.get(key, value) == value for key, _, value in pairs):
+            named.append(group)
     if len(named) != 1:
         known = "; ".join(group.conditions for group in groups)
         raise ValueError(
@@ -222,13 +220,6 @@ def _group(advice: Advice) -> Group:
             f"must name one: {known}"
         )
     return named[0]
-
-
-def _runs_under(cell: Cell, conditions: str) -> bool:
-    """Tell whether a cell's settings are those of a group; other keys are the machine's."""
-    pairs = (text.partition("=") for text in NEXT_SETTING.split(conditions))
-    settings = {key: str(value) for key, value in cell.settings.items()}
-    return all(settings.get(key, value) == value for key, _, value in pairs)
 
 
 @dataclass(frozen=True)
@@ -253,25 +244,6 @@ class Option:
     @property
     def samples_per_s(self) -> float:
         return 1 / self.forecast.seconds_per_sample
-
-
-def options_of(advice: Advice, group: Group) -> list[Option]:
-    """Predict the cells of a request on a group's hardware.
-
-    Raises:
-        ValueError: a strategy has no cost model, or the hardware has too few ranks.
-    """
-    request = advice.prediction
-    found = [
-        _option(advice, group, cell, source)
-        for cell, source in zip(request.cells, sources_of(request), strict=True)
-    ]
-    return [replace(option, knee=_knee(option, found, advice.knee)) for option in found]
-
-
-def fitting(options: Iterable[Option], memory_bytes: float | None) -> list[Option]:
-    """Return the options that fit a device's memory, as far as both are known."""
-    return [o for o in options if not memory_bytes or not o.memory_bytes > memory_bytes]
 
 
 def _option(advice: Advice, group: Group, cell: Cell, source: Source) -> Option:
@@ -315,9 +287,9 @@ def _links(hardware: Hardware, **changes: float) -> Hardware:
 # Hardware without one of its limits. "host" is all that a rank does besides model and exchange.
 RELIEFS: dict[str, Callable[[Hardware], Hardware]] = {
     "latency": lambda hardware: _links(hardware, latency_s=0.0),
-    "bandwidth": lambda hardware: _links(hardware, bandwidth_bytes_per_s=FREE_LINK),
+    "bandwidth": lambda hardware: _links(hardware, bandwidth_bytes_per_s=FREE),
     "codec": lambda hardware: replace(
-        hardware, codec_bytes_per_s=FREE_CODEC, codec_rates=(), codec_s=0.0
+        hardware, codec_bytes_per_s=FREE, codec_rates=(), codec_s=0.0
     ),
     "host": lambda hardware: replace(
         hardware,
@@ -397,3 +369,25 @@ def known_of(strategy: str) -> str:
         return "not recorded: train it beside allreduce"
     sources = "; ".join(dict.fromkeys(trial.source for trial in trials))
     return f"{', '.join(map(str, trials))}: {sources}"
+
+
+def train_command(cell: Cell, ranks_per_node: int) -> str:
+    """Return the command line of lab.train for a cell.
+
+    Args:
+        ranks_per_node: more ranks are divided among nodes, on each of which the command runs.
+    """
+    settings, size = list(cell.arguments), cell.world_size
+    if cell.cluster and cell.config.cluster.hosts is None:
+        settings.append(f"cluster.hosts={cell.cluster.num_hosts}")
+    if cell.over_horovod:
+        launcher = ["horovodrun", "-np", str(size), "python"]
+    elif cell.cluster or size == 1:
+        launcher = ["python"]
+    elif size <= ranks_per_node:
+        launcher = ["torchrun", "--nproc-per-node", str(size)]
+    else:
+        nodes = ["--nnodes", str(-(-size // ranks_per_node))]
+        local = ["--nproc-per-node", str(ranks_per_node)]
+        launcher = ["torchrun", *nodes, *local, *RENDEZVOUS]
+    return shlex.join([*launcher, "-m", "lab.train", *settings])

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lab.advice.target import UNITS, Target, check_duration
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, read_file
 from lab.settings.overrides import config_dir_of
-from lab.simulate import request as prediction
-from lab.simulate.hardware import Hardware
+from lab.simulate import predict as prediction
+from lab.simulate.fsdp import Groups
 from lab.simulate.network import Network
-from lab.simulate.request import Request, plain
-from lab.simulate.strategy import Groups, Strategy
+from lab.simulate.predict import Request, plain
+from lab.simulate.strategy import Strategy
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 from lab.sync.pattern import class_of
@@ -23,6 +23,8 @@ from lab.sync.pattern import class_of
 # Settings of lab.predict that advice takes too.
 OF_PREDICTION = fields_of(prediction.OwnSettings)
 del OF_PREDICTION["trace"]
+UNITS = ("device", "node")
+BOUND = re.compile(r"efficiency>=(.+)")
 ESTIMATED_BATCH = 64  # samples of a rank
 MOST_NODES = 8  # of hardware whose nodes are linked, unless world_size= says otherwise
 # Emulate frameworks of 2016, which nobody would choose today unless named.
@@ -51,6 +53,77 @@ class OwnSettings:
         at_most=2,
     )
     top: int = setting(5, "how many strategies to list of either kind", at_least=1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The goal of a training.
+
+    Attributes:
+        text: as typed.
+        least_efficiency: options below it are left out.
+        samples: number of samples of one epoch; None: unknown.
+        price_per_hour: of a `unit`, in any currency; None: unknown.
+    """
+
+    text: str = "throughput"
+    least_efficiency: float = 0.0
+    samples: float | None = None
+    price_per_hour: float | None = None
+    unit: str = "device"
+
+    @classmethod
+    def of(
+        cls, text: str, samples: float | None, price_per_hour: float | None, unit: str
+    ) -> Target:
+        """Read a target as it is typed.
+
+        Raises:
+            ConfigError: there is none of that name, or it is cost without a price.
+        """
+        if text == "cost" and price_per_hour is None:
+            raise ConfigError("target=cost: needs price_per_hour=, of a device (or price_of=node)")
+        return cls(text, _least(text), samples, price_per_hour, unit)
+
+    def units(self, world_size: int, ranks_per_node: int) -> int:
+        """Return how many devices or nodes are paid for."""
+        return world_size if self.unit == "device" else math.ceil(world_size / ranks_per_node)
+
+    def weight(self, world_size: int, ranks_per_node: int) -> float:
+        """Return what a second counts: one, or the devices or nodes if cost is the target."""
+        return self.units(world_size, ranks_per_node) if self.text == "cost" else 1
+
+    def total_samples(
+        self, epochs: float | None, steps: int | None, batch_size: int
+    ) -> float | None:
+        """Return how many samples a run trains on; None if nothing says so."""
+        if steps is not None:
+            return steps * batch_size
+        return None if self.samples is None else self.samples * (epochs or 1)
+
+    def hours(self, seconds_per_sample: float, total: float | None) -> float | None:
+        """Return the hours of a training on `total` samples."""
+        return None if total is None else total * seconds_per_sample / 3600
+
+
+def _least(text: str) -> float:
+    if bound := BOUND.fullmatch(text):
+        try:
+            share = float(bound[1])
+        except ValueError:
+            share = math.nan
+        if not 0 < share <= 1:
+            raise ConfigError(f"target={text}: the efficiency must be above 0 and at most 1")
+        return share
+    if text == "efficiency":
+        raise ConfigError(
+            "target=efficiency: needs a bound, quoted for the shell: 'target=efficiency>=0.8'"
+        )
+    if text not in ("throughput", "hours", "cost"):
+        raise ConfigError(
+            f"target={text}: allowed are throughput, hours, efficiency>=SHARE or cost"
+        )
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +161,12 @@ def read(arguments: Sequence[str]) -> Advice:
     if "strategy" not in _texts(run):
         request = _of_dividing(request)
     for cell in request.cells:
-        check_duration(target, cell.config.epochs, cell.config.steps)
+        epochs, steps = cell.config.epochs, cell.config.steps
+        if target.text == "hours" and target.total_samples(epochs, steps, 1) is None:
+            given = "target=hours" if epochs is None else f"target=hours epochs={epochs:g}"
+            raise ConfigError(
+                f"{given}: needs samples=, the number of samples of one epoch; or steps="
+            )
     return Advice(request, target, own.knee, own.top)
 
 
@@ -103,32 +181,39 @@ def _with_grid(run: list[str]) -> Request:
     unit = math.lcm(*_integers(given.get("accumulate", "1")))
     batch = [] if "batch_size" in given else [f"batch_size={unit}"]
     first = prediction.read([*run, "world_size=1", *batch])
+    # As many ranks as the hardware has, or on MOST_NODES if it names no number of nodes.
+    nodes = len(first.hardware.node_rates) or MOST_NODES
+    largest = first.hardware.ranks_per_node * (nodes if first.hardware.inter else 1)
+    sizes = [2**power for power in range(largest.bit_length())]
     if "batch_size" in given:
-        return prediction.read([*run, _listed("world_size", _dividing(first))])
-    sizes = _powers_of_two(_largest(first.hardware))
+        sizes = [size for size in sizes if all(_divides_batch(size, each) for each in first.cells)]
+        return prediction.read([*run, f"world_size={','.join(map(str, sizes))}"])
     if "world_size" in given:
         sizes = _integers(given["world_size"])
-    batches = _batches(first, sizes, unit)
-    return prediction.read([*run, _listed("world_size", sizes), _listed("batch_size", batches)])
+    grid = {"world_size": sizes, "batch_size": _batches(first, sizes, unit)}
+    lists = [f"{key}={','.join(map(str, values))}" for key, values in grid.items()]
+    return prediction.read([*run, *lists])
+
+
+def _divides_batch(size: int, cell: Cell) -> bool:
+    """Tell whether a cell's batch can be divided among `size` ranks."""
+    weak = cell.config.scaling == "weak"
+    return weak or cell.config.batch_size % (size * cell.config.accumulate) == 0
 
 
 def _of_dividing(request: Request) -> Request:
     """Leave out cells whose strategy cannot divide so many ranks among nodes as it wants."""
-    pairs = zip(request.cells, request.profiles, strict=True)
-    kept = [pair for pair in pairs if _divides(pair[0], request.hardware)]
+    kept = []
+    for cell, profile in zip(request.cells, request.profiles, strict=True):
+        strategy = Strategy.of(plain(cell.config))
+        try:
+            if strategy.pattern.gathers_units:
+                Groups.of(strategy, Network(request.hardware, cell.world_size))
+        except ValueError:
+            continue
+        kept.append((cell, profile))
     cells, profiles = [cell for cell, _ in kept], [profile for _, profile in kept]
     return replace(request, cells=cells, profiles=profiles)
-
-
-def _divides(cell: Cell, hardware: Hardware) -> bool:
-    strategy = Strategy.of(plain(cell.config))
-    if not strategy.pattern.gathers_units:
-        return True
-    try:
-        Groups.of(strategy, Network(hardware, cell.world_size))
-    except ValueError:
-        return False
-    return True
 
 
 def _texts(run: Sequence[str]) -> dict[str, str]:
@@ -151,16 +236,8 @@ def _is_count(text: str) -> bool:
     return text.isdigit() and int(text) > 0
 
 
-def _listed(key: str, values: Sequence[int]) -> str:
-    return f"{key}={','.join(map(str, values))}"
-
-
 def _strategies(run: Sequence[str]) -> list[str]:
-    """List the strategies to choose from.
-
-    Raises:
-        ConfigError: no strategy accepts the settings.
-    """
+    """List the strategies to choose from."""
     _, settings = split(run, (*OF_PREDICTION, "world_size"))
     fitting, refused = list[str](), list[ConfigError]()
     for name in choices_of("strategy", config_dir_of(run)):
@@ -187,29 +264,6 @@ def _may_be_chosen(cell: Cell) -> bool:
         return False
     refused = pattern.no_overlap and settings["overlap"]
     return not refused and not (pattern.no_fp16 and settings["precision"] == "fp16")
-
-
-def _largest(hardware: Hardware) -> int:
-    """Return the number of ranks of the hardware, or of MOST_NODES if it names none."""
-    nodes = len(hardware.node_rates) or MOST_NODES
-    return hardware.ranks_per_node * (nodes if hardware.inter else 1)
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    return [2**power for power in range(largest.bit_length())]
-
-
-def _dividing(first: Request) -> list[int]:
-    """Return the numbers of ranks among which every given batch divides."""
-    return [
-        size
-        for size in _powers_of_two(_largest(first.hardware))
-        if all(
-            cell.config.scaling == "weak"
-            or cell.config.batch_size % (size * cell.config.accumulate) == 0
-            for cell in first.cells
-        )
-    ]
 
 
 def _batches(first: Request, sizes: Sequence[int], accumulate: int) -> list[int]:

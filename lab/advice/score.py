@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lab.advice.advise import Forecast, contenders, ranked, steps_on
-from lab.analysis.compare import Times
 from lab.analysis.places import (
     NOTE,
     REFERENCE,
@@ -34,8 +33,8 @@ from lab.draw.chart import Chart
 from lab.draw.text import markdown
 from lab.measure.intervals import UNKNOWN, Interval, wilson
 from lab.record.files import write_json
-from lab.simulate.fit import NONE, Group, Observation
-from lab.simulate.source import Measured
+from lab.simulate.predict import Measured
+from lab.simulate.score import NONE, Group, Observation
 
 WHERE = ("model", "N", "batch", "links")
 HEADER = (
@@ -97,8 +96,27 @@ def report(found: Sequence[Choice]) -> list[str]:
         return []
     header = ["links", "profile", "N", "batch", "of", "choice", "predicted ms", "measured ms"]
     header += ["best", "measured ms", "regret", "not told apart"]
-    counts = [_count(found, kind) for kind in ("any", "exact")]
-    return [*filter(None, counts), "", *markdown(header, [_line(choice) for choice in found])]
+    lines, rows = [], []
+    for kind, among in (("any", "all strategies"), ("exact", "exact strategies")):
+        if regrets := [choice.regret for choice in found if choice.kind == kind]:
+            good = sum(regret <= CLOSE for regret in regrets)
+            lines.append(
+                f"- among {among}, the first choice is within {100 * CLOSE:g} % of the best "
+                f"measured cell in {good} of {len(regrets)} scenarios; largest regret "
+                f"{100 * max(regrets):.1f} %"
+            )
+    for one in found:
+        among = f"{one.num_strategies}{' exact' if one.kind == 'exact' else ''}"
+        steps = (f"{1e3 * s:.1f}" for s in (one.predicted_s, one.measured_s, one.best_s))
+        predicted, measured, best = steps
+        rows.append(
+            [
+                *(one.conditions, one.profile, str(one.world_size), str(one.batch_size), among),
+                *(one.chosen, predicted, measured, one.best, best),
+                *(f"{100 * one.regret:.1f} %", str(one.num_close)),
+            ]
+        )
+    return [*lines, "", *markdown(header, rows)]
 
 
 def scenarios(group: Group) -> list[list[Observation]]:
@@ -140,31 +158,6 @@ def _forecast(group: Group, cell: Observation, name: str) -> Forecast:
     point = Measured(cell.profile), cell.strategy, cell.world_size, cell.per_rank_batch_size
     batch_size = cell.world_size * cell.per_rank_batch_size
     return Forecast(name, cell.strategy.lossy, batch_size, 1, steps_on(group, *point))
-
-
-def _count(found: Sequence[Choice], kind: str) -> str:
-    regrets = [choice.regret for choice in found if choice.kind == kind]
-    if not regrets:
-        return ""
-    good = sum(regret <= CLOSE for regret in regrets)
-    among = "all strategies" if kind == "any" else "exact strategies"
-    return (
-        f"- among {among}, the first choice is within {100 * CLOSE:g} % of the best measured cell "
-        f"in {good} of {len(regrets)} scenarios; largest regret {100 * max(regrets):.1f} %"
-    )
-
-
-def _line(choice: Choice) -> list[str]:
-    among = f"{choice.num_strategies}{' exact' if choice.kind == 'exact' else ''}"
-    return [
-        *(choice.conditions, choice.profile, str(choice.world_size), str(choice.batch_size)),
-        *(among, choice.chosen, _ms(choice.predicted_s), _ms(choice.measured_s)),
-        *(choice.best, _ms(choice.best_s), f"{100 * choice.regret:.1f} %", str(choice.num_close)),
-    ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}"
 
 
 @dataclass(frozen=True)
@@ -216,40 +209,31 @@ def map_of(places: Sequence[Place], groups: Iterable[Group], floor: float) -> Ma
         places: of the study that the groups were read from.
         floor: its noise floor; NaN if unknown.
     """
-    cells = {
-        _where_of(group, cells[0]): (group, cells) for group in groups for cells in scenarios(group)
-    }
+    cells: dict[Where, tuple[Group, list[Observation]]] = {}
+    for group in groups:
+        for observed in scenarios(group):
+            profile, size = observed[0].profile.name, observed[0].world_size
+            batch_size = size * observed[0].per_rank_batch_size
+            cells[Where(profile, group.conditions, size, batch_size)] = group, observed
     answers = []
     for place in places:
         group, observed = cells.get(place.where, (None, []))
-        comparable = _comparable(place, observed)
+        # Comparable are fixed strategies that were measured with one setting.
+        counts = Counter(cell.name for cell in observed)
+        comparable = [c for c in observed if c.name in place.fixed() and counts[c.name] == 1]
         if group and len(comparable) > 1:
             answers.append(Answer(place, place.lead(floor), _predicted(group, comparable)))
     return Map(tuple(answers), floor, summaries([one.place for one in answers], floor))
 
 
-def _where_of(group: Group, cell: Observation) -> Where:
-    batch_size = cell.world_size * cell.per_rank_batch_size
-    return Where(cell.profile.name, group.conditions, cell.world_size, batch_size)
-
-
-def _comparable(place: Place, cells: Sequence[Observation]) -> list[Observation]:
-    """Keep the fixed strategies that were measured with one setting."""
-    counts = Counter(cell.name for cell in cells)
-    return [cell for cell in cells if cell.name in place.fixed() and counts[cell.name] == 1]
-
-
 def _predicted(group: Group, cells: Sequence[Observation]) -> Lead:
     forecasts = ranked(_forecast(group, cell, cell.name) for cell in cells)
-    first, others = forecasts[0], contenders(forecasts)
-    reference = next((each for each in forecasts if each.name == REFERENCE), None)
-    factor = _factor(reference, first) if reference else UNKNOWN
+    first, others, factor = forecasts[0], contenders(forecasts), UNKNOWN
+    for reference in forecasts:
+        if reference.name == REFERENCE:
+            ratios = [a / b for a, b in zip(reference.steps_s, first.steps_s, strict=True)]
+            factor = Interval(min(ratios), ratios[0], max(ratios))
     return Lead(first.name, tuple(other.name for other in others), factor)
-
-
-def _factor(slow: Forecast, fast: Forecast) -> Interval:
-    ratios = [a / b for a, b in zip(slow.steps_s, fast.steps_s, strict=True)]
-    return Interval(min(ratios), ratios[0], max(ratios))
 
 
 def section(found: Map) -> list[str]:
@@ -257,7 +241,19 @@ def section(found: Map) -> list[str]:
     if not found.answers:
         return []
     links = columns_of(one.place.where for one in found.answers)
-    ordered = sorted(found.answers, key=lambda one: _place_in_table(one.place.where, links))
+
+    def place_in_table(answer: Answer) -> tuple[str, int, int, int]:
+        where = answer.place.where
+        return where.model, where.world_size, where.batch_size, links.index(where.links)
+
+    ordered = sorted(found.answers, key=place_in_table)
+    steps = [
+        [
+            *_where(place.where),
+            ", ".join(f"{n} {each.mid:.2f}" for n, each in behind(place).items()),
+        ]
+        for place in (answer.place for answer in ordered)
+    ]
     return [
         "## Where each exchange pays",
         "",
@@ -268,7 +264,7 @@ def section(found: Map) -> list[str]:
         "",
         "Steps over that of the fastest fixed strategy (`none` and `auto` are not fixed ones):",
         "",
-        *markdown([*WHERE, "the fastest first"], [_steps(answer) for answer in ordered]),
+        *markdown([*WHERE, "the fastest first"], steps),
         "",
     ]
 
@@ -296,7 +292,10 @@ def data_of(found: Map) -> dict[str, Any]:
             "is_best": answer.is_best,
             "agrees": answer.agrees,
             "regret": asdict(answer.regret),
-            "steps_s": {name: _paired(times) for name, times in answer.place.steps_s.items()},
+            "steps_s": {
+                name: {_name(key): seconds for key, seconds in times.items()}
+                for name, times in answer.place.steps_s.items()
+            },
             "over_fastest": {name: asdict(each) for name, each in behind(answer.place).items()},
         }
         for answer in found.answers
@@ -305,12 +304,9 @@ def data_of(found: Map) -> dict[str, Any]:
     return {"noise_floor": found.floor, "summaries": summaries, "places": places}
 
 
-def _paired(times: Times) -> dict[str, float]:
+def _name(key: Hashable) -> str:
     """Name what was measured side by side: a repeat, or a start of ranks and its turn."""
-    return {
-        " turn ".join(map(str, key)) if isinstance(key, tuple) else str(key): seconds
-        for key, seconds in times.items()
-    }
+    return " turn ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def map_chart(found: Map) -> Chart:
@@ -376,15 +372,6 @@ def _map_row(found: Map, answer: Answer) -> list[str]:
         _ratio_text(place.ratio("priority", REFERENCE)),
         _ratio_text(place.exposed_ratio("priority", REFERENCE, least)),
     ]
-
-
-def _steps(answer: Answer) -> list[str]:
-    steps = [f"{name} {each.mid:.2f}" for name, each in behind(answer.place).items()]
-    return [*_where(answer.place.where), ", ".join(steps)]
-
-
-def _place_in_table(where: Where, links: list[str]) -> tuple[str, int, int, int]:
-    return where.model, where.world_size, where.batch_size, links.index(where.links)
 
 
 def _where(where: Where) -> list[str]:

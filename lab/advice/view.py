@@ -54,7 +54,8 @@ def chart(result: Row) -> Chart:
         }
         for kind in kinds
         for one in best[kind]
-        for row in _same_batch(result["rows"], one)
+        for row in result["rows"]
+        if row["series"] == one["series"] and row[_batch_key(one)] == one[_batch_key(one)]
     )
     sizes = sorted(set(data["x"]))
     body, width = lines(
@@ -71,12 +72,6 @@ def chart(result: Row) -> Chart:
     return Chart("advice", message, about_, body, width)
 
 
-def _same_batch(rows: list[Row], best: Row) -> list[Row]:
-    """Return the rows of a series with the batch of its best one."""
-    key = _batch_key(best)
-    return [row for row in rows if row["series"] == best["series"] and row[key] == best[key]]
-
-
 def _batch_key(row: Row) -> str:
     return "per_rank_batch_size" if row["scaling"] == "weak" else "batch_size"
 
@@ -91,16 +86,17 @@ def text(result: Row) -> str:
     """Write the best option of each series, exact and lossy ones apart, and all about them."""
     kinds = [kind for kind in TITLES if result["best"][kind]]
     if not kinds:
-        return "\n".join([_nothing(result), "", *_wrapped(notes(result))])
+        highest = result["most_efficient"]
+        nothing = f"no option reaches {result['target']['text']}; the highest is {highest:.2f}"
+        if math.isnan(highest):
+            nothing = f"no option fits the memory of {result['hardware']['name']}"
+        return "\n".join([nothing, "", *_wrapped([*about(result), *_meanings(result)])])
     blocks = [_table(result, kind) for kind in kinds]
     blocks += [_first_choice(result, kind) for kind in kinds]
-    blocks += [_accuracies(result), _commands(result, kinds), _wrapped(notes(result))]
+    rows = (row for kind in kinds for row in best_rows(result, kind))
+    commands = ["to run:", *(f"  {row['command']}" for row in rows)]
+    blocks += [_accuracies(result), commands, _wrapped([*about(result), *_meanings(result)])]
     return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def notes(result: Row) -> list[str]:
-    """Say what was predicted, from what, and what that leaves out."""
-    return [*about(result), *_meanings(result)]
 
 
 def about(result: Row) -> list[str]:
@@ -142,7 +138,8 @@ def _meanings(result: Row) -> list[str]:
 
 def _table(result: Row, kind: str) -> list[str]:
     rows = best_rows(result, kind)
-    extra = {"hours": "hours", "cost": _cost_name(rows[0])}
+    cost = "cost" if rows[0]["hours"] is not None else "cost of 1e6 samples"
+    extra = {"hours": "hours", "cost": cost}
     extra = {key: name for key, name in extra.items() if rows[0][key] is not None}
     header = ["strategy", "N", "batch", "samples/s", "[95 %]", "step ms", "efficiency"]
     header += [*extra.values(), "GB", "limit", "", "knee"]
@@ -150,10 +147,6 @@ def _table(result: Row, kind: str) -> list[str]:
     more = len(result["best"][kind]) - len(rows)
     lines += [f"and {more} more (top=... lists them)"] if more else []
     return [TITLES[kind], *(f"  {line}" for line in lines)]
-
-
-def _cost_name(row: Row) -> str:
-    return "cost" if row["hours"] is not None else "cost of 1e6 samples"
 
 
 def _line(row: Row, extra: list[str]) -> list[str]:
@@ -192,18 +185,6 @@ def _accuracies(result: Row) -> list[str]:
     lines = [f"  {name}: {text}" for name, text in known.items()]
     head = "accuracy of the lossy ones: test accuracy in % on digits, 2 ranks, default settings"
     return [head, *lines] if lines else []
-
-
-def _commands(result: Row, kinds: list[str]) -> list[str]:
-    rows = (row for kind in kinds for row in best_rows(result, kind))
-    return ["to run:", *(f"  {row['command']}" for row in rows)]
-
-
-def _nothing(result: Row) -> str:
-    highest = result["most_efficient"]
-    if math.isnan(highest):
-        return f"no option fits the memory of {result['hardware']['name']}"
-    return f"no option reaches {result['target']['text']}; the highest is {highest:.2f}"
 
 
 def _wrapped(paragraphs: list[str]) -> list[str]:

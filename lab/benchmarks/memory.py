@@ -26,7 +26,7 @@ from lab.exchange.cost import Sizes
 from lab.measure.memory import CLEAR, STATUS, peak_bytes, reset_peak
 from lab.measure.statistics import least_warmup
 from lab.settings.config import ConfigError
-from lab.simulate.request import plain
+from lab.simulate.predict import plain
 from lab.simulate.strategy import sync_bytes
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import assembled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from lab.claims.device import Device, Quantity, exact, matches, ratio, total
@@ -35,14 +34,14 @@ def bias_and_share(device: Device, result: str, layers: str) -> Interval:
     biases = [Interval.read(each[way]) for each in biased for way in PASSES]
     some, every = (
         [Interval.read(each[f"{way}_s"]) for each in chosen for way in PASSES]
-        for chosen in (list(_layers(row, layers)), others)
+        for chosen in (_layers(row, layers), others)
     )
     return ratio(total([*biases, *some]), total([*biases, *every]))
 
 
 def backward_ratio(device: Device, result: str, layers: str = ".*") -> Interval:
     """Divide backward of the layers that match by their forward."""
-    found = list(_layers(_row(device.result(result)), layers))
+    found = _layers(_row(device.result(result)), layers)
     forward, backward = (total(Interval.read(each[f"{way}_s"]) for each in found) for way in PASSES)
     return ratio(backward, forward)
 
@@ -70,30 +69,30 @@ def algorithm_time(
             rows.setdefault((row["layer"], row["pass"]), {})[row["algorithm"]] = row
     if not rows:
         raise ValueError(f"layers={layers}: {result} has no such convolution")
-    return total(_convolution_s(found, algorithm) for found in rows.values())
-
-
-def _convolution_s(found: dict[str, dict[str, Any]], algorithm: str) -> Interval:
-    library = found["library"]
-    ran = [row for row in found.values() if row["time_s"]]
-    if algorithm == BEST:
-        row = min(ran, key=lambda one: one["time_s"]["median"])
-    else:
-        row = next((one for one in ran if one["algorithm"] == algorithm), library)
-    return Interval.read(row["ratio"]).scaled(row["count"] * library["time_s"]["median"])
+    seconds = []
+    for found in rows.values():
+        library = found["library"]
+        ran = [row for row in found.values() if row["time_s"]]
+        if algorithm == BEST:
+            row = min(ran, key=lambda one: one["time_s"]["median"])
+        else:
+            row = next((one for one in ran if one["algorithm"] == algorithm), library)
+        factor = row["count"] * library["time_s"]["median"]
+        seconds.append(Interval.read(row["ratio"]).scaled(factor))
+    return total(seconds)
 
 
 def counted_events(
     device: Device, result: str, event: str, layers: str, direction: str = ".*", batch: str = ".*"
 ) -> Interval:
     """Add up one of callgrind's counts, such as instructions, over layers and passes."""
-    rows = list(_counted(device, result, layers, direction, batch))
+    rows = _counted(device, result, layers, direction, batch)
     return exact(sum(row[event] for row in rows))
 
 
 def access_share(device: Device, result: str, layers: str, direction: str = ".*") -> Interval:
     """Divide loads and stores by instructions."""
-    rows = list(_counted(device, result, layers, direction))
+    rows = _counted(device, result, layers, direction)
     accesses = sum(row["loads"] + row["stores"] for row in rows)
     return exact(accesses / sum(row["instructions"] for row in rows))
 
@@ -107,7 +106,7 @@ def hit_rate(
     direction: str = ".*",
 ) -> Interval:
     """Divide a cache level's hits by the accesses that reach it."""
-    rows = list(_counted(device, result, layers, direction))
+    rows = _counted(device, result, layers, direction)
     accesses, first, second = (
         sum(row[key] for row in rows)
         for key in (f"{access}s", f"l1_{access}_misses", f"l2_{access}_misses")
@@ -161,16 +160,16 @@ def _named(result: dict[str, Any], name: str) -> dict[str, Any]:
     return found[0]
 
 
-def _layers(row: dict[str, Any], layers: str) -> Iterator[dict[str, Any]]:
+def _layers(row: dict[str, Any], layers: str) -> list[dict[str, Any]]:
     found = [each for each in row["layers"] if matches(layers, each["name"], each["kind"])]
     if not found:
         raise ValueError(f"layers={layers}: there is no such layer")
-    yield from found
+    return found
 
 
 def _counted(
     device: Device, result: str, layers: str, direction: str, batch: str = ".*"
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
     found = [
         row
         for row in device.result(result)["rows"]
@@ -180,21 +179,12 @@ def _counted(
     ]
     if not found:
         raise ValueError(f"layers={layers}: {result} has no such count")
-    yield from found
+    return found
 
 
-BENCHED: dict[str, Quantity] = {
-    "time_share": time_share,
-    "bias_and_share": bias_and_share,
-    "backward_ratio": backward_ratio,
-    "input_grad_share": input_grad_share,
-    "algorithm_time": algorithm_time,
-    "counted_events": counted_events,
-    "access_share": access_share,
-    "hit_rate": hit_rate,
-    "slowdown": slowdown,
-    "bench_samples_per_s": bench_samples_per_s,
-    "products_share": products_share,
-    "fusable_share": fusable_share,
-    "layout_ratio": layout_ratio,
-}
+QUANTITIES: tuple[Quantity, ...] = (
+    *(time_share, bias_and_share, backward_ratio, input_grad_share, algorithm_time),
+    *(counted_events, access_share, hit_rate, slowdown, bench_samples_per_s, products_share),
+    *(fusable_share, layout_ratio),
+)
+BENCHED = {quantity.__name__: quantity for quantity in QUANTITIES}

@@ -207,8 +207,7 @@ class Paper:
         try:
             claims += [_claim(one) for line in node.get("series", ()) for one in expand(line)]
             study = node.get("reproduction")
-            frozen = {key: _frozen(value) for key, value in study.items()} if study else None
-            reproduction = Reproduction(**frozen) if frozen else None
+            reproduction = Reproduction(**_frozen(study)) if study else None
             if reproduction:
                 check_types(reproduction)
             fit = tuple(node.get("fit", ()))
@@ -221,8 +220,9 @@ class Paper:
             raise ValueError(f"{node.get('title')}: {error}") from None
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _frozen(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same with tuples for lists, as dataclasses have them."""
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in node.items()}
 
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
@@ -230,7 +230,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         check, at = Check(**entry["check"]), entry.get("at", {})
         of_device = entry["quantity"] in OF_DEVICE
         where = {"at": Point(), "arguments": at} if of_device else {"at": Point(**at)}
-        grid = {key: _frozen(value) for key, value in entry.get("grid", {}).items()}
+        grid = _frozen(entry.get("grid", {}))
         cells = {"grid": Grid(**grid)} if grid else {}
         claim = Claim(**{**entry, "check": check, **where, **cells})
         for made in (check, claim.at, *cells.values(), claim):
@@ -295,15 +295,11 @@ class Grid:
             for cell in self.cells
         ]
 
-    def is_won(self, gain: float) -> bool:
-        """Return whether a strategy that is faster by the factor `gain` beats `over`."""
-        return gain > 1 + self.margin
-
 
 def win_share(facts: Facts, grid: Grid) -> float:
     """Return the share of cells in which any strategy wins."""
     gains = grid.gains(facts)
-    return sum(map(grid.is_won, gains)) / len(gains)
+    return sum(gain > 1 + grid.margin for gain in gains) / len(gains)
 
 
 def best_gain(facts: Facts, grid: Grid) -> float:
@@ -311,7 +307,7 @@ def best_gain(facts: Facts, grid: Grid) -> float:
     return max(grid.gains(facts))
 
 
-OVER_GRID: dict[str, Callable[[Facts, Grid], float]] = {
+OVER_GRID: Mapping[str, Callable[[Facts, Grid], float]] = {
     "win_share": win_share,
     "best_gain": best_gain,
 }
@@ -332,34 +328,24 @@ def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     rates = dict(entry["samples_per_s"])
     alone = rates.pop(1)
-    common = {"source": entry["source"]}
-    at = {"profile": entry["profile"]}
     batch_size = entry["per_rank_batch_size"]
-    yield {
-        **common,
-        "says": f"{entry['says']}: one GPU trains {alone} images/s",
-        "kind": "calibrated",
-        "quantity": "samples_per_s",
-        "at": {**at, "strategy": "none", "world_size": 1, "batch_size": batch_size},
-        "published": alone,
-        "check": {"about": alone, "within": 0.02},
-    }
-    for world_size, rate in rates.items():
-        speedup = rate / alone
-        yield {
-            **common,
-            "says": f"{entry['says']}: {world_size} GPUs {rate}, {speedup:.2f} times as many",
-            "kind": "emergent",
-            "quantity": "weak_speedup",
-            "at": {
-                **at,
-                "strategy": entry["strategy"],
-                "world_size": world_size,
-                "batch_size": world_size * batch_size,
-            },
-            "published": speedup,
-            "check": {"about": speedup, "within": entry["within"]},
+
+    def claim(says: str, strategy: str, size: int, figure: float, within: float) -> dict[str, Any]:
+        at = {"profile": entry["profile"], "strategy": strategy, "world_size": size}
+        return {
+            "source": entry["source"],
+            "says": f"{entry['says']}: {says}",
+            "kind": "calibrated" if size == 1 else "emergent",
+            "quantity": "samples_per_s" if size == 1 else "weak_speedup",
+            "at": {**at, "batch_size": size * batch_size},
+            "published": figure,
+            "check": {"about": figure, "within": within},
         }
+
+    yield claim(f"one GPU trains {alone} images/s", "none", 1, alone, 0.02)
+    for size, rate in rates.items():
+        says = f"{size} GPUs {rate}, {rate / alone:.2f} times as many"
+        yield claim(says, entry["strategy"], size, rate / alone, entry["within"])
 
 
 @dataclass(frozen=True)
@@ -411,14 +397,19 @@ def judge(
     return tuple(
         _of_device(claim, device or Device())
         if claim.of_device
-        else Verdict(
-            claim,
-            claim.value(predicted) if predicted else None,
-            _ends(claim, [predicted, *others] if predicted else []),
-            *_measured(claim, measured),
-        )
+        else _of_scaling(claim, [predicted, *others] if predicted else [], measured)
         for claim in paper.claims
     )
+
+
+def _of_scaling(
+    claim: Claim, predicted: Sequence[Facts], measured: MeasuredFacts | None
+) -> Verdict:
+    """Judge by facts that were predicted, the first by the hardware as its file says."""
+    values = [claim.value(each) for each in predicted]
+    known = [value for value in values if value is not None]
+    ends = (min(known), max(known)) if known else None
+    return Verdict(claim, values[0] if values else None, ends, *_measured(claim, measured))
 
 
 def _of_device(claim: Claim, device: Device) -> Verdict:
@@ -426,11 +417,6 @@ def _of_device(claim: Claim, device: Device) -> Verdict:
     if claim.is_counted:
         return Verdict(claim, value.mid if value else None)
     return Verdict(claim, None, None, value or UNKNOWN, 1 if value else 0)
-
-
-def _ends(claim: Claim, facts: Iterable[Facts]) -> tuple[float, float] | None:
-    values = [value for each in facts if (value := claim.value(each)) is not None]
-    return (min(values), max(values)) if values else None
 
 
 def tally(verdicts: Iterable[Verdict]) -> dict[str, int]:

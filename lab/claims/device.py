@@ -12,6 +12,7 @@ import functools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,10 +73,8 @@ class Device:
         """Return all results that there are, by name."""
         found: dict[str, dict[str, Any]] = {}
         for name in self.benches:
-            try:
+            with suppress(Missing):
                 found[name] = self.result(name)
-            except Missing:
-                continue
         return found
 
     def _settings(self, network: str) -> Sequence[str]:
@@ -159,10 +158,24 @@ def network_operations(device: Device, network: str, layers: str | None = None) 
         layers: a regular expression for the paths or classes of the layers to count; None: all
             operations, between layers too.
     """
-    by_layer, everything = _operations(device, network)
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plan = device.blueprint(network)
+    data, model = plan.data, plan.model
+    inputs = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(inputs)
     if layers is None:
-        return exact(everything)
-    return exact(sum(number for names, number in by_layer.items() if matches(layers, *names)))
+        return exact(counter.get_total_flops())
+    by_module, root = counter.get_flop_counts(), type(model).__name__
+    chosen = (
+        sum(by_module.get(f"{root}.{path}", {}).values())
+        for path, layer in model.named_modules()
+        if path and not any(True for _ in layer.children())  # innermost
+        if matches(layers, path, type(layer).__name__)
+    )
+    return exact(sum(chosen))
 
 
 def operation_share(device: Device, network: str, layers: str) -> Interval:
@@ -174,8 +187,6 @@ def operation_share(device: Device, network: str, layers: str) -> Interval:
 def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd") -> Interval:
     """Compute the memory that a training step needs at most (lab.device.footprint)."""
     from lab.device.footprint import Step, footprint
-    from lab.settings.config import load
-    from lab.settings.overrides import own_choices
     from lab.training.optim import make_optim
 
     plan = device.blueprint(network)
@@ -248,37 +259,11 @@ def operations_per_output(
     return exact(executed / (batch * filters * channels * size**2))
 
 
-def _operations(device: Device, network: str) -> tuple[dict[tuple[str, str], int], int]:
-    """Count forward operations of one sample by (path, class) of the innermost module, and all."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    plan = device.blueprint(network)
-    data, model = plan.data, plan.model
-    inputs = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device="meta")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(inputs)
-    by_module = counter.get_flop_counts()
-    root = type(model).__name__
-    by_layer = {
-        (path, type(layer).__name__): sum(by_module.get(f"{root}.{path}", {}).values())
-        for path, layer in model.named_modules()
-        if path and not any(True for _ in layer.children())
-    }
-    return by_layer, counter.get_total_flops()
-
-
-COUNTED: dict[str, Quantity] = {
-    "parameters": parameters,
-    "weight_layers": weight_layers,
-    "fc_parameter_share": fc_parameter_share,
-    "network_operations": network_operations,
-    "operation_share": operation_share,
-    "step_bytes": step_bytes,
-    "executed_share": executed_share,
-    "refusals": refusals,
-    "operations_per_output": operations_per_output,
-}
+ALL_COUNTED: tuple[Quantity, ...] = (
+    *(parameters, weight_layers, fc_parameter_share, network_operations, operation_share),
+    *(step_bytes, executed_share, refusals, operations_per_output),
+)
+COUNTED = {quantity.__name__: quantity for quantity in ALL_COUNTED}
 
 
 def mini_batch_s(device: Device, model: str, threads: int) -> Interval:
@@ -382,10 +367,8 @@ def _network(name: str, entry: Any, device: Device) -> Network:
         }
         here: dict[int, Interval] = {}
         for threads in (1, 2):
-            try:
+            with suppress(Missing):
                 here[threads] = mini_batch_s(device, entry["model"], threads)
-            except Missing:
-                continue
         return Network(name, entry["model"], entry["batch_size"], tools, here)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"table: {name}: {error}") from None

@@ -11,7 +11,8 @@ import pandas as pd
 
 from lab.claims.claims import EVIDENCE, KINDS, Check, Verdict, tally
 from lab.claims.device import GPUS, Network
-from lab.claims.findings import Conditions, Reproduced
+from lab.claims.findings import Reproduced
+from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap
 from lab.draw.chart import GREY, INK, Chart
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, looks_of

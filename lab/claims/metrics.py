@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
+from lab.analysis.records import Cell, commits_of
 from lab.model.profile import VALUE_BYTES
 from lab.model.work import Counts
 from lab.settings import checks
@@ -33,7 +36,7 @@ class Point:
     Attributes:
         batch_size: global.
         profile: replaces the paper's.
-        layer: the layer whose operations are counted, as lab.model.work.Counts names it.
+        layer: the layer whose operations are counted, as lab.model.facts.Counts names it.
         rate_gbit: rate of the links between nodes; None: the hardware's.
     """
 
@@ -74,17 +77,71 @@ class MeasuredFacts(Facts, Protocol):
         """Return the facts of each single repeat."""
         ...
 
-    def emulations(self) -> list[str]:
-        """List the emulations of the runs, sorted; empty if there were none."""
-        ...
 
-    def machines(self) -> list[str]:
-        """List the machines of the runs, sorted."""
-        ...
+@dataclass(frozen=True)
+class Conditions:
+    """The machines, the emulations and the lab's commits of a study, sorted; () if not known."""
 
-    def commits(self) -> tuple[str, ...]:
-        """List the lab's commits that measured the runs; empty if one is not known."""
-        ...
+    machines: tuple[str, ...]
+    emulations: tuple[str, ...]
+    commits: tuple[str, ...]
+
+
+class Measured:
+    """Facts from finished throughput runs with strong scaling: the median of their repeats.
+
+    Args:
+        cells: all cells of the study.
+        profile: the paper's.
+        counts: of the paper's network, because cells replay a scaled one.
+    """
+
+    def __init__(self, cells: Sequence[Cell], profile: str, counts: Counts) -> None:
+        self._all_cells, self._profile, self._counts = cells, profile, counts
+        self._cells: dict[Point, list[Cell]] = {}
+        for cell in cells:
+            if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", "strong"):
+                replayed = cell.settings.get("profile", profile)
+                other = None if replayed == profile else replayed
+                at = Point(cell.strategy, cell.world_size, cell.batch_size, other)
+                self._cells.setdefault(at, []).append(cell)
+
+    def repeats(self) -> Sequence[Facts]:
+        """Return the facts of each single repeat."""
+        by_repeat: dict[int, list[Cell]] = {}
+        for cell in self._all_cells:
+            by_repeat.setdefault(cell.repeat, []).append(cell)
+        return [
+            Measured(by_repeat[repeat], self._profile, self._counts) for repeat in sorted(by_repeat)
+        ]
+
+    def step_s(self, at: Point) -> float:
+        """Return the seconds of a step: the median over steps of the slowest rank."""
+        return self._median(at, lambda cell: cell.step_s)
+
+    def payload_bytes(self, at: Point) -> float:
+        """Return the bytes that the busiest rank handed to the network in a step."""
+        return self._median(at, lambda cell: max(cell.payload_bytes_per_step, default=math.nan))
+
+    def counts(self) -> Counts:
+        """Return the counts of the paper's network."""
+        return self._counts
+
+    def conditions(self) -> Conditions:
+        """Return the conditions of the finished runs."""
+        cells = [cell for each in self._cells.values() for cell in each]
+        known = [cell.environment for cell in cells if cell.environment]
+        machines = {f"{e['cpu']}, {e['num_cores']} cores, torch {e['torch']}" for e in known}
+        emulations = {one.detail for cell in cells for one in cell.emulation}
+        commits = commits_of(self._all_cells)
+        return Conditions(tuple(sorted(machines)), tuple(sorted(emulations)), commits)
+
+    def _median(self, at: Point, value: Callable[[Cell], float]) -> float:
+        values = [value(cell) for cell in self._cells.get(at, ())]
+        finite = [one for one in values if math.isfinite(one)]
+        if not finite:
+            raise Missing
+        return statistics.median(finite)
 
 
 def speedup(facts: Facts, at: Point) -> float:

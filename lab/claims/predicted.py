@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,11 +19,14 @@ from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.overrides import own_choices
 from lab.simulate.fit import START, least_squares
-from lab.simulate.hardware import Hardware
-from lab.simulate.presets import with_value
-from lab.simulate.step import MARGIN, crossover_batch, crossover_rate, simulate, slowest, with_rate
-from lab.simulate.strategy import Strategy
+from lab.simulate.hardware import Hardware, slowest, with_rate, with_value
+from lab.simulate.step import simulate
+from lab.simulate.strategy import CEILING, Strategy
 
+LARGEST_BATCH = 2**20
+SEARCHED = (1e5, 1e13)  # bytes per second
+CLOSE = 1.001  # factor to which the rate is determined
+MARGIN = 1.05  # factor; strategies within it count as equally fast
 FULLY_CONNECTED = "fc"  # prefix of such layers' names, the only sign of their kind in a profile
 
 
@@ -235,16 +239,14 @@ class Crossovers:
         batch: by strategy, the smallest global batch that is trained faster than on one rank;
             None if there is none.
         pair: the strategies that `rate` compares; None if the paper names none.
-        margin: by how much the first of the pair must be faster: 1.05 is 5 %.
         rate: by global batch, the rate of the links in bytes per second below which the first of
-            the pair is faster; None if there is none.
+            the pair is faster by MARGIN; None if there is none.
     """
 
     basis: str
     world_size: int
     batch: Mapping[str, int | None]
     pair: tuple[str, str] | None
-    margin: float
     rate: Mapping[int, float | None]
 
 
@@ -263,7 +265,58 @@ def find_crossovers(grid: Reproduction, predicted: Predicted) -> Crossovers:
             size: crossover_rate(profile, hardware, (first, second), world_size, size)
             for size in grid.batch_sizes
         }
-    return Crossovers(str(predicted), world_size, batch, grid.rate_crossover, MARGIN, rate)
+    return Crossovers(str(predicted), world_size, batch, grid.rate_crossover, rate)
+
+
+def crossover_batch(
+    profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int
+) -> int | None:
+    """Find the smallest global batch that `world_size` ranks train faster than one rank does.
+
+    Only multiples of `world_size` are tried; None if none up to LARGEST_BATCH is faster. If a
+    batch pays, every larger one is assumed to pay.
+    """
+
+    def pays(per_rank: int) -> bool:
+        alone = simulate(profile, hardware, CEILING, 1, per_rank * world_size)
+        return simulate(profile, hardware, strategy, world_size, per_rank).step_s < alone.step_s
+
+    largest = LARGEST_BATCH // world_size
+    if not pays(largest):
+        return None
+    return world_size * (1 + bisect_left(range(1, largest), True, key=pays))
+
+
+def crossover_rate(
+    profile: Profile,
+    hardware: Hardware,
+    strategies: tuple[Strategy, Strategy],
+    world_size: int,
+    batch_size: int,
+) -> float | None:
+    """Find the link rate in bytes per second below which the first strategy is MARGIN faster.
+
+    Args:
+        strategies: the first is meant for slow links, such as one that compresses.
+        batch_size: global.
+
+    Returns:
+        None if the first is faster at both ends of SEARCHED, or at neither.
+    """
+
+    def pays(rate: float) -> bool:
+        links = with_rate(hardware, rate)
+        per_rank = batch_size // world_size
+        one, other = (simulate(profile, links, each, world_size, per_rank) for each in strategies)
+        return MARGIN * one.step_s < other.step_s
+
+    low, high = SEARCHED
+    if not pays(low) or pays(high):
+        return None
+    while high / low > CLOSE:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return high
 
 
 PRIOR = 1e-3  # pulls terms that the figures do not determine towards the preset
@@ -354,7 +407,7 @@ def _fitted(paper: Paper, hardware: Hardware, figures: Sequence[Claim]) -> Hardw
         ratios = [_value(paper, machine(x), c) / (c.published or math.nan) for c in figures]
         return np.concatenate([np.log(ratios), PRIOR * (x - start)])
 
-    return machine(least_squares(residuals, start).x)
+    return machine(least_squares(residuals, start)[0])
 
 
 def _value(paper: Paper, hardware: Hardware, claim: Claim) -> float:

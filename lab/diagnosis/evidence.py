@@ -24,6 +24,7 @@ from lab.record.trace import TIMELINE, read_trace
 from lab.sync.pattern import Pattern, alike, pattern_of
 
 OWN_WORK = ("data_s", "forward_s", "backward_s", "update_s")  # columns of steps.parquet
+OF_SLOW = ("delay_s", "share", "floor_s")  # figures of a slow rank, beside where it is slow
 OF_EXCHANGE = ("overlap", "bucket_mb", "exchange", "sync")  # settings that do not apply to `none`
 
 
@@ -129,7 +130,7 @@ def evidence_of(
     unmarked = list(point.done("throughput").values())
     slow = slow_ranks(unmarked or breakdowns, settings)
     slowest_rank, straggler_s = (
-        _slower(_own_work(telling, ceiling, pattern.every)) if slow is None else _slowest(slow)
+        _slower(telling, ceiling, pattern.every) if slow is None else _slowest(slow)
     )
     # Marks slow a run down, so its times count as shares of its own step.
     scale = step_s / (_median(run.step_s for run in breakdowns) or step_s)
@@ -193,13 +194,6 @@ def _phase_s(breakdowns: Sequence[Cell], name: str) -> float:
     return _median(times) if times else math.nan
 
 
-def _own_work(runs: Sequence[Cell], ceiling: Point | None, every: int) -> np.ndarray:
-    """Return the seconds of each rank's own work. In `none`, no rank waits for another."""
-    if ceiling and len(ranks := _by_rank([*ceiling.done("throughput").values()], ("step_s",))):
-        return ranks
-    return _by_rank(runs, OWN_WORK, every)
-
-
 def _by_rank(runs: Sequence[Cell], columns: Sequence[str], every: int = 1) -> np.ndarray:
     """Return the seconds of a step in `columns`, [ranks]; empty if no run has them.
 
@@ -227,8 +221,15 @@ def _slowest(slow: Sequence[Slow]) -> tuple[int, float]:
     return max(delays.items(), key=lambda pair: pair[1], default=(-1, 0.0))
 
 
-def _slower(ranks: np.ndarray) -> tuple[int, float]:
-    """Return the rank that works longest, and how much longer than the median of the others."""
+def _slower(runs: Sequence[Cell], ceiling: Point | None, every: int) -> tuple[int, float]:
+    """Return the rank that works longest, and how much longer than the median of the others.
+
+    In `none`, no rank waits for another, so its steps are own work.
+    """
+    alone = [*ceiling.done("throughput").values()] if ceiling else []
+    ranks = _by_rank(alone, ("step_s",))
+    if not len(ranks):
+        ranks = _by_rank(runs, OWN_WORK, every)
     if len(ranks) < 2:
         return -1, math.nan
     *others, slowest = np.sort(ranks)
@@ -253,26 +254,25 @@ def _to_run(
 ) -> dict[str, str]:
     cell, size = point.one, str(point.one.world_size)
     own = "name" in (_settings(cell).get("model") or {})  # of a loop that lab.Run recorded
-    command = _own_loop if own else sweep_command
+
+    def command(strategy: str, sizes: str) -> str:
+        if not own:
+            return sweep_command(study, cell, strategy, sizes)
+        ranks = " and ".join(sizes.split(","))
+        run = f"lab.Run(study={study.name!r}, strategy={strategy!r}, …)"
+        return f"the same loop on {ranks} ranks: {run}"
+
     lacking = [ranks for ranks, at in (("1", base), (size, ceiling)) if at is None]
     commands = {}
     if lacking:
         missing = " and ".join("one rank" if ranks == "1" else "the ceiling" for ranks in lacking)
-        commands[missing] = command(study, cell, CEILING, ",".join(lacking))
+        commands[missing] = command(CEILING, ",".join(lacking))
     if not point.steps_s:
-        commands["its step, unmarked"] = command(study, cell, cell.strategy, size)
+        commands["its step, unmarked"] = command(cell.strategy, size)
     if not point.done("breakdown") and not own:
         more = "measure=breakdown"
         commands["its phases"] = sweep_command(study, cell, cell.strategy, size, more)
     return commands
-
-
-def _own_loop(study: Study, cell: Cell, strategy: str, sizes: str) -> str:
-    """Return how to add comparable runs of a user's own loop to the study."""
-    ranks = " and ".join(sizes.split(","))
-    return (
-        f"the same loop on {ranks} ranks: lab.Run(study={study.name!r}, strategy={strategy!r}, …)"
-    )
 
 
 def sweep_command(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> str:
@@ -315,9 +315,14 @@ def slow_ranks(runs: Sequence[Cell], settings: Mapping[str, Any]) -> list[Slow] 
             found.append(stragglers(times, run.step_s, same))
     if not found:
         return None
-    keys = dict.fromkeys((each.rank, each.phase) for run in found for each in run)
-    same = ([s for run in found for s in run if (s.rank, s.phase) == key] for key in keys)
-    agreed = (_middle(each) for each in same if len(each) > len(found) / 2)
+    shown: dict[tuple[int, str], list[Slow]] = {}
+    for each in (slow for run in found for slow in run):
+        shown.setdefault((each.rank, each.phase), []).append(each)
+    agreed = [
+        Slow(*key, *(float(median(getattr(slow, name) for slow in same)) for name in OF_SLOW))
+        for key, same in shown.items()
+        if len(same) > len(found) / 2
+    ]
     return sorted(agreed, key=lambda slow: -slow.mean_s)
 
 
@@ -331,12 +336,3 @@ def own_times(steps: pd.DataFrame, every: int) -> Times:
     known = ~np.isnan(values).all(axis=1, keepdims=True)
     filled = np.where(known, np.nan_to_num(values), np.nan)  # most steps exchange nothing
     return round_means(filled, int(timed["step"].min()), every)
-
-
-def _middle(several: Sequence[Slow]) -> Slow:
-    one = several[0]
-    delay_s, share, floor_s = (
-        float(median(getattr(each, key) for each in several))
-        for key in ("delay_s", "share", "floor_s")
-    )
-    return Slow(one.rank, one.phase, delay_s, share, floor_s)

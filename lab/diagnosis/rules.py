@@ -183,21 +183,18 @@ def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
     if not verdict.losses:
         ranks = 2 * evidence.one.world_size
         return [_ranks(evidence, ranks, "compute still shrinks with every rank")]
-    ranked = [_ranked(evidence, loss) for loss in verdict.named]
-    firsts = [remedy for several in ranked for remedy in several[:1]]
-    others = [remedy for several in ranked for remedy in several[1:]]
+    firsts, others = list[Remedy](), list[Remedy]()
+    for loss in verdict.named:
+        several = list(BY_VERDICT[loss.part, loss.verdict](evidence, loss))
+        most = max((r.saves_s for r in several if not math.isnan(r.saves_s)), default=0.0)
+        good = [remedy for remedy in several if remedy.saves_s >= GOOD_ENOUGH * most]
+        first = (good or several)[:1]
+        firsts += first
+        others += [remedy for remedy in several if remedy not in first]
     once: dict[str, Remedy] = {}  # one change may help against two losses
     for remedy in [*firsts, *others]:
         once.setdefault(remedy.text, remedy)
     return list(once.values())
-
-
-def _ranked(evidence: Evidence, loss: Loss) -> list[Remedy]:
-    """List the remedies against one loss, the best first, the others in their order."""
-    several = list(BY_VERDICT[loss.part, loss.verdict](evidence, loss))
-    most = max((r.saves_s for r in several if not math.isnan(r.saves_s)), default=0.0)
-    good = [remedy for remedy in several if remedy.saves_s >= GOOD_ENOUGH * most]
-    return [*good[:1], *(remedy for remedy in several if remedy not in good[:1])]
 
 
 def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
@@ -211,8 +208,11 @@ def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
             yield Remedy("exchange=allreduce", why, saves)
         else:
             yield from _strategy(e, "allreduce", why, saves)
-    if _may_start_to_overlap(e):
-        hidden = min(loss.seconds, HIDING_SHARE * _backward_s(e))
+    if e.pattern.begins is Begin.AFTER_BACKWARD and not e.pattern.no_overlap:
+        backward_s = BACKWARD_SHARE * (e.step_s - e.exposed_s)
+        if not math.isnan(e.backward_s):
+            backward_s = e.backward_s
+        hidden = min(loss.seconds, HIDING_SHARE * backward_s)
         yield Remedy("overlap=true bucket_mb=25", "backward would hide it", hidden)
     if e.payload_bytes > ring_bytes / 4:
         saves = loss.seconds * (1 - ONEBIT_SHARE)
@@ -223,39 +223,23 @@ def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     yield _larger_batch(e, f"the same exchange for more {e.one.unit}s")
 
 
-def _may_start_to_overlap(e: Evidence) -> bool:
-    return e.pattern.begins is Begin.AFTER_BACKWARD and not e.pattern.no_overlap
-
-
-def _backward_s(e: Evidence) -> float:
-    compute_s = e.step_s - e.exposed_s
-    return BACKWARD_SHARE * compute_s if math.isnan(e.backward_s) else e.backward_s
-
-
 def _for_latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     bucket_mb = e.settings.get("bucket_mb")
     if bucket_mb is not None and bucket_mb < 25:
         yield Remedy("bucket_mb=25", "fewer, larger messages")
     size = e.one.world_size
-    if size >= MANY_RANKS and _takes_tree(e):
+    # Ranks cannot send to each other over Horovod, nor from GPUs over Gloo.
+    exchange, comm = (e.settings.get(x, {}).get("_target_", "") for x in ("exchange", "comm"))
+    from_gpus = e.one.settings.get("device") == "cuda" and e.settings.get("backend") == "gloo"
+    can_send = "horovod" not in comm and not from_gpus
+    sums_alone = Leg.PARTS_OF_GRADIENTS in e.pattern.legs  # which its sync scatters itself
+    takes_tree = e.pattern.takes_exchanges and not sums_alone and can_send
+    if size >= MANY_RANKS and takes_tree and not exchange.endswith("Tree"):
         steps = 2 * math.ceil(math.log2(size))
         why = f"{steps} messages one after the other instead of {2 * (size - 1)}"
         yield Remedy("exchange=tree", why, loss.seconds * (1 - steps / (2 * (size - 1))))
     yield from _rounds(e, loss.seconds)
     yield _larger_batch(e, f"the same messages for more {e.one.unit}s")
-
-
-def _takes_tree(e: Evidence) -> bool:
-    """Tell whether a tree is possible and not used yet.
-
-    Ranks cannot send to each other over Horovod, nor from GPUs over Gloo.
-    """
-    exchange, comm = (e.settings.get(x, {}).get("_target_", "") for x in ("exchange", "comm"))
-    from_gpus = e.one.settings.get("device") == "cuda" and e.settings.get("backend") == "gloo"
-    can_send = "horovod" not in comm and not from_gpus
-    sums_alone = Leg.PARTS_OF_GRADIENTS in e.pattern.legs  # which its sync scatters itself
-    is_possible = e.pattern.takes_exchanges and not sums_alone and can_send
-    return is_possible and not exchange.endswith("Tree")
 
 
 def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -41,12 +41,6 @@ BY_ITSELF = ("Auto", "Schedule")  # decide by the clock, or by the step, which o
 def class_of(exchange: Settings) -> str:
     """Return the class name of a configured exchange of the lab's; of a user's, its path."""
     return class_name(exchange["_target_"])
-
-
-def name_of(exchange: Exchange) -> str:
-    """Return the same of an exchange itself."""
-    kind = type(exchange)
-    return class_name(f"{kind.__module__}.{kind.__qualname__}")
 
 
 @dataclass(frozen=True)
@@ -121,12 +115,13 @@ class Load:
         share: float = 1.0,
     ) -> float:
         """Add the stages of an exchange; see lab.exchange.cost.Costs. Returns their seconds."""
-        from lab.simulate import recorded  # with torch, which settings and help do not need
-
-        load = Load(
-            self.shapes if shapes is None else shapes, name_of(exchange), network or self.network
-        )
+        kind = type(exchange)
+        rate = class_name(f"{kind.__module__}.{kind.__qualname__}")
+        load = Load(self.shapes if shapes is None else shapes, rate, network or self.network)
         if part != "whole" or not exchange.add_cost(load):
+            # Imported where there is no formula: it records a run of the exchange's code.
+            from lab.simulate import recorded
+
             recorded.add_stages(load, exchange, part)
         self.stages += [stage.scaled(share) for stage in load.stages]
         return share * sum(stage.seconds for stage in load.stages)
@@ -138,11 +133,7 @@ class Load:
         return recorded.message_bytes(exchange, tuple(shapes), size)
 
     def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
-        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls.
-
-        Args:
-            in_torch: bytes of a codec that is plain torch on GPUs; None: the same.
-        """
+        """Add a stage that passes over `num_bytes`, or on GPUs `in_torch`, in `calls` calls."""
         hardware = self.network.hardware
         if in_torch is not None and hardware.on_gpu:
             num_bytes = in_torch
@@ -240,8 +231,8 @@ def stages_of(shapes: Sequence[Shape], exchange: Settings, network: Network) -> 
     return load.stages
 
 
-def scatter_of(exchange: Settings) -> Callable[[Load], object]:
-    """Return what appends the stages of a reduce-scatter to a Load of padded shapes.
+def add_scatter(load: Load, exchange: Settings) -> None:
+    """Append the stages of a reduce-scatter to a Load of padded shapes.
 
     Args:
         exchange: NoExchange: torch's own.
@@ -249,34 +240,23 @@ def scatter_of(exchange: Settings) -> Callable[[Load], object]:
     Raises:
         ValueError: the exchange has no reduce-scatter.
     """
-    from lab.exchange import scatter  # with torch, which settings and help do not need
-    from lab.exchange.allreduce import AllReduce
+    from lab.exchange.allreduce import AllReduce  # with torch, which settings and help do not need
 
+    network, part = load.network, load.num_bytes / load.N
     if class_of(exchange) == "NoExchange":
-        return _of_torch
-    made = exchange_of(exchange)
-    scatter.scatter_of(made)
-    if isinstance(made, AllReduce):
-        return partial(_exact, made.exact)
-    return partial(Load.add, exchange=made, part="scatter")
-
-
-def _of_torch(load: Load) -> None:
-    """Over Gloo it is an all-reduce, of which each rank keeps a part."""
-    if load.network.hardware.library == "gloo":
-        load.wire(load.network.all_reduce(load.num_bytes))
-    else:
-        load.wire(load.network.reduce_scatter(load.num_bytes / load.N))
-
-
-def _exact(exact: bool, load: Load) -> None:
-    part = load.num_bytes / load.N
-    if exact:
-        load.wire(load.network.reduce_scatter(part))
+        # Over Gloo it is an all-reduce, of which each rank keeps a part.
+        gloo = network.hardware.library == "gloo"
+        load.wire(network.all_reduce(load.num_bytes) if gloo else network.reduce_scatter(part))
         return
-    load.codec(1.5 * load.num_bytes)
-    load.wire(load.network.all_to_all(part / 2))
-    load.codec(load.num_bytes / 2 + part)
+    made = exchange_of(exchange)
+    if not isinstance(made, AllReduce):
+        load.add(made, part="scatter")
+    elif made.exact:
+        load.wire(network.reduce_scatter(part))
+    else:
+        load.codec(1.5 * load.num_bytes)
+        load.wire(network.all_to_all(part / 2))
+        load.codec(load.num_bytes / 2 + part)
 
 
 def payload_bytes(shapes: Sequence[Shape], exchange: Settings, network: Network) -> float:

@@ -1,32 +1,34 @@
-"""Fit hardware to a study's cells of one and two ranks, and score predictions on all others.
+"""Fit hardware to measurements: to a study's cells of one and two ranks, or to a benchmark.
 
-A score is of whole steps, and of the exchange in them.
+A study's cells are divided by machine and links, each group of which gets hardware of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
-from lab.model.profile import VALUE_BYTES, Profile
+from lab.analysis.records import Cell, load_study
+from lab.cluster.settings import Cluster, bits_per_s, emulated
+from lab.model.profile import VALUE_BYTES, Profile, replayed
+from lab.record.run_directory import SETTINGS, read_settings
 from lab.settings.config import choices_of, load
 from lab.settings.overrides import own_choices
 from lab.settings.reading import read_json
-from lab.simulate.costs import exchange_of, stages_of
-from lab.simulate.hardware import Hardware
+from lab.simulate.costs import exchange_of, longest_phase, stages_of
+from lab.simulate.hardware import DRAWS, LINK, Hardware
+from lab.simulate.hardware import draws as draws_of
 from lab.simulate.network import Network
-from lab.simulate.presets import draws as draws_of
-from lab.simulate.step import simulate, stages_of_step
-from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.score import LARGEST_FITTED, Group, Observation, used_by_fit
+from lab.simulate.step import stages_of_step
+from lab.simulate.strategy import Strategy
 
-LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
-DRAWS = 39  # the lowest and the highest of so many enclose 95 %
+MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
 OUTLIER = 0.01  # residuals beyond it weigh less: no codec should bend what all cells share
 PRIOR = 1e-3  # pulls values that the cells do not determine towards the preset
 FARTHEST = 10.0  # of a logarithm from its start: a wild step must not make a rate of zero
@@ -40,99 +42,19 @@ START = {
     "jitter": 0.01,
     "input_samples_per_s": 1e4,
 }
-LINK = ("latency_s", "bandwidth_bytes_per_s")
 NAMES = (*LINK, "reduce_bytes_per_s", "contention", "overhead_s", "crowding", "codec_s")
 MEASURED_CODEC = "onebit"  # codec_bytes_per_s is the rate of this codec
 CODEC = "codec of "  # and an exchange's class: its rate
-Residuals = Callable[[np.ndarray], np.ndarray]
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Cells that differ only in their repeat.
-
-    Attributes:
-        name: the strategy's name in the study.
-        steps_s: step time of each repeat.
-    """
-
-    name: str
-    profile: Profile
-    strategy: Strategy
-    world_size: int
-    per_rank_batch_size: int
-    steps_s: tuple[float, ...]
-
-    @property
-    def step_s(self) -> float:
-        """The median over repeats."""
-        return median(self.steps_s)
-
-    def predicted_s(self, hardware: Hardware, strategy: Strategy | None = None) -> float:
-        """Predict the step time of these cells, or of another strategy in their place."""
-        point = strategy or self.strategy, self.world_size, self.per_rank_batch_size
-        return simulate(self.profile, hardware, *point).step_s
-
-
-@dataclass(frozen=True)
-class Group:
-    """The cells of a study that share machine and links, and the hardware to predict them on.
-
-    Attributes:
-        conditions: the settings by which the study's groups differ; empty if there is one group.
-        hardware: fitted to the cells of one and two ranks, of this group or of another.
-        draws: the same hardware with values drawn from what the fit and the preset leave open.
-        fitted: the hardware was fitted to this group.
-    """
-
-    conditions: str
-    observations: tuple[Observation, ...]
-    hardware: Hardware
-    draws: tuple[Hardware, ...] = ()
-    fitted: bool = True
-
-    def evidence(self, cell: Observation) -> str:
-        """Return the kind of evidence that a cell gives."""
-        return "fitted" if self.fitted and cell in used_by_fit(self.observations) else "held out"
-
-    def observed(
-        self, profile: Profile, strategy: Strategy | str, world_size: int, per_rank_batch_size: int
-    ) -> Observation | None:
-        """Find the cells of a point; a strategy is given by its name in the study, or itself."""
-        point = profile, world_size, per_rank_batch_size
-        found = (
-            one
-            for one in self.observations
-            if strategy in (one.name, one.strategy)
-            and (one.profile, one.world_size, one.per_rank_batch_size) == point
-        )
-        return next(found, None)
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Hardware fitted to cells: the best, and draws from the values that fit as well."""
-
-    hardware: Hardware
-    draws: tuple[Hardware, ...]
-
-
-def used_by_fit(cells: Sequence[Observation]) -> list[Observation]:
-    """Return the cells of at most two ranks, without FSDP2's if there are others of two.
-
-    FSDP2's schedule is torch's, and its model is the coarsest: it would bend what all cells share.
-    """
-    few = [cell for cell in cells if cell.world_size <= LARGEST_FITTED]
-    own = [cell for cell in few if not cell.strategy.pattern.gathers_units]
-    sending = [cell for cell in own if cell.strategy.exchange != CEILING.exchange]
-    return own if any(cell.world_size == LARGEST_FITTED for cell in sending) else few
-
-
-def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
+def fit(preset: Hardware, cells: Sequence[Observation]) -> tuple[Hardware, tuple[Hardware, ...]]:
     """Fit the hardware to cells of at most two ranks.
 
     Least squares of predicted - measured over the logarithms of the values in NAMES that the preset
     has. The fitted link joins the first two ranks.
+
+    Returns:
+        The best, and draws from the values that fit as well.
 
     Raises:
         ValueError: there is no cell of two ranks.
@@ -152,14 +74,16 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
         predicted = [cell.predicted_s(hardware) for cell in used]
         return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])
 
-    found = least_squares(residuals, start)
+    best, covariance = least_squares(residuals, start)
+    chance = np.random.default_rng(0)
+    drawn = chance.multivariate_normal(best, covariance, DRAWS, method="eigh")
+    drawn = np.clip(drawn, best - 1, best + 1)  # at most a factor of e away
     assumed = (each for each in preset.assumed if each.key.rpartition(".")[2] not in names)
     known = replace(preset, assumed=tuple(assumed))
-    draws = [
+    return with_values(known, names, np.exp(best)), tuple(
         with_values(machine, names, np.exp(x))
-        for machine, x in zip(draws_of(known, DRAWS), found.draws(DRAWS), strict=True)
-    ]
-    return Fitted(with_values(known, names, np.exp(found.x)), tuple(draws))
+        for machine, x in zip(draws_of(known), drawn, strict=True)
+    )
 
 
 def _codecs(cell: Observation, hardware: Hardware) -> set[str]:
@@ -193,32 +117,20 @@ def _pair(hardware: Hardware) -> str:
     return "intra" if hardware.ranks_per_node > 1 else "inter"
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The least sum of squares.
+def least_squares(
+    residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the least sum of squares near `x` [n].
 
-    Attributes:
-        x: [n]. covariance: [n, n], as far as the residuals determine x.
+    Returns:
+        x, and its covariance [n, n], as far as the residuals determine it.
     """
-
-    x: np.ndarray
-    covariance: np.ndarray
-
-    def draws(self, number: int) -> np.ndarray:
-        """Draw [number, n] values around x; each differs from x at most by a factor of e."""
-        chance = np.random.default_rng(0)
-        drawn = chance.multivariate_normal(self.x, self.covariance, number, method="eigh")
-        return np.clip(drawn, self.x - 1, self.x + 1)
-
-
-def least_squares(residuals: Residuals, x: np.ndarray) -> Solution:
-    """Find the least sum of squares near `x`."""
     from scipy import optimize  # takes half a second to import, which only fits need
 
     found = optimize.least_squares(residuals, x, x_scale="jac", loss="soft_l1", f_scale=OUTLIER)
     freedom = max(1, len(found.fun) - 2 * len(x))  # a residual of each value is its prior
     variance = 2 * found.cost / freedom
-    return Solution(found.x, variance * np.linalg.pinv(found.jac.T @ found.jac))
+    return found.x, variance * np.linalg.pinv(found.jac.T @ found.jac)
 
 
 def calibrate(path: Path, preset: Hardware) -> Hardware:
@@ -257,21 +169,15 @@ def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
 
     def residuals(x: np.ndarray) -> np.ndarray:
         network = Network(with_values(preset, LINK, np.exp(x)), result["world_size"])
-        predicted = [
-            sum(
-                stage.seconds
-                for stage in stages_of(
-                    [tuple(row.get("shape", (row["size_bytes"] // VALUE_BYTES,)))],
-                    exchanges[row["algorithm"]],
-                    network,
-                )
-            )
-            for row in known
-        ]
+        predicted = []
+        for row in known:
+            shape = tuple(row.get("shape", (row["size_bytes"] // VALUE_BYTES,)))
+            stages = stages_of([shape], exchanges[row["algorithm"]], network)
+            predicted.append(sum(stage.seconds for stage in stages))
         return np.log(predicted) - measured
 
     start = np.log([get(preset, name) or 1e-4 for name in LINK])
-    return with_values(preset, LINK, np.exp(least_squares(residuals, start).x))
+    return with_values(preset, LINK, np.exp(least_squares(residuals, start)[0]))
 
 
 def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:
@@ -281,136 +187,187 @@ def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:
     return replace(preset, codec_bytes_per_s=rate)
 
 
-NONE = "none"
+def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Group, ...]:
+    """Divide a study's cells by machine and links, and fit the hardware to each group.
 
-
-@dataclass(frozen=True)
-class ScoredCell:
-    """A measured cell and its prediction.
-
-    Attributes:
-        batch_size: global.
-        measured_s: step time of each repeat.
-        predicted_s: step time.
-        alone_s: step time without any exchange on as many ranks: measured (NaN if it was not)
-            and predicted.
-        evidence: "fitted" if the model was fitted to this cell, "held out" if not.
-        overlaps: exchanges run while the rank computes.
-        conditions: as in Group.
-    """
-
-    strategy: str
-    profile: str
-    world_size: int
-    batch_size: int
-    measured_s: tuple[float, ...]
-    predicted_s: float
-    alone_s: tuple[float, float]
-    evidence: str
-    overlaps: bool
-    conditions: str
-
-    @property
-    def error(self) -> float:
-        """Relative error of the predicted step against the median of the repeats."""
-        return self.predicted_s / median(self.measured_s) - 1
-
-    @property
-    def exposed_s(self) -> tuple[float, float]:
-        """Exposed exchange, measured (NaN if unknown) and predicted."""
-        return median(self.measured_s) - self.alone_s[0], self.predicted_s - self.alone_s[1]
-
-    @property
-    def exposed_error(self) -> float:
-        """Relative error of the predicted exposed exchange; NaN where none was measured."""
-        measured, predicted = self.exposed_s
-        return predicted / measured - 1 if measured > 0 else math.nan
-
-
-@dataclass(frozen=True)
-class Score:
-    """Errors over cells, in absolute value except `signed_error`; NaN without a cell.
-
-    Attributes:
-        step, exposed: median and worst error of the step time and of the exposed exchange.
-        signed_error: mean error of the steps of strategies that overlap.
-        num_exposed: how many cells have a score of their exposed exchange.
-    """
-
-    num_cells: int
-    step: tuple[float, float]
-    exposed: tuple[float, float]
-    num_exposed: int
-    signed_error: float
-
-    def __str__(self) -> str:
-        text = f"{self.num_cells} cells without none, step time {_percent(self.step)}"
-        if self.num_exposed:
-            exposed = f"exposed exchange {_percent(self.exposed)}"
-            text += f"; {exposed} ({self.num_exposed} cells)"
-        if not math.isnan(self.signed_error):
-            text += f"; overlapped steps {100 * self.signed_error:+.1f} % on average"
-        return text
-
-
-def scored_cells(group: Group) -> tuple[ScoredCell, ...]:
-    """Predict every observed cell by the group's hardware."""
-    return tuple(scored_cell(group, cell) for cell in group.observations)
-
-
-def scored_cell(group: Group, cell: Observation) -> ScoredCell:
-    """Predict an observed cell by the hardware of its group."""
-    alone = group.observed(cell.profile, NONE, cell.world_size, cell.per_rank_batch_size)
-    return ScoredCell(
-        strategy=cell.name,
-        profile=cell.profile.name,
-        world_size=cell.world_size,
-        batch_size=cell.world_size * cell.per_rank_batch_size,
-        measured_s=cell.steps_s,
-        predicted_s=cell.predicted_s(group.hardware),
-        alone_s=(alone.step_s if alone else math.nan, cell.predicted_s(group.hardware, CEILING)),
-        evidence=group.evidence(cell),
-        overlaps=cell.strategy.pattern.overlaps,
-        conditions=group.conditions,
-    )
-
-
-def held_out(cells: Iterable[ScoredCell]) -> list[ScoredCell]:
-    """Return the cells that score the model: not fitted, and with an exchange."""
-    return [c for c in cells if c.evidence == "held out" and c.strategy != NONE]
-
-
-def with_exposed(cells: Iterable[ScoredCell], least_exposed: float) -> list[ScoredCell]:
-    """Return the cells whose exposed exchange is scored.
+    A group without cells of two ranks is predicted from the one that has some: over its own links,
+    as the settings of its emulated cluster tell.
 
     Args:
-        least_exposed: share of the step that it was measured to exceed: below the noise floor its
-            relative error says nothing.
+        profile: of cells with a real model; cells of model=replay name their own profile.
+
+    Raises:
+        ValueError: the study cannot be read, is of another model, or a group has no cell of two
+            ranks and nothing to be predicted from.
     """
-    return [c for c in cells if c.exposed_s[0] > least_exposed * median(c.measured_s)]
+    cells: dict[str, list[Cell]] = {}
+    for cell in load_study(folder).cells:
+        timed = cell.status == "done" and cell.measure == "throughput"
+        if timed and not math.isnan(cell.step_s):
+            cells.setdefault(cell.circumstances, []).append(cell)
+    try:
+        if not cells:
+            raise ValueError("no finished throughput run")
+        return _groups({name: cells[name] for name in sorted(cells)}, profile, preset)
+    except ValueError as error:
+        raise ValueError(f"fit={folder}: {error}") from None
+    except KeyError as key:
+        raise ValueError(
+            f"fit={folder}: settings of a cell lack {key}, as it was measured by an earlier "
+            "version; measure it anew"
+        ) from None
 
 
-def score(cells: Sequence[ScoredCell], least_exposed: float = 0.0) -> Score:
-    """Summarise the errors of some cells.
+def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) -> tuple[Group, ...]:
+    fitted = [
+        name
+        for name, group in cells.items()
+        if any(cell.world_size == LARGEST_FITTED for cell in group)
+    ]
+    groups = dict[str, Group]()
+    for name in sorted(fitted or cells, key=lambda name: _ranks_per_host(cells[name])):
+        start = _with_hosts(preset, cells[name], [(groups[g], cells[g]) for g in groups])
+        groups[name] = _fitted(name, cells[name], profile, start)
+    for name in cells.keys() - groups.keys():
+        alike = [g for g in fitted if _ranks_per_host(cells[g]) == _ranks_per_host(cells[name])]
+        if len(alike) != 1:
+            raise ValueError(
+                f"{name}: no cell of two ranks, and {len(alike)} groups with as many ranks on a "
+                "host have some"
+            )
+        (source,) = alike
+        groups[name] = _transferred(name, cells[name], groups[source], cells[source], profile)
+    return tuple(groups[name] for name in cells)
 
-    Args:
-        least_exposed: see `with_exposed`.
+
+def _with_hosts(
+    preset: Hardware, cells: list[Cell], others: Sequence[tuple[Group, list[Cell]]]
+) -> Hardware:
+    """Return what a fit starts from, with as many ranks on a node as the cells have on a host.
+
+    Of several on a host, two ranks tell the links within it alone. Those between hosts are known
+    from a group with one rank on each, or else as the preset says.
     """
-    exposed = [abs(cell.exposed_error) for cell in with_exposed(cells, least_exposed)]
-    signed = [cell.error for cell in cells if cell.overlaps]
-    steps = [abs(cell.error) for cell in cells]
-    return Score(
-        num_cells=len(cells),
-        step=_middle_and_worst(steps),
-        exposed=_middle_and_worst(exposed),
-        num_exposed=len(exposed),
-        signed_error=mean(signed) if signed else math.nan,
+    local = _ranks_per_host(cells)
+    if local == 1 or preset.ranks_per_node > 1:
+        return preset
+    if preset.intra is None:
+        raise ValueError(f"cluster.ranks_per_host={local}: hardware={preset.name} has no intra")
+    known = next((pair for pair in others if _ranks_per_host(pair[1]) == 1), None)
+    start = _moved(known[0].hardware, known[1], cells) if known else preset
+    return replace(start, ranks_per_node=local, intra=preset.intra, assumed=preset.assumed)
+
+
+def _fitted(name: str, cells: list[Cell], profile: Profile, preset: Hardware) -> Group:
+    observations = _observations(cells, profile)
+    num_cores = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
+    if preset.num_cores and num_cores:  # emulated, on the machine on which these cells ran
+        preset = replace(preset, num_cores=min(num_cores))
+    try:
+        return Group(name, tuple(observations), *fit(preset, observations))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
+
+
+def _transferred(
+    name: str, cells: list[Cell], source: Group, source_cells: list[Cell], profile: Profile
+) -> Group:
+    """Predict a group's cells from hardware that was fitted to others."""
+    machines = (source.hardware, *source.draws)
+    try:
+        best, *moved = [_moved(machine, source_cells, cells) for machine in machines]
+    except ValueError as error:
+        raise ValueError(f"{name}: no cell of two ranks, and {error}") from None
+    return Group(name, tuple(_observations(cells, profile)), best, tuple(moved), fitted=False)
+
+
+def _moved(hardware: Hardware, fitted: list[Cell], other: list[Cell]) -> Hardware:
+    """Return hardware that was fitted to some cells with the links of others."""
+    clusters = [_cluster(max(cells, key=lambda cell: cell.world_size)) for cells in (fitted, other)]
+    if None in clusters:
+        raise ValueError("no emulated cluster")
+    return over_links(hardware, *filter(None, clusters))
+
+
+def _ranks_per_host(cells: list[Cell]) -> int:
+    """Return the ranks on each host of an emulated cluster; 1 without one."""
+    return _cluster_settings(cells[0]).get("ranks_per_host", 1)
+
+
+def _cluster(cell: Cell) -> Cluster | None:
+    """Return the emulated cluster on which a cell ran."""
+    settings = _cluster_settings(cell)
+    if not settings:
+        return None
+    try:  # not `build`, which would call whatever a stranger's file names
+        return emulated(**settings, world_size=cell.world_size)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{cell.folder / SETTINGS}: cluster: {error}") from None
+
+
+def _cluster_settings(cell: Cell) -> dict[str, Any]:
+    found = read_settings(cell.folder).get("cluster")
+    return {k: v for k, v in found.items() if k != "_target_"} if isinstance(found, dict) else {}
+
+
+def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
+    """Collect the cells whose strategy has a cost model; others cannot be scored."""
+    alike: dict[str, Observation] = {}
+    for cell in cells:
+        settings = read_settings(cell.folder)
+        try:
+            strategy = Strategy.of(settings)
+        except ValueError:
+            continue
+        except (KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{cell.folder / SETTINGS}: holds no run's settings: {why}") from None
+        replay = replayed(settings)
+        if not replay:
+            _check_model(cell, profile)
+        strategy = replace(strategy, exchange=longest_phase(strategy.exchange))
+        point = cell.world_size, cell.per_rank_batch_size
+        found = Observation(cell.strategy, replay or profile, strategy, *point, ())
+        steps_s = *alike.get(repr(found), found).steps_s, cell.step_s
+        alike[repr(found)] = replace(found, steps_s=steps_s)
+    return [*alike.values()]
+
+
+def _check_model(cell: Cell, profile: Profile) -> None:
+    num_parameters = profile.gradient_bytes / VALUE_BYTES
+    if abs(cell.num_parameters / num_parameters - 1) > MOST_APART:
+        raise ValueError(
+            f"{cell.name} has {cell.num_parameters:.0f} parameters, profile="
+            f"{profile.name} {num_parameters:.0f}; give its profile, or profile.bytes_scale="
+            f"{profile.bytes_scale * cell.num_parameters / num_parameters:.4g}"
+        )
+
+
+def over_links(hardware: Hardware, fitted: Cluster, other: Cluster) -> Hardware:
+    """Return hardware that was fitted to cells of one cluster as it is on another.
+
+    Links reach the same share of their nominal rate, and a delay adds to their latency.
+
+    Raises:
+        ValueError: links without a rate, that lose packets or that change have no cost model.
+    """
+    assert hardware.inter is not None  # emulated hosts are nodes
+    if None in (*fitted.rates, *other.rates) or len(set(fitted.rates)) > 1:
+        raise ValueError("cluster.rates: must be limited, and alike where cells are fitted")
+    if other.loss_percent or other.changes:
+        raise ValueError("cluster.loss_percent, cluster.changes: have no cost model")
+    nominal = bits_per_s(str(fitted.rates[0]))
+    carried = hardware.inter.bandwidth_bytes_per_s / nominal
+    rates = tuple(carried * bits_per_s(str(rate)) for rate in other.rates)
+    slow = other.slow_host is not None
+    return replace(
+        hardware,
+        inter=replace(
+            hardware.inter,
+            bandwidth_bytes_per_s=min(rates),
+            latency_s=hardware.inter.latency_s + (other.delay_ms - fitted.delay_ms) / 1000,
+        ),
+        node_rates=rates if len(set(rates)) > 1 else (),
+        num_slow=other.ranks_per_host if slow else 0,
+        slow_factor=other.slow_factor if slow else 1.0,
     )
-
-
-def _middle_and_worst(errors: Sequence[float]) -> tuple[float, float]:
-    return (median(errors), max(errors)) if errors else (math.nan, math.nan)
-
-
-def _percent(errors: tuple[float, float]) -> str:
-    return f"median error {100 * errors[0]:.1f} %, worst {100 * errors[1]:.1f} %"

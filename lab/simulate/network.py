@@ -14,7 +14,7 @@ from functools import cache
 from statistics import NormalDist
 
 from lab.exchange.topology import binomial_node
-from lab.simulate.hardware import Hardware, Link
+from lab.simulate.hardware import PROTOCOLS, Hardware, Link
 
 NOWHERE = Link(0.0, math.inf)  # joins a rank with itself
 CLOSE = 1e-9  # relative; the bisection ends there
@@ -116,7 +116,11 @@ class Network:
 
     def star(self, num_bytes: float) -> Cost:
         """Return the cost of sending all to one rank and back, one rank after the other."""
-        each_way = sum(count * link.seconds(num_bytes) for count, link in self._from_root())
+        if self.rates:
+            links = [(1, self.link(0, rank)) for rank in range(1, self.size)]
+        else:
+            links = [(self.local - 1, self.intra), (self.size - self.local, self.inter)]
+        each_way = sum(count * link.seconds(num_bytes) for count, link in links)
         added_s = (self.size - 1) * self._adding(num_bytes)
         sent = (self.size - 1) * num_bytes
         return Cost(2 * each_way + added_s, sent, self._across(math.nan))
@@ -124,19 +128,18 @@ class Network:
     def all_reduce(self, num_bytes: float) -> Cost:
         """Return the cost of the library's all-reduce; no bytes cost nothing.
 
-        Gloo uses a ring; this file has NCCL's too.
+        Gloo uses a ring; NCCL the fastest of its algorithms and protocols.
         """
         if not num_bytes:
             return Cost()
         ring = self.ring(num_bytes)
         if self.hardware.library == "gloo":
             return ring
-        seconds = all_reduce_s(self._span, num_bytes, self.hardware.protocols)
-        return replace(ring, seconds=seconds)
+        return replace(ring, seconds=self._nccl_s(num_bytes, reduces=True))
 
     def inside(self) -> Network:
         """Return the ranks of one node."""
-        return self._part(self.local, self.hardware)
+        return self.neighbours(self.local)
 
     def neighbours(self, size: int) -> Network:
         """Return `size` ranks of adjacent numbers, while all others do the same."""
@@ -189,7 +192,7 @@ class Network:
         """Return the cost of a ring that carries `num_bytes` of each rank."""
         steps = self.size - 1
         if self.hardware.library == "nccl":
-            seconds = all_gather_s(self._span, num_bytes, self.hardware.protocols)
+            seconds = self._nccl_s(num_bytes, reduces=False)
         else:
             seconds = steps * self.slowest.seconds_both_ways(num_bytes)
         return Cost(seconds, steps * num_bytes, self._across(steps * num_bytes))
@@ -207,15 +210,37 @@ class Network:
         """Return what leaves a node, if one group sends `num_bytes`: in a ring, one rank of it."""
         return self.groups * num_bytes if self.num_nodes > 1 else 0.0
 
-    @property
-    def _span(self) -> Span:
-        return Span(self.local, self.num_nodes, self.intra, self.inter)
+    def _nccl_s(self, num_bytes: float, reduces: bool) -> float:
+        """Return the seconds of the fastest algorithm and protocol that NCCL may choose.
+
+        Args:
+            num_bytes: those of an all-reduce if it `reduces`, by a ring or by a chain within each
+                node and a binary tree of nodes; or of one rank's part of an all-gather, by a ring.
+        """
+        nodes = self.num_nodes
+        size = self.local * nodes  # a last node that is not full counts as full
+        if size == 1:
+            return 0.0
+        # The slowest stretch bounds a ring; each adapter of a node carries a ring.
+        rate = self.intra.rate_of(self.local)
+        rate = min(rate, self.inter.rate_of(nodes)) if nodes > 1 else rate
+        left = min(size - 1, nodes) if nodes > 1 else 0  # hops of a ring, which leaves a node once
+        ring_s = (size - 1 - left) * self.intra.latency_s + left * self.inter.latency_s
+        tree_s = 2 * ((self.local - 1) * self.intra.latency_s + log2(nodes) * self.inter.latency_s)
+        times = []
+        for protocol in map(PROTOCOLS.__getitem__, self.hardware.protocols):
+            launch_s, hop = protocol.launch_s, protocol.hop
+            if reduces:
+                both_s = 2 * (size - 1) / size * (num_bytes / rate) / protocol.ring_share
+                times.append(launch_s + hop * 2 * ring_s + both_s)
+                times.append(launch_s + hop * tree_s + 2 * (num_bytes / rate) / protocol.tree_share)
+            else:
+                wire_s = (size - 1) * num_bytes / rate
+                times.append(launch_s + hop * ring_s + wire_s / protocol.ring_share)
+        return min(times)
 
     def _by_hops(self, num_bytes: float, added_s: float = 0.0) -> float:
-        """Return the seconds of whole messages between a binomial tree's leaves and its root.
-
-        Args: added_s: time of a rank with a message before it passes it on.
-        """
+        """Return the seconds between a binomial tree's leaves and root; a rank adds `added_s`."""
         if self.rates:
             return self._completed(0, num_bytes, added_s)
         return sum(hops * (link.seconds(num_bytes) + added_s) for hops, link in self._hops())
@@ -263,12 +288,6 @@ class Network:
         """Return the number of levels of a binomial tree on each kind of link."""
         return (log2(self.local), self.intra), (log2(self.num_nodes), self.inter)
 
-    def _from_root(self) -> list[tuple[int, Link]]:
-        """Return the links between the root and each other rank, and how many there are of each."""
-        if self.rates:
-            return [(1, self.link(0, rank)) for rank in range(1, self.size)]
-        return [(self.local - 1, self.intra), (self.size - self.local, self.inter)]
-
     def link(self, rank: int, other: int) -> Link:
         """Return the link between two ranks, whose nodes may have links of their own rates."""
         nodes = [each // self.hardware.ranks_per_node for each in (rank, other)]
@@ -276,8 +295,7 @@ class Network:
             return self.intra
         if not self.rates:
             return self.inter
-        rate = min(self.rates[node] for node in nodes)
-        return replace(self.inter, bandwidth_bytes_per_s=rate)
+        return replace(self.inter, bandwidth_bytes_per_s=min(self.rates[node] for node in nodes))
 
 
 def log2(size: int) -> int:
@@ -308,84 +326,3 @@ def slowest_factor(size: int, jitter: float, num_slow: int = 0, slow_factor: flo
             below *= STANDARD.cdf((middle / mean - 1) / jitter) ** number
         low, high = (middle, high) if below < 0.5 else (low, middle)
     return high
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """A way in which NCCL's kernels hand data on.
-
-    Attributes:
-        launch_s: seconds before the first hop.
-        hop: a hop's latency, as a share of that under Simple.
-        ring_share, tree_share: what remains of the links' rate.
-    """
-
-    launch_s: float
-    hop: float
-    ring_share: float
-    tree_share: float
-
-
-PROTOCOLS = {
-    "LL": Protocol(6.6e-6, 0.2, 1 / 4, 0.92 / 3.8),
-    "LL128": Protocol(14.0e-6, 0.5, 0.92, 0.92 * 120 / 128),
-    "Simple": Protocol(8.4e-6, 1.0, 1.0, 0.92),
-}
-
-
-@dataclass(frozen=True)
-class Span:
-    """Ranks that a collective joins: `local` ranks on each of `num_nodes` nodes."""
-
-    local: int
-    num_nodes: int
-    intra: Link
-    inter: Link
-
-    @property
-    def bus_bytes_per_s(self) -> float:
-        """The rate of the slowest stretch; each node's adapters carry a ring each."""
-        within = self.intra.rate_of(self.local)
-        return min(within, self.inter.rate_of(self.num_nodes)) if self.num_nodes > 1 else within
-
-    @property
-    def size(self) -> int:
-        return self.local * self.num_nodes
-
-    def ring_latency_s(self) -> float:
-        """Return the latency of one way round the ring, of which each node is left once."""
-        hops = self.size - 1
-        outside = min(hops, self.num_nodes) if self.num_nodes > 1 else 0
-        return (hops - outside) * self.intra.latency_s + outside * self.inter.latency_s
-
-    def tree_latency_s(self) -> float:
-        """Return the latency of a chain within a node and a binary tree of nodes, up and down."""
-        levels = (self.num_nodes - 1).bit_length()
-        return 2 * ((self.local - 1) * self.intra.latency_s + levels * self.inter.latency_s)
-
-
-def all_reduce_s(span: Span, num_bytes: float, protocols: tuple[str, ...]) -> float:
-    """Return the seconds of an all-reduce of `num_bytes`; one rank takes none."""
-    if span.size == 1:
-        return 0.0
-    wire_s = num_bytes / span.bus_bytes_per_s
-    times = []
-    for protocol in map(PROTOCOLS.__getitem__, protocols):
-        ring_s = 2 * (span.size - 1) / span.size * wire_s / protocol.ring_share
-        tree_s = 2 * wire_s / protocol.tree_share
-        times += [
-            protocol.launch_s + protocol.hop * 2 * span.ring_latency_s() + ring_s,
-            protocol.launch_s + protocol.hop * span.tree_latency_s() + tree_s,
-        ]
-    return min(times)
-
-
-def all_gather_s(span: Span, num_bytes: float, protocols: tuple[str, ...]) -> float:
-    """Return the seconds of a ring that carries `num_bytes` of each rank; one rank takes none."""
-    if span.size == 1:
-        return 0.0
-    wire_s = (span.size - 1) * num_bytes / span.bus_bytes_per_s
-    return min(
-        protocol.launch_s + protocol.hop * span.ring_latency_s() + wire_s / protocol.ring_share
-        for protocol in map(PROTOCOLS.__getitem__, protocols)
-    )

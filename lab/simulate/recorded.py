@@ -141,7 +141,13 @@ def _events(
             f"exchange={type(exchange).__name__}: cannot be predicted from its code, which does "
             f"not run without values ({why}); give it add_cost"
         ) from error
-    return _joined(recorder.events)
+    joined = list[Event]()  # passes over memory that follow each other are one
+    for event in recorder.events:
+        if isinstance(event, Moved) and joined and isinstance(before := joined[-1], Moved):
+            joined[-1] = before + event
+        else:
+            joined.append(event)
+    return tuple(joined)
 
 
 def _note_kernels(codec: Codec, events: list[Event]) -> None:
@@ -165,17 +171,6 @@ def _run(exchange: Exchange, bucket: GradBucket, comm: Recorder, part: str) -> N
                 collective.wait()
         else:
             exchange.decode(message, bucket, comm.size, comm.size)
-
-
-def _joined(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Return events, of which passes over memory that follow each other are one."""
-    joined = list[Event]()
-    for event in events:
-        if isinstance(event, Moved) and joined and isinstance(before := joined[-1], Moved):
-            joined[-1] = before + event
-        else:
-            joined.append(event)
-    return tuple(joined)
 
 
 @lru_cache(maxsize=1000)
@@ -315,11 +310,7 @@ class _Rank:
 
 
 def _followed(every: Sequence[Sequence[Event]], load: Load) -> Stage:
-    """Follow the events of all ranks in time; a rank sends and receives one message at a time.
-
-    Raises:
-        ValueError: a rank waits for a message that none sends.
-    """
+    """Follow the events of all ranks in time; a rank sends and receives one message at a time."""
     ranks = [_Rank(deque(events)) for events in every]
     posted = _Transfers(ranks, load)
     while any(rank.events for rank in ranks):

@@ -23,9 +23,9 @@ from lab.draw.text import markdown
 from lab.model.profile import Profile
 from lab.record.files import write_json
 from lab.settings.whole import write_atomically
-from lab.simulate.fit import Group, ScoredCell, held_out, score, scored_cells, with_exposed
-from lab.simulate.observe import fitted_groups
-from lab.simulate.presets import parse
+from lab.simulate.fit import fitted_groups
+from lab.simulate.hardware import parse
+from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell, with_exposed
 from lab.simulate.view import at, fitted_values
 
 COLUMNS = (
@@ -72,7 +72,7 @@ def of_study(folder: Path, profile: Mapping[str, Any], hardware: Mapping[str, An
     """
     groups = fitted_groups(folder, Profile.parse(profile), parse(hardware))
     study = load_study(folder)
-    cells = tuple(cell for group in groups for cell in scored_cells(group))
+    cells = tuple(scored_cell(group, one) for group in groups for one in group.observations)
     floor = noise_floor(points_of(study.cells))
     places = tuple(places_of(study.cells))
     return Scorecard(study.name, places, commits_of(study.cells), groups, cells, floor)
@@ -86,30 +86,23 @@ def summary(card: Scorecard) -> list[str]:
         for group in card.groups
         if group.fitted
     ]
-    by_links = [
-        [group.conditions or "all", *_score(card, _of(cells, group))] for group in card.groups
-    ]
+    table, lines = [], list[str]()
+    for group in card.groups:
+        of_group = [cell for cell in cells if cell.conditions == group.conditions]
+        table.append([group.conditions or "all", *_score(card, of_group)])
     names = sorted({cell.strategy for cell in cells}, key=order)
     by_name = [[name, *_score(card, [c for c in cells if c.strategy == name])] for name in names]
-    return [
-        *fits,
-        _what_is_scored(card, cells),
-        "",
-        *markdown(["held out, by links", *COLUMNS], [*by_links, ["**all**", *_score(card, cells)]]),
-        "",
-        *markdown(["held out, by strategy", *COLUMNS], by_name),
-    ]
-
-
-def _what_is_scored(card: Scorecard, cells: Sequence[ScoredCell]) -> str:
-    if not with_exposed(cells, card.least_exposed):
-        return (
-            "exposed exchange is not scored: no cell of none on as many ranks, or none above noise"
+    if with_exposed(cells, card.least_exposed):
+        scored = (
+            f"exposed exchange is scored where it takes more than {100 * card.least_exposed:.1f} % "
+            "of the step, the study's noise floor"
         )
-    return (
-        f"exposed exchange is scored where it takes more than {100 * card.least_exposed:.1f} % of "
-        "the step, the study's noise floor"
-    )
+    else:
+        scored = "exposed exchange is not scored: "
+        scored += "no cell of none on as many ranks, or none above noise"
+    lines += [*fits, scored, ""]
+    lines += markdown(["held out, by links", *COLUMNS], [*table, ["**all**", *_score(card, cells)]])
+    return [*lines, "", *markdown(["held out, by strategy", *COLUMNS], by_name)]
 
 
 def write(card: Scorecard, path: Path, command: str, sections: Sequence[str] = ()) -> None:
@@ -168,7 +161,8 @@ def chart(card: Scorecard) -> Chart:
         {
             **{"series": cell.strategy, "ranks": cell.world_size, "batch": cell.batch_size},
             "links": _short(cell.conditions) or card.study,
-            **dict(zip(("measured", "predicted"), _pair_ms(cell, bool(exposed)), strict=True)),
+            "measured": 1e3 * (cell.exposed_s[0] if exposed else median(cell.measured_s)),
+            "predicted": 1e3 * (cell.exposed_s[1] if exposed else cell.predicted_s),
         }
         for cell in exposed or cells
     )
@@ -218,18 +212,8 @@ def _panel(data: Any, what: str, side: int) -> Any:
     ).properties(width=side, height=side, data=data)
 
 
-def _pair_ms(cell: ScoredCell, exposed: bool) -> tuple[float, float]:
-    """Return what was measured and predicted, in milliseconds."""
-    pair = cell.exposed_s if exposed else (median(cell.measured_s), cell.predicted_s)
-    return 1e3 * pair[0], 1e3 * pair[1]
-
-
 def _short(conditions: str) -> str:
     return conditions.replace("cluster.", "").replace("'", "")
-
-
-def _of(cells: Sequence[ScoredCell], group: Group) -> list[ScoredCell]:
-    return [cell for cell in cells if cell.conditions == group.conditions]
 
 
 def _score(card: Scorecard, cells: Sequence[ScoredCell]) -> list[str]:
@@ -248,17 +232,18 @@ def _cells(cells: Sequence[ScoredCell]) -> list[str]:
     ordered = sorted(
         cells, key=lambda c: (c.conditions, c.batch_size, c.world_size, order(c.strategy))
     )
-    return markdown(header, [_cell(cell) for cell in ordered])
-
-
-def _cell(cell: ScoredCell) -> list[str]:
-    measured, predicted = cell.exposed_s
-    return [
-        *(cell.conditions, cell.strategy, str(cell.world_size), str(cell.batch_size)),
-        *(f"{1e3 * median(cell.measured_s):.1f}", f"{1e3 * cell.predicted_s:.1f}"),
-        _percent(cell.error, "+"),
-        *(_ms(measured), _ms(predicted), _percent(cell.exposed_error, "+"), cell.evidence),
-    ]
+    rows = []
+    for cell in ordered:
+        measured, predicted = cell.exposed_s
+        rows.append(
+            [
+                *(cell.conditions, cell.strategy, str(cell.world_size), str(cell.batch_size)),
+                *(f"{1e3 * median(cell.measured_s):.1f}", f"{1e3 * cell.predicted_s:.1f}"),
+                *(_percent(cell.error, "+"), _ms(measured), _ms(predicted)),
+                *(_percent(cell.exposed_error, "+"), cell.evidence),
+            ]
+        )
+    return markdown(header, rows)
 
 
 def _ms(seconds: float) -> str:

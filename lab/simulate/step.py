@@ -1,40 +1,29 @@
-"""Predict a step from a profile, a strategy and hardware, and where strategies cross over.
+"""Predict a step from a profile, a strategy and hardware, by simulating one rank's events.
 
-A crossover is the batch, or the rate of the links, at which one strategy overtakes another.
+The slowest rank stands for all, since all meet; the cost of a collective covers the other ranks.
+The number of events depends on layers and buckets, not on the number of ranks.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from lab.exchange.cost import Shape
 from lab.measure.spans import Span
 from lab.model.profile import Profile
 from lab.simulate.costs import (
     Load,
     Stage,
+    add_scatter,
     class_of,
     exchange_of,
     phases_of,
-    scatter_of,
     stages_of,
     ways_of,
 )
-from lab.simulate.events import (
-    Beside,
-    Compute,
-    Exchange,
-    Rank,
-    Schedule,
-    Sharded,
-    Turns,
-    both_passes,
-    costs_of_units,
-)
-from lab.simulate.hardware import Hardware, Link
+from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 from lab.simulate.strategy import (
     CEILING,
@@ -42,14 +31,191 @@ from lab.simulate.strategy import (
     Bucket,
     Strategy,
     messages_of_fragments,
-    parameter_of,
     ranks_of_a_copy,
 )
-from lab.sync.pattern import Begin, Leg, Pattern, gradsync, send_order
+from lab.sync.pattern import Begin, Leg, gradsync, send_order
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
 # Of PrioritySync: the second begins with an exchange under way; two more for it to settle.
 SETTLING_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The seconds that a layer computes."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A bucket's stages, which begin once `layer` (its index in forward) has its gradient.
+
+    An index past the last layer: they begin with the step, as they belong to the previous step.
+    """
+
+    name: str
+    layer: int
+    stages: Sequence[Stage]
+
+
+@dataclass
+class Rank:
+    """The clock of the computing thread, and the spans so far.
+
+    Attributes:
+        contention, burst_s: see Hardware.
+        now_s: the time on that thread.
+        free_s: when the links, or the thread or stream of exchanges, are free; and, where stages
+            inside nodes go their own way, when the links there are.
+    """
+
+    contention: float
+    burst_s: float = 0.0
+    now_s: float = 0.0
+    free_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def busy_until_s(self) -> float:
+        """When no exchange is under way any more."""
+        return max(self.free_s.values())
+
+    def compute(self, row: str, name: str, seconds: float) -> None:
+        """Advance the computing thread, slower while an exchange is under way."""
+        busy_s = max(0.0, self.busy_until_s - self.now_s)
+        delay_s = min(self.contention * seconds, busy_s * self.contention / (1 + self.contention))
+        end_s = self.now_s + seconds + delay_s
+        self._note(row, name, self.now_s, end_s)
+        self.now_s = end_s
+
+    def beside(self, stage: Stage, name: str, earliest_s: float, inside: bool = False) -> float:
+        """Run a stage concurrently with compute, first in first out; return when it ends.
+
+        Args:
+            inside: beside those between nodes, too.
+        """
+        free_s = self.free_s[inside]
+        start_s = max(earliest_s, free_s)
+        shaped = stage.payload_bytes and not stage.inside
+        saved_s = min(self.burst_s, start_s - free_s) if shaped else 0.0
+        self.free_s[inside] = start_s + max(0.0, stage.seconds - saved_s)
+        self._note(stage.row, name, start_s, self.free_s[inside])
+        return self.free_s[inside]
+
+    def wait_until(self, end_s: float) -> None:
+        self.now_s = max(self.now_s, end_s)
+
+    def _note(self, row: str, name: str, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            self.spans.append(Span(0, row, name, start_s, end_s))
+
+
+class Beside:
+    """Stages one after the other, concurrent with backward (ThreadWorker, StreamWorker).
+
+    Both levels of a hierarchical exchange are on the one thread or stream.
+    """
+
+    def __init__(self) -> None:
+        self._ends_s: list[float] = []
+
+    def submit(self, exchange: Exchange, rank: Rank) -> None:
+        """Start the exchange of a full bucket; earlier buckets have been submitted."""
+        for stage in exchange.stages:
+            rank.beside(stage, exchange.name, rank.now_s)
+        self._ends_s.append(rank.busy_until_s)
+
+    def advance(self, rank: Rank) -> None:
+        """Continue pending exchanges when a gradient has arrived."""
+
+    def finish(self, rank: Rank, left: int = 0) -> None:
+        """Wait for all exchanges but the last `left`."""
+        if len(self._ends_s) > left:
+            rank.wait_until(self._ends_s[-1 - left])
+
+
+@dataclass
+class _UnderWay:
+    exchange: Exchange
+    stages: Iterator[Stage]
+    done_s: float = 0.0  # when the collective under way ends
+
+
+class Turns:
+    """Stages on backward's thread, while the library's threads communicate (TurnsWorker).
+
+    Codecs delay backward, and a stage begins no sooner than the next gradient's hook. Methods are
+    those of Beside.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[_UnderWay] = deque()
+
+    def submit(self, exchange: Exchange, rank: Rank) -> None:
+        job = _UnderWay(exchange, iter(exchange.stages))
+        self._under_way.append(job)
+        self._go_on(job, rank)
+
+    def advance(self, rank: Rank) -> None:
+        for job in tuple(self._under_way):
+            if job.done_s > rank.now_s:
+                return
+            self._go_on(job, rank)
+
+    def finish(self, rank: Rank, left: int = 0) -> None:
+        while (awaited := len(self._under_way) - left) > 0:
+            for job in tuple(self._under_way)[:awaited]:
+                rank.wait_until(job.done_s)
+                self._go_on(job, rank)
+
+    def _go_on(self, job: _UnderWay, rank: Rank) -> None:
+        """Encode or decode until the next collective is under way, or no stage is left."""
+        for stage in job.stages:
+            if stage.row == "exchange":
+                job.done_s = rank.beside(stage, job.exchange.name, rank.now_s, stage.inside)
+                return
+            rank.compute(stage.row, job.exchange.name, stage.seconds)
+        self._under_way.remove(job)
+
+
+Schedule = Beside | Turns  # the place where exchanges run: the workers of lab.distributed.worker
+
+
+def both_passes(
+    rank: Rank,
+    layers: Sequence[Compute],
+    exchanges: Sequence[Exchange],
+    schedule: Schedule,
+    micro_batches: int = 1,
+    begin: Callable[[int], None] = lambda place: None,
+) -> None:
+    """Simulate forward and backward; exchanges start in their order, each when it is ready.
+
+    Args:
+        layers: in the order of forward; their times are those of one micro-batch.
+        exchanges: in the order of buckets.
+        micro_batches: passes over the layers; gradients are exchanged in the last one.
+        begin: called before each layer's forward, with its place.
+    """
+    waiting = deque(exchanges)
+
+    def submit_ready(place: int) -> None:
+        while waiting and waiting[0].layer >= place:
+            schedule.submit(waiting.popleft(), rank)
+
+    submit_ready(len(layers))
+    for number in range(1, micro_batches + 1):
+        for place, layer in enumerate(layers):
+            begin(place)
+            rank.compute("forward", layer.name, layer.forward_s)
+        for place, layer in reversed(list(enumerate(layers))):
+            rank.compute("backward", layer.name, layer.backward_s)
+            schedule.advance(rank)
+            if number == micro_batches:
+                submit_ready(place)
 
 
 @dataclass(frozen=True)
@@ -153,9 +319,10 @@ def _mean_step(
         for of_run, exchange in phases_of(strategy.exchange)
         for share, planned in kinds_of_steps(profile, replace(strategy, exchange=exchange), network)
     ]
-    step_s = sum(share * step.step_s for share, step in kinds)
-    payload_bytes = sum(share * step.payload_bytes for share, step in kinds)
-    across_bytes = sum(share * step.across_bytes for share, step in kinds)
+    step_s, payload_bytes, across_bytes = (
+        sum(share * getattr(step, key) for share, step in kinds)
+        for key in ("step_s", "payload_bytes", "across_bytes")
+    )
     return Step(step_s, payload_bytes, across_bytes, kinds[0][1].spans)
 
 
@@ -167,37 +334,44 @@ def _step(
     per_rank_batch_size: int,
 ) -> Step:
     """Simulate one step with the exchanges that run in it."""
-    hardware = network.hardware
+    hardware, pattern = network.hardware, strategy.pattern
     layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
     in_turns = hardware.library == "gloo" and exchange_of(strategy.exchange).staged
-    schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
+    schedule = Turns() if in_turns and pattern.overlaps else Beside()
     rank = Rank(hardware.contention, hardware.burst_s)
-    besides_s = _besides_s(profile, network, per_rank_batch_size, strategy.pattern)
+    besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
     input_s = _input_s(network, per_rank_batch_size)
-    if strategy.pattern.waits_in_forward:
+    stages = [stage for each in planned for stage in each.stages]
+    if pattern.waits_in_forward:
         passes_s, spans = steady(layers, planned, schedule, rank, besides_s, strategy.accumulate)
-        return Step.of(max(passes_s, input_s), _stages(planned), spans)
+        return Step.of(max(passes_s, input_s), stages, spans)
     both_passes(rank, layers, planned, schedule, strategy.accumulate)
     schedule.finish(rank)
-    back = _of_weights(profile, strategy, network, planned)
+    back: Sequence[Exchange] = []  # exchanges of weights after the update
+    if Leg.WEIGHTS_FROM_ROOT in pattern.legs:  # the way that gradients came
+        back = planned
+    elif Leg.PARTS_OF_WEIGHTS in pattern.legs:  # in full, whatever type gradients had
+        (buckets,) = messages_of_fragments(profile, strategy, hardware.on_gpu)
+        back = exchanges(profile, replace(strategy, exchange=EXACT), network, buckets)
     for exchange in back:
         schedule.submit(exchange, rank)
+        stages += exchange.stages
     schedule.finish(rank)
-    step_s = max(rank.now_s + besides_s, input_s)
-    return Step.of(step_s, _stages([*planned, *back]), rank.spans)
+    return Step.of(max(rank.now_s + besides_s, input_s), stages, rank.spans)
 
 
 def _sharded_step(
     profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
 ) -> Step:
-    """Simulate one step of FSDP2, which gathers weights and scatters gradients on its own."""
+    from lab.simulate.fsdp import Sharded, costs_of_units  # which is made of ranks as here
+
     hardware = network.hardware
     layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
     rank = Rank(hardware.contention, hardware.burst_s)
     units = costs_of_units(profile, strategy, network)
     sharded = Sharded(layers, units, rank, blocks=hardware.library == "gloo")
     sharded.run(strategy.accumulate)
-    besides_s = _besides_s(profile, network, per_rank_batch_size, strategy.pattern)
+    besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
     step_s = max(rank.now_s + besides_s, _input_s(network, per_rank_batch_size))
     return Step.of(step_s, sharded.stages(strategy.accumulate), rank.spans)
 
@@ -216,24 +390,8 @@ def _layers(profile: Profile, network: Network, micro_batch_size: int) -> list[C
     ]
 
 
-def _stages(exchanges: Iterable[Exchange]) -> list[Stage]:
-    return [stage for each in exchanges for stage in each.stages]
-
-
-def _of_weights(
-    profile: Profile, strategy: Strategy, network: Network, planned: Sequence[Exchange]
-) -> Sequence[Exchange]:
-    """Return the exchanges of weights after the update."""
-    if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs:  # the way that gradients came
-        return planned
-    if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs:  # in full, whatever type gradients had
-        (buckets,) = messages_of_fragments(profile, strategy, network.hardware.on_gpu)
-        return exchanges(profile, replace(strategy, exchange=EXACT), network, buckets)
-    return []
-
-
 def _besides_s(
-    profile: Profile, network: Network, per_rank_batch_size: int, pattern: Pattern
+    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
 ) -> float:
     """Return the time of a step besides forward, backward and exchange.
 
@@ -242,6 +400,7 @@ def _besides_s(
     """
     hardware, rest_s = network.hardware, profile.rest_s(per_rank_batch_size)
     if rest_s is None:
+        pattern = strategy.pattern
         sharers = ranks_of_a_copy(pattern, network) if pattern.parts_the_update else 1
         updated = UPDATE_PASSES * profile.gradient_bytes / sharers
         rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
@@ -258,10 +417,12 @@ def _input_s(network: Network, per_rank_batch_size: int) -> float:
 def stages_of_step(profile: Profile, strategy: Strategy, network: Network) -> list[Stage]:
     """List the different stages of a strategy's steps."""
     if strategy.pattern.gathers_units:
+        from lab.simulate.fsdp import costs_of_units
+
         units = costs_of_units(profile, strategy, network)
         return [stage for unit in units for stage in (*unit.gather, *unit.again, *unit.scatter)]
     kinds = kinds_of_steps(profile, strategy, network)
-    return [stage for _, planned in kinds for stage in _stages(planned)]
+    return [stage for _, planned in kinds for exchange in planned for stage in exchange.stages]
 
 
 def kinds_of_steps(
@@ -291,34 +452,26 @@ def exchanges(
     pattern = strategy.pattern
     steps = pattern.delay if pattern.begins is Begin.NEXT_STEPS else pattern.every
     share = pattern.num_exchanges / (max(1, len(pattern.legs)) * steps)
+    in_parts = Leg.PARTS_OF_GRADIENTS in pattern.legs and not exchange_of(strategy.exchange).exact
+    # Layer 0 is the last to have a gradient; past the last layer is the previous step.
+    after = len(places) if pattern.outlasts_step else 0
     found = []
     for bucket in planned:
         first, *others = bucket
         label = f"{first} and {len(others)} more" if others else first
-        ready = min(places[parameter_of(name).rpartition(".")[0]] for name in bucket)
+        # A key is layer.kind, or with a part of it: layer.kind[start:stop].
+        ready = min(places[name.partition("[")[0].rpartition(".")[0]] for name in bucket)
+        begins = ready if pattern.begins is Begin.DURING_BACKWARD else after
         shapes = list(bucket.values())
-        if Leg.PARTS_OF_GRADIENTS in pattern.legs and not exchange_of(strategy.exchange).exact:
-            stages = _scattered(shapes, strategy, network)
+        if in_parts:  # an exchange's first half, of parts that are filled up alike
+            part = -(-sum(map(math.prod, shapes)) // network.size)
+            load = Load([(part * network.size,)], class_of(strategy.exchange), network)
+            add_scatter(load, strategy.exchange)
+            stages = load.stages
         else:
             stages = [s.scaled(share) for s in stages_of(shapes, strategy.exchange, network)]
-        found.append(Exchange(label, _begins(pattern, ready, len(places)), stages))
+        found.append(Exchange(label, begins, stages))
     return found
-
-
-def _scattered(shapes: list[Shape], strategy: Strategy, network: Network) -> list[Stage]:
-    """Return the stages of an exchange's first half, of parts that are filled up alike."""
-    num_values = sum(map(math.prod, shapes))
-    part = -(-num_values // network.size)
-    load = Load([(part * network.size,)], class_of(strategy.exchange), network)
-    scatter_of(strategy.exchange)(load)
-    return load.stages
-
-
-def _begins(pattern: Pattern, ready: int, num_layers: int) -> int:
-    """Return the layer whose gradient starts an exchange; `ready` completes its bucket."""
-    if pattern.begins is Begin.DURING_BACKWARD:
-        return ready
-    return num_layers if pattern.outlasts_step else 0  # layer 0 is the last to have a gradient
 
 
 def steady(
@@ -336,12 +489,15 @@ def steady(
             and the last to have a gradient of them.
         rank: at time 0.
         besides_s: seconds of a step besides forward and backward, in which exchanges go on.
-        micro_batches: see lab.simulate.events.both_passes.
 
     Returns:
         Seconds of the last step, and its spans, from its beginning.
     """
-    sent = _in_order(layers, parts)
+    # The order of sending is planned as in training: by times of backward, and of parts alone.
+    ready_s = [sum(layer.backward_s for layer in layers[part.layer :]) for part in parts]
+    send_s = [sum(stage.seconds for stage in part.stages) for part in parts]
+    order = send_order(ready_s, send_s, [part.layer for part in parts])
+    sent = [parts[place] for place in order]
     behind = {part.layer: len(sent) - 1 - place for place, part in enumerate(sent)}
     pending: dict[int, int] = {}  # layers that have to wait, and the parts that may be left by then
 
@@ -361,84 +517,3 @@ def steady(
         for span in rank.spans
         if span.end_s > began_s
     )
-
-
-def _in_order(layers: Sequence[Compute], parts: Sequence[Exchange]) -> list[Exchange]:
-    """Plan the order of sending as training does: from times of backward, and of parts alone."""
-    ready_s = [sum(layer.backward_s for layer in layers[part.layer :]) for part in parts]
-    send_s = [sum(stage.seconds for stage in part.stages) for part in parts]
-    return [parts[place] for place in send_order(ready_s, send_s, [part.layer for part in parts])]
-
-
-LARGEST_BATCH = 2**20
-RATES = (1e5, 1e13)  # bytes per second: the range that is searched
-CLOSE = 1.001  # factor to which the rate is determined
-MARGIN = 1.05  # factor; strategies within it count as equally fast
-
-
-def crossover_batch(
-    profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int
-) -> int | None:
-    """Find the smallest global batch that `world_size` ranks train faster than one rank does.
-
-    Only multiples of `world_size` are tried; None if none up to LARGEST_BATCH is faster. If a
-    batch pays, every larger one is assumed to pay.
-    """
-
-    def pays(per_rank: int) -> bool:
-        alone = simulate(profile, hardware, CEILING, 1, per_rank * world_size)
-        return simulate(profile, hardware, strategy, world_size, per_rank).step_s < alone.step_s
-
-    largest = LARGEST_BATCH // world_size
-    if not pays(largest):
-        return None
-    return world_size * (1 + bisect_left(range(1, largest), True, key=pays))
-
-
-def crossover_rate(
-    profile: Profile,
-    hardware: Hardware,
-    strategies: tuple[Strategy, Strategy],
-    world_size: int,
-    batch_size: int,
-) -> float | None:
-    """Find the link rate in bytes per second below which the first strategy is MARGIN faster.
-
-    Args:
-        strategies: the first is meant for slow links, such as one that compresses.
-        batch_size: global.
-
-    Returns:
-        None if the first is faster at both ends of RATES, or at neither.
-    """
-
-    def pays(rate: float) -> bool:
-        links = with_rate(hardware, rate)
-        per_rank = batch_size // world_size
-        one, other = (simulate(profile, links, each, world_size, per_rank) for each in strategies)
-        return MARGIN * one.step_s < other.step_s
-
-    low, high = RATES
-    if not pays(low) or pays(high):
-        return None
-    while high / low > CLOSE:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return high
-
-
-def with_rate(hardware: Hardware, rate: float) -> Hardware:
-    """Return the hardware with another rate of its slowest links (see `slowest`).
-
-    Args:
-        rate: bytes per second.
-    """
-    kind = "inter" if hardware.inter else "intra"
-    return replace(hardware, **{kind: replace(slowest(hardware), bandwidth_bytes_per_s=rate)})
-
-
-def slowest(hardware: Hardware) -> Link:
-    """Return the slowest kind of links: those between nodes if there are any."""
-    link = hardware.inter or hardware.intra
-    assert link is not None  # hardware of more than one rank has links
-    return link

@@ -9,17 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lab.exchange.cost import Shape, Sizes
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.settings import checks
-from lab.simulate.costs import Settings, exchange_of, extra_bytes, in_shares, phases_of, scatter_of
+from lab.settings.names import class_name
+from lab.simulate.costs import Settings, exchange_of, extra_bytes, in_shares, phases_of
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 from lab.sync import pattern as rules
 from lab.sync.pattern import Pattern, class_of, fragments, gradsync, pattern_of
+
+if TYPE_CHECKING:
+    from lab.exchange.base import Exchange
+    from lab.exchange.scatter import Exact, InCodec
 
 NONE = {"_target_": "lab.exchange.allreduce.NoExchange"}
 EXACT = {"_target_": "lab.exchange.allreduce.AllReduce", "dtype": "float32"}
@@ -94,11 +99,11 @@ class Strategy:
         if settings["transform"]:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
         exchange = in_shares(settings["exchange"], settings["steps"])
-        if pattern.gathers_units:
-            scatter_of(exchange)
-        else:
+        if not pattern.gathers_units:
             for _, way in phases_of(exchange):
                 exchange_of(way)
+        elif class_name(exchange["_target_"]) != "NoExchange":
+            scatter_of(exchange_of(exchange))
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
         if pattern.gathers_units:
             return replace(strategy, sharding=Sharding.of(settings))
@@ -168,11 +173,6 @@ def parameters(profile: Profile) -> Bucket:
     }
 
 
-def parameter_of(message_part: str) -> str:
-    """Return the name of the parameter that a key of a Bucket is, or is a part of."""
-    return message_part.partition("[")[0]
-
-
 def _chunks(profile: Profile, strategy: Strategy, on_gpu: bool) -> list[Bucket]:
     """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it."""
     planned = buckets(profile, strategy.chunk_mb, on_gpu)
@@ -180,55 +180,11 @@ def _chunks(profile: Profile, strategy: Strategy, on_gpu: bool) -> list[Bucket]:
         return planned
     chunks: list[Bucket] = []
     for bucket in planned:
-        parts = _cut(bucket, strategy.chunk_mb, profile.bytes_scale) if len(bucket) == 1 else []
-        chunks += parts if len(parts) > 1 else [bucket]
+        (name, shape), *others = bucket.items()
+        parts = [] if others else cut(math.prod(shape), strategy.chunk_mb, profile.bytes_scale)
+        pieces: list[Bucket] = [{f"{name}[{p.start}:{p.stop}]": (len(p),)} for p in parts]
+        chunks += pieces if len(pieces) > 1 else [bucket]
     return chunks
-
-
-def _cut(alone: Bucket, chunk_mb: float | None, bytes_scale: float) -> list[Bucket]:
-    ((name, shape),) = alone.items()
-    parts = cut(math.prod(shape), chunk_mb, bytes_scale)
-    return [{f"{name}[{part.start}:{part.stop}]": (len(part),)} for part in parts]
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Networks of the groups of a strategy whose units are gathered.
-
-    Attributes:
-        world: all ranks.
-        sharing: ranks that share a copy of the weights.
-        second: those that keep gathered weights sharded for backward; None: all of `sharing` do.
-        copies: ranks that hold the same part of each copy; None: there is one copy.
-        levels: gradients are summed inside nodes before they cross.
-    """
-
-    world: Network
-    sharing: Network
-    second: Network | None
-    copies: Network | None
-    levels: bool
-
-    @classmethod
-    def of(cls, strategy: Strategy, network: Network) -> Groups:
-        """Divide the ranks of `network`.
-
-        Raises:
-            ValueError: they cannot be divided as the strategy says.
-        """
-        sharers = ranks_of_a_copy(strategy.pattern, network)
-        sharing = network.neighbours(sharers)
-        copies = network.across(sharers) if sharers < network.size else None
-        second, levels = _ranks_of_a_second_shard(strategy.sharding.reshard, network), False
-        if strategy.sharding.reduce_scatter == "two_levels":
-            key = "sync.reduce_scatter=two_levels"
-            levels = 1 < _ranks_of_a_node(key, sharing) < sharers
-        kept = network.neighbours(second) if second else None
-        return cls(network, sharing, kept, copies, levels)
-
-    def inside(self, group: Network) -> bool:
-        """Return whether a group leaves the links between nodes alone, where there are some."""
-        return group.size <= self.world.local < self.world.size
 
 
 def ranks_of_a_copy(pattern: Pattern, network: Network) -> int:
@@ -239,32 +195,11 @@ def ranks_of_a_copy(pattern: Pattern, network: Network) -> int:
     """
     setting = pattern.shard_size
     size = {None: network.size, "node": network.local}.get(setting, setting)
-    return _divisor("shard_size", size, setting, network)
+    return divisor("shard_size", size, setting, network)
 
 
-def _ranks_of_a_second_shard(setting: int | str | None, network: Network) -> int | None:
-    """Return the number of ranks that keep a second shard; None: nothing does."""
-    if setting is None:
-        return None
-    key = f"sync.reshard={setting}"
-    size = _ranks_of_a_node(key, network) if setting == "node" else setting
-    size = _divisor("reshard", size, setting, network)
-    if size == network.size:
-        return None
-    if size == 1:
-        raise ValueError(f"{key}: each rank would hold all weights; needs groups of 2 or more")
-    return size
-
-
-def _ranks_of_a_node(key: str, network: Network) -> int:
-    if network.size % network.local:
-        raise ValueError(
-            f"{key}: {network.size} ranks, {network.local} on a node; each node needs as many"
-        )
-    return network.local
-
-
-def _divisor(key: str, size: object, setting: object, network: Network) -> int:
+def divisor(key: str, size: object, setting: object, network: Network) -> int:
+    """Return `size`, a number of ranks. ValueError: it does not divide all of `network`."""
     if not isinstance(size, int) or size < 1 or network.size % size:
         raise ValueError(
             f"sync.{key}={setting}: must be node, null, or a divisor of the {network.size} ranks"
@@ -277,19 +212,24 @@ def _local(s: Sizes, sync: Settings, e: Settings) -> float:
     return extra_bytes(s, e) + 4 * s.n * (1 + (sync["outer_momentum"] > 0))
 
 
+def _only_exchange(s: Sizes, sync: Settings, e: Settings) -> float:
+    return extra_bytes(s, e)
+
+
 # Bytes besides weights, gradients and momentum, by class of sync: of the sizes, the sync's settings
 # and the exchange.
 SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "NoSync": lambda s, sync, e: 0,
-    "GradSync": lambda s, sync, e: extra_bytes(s, e),
+    "GradSync": _only_exchange,
     # Its parts are views of gradients, which live until the next forward has applied them.
-    "PrioritySync": lambda s, sync, e: extra_bytes(s, e),
+    "PrioritySync": _only_exchange,
     "LocalSync": _local,
     "StreamingSync": _local,
-    "DesLoc": lambda s, sync, e: extra_bytes(s, e),
+    "DesLoc": _only_exchange,
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
-    "Zero1": lambda s, sync, e: _zero1(s, e),
+    # Gradients in buckets, and what a reduce-scatter needs.
+    "Zero1": lambda s, sync, e: 4 * s.gathered + scatter_of(exchange_of(e)).memory_bytes(s),
     # A second gradient, which is under way during the step.
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
@@ -297,11 +237,11 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
 }
 
 
-def _zero1(sizes: Sizes, exchange: Mapping[str, Any]) -> float:
-    """Count gradients in buckets, and what a reduce-scatter needs."""
-    from lab.exchange.scatter import scatter_of  # with torch, which settings and help do not need
+def scatter_of(exchange: Exchange) -> Exact | InCodec:
+    """Return an exchange's reduce-scatter. ValueError: it has none."""
+    from lab.exchange import scatter  # with torch, which settings and help do not need
 
-    return 4 * sizes.gathered + scatter_of(exchange_of(exchange)).memory_bytes(sizes)
+    return scatter.scatter_of(exchange)
 
 
 def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -17,11 +18,9 @@ from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
-from lab.simulate.fit import LINK, NONE
-from lab.simulate.grid import summary as comparison
-from lab.simulate.hardware import Hardware
-from lab.simulate.request import DEFAULT_PROFILE
-from lab.simulate.source import ESTIMATE
+from lab.simulate.hardware import LINK, Hardware
+from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE
+from lab.simulate.score import NONE
 
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "efficiency"]
@@ -33,8 +32,7 @@ MOST_LINEAR = 16  # ranks: axes of more are logarithmic
 
 def table(result: Row) -> str:
     """Align a line for each cell, and add the notes."""
-    rows = result["rows"]
-    lines = aligned([[*HEADER, *SCORES], *(_line(row) for row in rows)])
+    lines = aligned([[*HEADER, *SCORES], *map(_line, result["rows"])])
     return "\n".join([*lines, "", *notes(result)])
 
 
@@ -93,7 +91,8 @@ def chart(result: Row) -> Chart:
             "value": row["speedup"],
             "low": row["speedup_interval"][0],
             "high": row["speedup_interval"][1],
-            "measured": _measured_speedup(row),
+            # Of the measured step, over the predicted step of one rank.
+            "measured": row["speedup"] * row["step_s"] / row.get("measured_s", math.nan),
             "ideal": float(row["world_size"]),
             "hollow": True,
         }
@@ -130,19 +129,17 @@ def _fixed_batch_size(row: Row) -> int:
     return row["per_rank_batch_size" if row["scaling"] == "weak" else "batch_size"]
 
 
-def _measured_speedup(row: Row) -> float:
-    """Compute the speedup of the measured step over the predicted step of one rank; or NaN."""
-    return row["speedup"] * row["step_s"] / row.get("measured_s", math.nan)
-
-
 def _line(row: Row) -> list[str]:
     measured = "measured_s" in row
+    low, high = row["step_s_interval"]
+    # Of an estimated step; what a profile leaves open is in the speedup.
+    interval = _interval((1e3 * low, 1e3 * high)) if row["basis"] == ESTIMATE else ""
     return [
         row["series"],
         str(row["world_size"]),
         str(_fixed_batch_size(row)),
         row["basis"],
-        f"{1e3 * row['step_s']:.2f}{_step_interval(row)}",
+        f"{1e3 * row['step_s']:.2f}{interval}",
         f"{1e3 * row['exposed_s']:.2f}",
         f"{row['speedup']:.2f}{_interval(row['speedup_interval'])}",
         f"{row['efficiency']:.2f}",
@@ -151,12 +148,6 @@ def _line(row: Row) -> list[str]:
         _percent(row.get("exposed_error", math.nan)),
         row["evidence"],
     ]
-
-
-def _step_interval(row: Row) -> str:
-    """Write the interval of an estimated step; that of a profile's is in the speedup."""
-    low, high = row["step_s_interval"]
-    return _interval((1e3 * low, 1e3 * high)) if row["basis"] == ESTIMATE else ""
 
 
 def _interval(ends: tuple[float, float]) -> str:
@@ -189,8 +180,14 @@ def _estimates(result: Row) -> list[str]:
 
 
 def _fitted(result: Row) -> list[str]:
-    if result["measured"]:
-        return [comparison(result["rows"], result["measured"])]
+    if folder := result["measured"]:
+        errors = [abs(row["error"]) for row in result["rows"] if row["evidence"] == "measured"]
+        if not errors:
+            return [f"measured={folder}: has no cell of these settings"]
+        return [
+            f"against {len(errors)} measured cells of {folder}: median error "
+            f"{100 * median(errors):.1f} %, worst {100 * max(errors):.1f} %"
+        ]
     if not result["fit"]:
         return ["hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"]
     cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "

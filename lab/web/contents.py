@@ -23,7 +23,7 @@ from lab.diagnosis.view import full, headline, reason
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.reading import DamagedFile, read_json
-from lab.simulate.request import DEFAULT_PROFILE
+from lab.simulate.predict import DEFAULT_PROFILE
 from lab.web.drawing import WIDTH, Drawing, drawing
 from lab.web.sentences import verdict
 from lab.web.tables import Table, TableCell, of_texts, percent_text, points_table

@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from lab.claims.claims import Claim, Paper, judge
-from lab.claims.findings import _counts
+from lab.claims.findings import counts_of_model
 from lab.claims.metrics import delivered_error
 from lab.claims.predicted import Predicted, fit_terms, profile_of, strategy_of
 from lab.draw.text import markdown
@@ -32,9 +32,8 @@ from lab.exchange.paths import Ring, Star, Tree
 from lab.model.profile import Profile
 from lab.settings.files import read_file
 from lab.simulate import strategy
-from lab.simulate.fit import Group, Observation, Score, held_out, score, scored_cells
-from lab.simulate.hardware import Hardware, Link, Range
-from lab.simulate.presets import parse
+from lab.simulate.hardware import Hardware, Link, Range, parse
+from lab.simulate.score import Group, Observation, Score, held_out, score, scored_cell
 
 PAPERS = ("kim2017", "tf_benchmarks", "tf_parameter_server", "horovod")
 SCORES = Path(__file__).resolve().parents[2] / "docs/results/links.json"
@@ -134,7 +133,7 @@ def outcomes(mutant: Mutant) -> dict[tuple[Claim, int], str]:
     with mutant.alive():
         for paper, presets in papers:
             assert paper.profile
-            counts = _counts(paper.model) if paper.model else None
+            counts = counts_of_model(paper.model) if paper.model else None
             for number, preset in enumerate(presets):
                 facts = Predicted(paper.profile, mutant.hardware(preset), counts=counts)
                 for verdict in judge(paper, facts, None):
@@ -152,7 +151,7 @@ def held_out_scores(mutant: Mutant) -> tuple[Score, Score]:
             rows = [c for c in stored["cells"] if c["conditions"] == machine["conditions"]]
             hardware = mutant.hardware(_hardware(machine))
             group = _group(machine, hardware, rows, mutant.profile)
-            cells += scored_cells(group)
+            cells += [scored_cell(group, cell) for cell in group.observations]
     least = stored["noise_floor"] or 0.0
     scored = held_out(cells)
     return score(scored, least), score([c for c in scored if c.strategy in COMPRESS], least)

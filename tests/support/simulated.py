@@ -12,10 +12,9 @@ from omegaconf import OmegaConf
 from lab.model.profile import Profile
 from lab.settings.config import load
 from lab.settings.names import resolved, variant
-from lab.simulate.events import Compute, Exchange, Rank, Schedule, both_passes
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.request import plain
-from lab.simulate.step import simulate
+from lab.simulate.predict import plain
+from lab.simulate.step import Compute, Exchange, Rank, Schedule, both_passes, simulate
 from lab.simulate.strategy import Strategy
 from tests.support.records import make_record
 

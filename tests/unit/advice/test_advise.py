@@ -17,7 +17,7 @@ from lab.advice.view import chart
 from lab.claims.predicted import profile_of
 from lab.draw.chart import drawn
 from lab.settings.config import check_batch, load
-from lab.simulate.step import with_rate
+from lab.simulate.hardware import with_rate
 from tests.conftest import Finished
 from tests.support.simulated import TRUE, leave_study
 from tests.support.slow import some_of

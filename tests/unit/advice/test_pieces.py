@@ -19,12 +19,12 @@ from lab.advice.advise import (
     limit,
     ranked,
 )
-from lab.advice.target import Target
+from lab.advice.request import Target
 from lab.claims.predicted import profile_of
 from lab.exchange.cost import Sizes
 from lab.settings.config import choices_of, load
 from lab.simulate.hardware import Link
-from lab.simulate.request import plain
+from lab.simulate.predict import plain
 from lab.simulate.strategy import rank_bytes, state_copies, sync_bytes
 from tests.conftest import ROOT
 from tests.support.simulated import FLAT, strategy

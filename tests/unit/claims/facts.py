@@ -36,15 +36,6 @@ class Table:
     def repeats(self) -> list[Facts]:
         return [Table(0.5), Table(2.0)]
 
-    def emulations(self) -> list[str]:
-        return ["hosts"]
-
-    def machines(self) -> list[str]:
-        return ["one"]
-
-    def commits(self) -> tuple[str, ...]:
-        return ("0123456",)
-
 
 class Repeated(Table):
     """The same with one repeat for each factor of `tree`."""

@@ -15,7 +15,7 @@ from lab.claims.page import claims_tables
 from lab.claims.predicted import Predicted
 from lab.measure.intervals import UNKNOWN, Interval
 from lab.settings.files import conf_dir, read_file
-from lab.simulate.presets import parse
+from lab.simulate.hardware import parse
 from tests.unit.claims.facts import Repeated, Table
 
 

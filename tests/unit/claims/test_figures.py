@@ -1,4 +1,4 @@
-"""Charts of a paper: their messages, their data, and texts that do not lie on each other."""
+"""Figures of findings, fitted terms, and claims that a wrong exchange would fail."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 
 from lab.claims import figures
-from lab.claims.claims import Paper, Reproduction
-from lab.claims.findings import Conditions, Reproduced
-from lab.claims.predicted import RateSpeedups, SpeedupMap, cell_speedups
+from lab.claims.claims import Claim, Paper, Reproduction
+from lab.claims.findings import Reproduced
+from lab.claims.metrics import Conditions, delivered_error
+from lab.claims.page import terms_table
+from lab.claims.predicted import Predicted, RateSpeedups, SpeedupMap, cell_speedups, fit_terms
 from lab.draw.chart import Chart, drawn
+from lab.settings.files import read_file
+from lab.simulate.hardware import parse
+from tests.conftest import ROOT
+from tests.support import mutants
+from tests.support.mutants import INTACT, MUTANTS, Mutant
 from tests.support.svg import outside, overlapping
 from tests.unit.claims.facts import Table
 
@@ -83,3 +90,79 @@ def test_speedup_over_rate_says_what_is_best_at_the_links() -> None:
     assert chart.message == (
         "Predicted: at the links it has, 1 Gb/s, tree gains most, 1.00 × on 4 ranks"
     )
+
+
+LINE: dict[str, Any] = {
+    "says": "VGG-16, batch 64",
+    "source": "a page",
+    "strategy": "layerwise",
+    "profile": "vgg16_p100",
+    "per_rank_batch_size": 64,
+    "samples_per_s": {1: 154, 2: 295, 8: 1081},
+    "within": 0.1,
+}
+NODE: dict[str, Any] = {"title": "t", "profile": "vgg16_p100", "hardware": "dgx1_p100"}
+
+
+def test_a_series_is_a_calibrated_claim_and_an_emergent_one_for_each_further_point() -> None:
+    one, two, eight = Paper.parse({**NODE, "series": [LINE]}).claims
+    assert (one.kind, one.published, one.at.world_size) == ("calibrated", 154, 1)
+    assert (two.kind, two.at.batch_size, eight.at.batch_size) == ("emergent", 128, 512)
+    assert eight.published == pytest.approx(1081 / 154) and eight.check.within == 0.1
+    assert eight.says == "VGG-16, batch 64: 8 GPUs 1081, 7.02 times as many"
+    with pytest.raises(ValueError, match="t: 'within'"):
+        Paper.parse({**NODE, "series": [{k: v for k, v in LINE.items() if k != "within"}]})
+
+
+def test_fitted_terms_find_the_machine_and_carry_to_a_network_left_out() -> None:
+    """Figures made by a machine that loses 8 ms with each further GPU."""
+    preset = parse(read_file("hardware", "dgx1_p100"))
+    lossy = Predicted("vgg16_p100", replace(preset, overhead_s_per_rank=8e-3))
+    lines = []
+    for profile, batch_size in (("vgg16_p100", 64), ("alexnet_p100", 512)):
+        line = {**LINE, "profile": profile, "per_rank_batch_size": batch_size}
+        points = Paper.parse({**NODE, "series": [line]}).claims
+        rates = {
+            claim.at.world_size: claim.at.batch_size / lossy.step_s(claim.at) for claim in points
+        }
+        lines.append({**line, "samples_per_s": rates})
+    paper = Paper.parse({**NODE, "series": lines, "fit": ["overhead_s_per_rank"]})
+    terms = fit_terms(paper, preset)
+    assert terms and terms.values["overhead_s_per_rank"] == pytest.approx(8e-3, rel=0.02)
+    assert terms.error("preset")[1] > 0.1
+    assert terms.error("fitted")[1] < 0.01 and terms.error("left_out")[1] < 0.01
+    assert terms_table(terms)[0].startswith("Fitted: overhead_s_per_rank = 0.008")
+    assert len(terms_table(terms)) == 2 + 2 + 4 + 1
+    assert fit_terms(replace(paper, fit=()), preset) is None
+    with pytest.raises(ValueError, match="t: fit=speed: allowed are"):
+        fit_terms(replace(paper, fit=("speed",)), preset)
+
+
+@pytest.fixture(scope="module")
+def intact() -> dict[tuple[Claim, int], str]:
+    return mutants.outcomes(INTACT)
+
+
+def test_without_a_mutant_cells_notice_nothing(intact: dict[tuple[Claim, int], str]) -> None:
+    assert mutants.noticed_by(INTACT, intact) == []
+    assert not mutants.figures_notice(mutants.figure_errors(INTACT), mutants.figure_errors(INTACT))
+    assert not mutants.leaves_bounds(mutants.held_out_scores(INTACT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_noticed(mutant: Mutant, intact: dict[tuple[Claim, int], str]) -> None:
+    by_cells = mutants.leaves_bounds(mutants.held_out_scores(mutant))
+    errors = mutants.figure_errors(INTACT)
+    by_figures = mutants.figures_notice(mutants.figure_errors(mutant), errors)
+    assert mutants.noticed_by(mutant, intact) or by_figures or by_cells
+
+
+@pytest.mark.slow
+def test_the_documented_table_is_todays() -> None:
+    assert "\n".join(mutants.table()) in (ROOT / "docs/results/mutants.md").read_text()
+
+
+@pytest.mark.parametrize(("strategy", "most"), [("allreduce", 1e-6), ("onebit", 0.2)])
+def test_exchanges_deliver_in_the_long_run(strategy: str, most: float) -> None:
+    assert delivered_error(strategy) <= most

@@ -14,13 +14,12 @@ from lab.claims import figures
 from lab.claims.claims import Reproduction
 from lab.claims.findings import verify as verify_paper
 from lab.claims.page import crossovers_tables
-from lab.claims.predicted import Predicted, find_crossovers, profile_of, strategy_of
+from lab.claims.predicted import MARGIN, Predicted, find_crossovers, profile_of, strategy_of
 from lab.draw.chart import drawn
 from lab.record.schema import Emulation, read_record
 from lab.settings.config import load
 from lab.settings.files import read_file
-from lab.simulate.hardware import Link
-from lab.simulate.presets import parse
+from lab.simulate.hardware import Link, parse
 from lab.simulate.step import simulate
 from tests.support.records import leave, make_record
 from tests.support.svg import overlapping
@@ -120,7 +119,7 @@ def test_findings_hold_what_the_page_says(runs: Path) -> None:
         onebit, overlap = (rates.values[batch][name] for name in ("onebit", "overlap"))
         assert crossover is not None
         for rate, one, other in zip(rates.rates, onebit, overlap, strict=True):
-            assert (one > paper.margin * other) == (rate < crossover)
+            assert (one > MARGIN * other) == (rate < crossover)
 
 
 def test_a_paper_without_a_pair_has_no_crossover_of_rates() -> None:

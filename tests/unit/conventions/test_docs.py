@@ -17,7 +17,7 @@ from lab.settings.command import read
 from lab.settings.config import load
 from lab.settings.fields import own_settings
 from lab.settings.files import choices_of
-from lab.simulate import request as prediction
+from lab.simulate import predict as prediction
 from lab.study import grid
 from tests.conftest import ROOT
 from tests.support.slow import some_of

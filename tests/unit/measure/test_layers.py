@@ -25,7 +25,7 @@ from lab.model.inception import googlenet
 from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
 from lab.settings.files import choices_of
-from lab.simulate.source import with_fixed_parts
+from lab.simulate.predict import with_fixed_parts
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.unit.model.test_replay import PROFILE, Time, replay, train
 

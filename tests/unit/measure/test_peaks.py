@@ -18,8 +18,7 @@ from lab.measure.peaks import (
     gpu_peak,
     measured_rates,
 )
-from lab.simulate.hardware import THIS_CPU, Device
-from lab.simulate.presets import of_this_machine
+from lab.simulate.hardware import THIS_CPU, Device, of_this_machine
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,10 @@ from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, read_file
 from lab.settings.names import resolved
-from lab.simulate import source, view
-from lab.simulate.grid import predicted
-from lab.simulate.hardware import Device
-from lab.simulate.presets import parse, parse_device
-from lab.simulate.request import plain, read
-from lab.simulate.source import Estimate
+from lab.simulate import predict as source
+from lab.simulate import view
+from lab.simulate.hardware import Device, parse, parse_device
+from lab.simulate.predict import Estimate, plain, predicted, read
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
 from tests.support.records import leave, make_record

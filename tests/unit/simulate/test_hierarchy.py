@@ -13,10 +13,9 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.simulate.costs import Stage, payload_bytes, stages_of
-from lab.simulate.events import Compute, Exchange, Turns
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
-from lab.simulate.step import simulate
+from lab.simulate.step import Compute, Exchange, Turns, simulate
 from lab.simulate.strategy import buckets
 from tests.support.cases import exchange_settings, maker
 from tests.support.simulated import run, strategy

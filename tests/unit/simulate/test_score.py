@@ -1,4 +1,4 @@
-"""Scores of predictions: of steps and of the exchange in them, on cells that were not fitted."""
+"""Scores of predictions, on cells that were not fitted; nothing that a study names is called."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import yaml
 from lab import score as command
 from lab.claims.predicted import profile_of
 from lab.draw.chart import drawn
-from lab.simulate.fit import ScoredCell, held_out, score
-from lab.simulate.hardware import Link
+from lab.simulate.hardware import Link, with_rate
+from lab.simulate.score import ScoredCell, held_out, score
 from lab.simulate.scorecard import chart, of_study, summary
-from lab.simulate.step import with_rate
+from tests.support.records import leave, make_record
 from tests.support.simulated import TRUE, leave_study
 from tests.support.svg import outside, overlapping
 
@@ -151,3 +151,30 @@ def test_without_none_the_step_is_drawn(tmp_path: Path) -> None:
     assert found.message == "Step: 3 of 3 predictions are within 30 % of what was measured"
     svg = drawn(found.spec(), "svg").decode()
     assert overlapping(svg) == outside(svg) == []
+
+
+SETTINGS = """\
+strategy: allreduce
+cluster: {_target_: os.mkdir, path: ran}
+exchange: {_target_: os.mkdir}
+sync: {_target_: os.mkdir}
+overlap: false
+"""
+
+
+def test_a_study_of_a_stranger_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for size in (1, 2):
+        cell = tmp_path / "stranger" / f"n{size}"
+        leave(
+            cell,
+            make_record("allreduce", size, 0.1, environment={"hostname": "h", "cpu": "\x1b[2J"}),
+        )
+        (cell / "config.yaml").write_text(SETTINGS)
+    assert command.main(["stranger"]) == 2
+    assert not (tmp_path / "ran").exists()
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "\x1b" not in said.out + said.err

@@ -22,18 +22,19 @@ from lab.record.trace import read_trace
 from lab.settings.config import choices_of
 from lab.settings.files import conf_dir, read_file
 from lab.simulate.costs import Load, Stage, longest_phase, stages_of
-from lab.simulate.events import Beside, Compute, Exchange, Turns
-from lab.simulate.fit import Observation, calibrate, fit
-from lab.simulate.hardware import Link
-from lab.simulate.network import PROTOCOLS, Network
-from lab.simulate.presets import parse
+from lab.simulate.fit import calibrate, fit
+from lab.simulate.hardware import PROTOCOLS, Link, parse, slowest, with_rate
+from lab.simulate.network import Network
+from lab.simulate.score import Observation
 from lab.simulate.step import (
+    Beside,
+    Compute,
+    Exchange,
     Step,
+    Turns,
     predict,
     simulate,
-    slowest,
     stages_of_step,
-    with_rate,
 )
 from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.view import chart
@@ -283,7 +284,7 @@ def test_a_fit_to_simulated_steps_on_two_ranks_finds_the_machine_that_made_them(
         return Observation(name, profile, strategies[name], size, batch_size, (step_s,))
 
     grid = itertools.product(names, (1, 2), (64, 128))
-    found = fit(GUESS, list(itertools.starmap(observed, grid))).hardware
+    found, _ = fit(GUESS, list(itertools.starmap(observed, grid)))
     for name in names:
         near, true = (simulate(profile, h, strategies[name], 4, 32).step_s for h in (found, TRUE))
         assert near == pytest.approx(true, rel=0.01)

@@ -1,0 +1,515 @@
+"""Predict a grid of cells: the command line, the source of each model's times, and the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lab.measure.peaks import arithmetic_of
+from lab.measure.spans import Span
+from lab.model.profile import VALUE_BYTES, Layer, Profile, replayed
+from lab.model.work import Line, Operation, Work
+from lab.settings.errors import ConfigError
+from lab.settings.fields import fields_of, file_setting, parsed, setting, split
+from lab.settings.files import read_file
+from lab.settings.names import AXES, class_name, root_of
+from lab.settings.overrides import config_dir_of
+from lab.settings.reading import escaped
+from lab.simulate.hardware import Device, Hardware, draws, of_this_machine, places
+from lab.simulate.hardware import parse as parse_hardware
+from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell
+from lab.simulate.step import UPDATE_PASSES, Prediction, predict
+from lab.simulate.strategy import Strategy
+from lab.study.grid import Cell
+from lab.study.grid import read as read_grid
+
+if TYPE_CHECKING:
+    from lab.record.schema import Record
+
+DEFAULT_PROFILE = "alexnet_titanx"
+INPUT_PASSES = 2  # a batch is gathered from the data set
+ESTIMATE = "estimate"  # begins the source of such a profile
+HALF = ("bf16", "fp16")  # activations and products take two bytes a value
+COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
+RATIO = 2  # at least so many times apart are the two batches that give the fixed parts
+# Settings that decide what a step computes and exchanges; a profile says nothing of it.
+ROOTS = (
+    *("model", "data", "task", "transform", "exchange", "sync", "overlap", "bucket_mb"),
+    *("precision", "tf32", "channels_last", "compile"),
+)
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """The settings of lab.predict beside a grid's; hardware.KEY=... is read apart."""
+
+    hardware: str = setting(
+        "titanx_x4", "a file of conf/hardware; hardware.KEY=... changes one figure of it"
+    )
+    fit: Path | None = setting(
+        None,
+        "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others; "
+        "or FILE.json of lab.bench collective or codec",
+    )
+    measured: Path | None = setting(
+        None, "runs/STUDY: compare with its cells of these settings, without a fit"
+    )
+    out: Path | None = file_setting(
+        "FILE.json for the result, its figure next to it; or FILE.png alone", ".json", ".png"
+    )
+    trace: Path | None = file_setting(
+        "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure", ".json"
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """The cells to predict, and their hardware.
+
+    Attributes:
+        profiles: one for each cell; None: its model has none, and is estimated.
+        by_default: neither a model nor a profile was given.
+        fit: a study's folder or a benchmark's JSON; the hardware is fitted to it.
+        measured: a study's folder, to compare with.
+    """
+
+    cells: list[Cell]
+    profiles: list[Profile | None]
+    by_default: bool
+    hardware: Hardware
+    fit: Path | None
+    measured: Path | None
+    out: Path | None
+    trace: Path | None
+
+
+def read(arguments: Sequence[str]) -> Request:
+    """Read the cells, profiles and hardware that a command line names.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    texts, run = split(arguments, fields_of(OwnSettings))
+    own = parsed(OwnSettings, texts)
+    fit, trace = own.fit, own.trace
+    cells = [cell for cell in read_grid([*run, "baselines=all"]).cells if cell.repeat == 0]
+    if trace and len(cells) > 1:
+        raise ConfigError(f"trace={trace}: takes one cell, and these are {len(cells)}")
+    config_dir = config_dir_of(run)
+    try:
+        hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
+        profiles = [_profile(cell) for cell in cells]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if fit and fit.suffix != ".json" and None in profiles:
+        raise ConfigError(
+            f"fit={fit}: an exchange cannot be fitted beside an estimated model; measure it with "
+            "lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
+        )
+    if fit and own.measured:
+        raise ConfigError(f"fit={fit} measured={own.measured}: a fit is scored on its own; set one")
+    by_default = not any(map(_is_given, cells))
+    return Request(cells, profiles, by_default, hardware, fit, own.measured, own.out, trace)
+
+
+def plain(node: Any) -> dict[str, Any]:
+    """Convert a node of settings to a dict, with references resolved."""
+    container = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _profile(cell: Cell) -> Profile | None:
+    """Return the profile of a cell's layers; None if its model is given without one."""
+    settings = plain(cell.config)
+    if settings["profile"]:
+        return replayed(settings) or Profile.parse(settings["profile"])
+    if _is_given(cell):
+        return replayed(settings)  # refuses model=replay, which needs one
+    return Profile.parse(read_file("profile", DEFAULT_PROFILE))
+
+
+def _is_given(cell: Cell) -> bool:
+    """Return whether a cell's settings name a model or a profile, or change one."""
+    keys = (word.lstrip("+~").partition("=")[0] for word in cell.arguments)
+    return any(key.partition(".")[0] in ("model", "profile") for key in keys)
+
+
+def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, Any]:
+    """Read a file of conf/hardware and apply `hardware.key=value` to it."""
+    changes = {key: text for key, text in texts.items() if key.startswith("hardware.")}
+    dotted = [f"{key.removeprefix('hardware.')}={text}" for key, text in changes.items()]
+    try:
+        node: Any = OmegaConf.create(escaped(read_file("hardware", name, config_dir)))
+        for key in changes:  # a value that is given is not assumed
+            node.get("assumed", {}).pop(key.removeprefix("hardware."), None)
+        return plain(OmegaConf.merge(node, OmegaConf.from_dotlist(dotted)))
+    except (OmegaConfBaseException, TypeError) as error:
+        lines = " ".join(f"{key}={text}" for key, text in changes.items())
+        raise ConfigError(f"{lines}: {str(error).splitlines()[0]}") from None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile, which holds on any hardware that it is predicted on."""
+
+    basis: ClassVar[str] = "profile"
+    profile: Profile
+
+    def on(self, hardware: Hardware) -> Profile:
+        """Return the profile."""
+        return self.profile
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Counted work, whose times follow from the hardware's device.
+
+    Attributes:
+        precision: a key of the device's peaks.
+        batches: samples per rank, the smallest and the largest of interest: profiles hold at both,
+            and on a line between them.
+        name: of its profiles.
+    """
+
+    basis: ClassVar[str] = ESTIMATE
+    work: Work
+    precision: str
+    batches: tuple[int, int]
+    name: str
+
+    def on(self, hardware: Hardware) -> Profile:
+        """Return the profile that the device of this hardware would have.
+
+        Raises:
+            ValueError: the hardware names no device, or not its peak.
+        """
+        if hardware.device is None:
+            raise ValueError(
+                f"hardware={hardware.name}: has no device to estimate a model on; give "
+                "hardware.device.name (lab/measure/peaks.py), or the model's measured profile="
+            )
+        return self.profile_of(of_this_machine(hardware.device))
+
+    def profile_of(self, device: Device) -> Profile:
+        """Estimate the layers' times on a device.
+
+        An operation takes the longer of its products at `compute_efficiency` of the peak and its
+        bytes at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the
+        update, and the gathering of the batch.
+
+        Raises:
+            ValueError: the peak at this precision is not known.
+        """
+        work, precision, batches = self.work, self.precision, self.batches
+        peaks = dict(device.peak_flops_per_s)
+        if precision not in peaks:
+            raise ValueError(
+                f"precision={precision}: device.peak_flops_per_s of {device.name} has "
+                f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
+            )
+        fewer, more = min(batches), max(*batches, RATIO * min(batches))
+
+        def ms(operations: Iterable[Operation], batch: int) -> float:
+            return _milliseconds(device, precision, operations, batch)
+
+        layers, layers_of_fewer = (
+            [
+                Layer(each.name, each.parameters, ms(each.forward, batch), ms(each.backward, batch))
+                for each in work.layers
+            ]
+            for batch in (more, fewer)
+        )
+        rest_ms, rest_of_fewer = ms(_rest(work), more), ms(_rest(work), fewer)
+        return Profile(
+            self.name,
+            f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
+            f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
+            more,
+            tuple(with_fixed_parts(layers, layers_of_fewer, more / fewer)),
+            rest_ms=rest_ms,
+            fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
+            num_threads=device.num_threads,
+        )
+
+
+def _rest(work: Work) -> list[Operation]:
+    """Return what a step does besides the layers' operations."""
+    update = Line(UPDATE_PASSES * VALUE_BYTES * work.num_parameters, 0.0)
+    gathered, nothing = Line(0.0, INPUT_PASSES * work.input_bytes), Line(0.0, 0.0)
+    return [Operation("update", nothing, update), Operation("input", nothing, gathered)]
+
+
+def _milliseconds(
+    device: Device, precision: str, operations: Iterable[Operation], batch: int
+) -> float:
+    """Return the time of operations one after the other, by the roofline of a device."""
+    efficiencies, rates = dict(device.op_efficiency), dict(device.op_rates)
+    peak_flops_per_s = dict(device.peak_flops_per_s)[precision] * device.compute_efficiency
+    seconds = []
+    for operation in operations:
+        num_bytes = operation.num_bytes.at(batch) / (2 if precision in HALF else 1)
+        flops_per_s = peak_flops_per_s * efficiencies.get(operation.name, 1.0)
+        rate = device.bandwidth_bytes_per_s * device.memory_efficiency
+        if num_bytes < device.cache_bytes:
+            rate = device.cache_bytes_per_s
+        rate = rates.get(operation.name, rate)
+        products_s = operation.flops.at(batch) / flops_per_s
+        seconds.append(device.op_s + max(products_s, num_bytes / rate))
+    return 1000 * sum(seconds)
+
+
+Source = Measured | Estimate
+
+
+def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, int]) -> Source:
+    """Return the source of the times of a run: its profile, or else an estimate of its model.
+
+    Args:
+        config: settings of the run; its model is counted at most once in a process.
+        profile: measured; None: the model is estimated.
+        batches: samples per rank, the smallest and the largest of interest.
+
+    Raises:
+        ConfigError: the model cannot be built or counted.
+    """
+    if profile:
+        return Measured(profile)
+    work = work_of(config)
+    model = class_name(config.model["_target_"])
+    name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
+    return Estimate(work, arithmetic_of(config.precision, config.tf32), batches, name)
+
+
+def work_of(config: DictConfig) -> Work:
+    """Count the work of a run's model, at most once in a process.
+
+    Raises:
+        ConfigError: a part cannot be built, the model does not fit the data, or its operations
+            cannot be counted.
+    """
+    parts: Any = OmegaConf.to_container(config, resolve=True)
+    return _work(OmegaConf.to_yaml({part: parts[part] for part in COUNTED}))
+
+
+@lru_cache(maxsize=64)
+def _work(parts: str) -> Work:
+    """Count a model, which is built without its values."""
+    from lab.measure.operations import Uncountable, count  # with torch, which few predictions need
+    from lab.problem.build import blueprint, require_float32
+
+    config: Any = OmegaConf.create(parts)
+    plan = blueprint(config)
+    require_float32(plan.model)
+    shape, dtype = plan.data.input_shape, plan.data.input_dtype
+    try:
+        return count(plan.model, shape, dtype, plan.target, plan.task.loss)
+    except Uncountable as error:
+        raise ConfigError(
+            f"model={config.model['_target_']}: cannot be counted for an estimate ({error}); "
+            "measure it with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
+        ) from None
+
+
+def with_fixed_parts(whole: Sequence[Layer], fewer: Sequence[Layer], ratio: float) -> list[Layer]:
+    """Add to each layer of `whole` the part of its time that does not depend on the batch size.
+
+    Args:
+        whole: layers at the reference batch size.
+        fewer: the same layers at a batch size `ratio` times smaller.
+    """
+    return [
+        replace(
+            layer,
+            fixed_forward_ms=fixed_part(layer.forward_ms, less.forward_ms, ratio),
+            fixed_backward_ms=fixed_part(layer.backward_ms, less.backward_ms, ratio),
+        )
+        for layer, less in zip(whole, fewer, strict=True)
+    ]
+
+
+def fixed_part(at_whole: float, at_fewer: float, ratio: float) -> float:
+    """Return the value at batch size 0 of a line through two batches, the second smaller.
+
+    It is clamped to between 0 and the whole.
+    """
+    return min(max((ratio * at_fewer - at_whole) / (ratio - 1), 0.0), at_whole)
+
+
+def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
+    """Return the result, a row per cell and their hardware, and the spans of the last cell.
+
+    Raises:
+        ConfigError: a strategy has no cost model, the hardware has too few ranks, or the study to
+            fit to cannot be read or does not fit.
+    """
+    try:
+        return _predicted(request)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
+    sources = zip(request.cells, sources_of(request), strict=True)
+    points = [(cell, source, strategy_of(cell, source)) for cell, source in sources]
+    groups = groups_of(request)
+    known: dict[str, Profile] = {}
+    rows, scores, spans = [], [], ()
+    for group in groups:
+        scored = []
+        for cell, source, strategy in points:
+            profile = source.on(group.hardware)
+            known[profile.name] = profile
+            prediction, row = _predict(group, cell, source, strategy)
+            observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
+            scored += [scored_cell(group, observed)] if observed else []
+            series = " ".join([series_of(cell, request.cells), *group.conditions.split()])
+            rows.append({"series": series, **row, **_measured(scored[-1] if observed else None)})
+            spans = prediction.step.spans
+        found = score(held_out(scored))
+        scores.append({"conditions": group.conditions, **asdict(found), "text": str(found)})
+    result = {
+        "rows": rows,
+        "profiles": {name: profile.gradient_bytes for name, profile in known.items()},
+        "sources": {name: profile.source for name, profile in known.items()},
+        "by_default": request.by_default,
+        "hardware": [{"conditions": g.conditions, **asdict(g.hardware)} for g in groups],
+        "scores": scores,
+        "fit": str(request.fit) if request.fit else None,
+        "measured": str(request.measured) if request.measured else None,
+    }
+    if request.measured:
+        steps = measured_steps(request.measured, request.cells)
+        for row, seconds in zip(rows, steps, strict=True):
+            row.update(comparison(seconds, row["step_s"]) if seconds else {})
+    return result, spans
+
+
+def sources_of(request: Request) -> list[Source]:
+    """Return the source of each cell's times."""
+    return [
+        source_of(cell.config, profile, (_per_rank(cell), cell.batch_size))
+        for cell, profile in zip(request.cells, request.profiles, strict=True)
+    ]
+
+
+def strategy_of(cell: Cell, source: Source) -> Strategy:
+    """Read a cell's strategy; what is counted includes the transform, a profile cannot."""
+    counted = {"transform": {}} if isinstance(source, Estimate) else {}
+    return Strategy.of({**plain(cell.config), **counted})
+
+
+def groups_of(request: Request) -> tuple[Group, ...]:
+    """Return the hardware to predict on: as its file says, or fitted."""
+    if request.fit and request.fit.suffix != ".json":
+        from lab.simulate.fit import fitted_groups  # imports pandas
+
+        assert request.profiles[0]  # or the request would have been refused
+        return fitted_groups(request.fit, request.profiles[0], request.hardware)
+    hardware = request.hardware
+    if request.fit:
+        from lab.simulate.fit import calibrate
+
+        hardware = calibrate(request.fit, hardware)
+    return (Group("", (), hardware, tuple(draws(hardware)), fitted=False),)
+
+
+def _predict(
+    group: Group, cell: Cell, source: Source, strategy: Strategy
+) -> tuple[Prediction, dict[str, Any]]:
+    """Predict a cell, and what the hardware's open values make of it."""
+    point = strategy, cell.world_size, cell.batch_size, cell.config.scaling == "weak"
+    prediction = predict(source.on(group.hardware), group.hardware, *point)
+    drawn = zip(places(len(group.draws)), group.draws, strict=True)
+    others = (predict(source.on(each).drawn(place), each, *point) for place, each in drawn)
+    all_of_them = [prediction, *others]
+    across_bytes = prediction.step.across_bytes
+    return prediction, {
+        "conditions": group.conditions,
+        "basis": source.basis,
+        "strategy": cell.strategy,
+        "world_size": cell.world_size,
+        "batch_size": cell.batch_size,
+        "per_rank_batch_size": _per_rank(cell),
+        "scaling": cell.config.scaling,
+        "step_s": prediction.step.step_s,
+        "step_s_interval": _ends(each.step.step_s for each in all_of_them),
+        "exposed_s": prediction.exposed_s,
+        "exposed_s_interval": _ends(each.exposed_s for each in all_of_them),
+        "speedup": prediction.speedup,
+        "speedup_interval": _ends(each.speedup for each in all_of_them),
+        "efficiency": prediction.efficiency,
+        "payload_bytes": prediction.step.payload_bytes,
+        "across_bytes": None if math.isnan(across_bytes) else across_bytes,
+    }
+
+
+def _ends(values: Iterable[float]) -> tuple[float, float]:
+    known = sorted(values)
+    return known[0], known[-1]
+
+
+def _measured(scored: ScoredCell | None) -> dict[str, Any]:
+    """Return what was measured of a cell, and the errors of its prediction."""
+    if scored is None:
+        return {"evidence": "extrapolated"}
+    exposed_s, _ = scored.exposed_s
+    return {
+        "measured_s": median(scored.measured_s),
+        "error": scored.error,
+        "measured_exposed_s": exposed_s,
+        "exposed_error": scored.exposed_error,
+        "evidence": scored.evidence,
+    }
+
+
+def _per_rank(cell: Cell) -> int:
+    return cell.batch_size // cell.world_size
+
+
+def series_of(cell: Cell, cells: list[Cell]) -> str:
+    """Name the series: the strategy, and the settings in which cells differ."""
+    varying = [
+        f"{key}={value}"
+        for key, value in cell.variant.items()
+        if key not in AXES and any(other.variant.get(key) != value for other in cells)
+    ]
+    return " ".join([cell.strategy, *varying])
+
+
+def measured_steps(folder: Path, cells: Sequence[Cell]) -> list[tuple[float, ...]]:
+    """Return the step time of each repeat that was measured of each cell; () of a cell without.
+
+    Raises:
+        ValueError: the folder holds no record, or one that breaks the contract.
+    """
+    from lab.record.schema import read_record  # with scipy, which settings do not need
+
+    records = [read_record(path) for path in sorted(folder.glob("*/record.json"))]
+    if not records:
+        raise ValueError(f"measured={folder}: holds no <cell>/record.json")
+    times: dict[str, list[float]] = {}
+    for record in records:
+        if record.status == "done" and record.measure == "throughput" and record.step_s:
+            times.setdefault(_point(record), []).append(record.step_s.median)
+    return [tuple(times.get(_point(cell), ())) for cell in cells]
+
+
+def comparison(seconds: Sequence[float], predicted_s: float) -> dict[str, Any]:
+    """Return the columns of a row whose cell was measured."""
+    step_s = median(seconds)
+    return {"measured_s": step_s, "error": predicted_s / step_s - 1, "evidence": "measured"}
+
+
+def _point(of: Record | Cell) -> str:
+    """Return what a measured cell and a predicted one must have in common."""
+    work = sorted((key, value) for key, value in of.settings.items() if root_of(key) in ROOTS)
+    return repr((of.strategy, of.world_size, of.batch_size, work))

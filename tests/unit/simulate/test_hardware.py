@@ -1,0 +1,235 @@
+"""Hardware: its files and links, NCCL, and the terms of the cost model that depend on it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lab.claims.predicted import MARGIN, crossover_batch, crossover_rate, profile_of
+from lab.cluster.settings import Change, Cluster
+from lab.model.profile import Layer, Profile
+from lab.settings.files import choices_of, read_file
+from lab.simulate.fit import over_links
+from lab.simulate.hardware import PROTOCOLS, Hardware, Link, draws, parse, with_rate
+from lab.simulate.network import Network, slowest_factor
+from lab.simulate.step import predict, simulate
+from lab.simulate.strategy import CEILING
+from tests.support.simulated import FLAT, strategy
+
+NODE: dict[str, Any] = {
+    "name": "made_up",
+    "source": "this test",
+    "library": "nccl",
+    "ranks_per_node": 4,
+    "intra": {"latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "num_links": {2: 1, 4: 3}},
+    "inter": None,
+    "codec_bytes_per_s": 1e9,
+    "contention": 0.1,
+    "assumed": {"intra.bandwidth_bytes_per_s": [1e8, 1e10], "contention": [0, 0.2]},
+}
+
+
+def test_draws_cover_the_ranges_and_are_the_same_each_time() -> None:
+    hardware = parse(NODE)
+    drawn = list(draws(hardware, 400))
+    rates = sorted(each.intra.bandwidth_bytes_per_s for each in drawn if each.intra)
+    assert 1e8 <= rates[0] < 1.2e8 and 0.8e10 < rates[-1] <= 1e10
+    assert rates[200] == pytest.approx(1e9, rel=0.3)  # even in the logarithm
+    assert {each.codec_bytes_per_s for each in drawn} == {1e9}
+    assert all(0 <= each.contention <= 0.2 for each in drawn)
+    assert drawn == list(draws(hardware, 400))
+
+
+@pytest.mark.parametrize("name", choices_of("hardware"))
+def test_every_figure_said_to_be_assumed_has_a_range(name: str) -> None:
+    hardware = parse(read_file("hardware", name))
+    assert hardware.name == name and hardware.source
+    text = (read_text(name)).splitlines()
+    marked = [line.split(":")[0].strip() for line in text if "# assumed" in line]
+    ranges = {each.key.rpartition(".")[2] for each in hardware.assumed}
+    assert set(marked) - {"library"} <= ranges
+    assert all(math.isfinite(each.high) for each in hardware.assumed) and hardware.assumed
+
+
+def read_text(name: str) -> str:
+    from lab.settings.files import conf_dir
+
+    return (conf_dir() / f"hardware/{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"assumed": {"contention": [0.2, 0.3]}},
+            r"assumed.contention=.* leaves out its value 0.1",
+        ),
+        ({"assumed": {"speed": [1, 2]}}, "speed"),
+        (
+            {"assumed": {"contention": [1]}},
+            r"=\[1\]: must be \[lowest, highest\]",
+        ),
+        ({"assumed": {"inter.latency_s": [0, 1]}}, "latency_s"),
+        ({"protocols": ["LL64"]}, "protocols=.*must be some of LL, LL128, Simple"),
+        ({"node_rates": [0]}, "node_rates=0: must be a number of at least 1"),
+        ({"colour": 3}, "colour=3: no such key; allowed are name, source, library"),
+        ({"intra": {**NODE["intra"], "delay": 3}}, "intra: delay=3: no such key; allowed are lat"),
+        ({"intra": {"latency_s": 1e-6}}, "intra: bandwidth_bytes_per_s: is missing"),
+        ({"jitter": -1}, "jitter=-1: must be a number of at least 0"),
+        ({"intra": {**NODE["intra"], "num_links": {4: 3}}}, "num_links=.*must begin with 2 ranks"),
+    ],
+)
+def test_a_wrong_figure_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(NODE | change)
+
+
+NCCL_NODE = Hardware("node", "made up", "nccl", 8, Link(3.4e-6, 4.5e11), None, math.inf)
+LAYER = Layer("fc", 1_000_000, forward_ms=10, backward_ms=20)
+PROFILE = Profile("one layer", "made up", reference_batch=8, layers=(LAYER,))
+
+
+def test_jitter_costs_the_slowest_ranks_share() -> None:
+    published = {2: 1.1, 4: 2.0, 8: 2.8, 64: 4.6, 512: 6.0}  # percent of a step, at 2 % jitter
+    found = {size: 100 * (slowest_factor(size, 0.02) - 1) for size in published}
+    assert found == pytest.approx(published, abs=0.06)
+    drawn = np.random.default_rng(0).normal(1, 0.1, (20_000, 16)).max(axis=1)
+    assert slowest_factor(16, 0.1) == pytest.approx(float(np.median(drawn)), rel=2e-3)
+    assert slowest_factor(1, 0.5) == 1
+
+
+def test_a_straggler_is_the_slowest_but_jitter_may_exceed_it() -> None:
+    assert slowest_factor(8, 0.0, 1, 1.5) == 1.5
+    drawn = np.random.default_rng(0).normal(1, 0.1, (20_000, 8))
+    drawn[:, 0] *= 1.1
+    median = statistics.median(drawn.max(axis=1))
+    assert slowest_factor(8, 0.1, 1, 1.1) == pytest.approx(median, rel=3e-3)
+
+
+def test_compute_waits_for_the_slowest_rank_and_one_rank_for_none() -> None:
+    hardware = replace(FLAT, num_slow=1, slow_factor=2.0)
+    assert simulate(PROFILE, hardware, CEILING, 1, 8).step_s == pytest.approx(0.03)
+    assert simulate(PROFILE, hardware, CEILING, 2, 8).step_s == pytest.approx(0.06)
+    transfer_s = 2 * 4e6 / 1e8
+    step = simulate(PROFILE, hardware, strategy("tree"), 2, 8)
+    assert step.step_s == pytest.approx(0.06 + transfer_s)
+
+
+def test_nodes_with_links_of_their_own_rates() -> None:
+    """Rank 2 has a slow link; 0-1-3 do not wait for it but in a ring."""
+    network = Network(replace(FLAT, node_rates=(1e8, 1e8, 1e7, 1e8)), 4)
+    whole, slow = 1e6 / 1e8, 1e6 / 1e7
+    up = slow + slow  # 3 to 2, beside 1 to 0; then 2 to 0
+    assert network.tree(1e6).seconds == pytest.approx(2 * up)
+    assert network.star(1e6).seconds == pytest.approx(2 * (whole + slow + whole))
+    assert network.ring(1e6).seconds == pytest.approx(2 * 3 / 4 * slow)
+    alike = Network(replace(FLAT, node_rates=(1e8,) * 4), 4)
+    for name in ("tree", "star", "ring"):
+        same = getattr(Network(FLAT, 4), name)(1e6)
+        assert getattr(alike, name)(1e6).seconds == pytest.approx(same.seconds)
+    with pytest.raises(ValueError, match="has 4 node_rates"):
+        Network(replace(FLAT, node_rates=(1e8,) * 4), 5)
+
+
+def test_a_pair_has_fewer_links_than_a_whole_node() -> None:
+    mesh = Link(0.0, 20e9, ((2, 1), (3, 2), (4, 3), (5, 4)))
+    assert [mesh.rate_of(size) / 20e9 for size in (1, 2, 3, 4, 8)] == [1, 1, 2, 3, 4]
+    assert Link(0.0, 20e9, 8).rate_of(2) == 160e9
+
+
+@pytest.mark.parametrize("num_nodes", [2, 8, 64])
+def test_rings_over_nodes_reach_the_adapters_rate(num_nodes: int) -> None:
+    """1 GB on H200: bus bandwidth near 8 x 50 GB/s, not the sum of three phases."""
+    nodes = replace(NCCL_NODE, inter=Link(1.4e-5, 5e10, 8), protocols=tuple(PROTOCOLS))
+    size = 8 * num_nodes
+    busbw = 2 * (size - 1) / size * 1e9 / Network(nodes, size).all_reduce(1e9).seconds
+    assert 300e9 < busbw <= 400e9
+
+
+def test_small_messages_choose_the_protocol_of_low_latency() -> None:
+    one_each = [Network(replace(NCCL_NODE, protocols=(name,)), 8) for name in PROTOCOLS]
+    network = Network(replace(NCCL_NODE, protocols=tuple(PROTOCOLS)), 8)
+    small, large = ([one.all_reduce(n).seconds for one in one_each] for n in (1e3, 1e9))
+    assert min(small) == small[0] == network.all_reduce(1e3).seconds
+    assert min(large) == large[2] == network.all_reduce(1e9).seconds
+    gathered = 7 * 1e8 / 4.5e11 + 7 * 3.4e-6 + PROTOCOLS["Simple"].launch_s
+    assert one_each[2].all_gather(1e8).seconds == pytest.approx(gathered)
+    assert Network(NCCL_NODE, 1).all_reduce(1e9).seconds == 0
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_one_rank_casts_nothing(name: str) -> None:
+    costly = replace(FLAT, codec_bytes_per_s=1e6)
+    alone = simulate(PROFILE, costly, strategy(name), 1, 8).step_s
+    assert alone == simulate(PROFILE, costly, CEILING, 1, 8).step_s
+
+
+def test_update_input_and_overhead_add_to_a_step() -> None:
+    base = simulate(PROFILE, FLAT, CEILING, 4, 8).step_s
+    node = replace(FLAT, ranks_per_node=4, intra=Link(0.0, 1e9))
+
+    def step_s(**terms: float | int) -> float:
+        return simulate(PROFILE, replace(node, **terms), CEILING, 4, 8).step_s
+
+    assert step_s(update_bytes_per_s=1e9) == pytest.approx(base + 5 * 4e6 / 1e9)
+    assert step_s(overhead_s=1e-3) == pytest.approx(base + 1e-3)
+    assert step_s(update_bytes_per_s=1e9, num_cores=2) == pytest.approx(base + 2 * 5 * 4e6 / 1e9)
+    assert step_s(overhead_s_per_rank=1e-3) == pytest.approx(base + 3e-3)
+    assert step_s(input_samples_per_s=1e9) == base
+    assert step_s(input_samples_per_s=100) == pytest.approx(4 * 8 / 100)
+
+
+FITTED = Hardware("fitted", "made up", "gloo", 1, None, Link(1e-4, 1.1e8), math.inf)
+GIGABIT = Cluster(1, ("1gbit", "1gbit"))
+
+
+def test_links_keep_their_share_of_the_nominal_rate() -> None:
+    slower = over_links(FITTED, GIGABIT, Cluster(1, ("100mbit",) * 4, delay_ms=5))
+    assert slower.inter
+    assert slower.inter.latency_s == pytest.approx(5.1e-3)
+    assert slower.inter.bandwidth_bytes_per_s == pytest.approx(1.1e7)
+    assert slower.node_rates == () and slower.num_slow == 0
+
+
+def test_hosts_may_have_rates_of_their_own_and_one_may_be_slow() -> None:
+    mixed = Cluster(2, ("1gbit", "300mbit"), slow_host=1, slow_factor=1.5)
+    found = over_links(FITTED, GIGABIT, mixed)
+    assert found.node_rates == pytest.approx((1.1e8, 3.3e7))
+    assert (found.num_slow, found.slow_factor) == (2, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Cluster(1, (None, None)), "cluster.rates: must be limited"),
+        (replace(GIGABIT, loss_percent=1.0), "cluster.loss_percent"),
+        (replace(GIGABIT, changes=(Change(1.0, 0, "down"),)), "cluster.changes"),
+    ],
+)
+def test_what_has_no_cost_model_is_refused(other: Cluster, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        over_links(FITTED, GIGABIT, other)
+
+
+def test_crossings() -> None:
+    profile = profile_of("alexnet_titanx", 0.02)
+    tree, onebit, overlap = map(strategy, ("tree", "onebit", "overlap"))
+    batch_size = crossover_batch(profile, FLAT, tree, 4)
+    assert batch_size and batch_size % 4 == 0
+    pays = {b: predict(profile, FLAT, tree, 4, b).speedup > 1 for b in (batch_size - 4, batch_size)}
+    assert pays == {batch_size - 4: False, batch_size: True}
+    endless = replace(FLAT, inter=Link(0.0, 1.0))
+    assert crossover_batch(profile, endless, tree, 4) is None
+    coded = replace(FLAT, codec_bytes_per_s=1e10)
+    rate = crossover_rate(profile, coded, (onebit, overlap), 4, 256)
+    assert rate
+    for factor, pays in ((0.9, True), (1.1, False)):
+        links = with_rate(coded, factor * rate)
+        one, other = (simulate(profile, links, each, 4, 64).step_s for each in (onebit, overlap))
+        assert (MARGIN * one < other) == pays
+    assert crossover_rate(profile, coded, (onebit, onebit), 4, 256) is None
