@@ -14,7 +14,7 @@ from lab.benchmarks.harness import on_ranks
 from lab.benchmarks.present import ranged, tabulate
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import in_turns
-from lab.distributed.collective import Done
+from lab.distributed.comm import Done
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.spans import PHASES

@@ -19,7 +19,7 @@ from lab.benchmarks.harness import on_ranks
 from lab.benchmarks.present import about, machine, ranks_of, tabulate
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import CEILING
-from lab.distributed.sharded import local
+from lab.distributed.replicas import local
 from lab.distributed.world import World
 from lab.draw.chart import Chart
 from lab.draw.looks import SKY

@@ -17,7 +17,7 @@ from lab.benchmarks import interleave
 from lab.benchmarks.harness import on_ranks
 from lab.benchmarks.present import tabulate
 from lab.benchmarks.request import Request
-from lab.cluster.straggler import PHASES, Straggler
+from lab.cluster.settings import PHASES, Straggler
 from lab.distributed.world import World
 from lab.measure.intervals import Interval, wilson
 from lab.measure.statistics import least_warmup
@@ -153,7 +153,7 @@ def _with(config: DictConfig, planted: Straggler | None) -> DictConfig:
     settings = {"rank": planted.rank, "phase": planted.phase, "every": planted.every}
     changed.straggler = OmegaConf.create(
         {
-            "_target_": "lab.cluster.straggler.planted",
+            "_target_": "lab.cluster.settings.planted",
             "delay_ms": 1e3 * planted.delay_s,
             **settings,
         }

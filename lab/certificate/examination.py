@@ -31,7 +31,7 @@ from lab.certificate.verdict import (
     unequal_at_start,
 )
 from lab.certificate.watch import HEAD, Seen
-from lab.distributed.nodes import Nodes
+from lab.distributed.launcher import Nodes
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import left_exact
 from lab.exchange.layout import travel_shape

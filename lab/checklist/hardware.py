@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lab.distributed.gpus import is_available, torch_build
+from lab.distributed.world import is_available, torch_build
 from lab.measure import nvidia
 from lab.measure.environment import environment, git_commit
 

@@ -170,7 +170,7 @@ def delivered_error(strategy: str) -> float:
     """
     import torch
 
-    from lab.distributed.thread_comm import run_ranks
+    from lab.distributed.comm import run_ranks
     from lab.exchange.bucket import GradBucket
 
     chance = torch.Generator().manual_seed(0)

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.collective import Done
-from lab.distributed.comm import Comm
-from lab.distributed.nodes import RankInfo
+from lab.distributed.comm import Comm, Done
+from lab.distributed.launcher import RankInfo
 
 ADDRESS_BYTES = 256
 

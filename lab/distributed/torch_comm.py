@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm, Transfer
-from lab.distributed.nodes import RankInfo
+from lab.distributed.comm import Collective, Comm, Transfer
+from lab.distributed.launcher import RankInfo
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree")
 PROTOCOLS = ("LL", "LL128", "Simple")

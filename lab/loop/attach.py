@@ -20,7 +20,7 @@ from lab.loop.settings import compose
 from lab.loop.world import world_of
 from lab.record.schema import Certificate
 from lab.settings.config import ConfigError, build
-from lab.sync.ddp_hook import HookState, exchange_hook
+from lab.sync.ddp import HookState, exchange_hook
 from lab.sync.owner import Scaler, SpoiledState
 from lab.training.alike import exchanged_alike
 from lab.training.assemble import require_alike, require_like_gpus

@@ -26,7 +26,7 @@ from lab.exchange.layout import travelling
 from lab.record.files import write_json
 from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
-from lab.sync.ddp_hook import HookState
+from lab.sync.ddp import HookState
 
 CHOICES = (None, "none", "first")
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"

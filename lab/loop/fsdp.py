@@ -10,13 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lab.distributed.comm import Traffic
-from lab.distributed.sharded import is_sharded
+from lab.distributed.replicas import is_sharded
 from lab.exchange.base import Exchange
 from lab.loop.settings import compose
 from lab.settings.config import ConfigError, build
-from lab.sync.fsdp import WholeGradients
-from lab.sync.fsdp_hooks import set_reduce_scatter
-from lab.sync.fsdp_units import require_scattered
+from lab.sync.fsdp import set_reduce_scatter
+from lab.sync.fsdp_units import WholeGradients, require_scattered
 from lab.sync.owner import KEY, Owner, require_state
 
 
@@ -27,7 +26,7 @@ class ReduceScatters:
         traffic: payload bytes and messages of this rank's reduce-scatters so far.
 
     Raises:
-        ValueError: see lab.sync.fsdp_hooks.set_reduce_scatter.
+        ValueError: see lab.sync.fsdp.set_reduce_scatter.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, settings: Mapping[str, Any]) -> None:

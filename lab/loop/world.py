@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lab.distributed.launcher import was_launched
-from lab.distributed.nodes import RankInfo
+from lab.distributed.launcher import RankInfo, was_launched
 from lab.distributed.torch_comm import TorchComm, nccl_options
 from lab.distributed.world import World
 

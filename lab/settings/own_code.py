@@ -38,7 +38,7 @@ OWN = {
     "comm": "lab.distributed.",
     "recorder": "lab.record.",
     "cluster": "lab.cluster.settings.",
-    "straggler": "lab.cluster.straggler.",
+    "straggler": "lab.cluster.settings.",
 }
 HASH_LENGTH = 8  # hexadecimal digits
 KNOWN = ("lab.", "torch.optim.")  # paths that need no word before they are imported

@@ -13,8 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lab.cluster.settings import Cluster, cluster_of
-from lab.cluster.straggler import straggler_of
+from lab.cluster.settings import Cluster, cluster_of, straggler_of
 from lab.settings.config import check_batch, check_name, load
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split

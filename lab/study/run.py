@@ -172,7 +172,7 @@ def _check_launcher(study: Study) -> None:
 
         check_installed()
         return
-    from lab.distributed.gpus import check_gpus
+    from lab.distributed.world import check_gpus
 
     for cell in study.cells:
         try:

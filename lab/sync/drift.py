@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.distributed.worker import HostCopy, Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket

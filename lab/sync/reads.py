@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.exchange.layout import named
 
+NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 
 class FirstReads(TorchDispatchMode):
     """Watches one forward: the order in which modules begin, and each parameter's first read.
@@ -82,6 +84,78 @@ class FirstReads(TorchDispatchMode):
 
     def _note_begin(self, module: str) -> None:
         self._begun.setdefault(module, len(self._begun))
+
+
+class Reads(TorchDispatchMode):
+    """Watches one forward: which modules are under way when an operation takes a parameter.
+
+    Gradients are enabled, as in training: without them torch's attention layers take another path.
+
+    Args:
+        inputs: that the model takes. It sees them in eval mode.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._ran = set[nn.Module]()
+        self._under_way: list[nn.Module] = []
+        self._readers: dict[int, set[nn.Module]] = {}  # under way at all reads, by parameter's id
+        self._ids: dict[int, list[int]] = {}  # of parameters, by their memory
+        for parameter in model.parameters():
+            self._ids.setdefault(_memory_of(parameter), []).append(id(parameter))
+        training = {module: module.training for module in model.modules()}
+        hooks = [hook for module in training for hook in self._marks(module)]
+        try:
+            with self:
+                model.eval()(inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, mode in training.items():
+                module.training = mode
+        self._routed = {
+            inner for module in training if self._routes(module) for inner in module.modules()
+        }
+
+    def are_enclosed_by(self, module: nn.Module) -> bool:
+        """Return whether `module` runs on every rank, around all reads of its parameters.
+
+        Of a list of which the forward ran some modules, a rank may run others.
+        """
+        if module not in self._ran or module in self._routed:
+            return False
+        return all(module in self._readers.get(id(p), {module}) for p in module.parameters())
+
+    def _routes(self, module: nn.Module) -> bool:
+        children = [
+            child for child in module.children() if next(child.parameters(), None) is not None
+        ]
+        return isinstance(module, NO_FORWARD) and not self._ran.issuperset(children)
+
+    def _marks(self, module: nn.Module) -> list[RemovableHandle]:
+        """Mark where FSDP would gather and free: before all hooks of a module, and after them."""
+        return [
+            before(module, lambda: self._begin(module)),
+            after(module, lambda: self._under_way.remove(module)),
+        ]
+
+    def _begin(self, module: nn.Module) -> None:
+        self._ran.add(module)
+        self._under_way.append(module)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        now = set(self._under_way)
+        for tensor in cast(list[object], tree_leaves((args, kwargs))):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                for key in self._ids.get(_memory_of(tensor), ()):
+                    self._readers[key] = self._readers.get(key, now) & now
+        return func(*args, **(kwargs or {}))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)  # an empty one has none
 
 
 def before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:

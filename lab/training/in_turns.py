@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from lab.distributed import world as worlds
 from lab.distributed.launcher import end_process, run_as_process
-from lab.distributed.watchdog import Failure, Watchdog
+from lab.distributed.worker import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns, order

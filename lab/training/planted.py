@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lab.cluster.straggler import Straggler
+from lab.cluster.settings import Straggler
 from lab.measure.clock import mark, seconds
 from lab.sync.base import Sync
 

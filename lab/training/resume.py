@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.replicas import broadcast_buffers
-from lab.distributed.sharded import like, local, whole
+from lab.distributed.replicas import broadcast_buffers, like, local, whole
 from lab.exchange.layout import named
 from lab.settings.config import Settings
 from lab.settings.names import by_class

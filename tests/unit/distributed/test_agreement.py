@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.distributed.agreement import MOST_NAMED, differences, ranks_in_words
+from lab.distributed.world import MOST_NAMED, differences, ranks_in_words
 
 
 def test_equal_facts_give_no_line() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.torch_comm import TWO_WAY_BYTES
 from lab.distributed.world import stop
 from tests.support.ranks import join, spawn

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
-from lab.distributed.watchdog import Watchdog
-from lab.distributed.worker import StreamWorker
+from lab.distributed.comm import Comm, run_ranks
+from lab.distributed.worker import StreamWorker, Watchdog
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit, TopK
 from lab.exchange.memory import Owned

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.distributed import gpus
+from lab.distributed import world
 
 VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root)\n"
 Machine = Callable[..., None]
@@ -35,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
         if driver:
             (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
             (tmp_path / "proc/driver/nvidia/version").write_text(VERSION.format(driver))
-        monkeypatch.setattr(gpus, "ROOT", tmp_path)
+        monkeypatch.setattr(world, "ROOT", tmp_path)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -51,14 +51,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 def test_ranks_take_gpus_in_turn(machine: Machine) -> None:
     machine("580.65.06", ("nvidia0", "nvidia1"), counted=2, usable=True)
-    picked = [gpus.pick_device("auto", rank, 1) for rank in range(3)]
+    picked = [world.pick_device("auto", rank, 1) for rank in range(3)]
     assert [str(each) for each in picked] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
 def test_more_ranks_than_gpus_are_refused(machine: Machine) -> None:
     machine("580.65.06", ("nvidia0",), counted=1, usable=True)
     with pytest.raises(ValueError, match="device=auto: 2 ranks on this host but 1 GPUs"):
-        gpus.check_gpus("auto", 2)
+        world.check_gpus("auto", 2)
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
@@ -74,12 +74,12 @@ def test_gpus_that_torch_cannot_use_are_no_reason_for_the_cpu(
 ) -> None:
     machine("535.104.05", ("nvidia0", "nvidiactl"), cuda=cuda, counted=counted)
     with pytest.raises(ValueError) as error:
-        gpus.pick_device(device, 0, 1)
+        world.pick_device(device, 0, 1)
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"device={device}: this host has NVIDIA GPUs (driver 535.104.05), but ")
     assert said in line
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cu126" in line
-    assert gpus.pick_device("cpu", 0, 1) == torch.device("cpu")
+    assert world.pick_device("cpu", 0, 1) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_without_gpus_or_with_hidden_ones_ranks_compute_on_the_cpu(
     machine: Machine, host: dict[str, Any]
 ) -> None:
     machine(**host)
-    assert gpus.pick_device("auto", 0, 4) == torch.device("cpu")
+    assert world.pick_device("auto", 0, 4) == torch.device("cpu")
     with pytest.raises(ValueError, match="device=cuda: torch sees no GPU on this host"):
-        gpus.pick_device("cuda", 0, 1)
+        world.pick_device("cuda", 0, 1)
 
 
 def test_a_gpu_that_this_job_may_not_open_is_not_its_own(
@@ -107,23 +107,23 @@ def test_a_gpu_that_this_job_may_not_open_is_not_its_own(
         raise PermissionError(1, "Operation not permitted")
 
     machine("535.104.05", ("nvidia0",))
-    monkeypatch.setattr(gpus.os, "open", refuse)
-    assert gpus.pick_device("auto", 0, 1) == torch.device("cpu")
+    monkeypatch.setattr(world.os, "open", refuse)
+    assert world.pick_device("auto", 0, 1) == torch.device("cpu")
 
 
 def test_linux_under_windows_has_a_driver_of_its_own(machine: Machine, tmp_path: Path) -> None:
     machine(devices=("dxg",), cuda=None)
-    assert gpus.pick_device("auto", 0, 1) == torch.device("cpu")  # another maker's GPU
+    assert world.pick_device("auto", 0, 1) == torch.device("cpu")  # another maker's GPU
     (tmp_path / "usr/lib/wsl/lib").mkdir(parents=True)
     (tmp_path / "usr/lib/wsl/lib/libcuda.so.1").touch()
     with pytest.raises(ValueError, match=r"has NVIDIA GPUs \(driver of Windows\), but torch"):
-        gpus.pick_device("auto", 0, 1)
+        world.pick_device("auto", 0, 1)
 
 
 def test_gpus_older_than_torch_are_refused(machine: Machine) -> None:
     machine("580.65.06", ("nvidia0",), counted=1, usable=True, capability=(7, 0))
     with pytest.raises(ValueError, match=r"GPU 0 has capability 7\.0, older .*whl/cu126"):
-        gpus.pick_device("auto", 0, 1)
+        world.pick_device("auto", 0, 1)
 
 
 def test_a_gpu_that_refuses_is_one_line(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_gpu_that_refuses_is_one_line(machine: Machine, monkeypatch: pytest.Mo
     machine("580.65.06", ("nvidia0",), counted=1, usable=True)
     monkeypatch.setattr(torch.cuda, "set_device", refuse)
     with pytest.raises(ValueError, match=r"cannot use GPU 0: CUDA-capable .* unavailable$"):
-        gpus.pick_device("cuda", 0, 1)
+        world.pick_device("cuda", 0, 1)
 
 
 def test_torchs_own_warning_is_left_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +144,4 @@ def test_torchs_own_warning_is_left_out(machine: Machine, monkeypatch: pytest.Mo
     machine("535.104.05", ("nvidia0",))
     monkeypatch.setattr(torch.cuda, "is_available", warn)
     with pytest.raises(ValueError, match="driver 535"):
-        gpus.check_gpus("auto", 1)
+        world.check_gpus("auto", 1)

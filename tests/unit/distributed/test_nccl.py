@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.distributed.nodes import RankInfo
+from lab.distributed.launcher import RankInfo
 from lab.distributed.torch_comm import TorchComm
 from lab.settings.config import build, load
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.distributed.comm import Comm
-from lab.distributed.nodes import nodes_of
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
+from lab.distributed.launcher import nodes_of
 
 BLOCKS, TURNS, UNEVEN = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3, 4], [5]]
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lab.distributed import watchdog
-from lab.distributed.watchdog import Failure, Watchdog
+from lab.distributed import worker
+from lab.distributed.worker import Failure, Watchdog
 from tests.support import HANG_S
 from tests.support.worlds import one_of
 
@@ -28,8 +28,8 @@ class Noted:
 
 def test_a_wait_outside_any_exchange_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost rank may be noticed outside an exchange, such as in a checkpoint's barrier."""
-    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
-    monkeypatch.setattr(watchdog, "CONTROL_EXTRA_S", 0.0)
+    monkeypatch.setattr(worker, "POLL_S", 0.01)
+    monkeypatch.setattr(worker, "CONTROL_EXTRA_S", 0.0)
     noted, world = Noted(), one_of(2)
     watch = Watchdog(world, 0.1, noted)
     with world.waits.of("a barrier"):
@@ -55,8 +55,8 @@ class Silent(dist.HashStore):
 
 
 def test_a_store_that_no_longer_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
-    monkeypatch.setattr(watchdog, "LIBRARY_MARGIN_S", 0.1)
+    monkeypatch.setattr(worker, "POLL_S", 0.01)
+    monkeypatch.setattr(worker, "LIBRARY_MARGIN_S", 0.1)
     noted, store = Noted(), Silent()
     watch = Watchdog(dataclasses.replace(one_of(2), store=store), 0.1, noted)
     assert noted.found.wait(HANG_S)

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.distributed import agreement, horovod_comm, world
-from lab.distributed.agreement import Disagreement, written
+from lab.distributed import horovod_comm, world
 from lab.distributed.comm import Comm
-from lab.distributed.nodes import RankInfo
+from lab.distributed.launcher import RankInfo
+from lab.distributed.world import Disagreement, written
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, build, load
 from lab.sync.ddp import DDPSync
@@ -107,7 +107,7 @@ def test_a_rank_that_hangs_while_others_connect_is_named(
 def test_ranks_of_unlike_facts_are_refused_before_they_connect(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "HEARD_S", 0.1)  # the others hear nothing
+    monkeypatch.setattr(world, "HEARD_S", 0.1)  # the others hear nothing
     for rank in (1, 2):
         store.set(f"came/{rank}", written({"device": "cuda", "number of ranks": "3"}))
     with pytest.raises(Disagreement, match="device: cpu on rank 0, cuda on ranks 1-2; must be eq"):

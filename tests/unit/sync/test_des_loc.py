@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange

@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import Plans
 from lab.exchange.compressed import Int4, Int8, OneBit
 from lab.exchange.scatter import Layout, Scatter, scatter_of
 from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
-from lab.sync.fsdp import ranks_of_a_host
-from lab.sync.fsdp_hooks import UnitAllGather, UnitReduceScatter
+from lab.sync.fsdp import UnitAllGather, UnitReduceScatter, ranks_of_a_host
 
 ROWS, INNER, UNITS, EVERY = 12, 300, ("first", "last"), 2
 SIZE = 4

@@ -10,8 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, Worker
 from lab.exchange.bucket import GradBucket
 from lab.measure.clock import Clock

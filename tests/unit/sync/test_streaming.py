@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import Int8, OneBit
 from lab.sync.base import SyncParts
-from lab.sync.local import LocalSync
+from lab.sync.local import LocalSync, StreamingSync
 from lab.sync.pattern import fragments
-from lab.sync.streaming import StreamingSync
 from tests.unit.sync.test_local import networks, train, weights
 
 OUTER: dict[str, Any] = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.5}
