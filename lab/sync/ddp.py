@@ -32,7 +32,7 @@ from lab.exchange.grouping import MIB
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
 from lab.settings import checks
-from lab.sync.base import BeforeExchange, Reached, SyncParts, all_finite, observed
+from lab.sync.base import BeforeExchange, Reached, SyncParts, all_finite, observed, on_gradient
 from lab.sync.library import LibrarySync, library_bound
 from lab.sync.owner import KEY, Owner, SpoiledState, require_state
 from lab.sync.pattern import ddp
@@ -82,7 +82,12 @@ class HookState:
     ) -> None:
         exchange.check_reach(comm)
         trainable = admit(model, exchange)
-        _refuse_sparse(model)
+        for name, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f"{name or 'model'}.weight: has sparse gradients (sparse=True), which DDP "
+                    "gives to no hook; use sparse=False, or lab.grad_sync without DDP"
+                )
         inner = getattr(model, COMPILED.rstrip("."), model)
         exchange.look_at(inner if isinstance(inner, nn.Module) else model)
         self.exchange, self.comm, self.worker = exchange, comm, worker
@@ -106,18 +111,14 @@ class HookState:
         self._reached = Reached(trainable, exchange, self._device) if finds_unused else None
         if exchange.asynchronous(comm) or finds_unused:
             for name, parameter in trainable.items():
-                register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                call = partial(self._gradient_ready, name)
-                self._hooks.append(cast(RemovableHandle, register(call)))
+                self._hooks.append(on_gradient(parameter, partial(self._gradient_ready, name)))
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """True if all ranks have the same weights after each step."""
         return self.exchange.keeps_replicas_equal
 
     @property
     def settled_at(self) -> int | None:
-        """The first step after any trials; None: they go on."""
         return self.exchange.settled_at
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,15 +146,13 @@ class HookState:
         return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
     def sent(self) -> Sent:
-        """Return what the exchanges have sent so far."""
         return self.comm.traffic.so_far()
 
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        """Return the shapes of the parameters of each bucket of the last step."""
+        """As of a Sync, of the buckets of the last step."""
         return [self.exchange.moves_as(packed.shapes) for packed, _ in self._exchanged]
 
     def bucket_itemsizes(self) -> list[int]:
-        """Return the bytes of a value of each bucket of the last step, before compression."""
         return [packed.flat.element_size() for packed, _ in self._exchanged]
 
     def close(self) -> None:
@@ -260,21 +259,6 @@ class HookState:
         self.step += 1
         if self.after_exchange:
             self.after_exchange()
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    """Refuse embeddings with sparse gradients, which DDP gives to no hook.
-
-    Raises:
-        ValueError: names one.
-    """
-    modules = cast(Iterator[tuple[str, nn.Module]], model.named_modules())
-    for name, module in modules:
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(
-                f"{name or 'model'}.weight: has sparse gradients (sparse=True), which DDP gives to "
-                "no hook; use sparse=False, or lab.grad_sync without DDP"
-            )
 
 
 def exchange_hook(state: HookState, bucket: DDPBucket) -> Future[Tensor]:
@@ -395,10 +379,10 @@ class DDPSync(LibrarySync):
             self._last.close()
 
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        return self._lab.bucket_shapes() if self._lab is not None else []
+        return self._lab.bucket_shapes() if self._lab else []
 
     def bucket_itemsizes(self) -> list[int]:
-        return self._lab.bucket_itemsizes() if self._lab is not None else []
+        return self._lab.bucket_itemsizes() if self._lab else []
 
     def error_bound(self, largest: float, size: int) -> float:
         if self._hook_name == "lab":
@@ -480,8 +464,7 @@ class LastGradient:
         self._hooks: dict[str, RemovableHandle] = {}  # in the order in which gradients came
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                self._hooks[name] = cast(RemovableHandle, register(partial(self._ready, name)))
+                self._hooks[name] = on_gradient(parameter, partial(self._ready, name))
 
     def end_step(self) -> None:
         """Keep the hook of the last gradient alone."""

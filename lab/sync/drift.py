@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,11 +63,10 @@ class Drift:
 
     def _begin(self, name: str) -> None:
         """Begin a window of the bucket `name`; of the first that comes if it is empty."""
-        self._name, self._count = name, 0
+        self._name, self._count, self._step = name, 0, 0
         self._due = self._delivered = torch.empty(0)
         self._spans: list[tuple[str, int, int]] = []
         self._left_out: set[str] = set()
-        self._step = 0
 
     def before(self, bucket: GradBucket) -> None:
         """Add a bucket that is about to be averaged to what is due."""
@@ -115,7 +113,6 @@ class Drift:
         self._begin(names[(names.index(self._name) + 1) % len(names)])
 
     def results(self) -> list[dict[str, Any]]:
-        """Return what each window found: its bucket, last step, error, cosine, and alarm or not."""
         return self._findings.all()
 
     def _residual(self, bucket: GradBucket) -> Tensor:
@@ -133,20 +130,6 @@ class Drift:
         self._findings.add(f"bucket {self._name}", self._step, products(due, delivered))
 
 
-@dataclass
-class Found:
-    """The result of a comparison, on its way to the host.
-
-    Attributes:
-        values: relative error, cosine, and gain: the factor of what was due that was delivered;
-            float32 [3].
-    """
-
-    part: str
-    step: int
-    values: HostCopy
-
-
 class Findings:
     """Comparisons of one run, read as they arrive, and the first alarm in words.
 
@@ -158,7 +141,9 @@ class Findings:
 
     def __init__(self, setting: str, comm: Comm, window: str, coarse: bool = False) -> None:
         self._setting, self._comm, self._window, self._coarse = setting, comm, window, coarse
-        self._coming: deque[Found] = deque()
+        # What is compared, in which step; relative error, cosine, and gain: the factor of what was
+        # due that was delivered.
+        self._coming: deque[tuple[str, int, HostCopy]] = deque()
         self._read: list[dict[str, Any]] = []
 
     def add(self, part: str, step: int, sums: Tensor) -> None:
@@ -168,41 +153,34 @@ class Findings:
         cosine = both / torch.clamp((due * delivered).sqrt(), min=least)
         error = (gap / torch.clamp(due, min=least)).sqrt()
         values = torch.stack([error, cosine, both / torch.clamp(due, min=least)])
-        self._coming.append(Found(part, step, HostCopy(values)))
+        self._coming.append((part, step, HostCopy(values)))
 
     def read_arrived(self) -> None:
-        """Read what has arrived, and warn of the first alarm."""
-        while self._coming and self._coming[0].values.has_arrived():
-            found = self._coming.popleft()
-            error, cosine, gain = (float(value) for value in found.values.read())
+        """Read what has arrived, and warn of the first alarm on rank 0."""
+        while self._coming and self._coming[0][2].has_arrived():
+            part, step, values = self._coming.popleft()
+            error, cosine, gain = (float(value) for value in values.read())
             # Never of NaN: gradients that are not finite end the run.
-            wrong = error > LIMIT
+            wrong, expected = error > LIMIT, f"expected is less than {LIMIT:.0%}"
             if self._coarse:
                 wrong = abs(gain - 1) > LIMIT or cosine < LEAST_COSINE
-            if wrong and not any(earlier["alarm"] for earlier in self._read):
-                self._warn(found, error, cosine, gain)
-            part = found.part.removeprefix("bucket ")
-            where = {"bucket": part, "step": found.step}
+                expected = f"it is {gain:.2f} times what was due; expected is 1 within {LIMIT:.0%}"
+            is_first = not any(earlier["alarm"] for earlier in self._read)
+            if wrong and is_first and self._comm.rank == 0:
+                text = (
+                    f"{self._setting}: drift in {part}: what it delivered {self._window} {step} is "
+                    f"off by {error:.1%} of what was due (cosine {cosine:.3f}); {expected}"
+                )
+                warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
+            where = {"bucket": part.removeprefix("bucket "), "step": step}
             self._read.append({**where, "error": error, "cosine": cosine, "alarm": wrong})
 
     def all(self) -> list[dict[str, Any]]:
         """Return what each window found: its bucket, last step, error, cosine, and alarm or not."""
-        for found in self._coming:
-            found.values.read()
+        for _, _, values in self._coming:
+            values.read()
         self.read_arrived()
         return self._read
-
-    def _warn(self, found: Found, error: float, cosine: float, gain: float) -> None:
-        if self._comm.rank == 0:
-            expected = f"expected is less than {LIMIT:.0%}"
-            if self._coarse:
-                expected = f"it is {gain:.2f} times what was due; expected is 1 within {LIMIT:.0%}"
-            text = (
-                f"{self._setting}: drift in {found.part}: what it delivered {self._window} "
-                f"{found.step} is off by {error:.1%} of what was due (cosine {cosine:.3f}); "
-                f"{expected}"
-            )
-            warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
 
 
 def products(due: Tensor, delivered: Tensor) -> Tensor:
@@ -286,12 +264,10 @@ class FsdpDrift:
         self._due = None
 
     def end_step(self) -> None:
-        """Read what has arrived."""
         self._of_weights.read_arrived()
         self._of_gradients.read_arrived()
 
     def results(self) -> list[dict[str, Any]]:
-        """Return what each window found, see lab.sync.drift.Findings.all."""
         found = [*self._of_weights.all(), *self._of_gradients.all()]
         return sorted(found, key=lambda window: window["step"])
 

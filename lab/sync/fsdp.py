@@ -91,9 +91,9 @@ class FSDPSync(LibrarySync):
         checks.one_of("sync.reduce_scatter", reduce_scatter, SCATTERS)
         super().__init__("fsdp", parts, fsdp(reduce_scatter, shard_size), 0)
         comm = _checked(parts, all_gather)
-        self._copies = levels_of_copies(shard_size, comm)
+        self._copies = _copies(shard_size, comm)
         self._sharers = self._copies.inside if self._copies else comm
-        self._second = levels_of_second_shards(reshard, shard_size, comm)
+        self._second = _second_shards(reshard, shard_size, comm)
         self._num_micro_batches = 0
         self._shard_size, self._reshard, self._reduce_scatter = shard_size, reshard, reduce_scatter
         self._wrap(parts, comm)
@@ -127,8 +127,11 @@ class FSDPSync(LibrarySync):
         make, comm = scatter_of, self._sharers
         if self._reduce_scatter == "two_levels":
             require_no_residuals(parts.exchange)
-            levels = levels_of_hosts("sync.reduce_scatter=two_levels", comm, self._second)
-            if levels:
+            size = ranks_of_a_host("sync.reduce_scatter=two_levels", comm.nodes)
+            if size not in (1, comm.size):  # else there is one level
+                second = self._second
+                fits = second and second.inside.size == size
+                levels = second if second and fits else Levels.of(comm, size)
                 make = partial(TwoLevels, inside=levels.inside, across=levels.across)
         return set_reduce_scatter(parts.model, parts.exchange, comm.traffic, comm, make)
 
@@ -200,21 +203,19 @@ class FSDPSync(LibrarySync):
 
         They are gathered exactly, as a checkpoint holds them.
         """
-        self._gather_exactly(True)
+        for hook in self._gathers:
+            hook.exact = True
         for unit in self.units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
-        self._gather_exactly(False)
+        for hook in self._gathers:
+            hook.exact = False
         for unit in self.units:
             unit.set_reshard_after_forward(unit is not self._root, recurse=False)
             unit.reshard()
         if self._second_shards:
             self._second_shards.use()
-
-    def _gather_exactly(self, exact: bool) -> None:
-        for hook in self._gathers:
-            hook.exact = exact
 
     def idle(self) -> list[str]:
         here = "all ranks are on one host"
@@ -308,12 +309,8 @@ class SecondShards:
             group.post_forward_mesh_info = self._info
 
 
-def levels_of_copies(shard_size: int | str | None, comm: TorchComm) -> Levels | None:
-    """Return the groups that hold a copy of the weights each; None: there is one copy.
-
-    Raises:
-        ValueError: see FSDPSync.
-    """
+def _copies(shard_size: int | str | None, comm: TorchComm) -> Levels | None:
+    """Return the groups that hold a copy of the weights each; None: there is one copy."""
     size = shard_size if shard_size is not None else comm.size
     if shard_size == "node":
         size = launcher.local_size()
@@ -321,14 +318,10 @@ def levels_of_copies(shard_size: int | str | None, comm: TorchComm) -> Levels | 
     return None if size == comm.size else Levels.of(comm, size)
 
 
-def levels_of_second_shards(
+def _second_shards(
     reshard: int | str | None, shard_size: int | str | None, comm: TorchComm
 ) -> Levels | None:
-    """Return the groups that keep a second shard; None: nothing does.
-
-    Raises:
-        ValueError: see FSDPSync.
-    """
+    """Return the groups that keep a second shard; None: nothing does."""
     if reshard is None:
         return None
     key = f"sync.reshard={reshard}"
@@ -341,22 +334,6 @@ def levels_of_second_shards(
     if size == 1:
         raise ValueError(f"{key}: each rank would hold all weights; needs groups of 2 or more")
     return Levels.of(comm, size)
-
-
-def levels_of_hosts(key: str, comm: TorchComm, known: Levels | None) -> Levels | None:
-    """Return the hosts' ranks as two levels; None: there is one, all on a host or all alone.
-
-    Args:
-        key: the setting that needs them, for messages.
-        known: groups that may be those.
-
-    Raises:
-        ValueError: see `ranks_of_a_host`.
-    """
-    size = ranks_of_a_host(key, comm.nodes)
-    if size in (1, comm.size):
-        return None
-    return known if known and known.inside.size == size else Levels.of(comm, size)
 
 
 def ranks_of_a_host(key: str, nodes: Nodes) -> int:
@@ -438,14 +415,11 @@ class UnitAllGather(UnitHook):
         elif self.exact:
             self._comm.all_gather(output_tensor, input_tensor)
         elif self.drift and self.drift.compares_weights(self.unit):
-            own = input_tensor.clone()
-            self._gather(output_tensor, input_tensor)
+            own = input_tensor.clone()  # it is a part of the output
+            gather_bytes(output_tensor, input_tensor, self._comm, self._plans)
             self.drift.gathered(self.unit, own, output_tensor, self._comm)
         else:
-            self._gather(output_tensor, input_tensor)
-
-    def _gather(self, output: Tensor, own: Tensor) -> None:
-        gather_bytes(output, own, self._comm, self._plans)
+            gather_bytes(output_tensor, input_tensor, self._comm, self._plans)
 
 
 def set_all_gather(model: nn.Module, comm: Comm, inside: Comm | None) -> list[UnitAllGather]:
@@ -504,7 +478,12 @@ class UnitReduceScatter(UnitHook):
             self._comm.traffic = self._traffic
         size = self._comm.size
         output = output_tensor.float()  # itself, if it is
-        gradients, layout = input_tensor.float().view(size, -1), self._layout_of(size)
+        gradients = input_tensor.float().view(size, -1)
+        # FSDP hands over the gradients of parameters that are trained now.
+        own = {n: p for n, p in self._parameters.items() if p.requires_grad and p.numel()}
+        if self._layout is None or own.keys() != self._layout.columns.keys():
+            self._layout = Layout(_columns(own, size))
+        layout = self._layout
         if self.drift:
             self.drift.giving(self.unit, gradients, layout)
         self.scatter.sum(output, gradients, self._comm, layout)
@@ -514,13 +493,6 @@ class UnitReduceScatter(UnitHook):
             output.div_(size)
         if output is not output_tensor:
             output_tensor.copy_(output)
-
-    def _layout_of(self, size: int) -> Layout:
-        """Return where gradients lie: FSDP hands over those of parameters that are trained now."""
-        own = {n: p for n, p in self._parameters.items() if p.requires_grad and p.numel()}
-        if self._layout is None or own.keys() != self._layout.columns.keys():
-            self._layout = Layout(_columns(own, size))
-        return self._layout
 
 
 def set_reduce_scatter(

@@ -157,24 +157,11 @@ def prepare_for_sharding(model: nn.Module) -> None:
                 f"{name}: is a single number, shape []; FSDP divides the first dimension, so give "
                 "it shape [1]"
             )
-        if _hooks_of(parameter):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"{name}: has a hook of its own, which FSDP would not call; remove it, or use a "
                 "strategy without shards, such as overlap"
             )
-    _require_own_memory(model)
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
-def _hooks_of(parameter: nn.Parameter) -> int:
-    kinds = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return sum(len(hooks) for hooks in kinds if hooks)
-
-
-def _require_own_memory(model: nn.Module) -> None:
-    """Refuse a parameter whose values another parameter, or a buffer, holds too."""
     sharing: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout == torch.strided and tensor.numel():
@@ -182,6 +169,9 @@ def _require_own_memory(model: nn.Module) -> None:
     for tensors in sharing.values():
         if len(tensors) > 1:
             _require_apart(tensors)
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _require_apart(tensors: Mapping[str, Tensor]) -> None:
@@ -341,8 +331,10 @@ class WholeGradients:
         ]
         own = [id(parameter) in self._reached for parameter, _ in parameters]
         anywhere = self._flags(own)
-        for group in self._process_groups():
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
+        info = self._groups[0].mesh_info  # over which all ranks meet: HSDP's between copies, too
+        for kind in ("shard_process_group", "replicate_process_group"):
+            if group := getattr(info, kind, None):
+                dist.all_reduce(anywhere, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
         if all(own):
             return
         reached = cast(list[int], anywhere.tolist())  # pyright: ignore[reportUnknownMemberType]
@@ -365,13 +357,6 @@ class WholeGradients:
             flags[[place for place, reached in enumerate(own) if not reached]] = 0
         return flags
 
-    def _process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups over which all ranks meet: FSDP's own, and HSDP's between copies."""
-        info = self._groups[0].mesh_info
-        kinds = "shard_process_group", "replicate_process_group"
-        return [getattr(info, kind) for kind in kinds if hasattr(info, kind)]
 
-
-def _is_left(parameter: Any) -> bool:
-    """Return whether a gradient came after its module's had been sent."""
+def _is_left(parameter: Any) -> bool:  # a gradient came after its module's had been sent
     return hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None

@@ -110,6 +110,7 @@ class LocalSync(LocalSteps):
             self.anchor = {name: p.detach().clone() for name, p in self.parameters.items()}
         return super().__enter__()
 
+    @torch.no_grad()
     def after_update(self, last: bool) -> Tensor | None:
         self.in_round = not last and (self.step + 1) % self.every != 0
         finite = None
