@@ -168,7 +168,6 @@ def ping(to: str) -> float:
 
 
 def serve() -> None:
-    """Run the tasks on standard input."""
     with socket.create_server(("", PORT)) as listener:
         print("ready", flush=True)
         for line in sys.stdin:

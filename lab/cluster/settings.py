@@ -95,7 +95,6 @@ class Cluster:
         ]
 
     def describe(self) -> str:
-        """Describe the cluster for a record."""
         plural = "s" if self.num_hosts > 1 else ""
         rates = list(self.rates) if len(set(self.rates)) > 1 else [self.rates[0]]
         links = ", ".join(rate or "no limit" for rate in rates)
@@ -243,7 +242,6 @@ class Straggler:
     every: int = 1
 
     def describe(self) -> str:
-        """Describe the delay for a record."""
         often = "every step" if self.every == 1 else f"every {self.every} steps"
         return f"rank {self.rank} delayed by {1e3 * self.delay_s:g} ms in {self.phase}, {often}"
 

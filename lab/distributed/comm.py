@@ -207,7 +207,6 @@ class Comm(ABC):
         self.ibroadcast(tensor, source).wait()
 
     def iall_reduce(self, tensor: Tensor) -> Collective:
-        """Begin an all_reduce."""
         if self.size == 1:
             return Done()
         self._announce()
@@ -215,7 +214,6 @@ class Comm(ABC):
         return self._begin(self._iall_reduce, tensor)
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
-        """Begin an all_gather."""
         if self.size == 1:
             output.view_as(tensor).copy_(tensor)
             return Done()
@@ -231,7 +229,6 @@ class Comm(ABC):
         return self._iall_gather_rows(rows) if self.size > 1 else Done()
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
-        """Begin an all_to_all."""
         if self.size == 1:
             output.copy_(tensor)
             return Done()
@@ -256,7 +253,6 @@ class Comm(ABC):
         return self._ireduce_scatter(output, tensor, parts)
 
     def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
-        """Begin a broadcast."""
         if self.size == 1:
             return Done()
         if self.rank == source:
@@ -338,7 +334,6 @@ class Comm(ABC):
         return _Waited(handle, self.traffic)
 
     def _count_pairs(self, num_bytes: int) -> None:
-        """Count `num_bytes` sent to each other rank."""
         others = self.size - 1
         self.traffic.count(others * num_bytes, others, self._num_beyond * num_bytes)
 

@@ -70,7 +70,6 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def each_alone(size: int) -> list[list[int]]:
-    """Return nodes of one rank each."""
     return [[rank] for rank in range(size)]
 
 

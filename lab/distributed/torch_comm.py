@@ -118,7 +118,14 @@ class TorchComm(Comm):
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
         if self.backend == "nccl":
-            return Works(self._in_one_group(sends, receives))
+            # One NCCL group, within which transfers do not wait for each other. Outside a group
+            # they would: a communicator runs all of them on one stream.
+            operations = [
+                dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+                for operation, transfers in ((dist.irecv, receives), (dist.isend, sends))
+                for tensor, peer in transfers
+            ]
+            return Works(dist.batch_isend_irecv(operations) if operations else [])
         works = [
             dist.irecv(tensor, group=self._connections(peer, self.rank), group_src=peer)
             for tensor, peer in receives
@@ -149,20 +156,6 @@ class TorchComm(Comm):
     def _connections(self, source: int, to: int) -> dist.ProcessGroup:
         """Give each direction its own connection: Gloo locks one while it reads or writes."""
         return self.group if source < to else self._second
-
-    def _in_one_group(
-        self, sends: Sequence[Transfer], receives: Sequence[Transfer]
-    ) -> list[dist.Work]:
-        """Issue transfers as one NCCL group, within which they do not wait for each other.
-
-        Outside a group they would: a communicator runs all of them on one stream.
-        """
-        operations = [
-            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
-            for operation, transfers in ((dist.irecv, receives), (dist.isend, sends))
-            for tensor, peer in transfers
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
 
 
 def connect(

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -155,7 +156,6 @@ class TurnsWorker(Worker):
             self.advance()
 
     def _go_on(self, job: _UnderWay) -> bool:
-        """Begin the job's next stage, and return whether there is one."""
         job.waits_for.wait()
         if (following := next(job.stages, None)) is None:
             self._under_way.remove(job)
@@ -184,10 +184,17 @@ class ThreadWorker(Worker):
 
     def submit(self, label: str, job: Job) -> None:
         if self._device.type == "cuda":
-            job = _after(torch.cuda.current_stream(self._device).record_event(), job)
+            ready = torch.cuda.current_stream(self._device).record_event()
+            job = partial(self._between_streams, ready, job)
         with self._idle:
             self._unfinished += 1
         self._jobs.put((label, job))
+
+    @staticmethod
+    def _between_streams(ready: Event, job: Job) -> Iterator[Collective]:
+        ready.synchronize()
+        yield from job()
+        torch.cuda.current_stream().synchronize()
 
     def oldest(self) -> tuple[str, float] | None:
         return self._inline.oldest()
@@ -215,15 +222,6 @@ class ThreadWorker(Worker):
             with self._idle:
                 self._unfinished -= 1
                 self._idle.notify_all()
-
-
-def _after(ready: Event, job: Job) -> Job:
-    def run() -> Iterator[Collective]:
-        ready.synchronize()
-        yield from job()
-        torch.cuda.current_stream().synchronize()
-
-    return run
 
 
 class StreamWorker(Worker):
@@ -438,7 +436,9 @@ class Watchdog:
                 self._spread_stop()
                 self._answer_roll_call()
                 self._look_for_hang()
-                failure = _read_failure(self._store)
+                failure = None
+                if self._store.check(["failure"]):
+                    failure = Failure(**json.loads(self._store.get("failure")))
             except dist.DistError as error:
                 failure = Failure("failed", f"rank {self._rank} lost the launcher: {_first(error)}")
             except RuntimeError as error:  # from the device, when its events are queried
@@ -464,16 +464,12 @@ class Watchdog:
                 text = f"rank {self._rank} has heard nothing from the launcher for {limit_s:g} s"
                 self._on_fatal(Failure("failed", f"{text}: the network is lost, or torchrun hangs"))
 
-    def _read_signals(self) -> None:
-        if self._signals is None:
-            return
-        with contextlib.suppress(BlockingIOError):
-            for number in os.read(self._signals, 64):
-                if number in STOP_SIGNALS and self.stop_signal is None:
-                    self.stop_signal = signal.Signals(number).name
-
     def _spread_stop(self) -> None:
-        self._read_signals()
+        if self._signals is not None:
+            with contextlib.suppress(BlockingIOError):
+                for number in os.read(self._signals, 64):
+                    if number in STOP_SIGNALS and self.stop_signal is None:
+                        self.stop_signal = signal.Signals(number).name
         if self._stopping:
             return
         if self.stop_signal is not None:
@@ -519,12 +515,6 @@ class Watchdog:
 
 def _publish(store: dist.Store, failure: Failure) -> Failure:
     return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(failure)))))
-
-
-def _read_failure(store: dist.Store) -> Failure | None:
-    if not store.check(["failure"]):
-        return None
-    return Failure(**json.loads(store.get("failure")))
 
 
 def _first(error: BaseException) -> str:

@@ -54,7 +54,13 @@ def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
         raise ValueError(
             f"device={device}: {torch_build()} cannot use GPU {index}: {reason}"
         ) from None
-    _check_capability(device, index)
+    major, minor = torch.cuda.get_device_capability(index)
+    built_for = [int(name[3:].rstrip("af")) for name in torch.cuda.get_arch_list() if "sm_" in name]
+    if built_for and 10 * major + minor < min(built_for):
+        raise ValueError(
+            f"device={device}: GPU {index} has capability {major}.{minor}, older than any that "
+            f"{torch_build()} supports; {REMEDY}"
+        )
     return torch.device("cuda", index)
 
 
@@ -70,8 +76,7 @@ def check_gpus(device: str, local_size: int) -> bool:
     if device == "cpu":
         return False
     if not is_available():
-        driver = _driver()
-        if driver:
+        if driver := _driver():
             raise ValueError(
                 f"device={device}: this host has NVIDIA GPUs (driver {driver}), but "
                 f"{torch_build()} cannot use them; {REMEDY}"
@@ -128,16 +133,6 @@ def torch_build() -> str:
     return f"torch {torch.__version__} (built {built})"
 
 
-def _check_capability(device: str, index: int) -> None:
-    major, minor = torch.cuda.get_device_capability(index)
-    built_for = [int(name[3:].rstrip("af")) for name in torch.cuda.get_arch_list() if "sm_" in name]
-    if built_for and 10 * major + minor < min(built_for):
-        raise ValueError(
-            f"device={device}: GPU {index} has capability {major}.{minor}, older than any that "
-            f"{torch_build()} supports; {REMEDY}"
-        )
-
-
 Facts = Mapping[str, str]  # what a rank states, by name
 
 MOST_NAMED = 4  # facts that differ; of the others, the line gives the number
@@ -150,7 +145,6 @@ class Disagreement(ValueError):
 
 
 def written(facts: Facts) -> str:
-    """Write facts as a text, equal for equal ones."""
     return json.dumps(dict(facts), sort_keys=True)
 
 
@@ -185,17 +179,16 @@ def differences(stated: Sequence[Facts]) -> str:
     unlike = [name for name in names if len({facts.get(name) for facts in stated}) > 1]
     if not unlike:
         return ""
-    parts = [f"{name}: {_by_value(name, stated)}" for name in unlike[:MOST_NAMED]]
+    parts = list[str]()
+    for name in unlike[:MOST_NAMED]:
+        ranks: dict[str | None, list[int]] = {}
+        for rank, facts in enumerate(stated):
+            ranks.setdefault(facts.get(name), []).append(rank)
+        values = [f"{_short(value)} on {ranks_in_words(on)}" for value, on in ranks.items()]
+        parts.append(f"{name}: {', '.join(values)}")
     if more := len(unlike) - len(parts):
         parts.append(f"and {more} more")
     return f"{'; '.join(parts)}; must be equal on all ranks"
-
-
-def _by_value(name: str, stated: Sequence[Facts]) -> str:
-    ranks: dict[str | None, list[int]] = {}
-    for rank, facts in enumerate(stated):
-        ranks.setdefault(facts.get(name), []).append(rank)
-    return ", ".join(f"{_short(value)} on {ranks_in_words(on)}" for value, on in ranks.items())
 
 
 def _short(value: str | None) -> str:
@@ -238,7 +231,6 @@ class Waits:
             self._current = None
 
     def current(self) -> tuple[str, float] | None:
-        """Return the label and its seconds so far. Any thread may call this."""
         current = self._current
         return current and (current[0], time.monotonic() - current[1])
 
@@ -327,7 +319,7 @@ class World:
         return (0.0, 0.0) if self.rank == 0 else best
 
     def _ask_time(self, asking: int) -> tuple[float, float] | None:
-        """Let one rank ask rank 0 for its time; return that rank's offset and error."""
+        """Let one rank ask rank 0 for its time; return the offset and its error there."""
         time_there = torch.zeros(1, dtype=torch.float64)
         with self.waits.of("a comparison of clocks"):
             if self.rank == asking:
@@ -394,7 +386,6 @@ def start(
 
 
 def _find_rank_info() -> RankInfo:
-    """Find this rank in the variables that its launcher set."""
     if "HOROVOD_RANK" in os.environ:
         from lab.distributed.horovod_comm import find_rank_info
 

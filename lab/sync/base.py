@@ -205,7 +205,7 @@ class Sync(ABC):
         return self.exchange.error_bound(largest, size)
 
     def settle(self) -> None:
-        """End what outlasts its step, exchanges and updates, so that other work may begin."""
+        """End exchanges and updates that outlast their step, so that other work may begin."""
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this sync made by itself, for the record."""
@@ -238,7 +238,6 @@ class Sync(ABC):
         """Continue from a result of `state_dict`; {} if another sync wrote the checkpoint."""
 
     def _unscale(self) -> None:
-        """Divide all gradients by the loss scale, in a sync without buckets."""
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

@@ -337,7 +337,6 @@ class DDPSync(LibrarySync):
         self._register(hook, parts, parts.comm.group)
 
     def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
-        """Give DDP the hook of that name; adapt the counted bytes."""
         self.needs_like_gpus = hook == "powersgd"  # orthogonalises on every rank
         register = self.wrapped.register_comm_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if hook == "noop":
@@ -467,7 +466,6 @@ class LastGradient:
                 self._hooks[name] = on_gradient(parameter, partial(self._ready, name))
 
     def end_step(self) -> None:
-        """Keep the hook of the last gradient alone."""
         while len(self._hooks) > 1:
             self._hooks.pop(next(iter(self._hooks))).remove()
 

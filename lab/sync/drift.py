@@ -116,7 +116,6 @@ class Drift:
         return self._findings.all()
 
     def _residual(self, bucket: GradBucket) -> Tensor:
-        """Return this rank's residuals of a bucket, laid out like `bucket.flat`."""
         kept = GradBucket(bucket.shapes, torch.zeros_like(bucket.flat))
         self.exchange.add_residual(kept, self.comm)
         return kept.flat
@@ -226,11 +225,9 @@ class FsdpDrift:
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
-        """Note which step the next collectives belong to."""
         self._step, self._done = step, False
 
     def compares_weights(self, unit: str) -> bool:
-        """Return whether the next gather of a unit is to be compared."""
         return self._is_turn(WEIGHTS, unit) and self._is_last and not self._done
 
     def gathered(self, unit: str, own: Tensor, whole: Tensor, comm: Comm) -> None:
@@ -284,7 +281,6 @@ class FsdpDrift:
         findings.add(part, self._step, sums)
 
     def _residual(self, gradients: Tensor, layout: Layout) -> Tensor:
-        """Return a copy of this rank's residuals, laid out as `gradients` [N, n]."""
         copy = torch.zeros_like(gradients)
         kept = self._exchange.state_dict().get("residual", {})
         for name, at in layout.columns.items():

@@ -108,7 +108,6 @@ class FSDPSync(LibrarySync):
         self._first_reads: AbstractContextManager[Any] = FreedReads(parts.model)
 
     def _wrap(self, parts: SyncParts, comm: TorchComm) -> None:
-        """Let FSDP2 shard the units."""
         group = partial(DeviceMesh.from_group, comm.group, comm.device.type)
         mesh = self._copies.mesh() if self._copies else group()
         prepare_for_sharding(parts.model)
@@ -375,7 +374,6 @@ class UnitHook:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return memory for what FSDP hands over or receives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -416,10 +414,13 @@ class UnitAllGather(UnitHook):
             self._comm.all_gather(output_tensor, input_tensor)
         elif self.drift and self.drift.compares_weights(self.unit):
             own = input_tensor.clone()  # it is a part of the output
-            gather_bytes(output_tensor, input_tensor, self._comm, self._plans)
+            self._gather(output_tensor, input_tensor)
             self.drift.gathered(self.unit, own, output_tensor, self._comm)
         else:
-            gather_bytes(output_tensor, input_tensor, self._comm, self._plans)
+            self._gather(output_tensor, input_tensor)
+
+    def _gather(self, output: Tensor, own: Tensor) -> None:
+        gather_bytes(output, own, self._comm, self._plans)
 
 
 def set_all_gather(model: nn.Module, comm: Comm, inside: Comm | None) -> list[UnitAllGather]:

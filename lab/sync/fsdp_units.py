@@ -322,7 +322,6 @@ class WholeGradients:
         self._ran, self._empty, self._reached = set(), set(), set()
 
     def _forget_zeros(self) -> None:
-        """Take back zeros to which no rank added anything."""
         parameters = [
             (parameter, id(group) in self._ran)
             for group in self._groups

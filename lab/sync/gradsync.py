@@ -254,7 +254,6 @@ class GradSync(Sync):
         return [known[index] for index in self._from_rank_0(order)]
 
     def _from_rank_0(self, numbers: list[int]) -> list[int]:
-        """Return rank 0's `numbers`, of which all ranks have as many."""
         sent = torch.tensor(numbers, device=self._device)
         self._alone("order of buckets", lambda: self.comm.ibroadcast(sent, 0))
         return cast(list[int], sent.tolist())  # pyright: ignore[reportUnknownMemberType]
@@ -314,11 +313,9 @@ class GradientNoise:
         self._local.append(factor**2 * bucket.flat.double().square().sum())
 
     def after(self, bucket: GradBucket) -> None:
-        """Add a bucket that holds the mean."""
         self._mean.append(bucket.flat.double().square().sum())
 
     def end_step(self) -> None:
-        """Sum the buckets of a step."""
         for sums, of_buckets in ((self.local, self._local), (self.mean, self._mean)):
             sums.append(torch.stack(of_buckets).sum())
             of_buckets.clear()

@@ -121,13 +121,14 @@ class HorovodSync(LibrarySync):
     def finish(self) -> None:
         """Wait for Horovod on the worker, where the watchdog can see it wait."""
         self._reached.lacks([n for n, p in self._parameters.items() if p.grad is None])
-        self._worker.submit("gradients, HorovodSync", self._synchronize)
+
+        def synchronize() -> Iterator[Collective]:
+            self._optimizer.synchronize()
+            yield from ()  # it has waited
+
+        self._worker.submit("gradients, HorovodSync", synchronize)
         self._reached.begin(self.comm, self._worker)
         self._worker.wait()
         for name in self._reached.nowhere():
             self._parameters[name].grad = None
         super().finish()
-
-    def _synchronize(self) -> Iterator[Collective]:
-        self._optimizer.synchronize()
-        yield from ()  # `synchronize` has waited

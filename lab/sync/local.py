@@ -217,7 +217,6 @@ class DesLoc(LocalSteps):
         return None  # exact exchanges do not check
 
     def _average_values(self, values: dict[str, Tensor]) -> None:
-        """Replace `values`, by parameter, by their means over the ranks."""
         for name, value in values.items():
             self.parameters[name].grad = value
         self._average()
@@ -329,7 +328,6 @@ class StreamingSync(LocalSync):
         return all_finite(found)
 
     def _send(self, number: int) -> None:
-        """Begin to exchange a fragment."""
         self._leave_changes(self.fragments[number])
         self._use(self._plans[number])
         while len(self._exchanged) < len(self.buckets):

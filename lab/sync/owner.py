@@ -67,7 +67,13 @@ class Owner:
             )
         if mark is None:
             return
-        self._check_model(mark["parameters"])
+        shapes: Mapping[str, list[int]] = mark["parameters"]
+        for name in {**self.shapes, **shapes}:
+            then, now = (found.get(name, "missing") for found in (shapes, self.shapes))
+            if then != now:
+                raise ValueError(
+                    f"state_dict: is of another model: {name} is {then} there and {now} here"
+                )
         if not _holds_tensor(kept):
             return
         if (mark["rank"], mark["size"]) != (self.rank, self.size):
@@ -82,14 +88,6 @@ class Owner:
                 f"state_dict: holds residuals of exchange={mark['exchange']}, and this is "
                 f"exchange={json.dumps(self.exchange, sort_keys=True)}; set the same"
             )
-
-    def _check_model(self, shapes: Mapping[str, list[int]]) -> None:
-        for name in {**self.shapes, **shapes}:
-            then, now = (found.get(name, "missing") for found in (shapes, self.shapes))
-            if then != now:
-                raise ValueError(
-                    f"state_dict: is of another model: {name} is {then} there and {now} here"
-                )
 
 
 def require_state(state: object, *keys: str) -> None:
@@ -143,7 +141,13 @@ class SpoiledState:
         Raises:
             FloatingPointError: the last step was not finite, and nothing has put residuals back.
         """
-        self._check_last()
+        last, self._last = self._last, None
+        if last is not None and not bool(last.read()):
+            name = type(self._exchange).__name__
+            raise FloatingPointError(
+                f"exchange={name}: gradients of the last step were not finite, and spoiled its "
+                "residuals; with a GradScaler, pass scaler=..., otherwise try a smaller rate"
+            )
         if self._scaler is None or self._exchange.exact:
             return 1.0
         self._before = self._exchange.snapshot()
@@ -165,12 +169,3 @@ class SpoiledState:
         if not bool(found if finite is None else found & finite):
             self._exchange.load_state_dict(self._before)
             torch._foreach_mul_(gradients, torch.nan)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-
-    def _check_last(self) -> None:
-        last, self._last = self._last, None
-        if last is not None and not bool(last.read()):
-            name = type(self._exchange).__name__
-            raise FloatingPointError(
-                f"exchange={name}: gradients of the last step were not finite, and spoiled its "
-                "residuals; with a GradScaler, pass scaler=..., otherwise try a smaller rate"
-            )

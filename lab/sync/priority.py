@@ -201,7 +201,6 @@ class PrioritySync(GradSync):
         super()._use(self._parts)
 
     def _schedule(self) -> None:
-        """Set the next step's schedule."""
         planned = self.overlap and self.sends is not None
         self._measuring = self.overlap and not planned and bool(self.needed)
         self._during_backward = self.overlap and not self._measuring
@@ -280,7 +279,7 @@ class PrioritySync(GradSync):
             self._leaving = []
 
     def _drop_nowhere(self, names: Iterable[str]) -> None:
-        """Drop updates of parameters that no rank reached, if this one lacks any of `names`."""
+        """Drop updates of what no rank reached, if this one lacks the gradient of any `names`."""
         if self._reached and self._reached.is_lacking(names):
             with self.clock.phase("exchange") if self.clock else nullcontext():
                 self.worker.wait()
@@ -449,7 +448,6 @@ class DeferredUpdates:
         self._optimizer = optimizer
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave some parameters as they are."""
         for parameter in parameters:
             for update in self._updates.values():
                 update.gradients.pop(parameter, None)

@@ -56,7 +56,6 @@ class RootUpdate(GradSync):
         return finite
 
     def after_update(self, last: bool) -> None:
-        """Send rank 0's weights to all ranks."""
         for bucket, weights in zip(self.buckets, self._weights, strict=True):
             label = f"{type(self.path).__name__} of weights {bucket}"
             self.worker.submit(label, partial(self._from_root, weights))
@@ -145,7 +144,6 @@ class Zero1(GradSync):
         self.order = [name for bucket in self.buckets for name in bucket.parameters]
 
     def optimized(self, model: nn.Module) -> nn.Module:
-        """Return this rank's slices of the parameters."""
         return nn.ParameterList(shard.values for shard in self.shards.values())
 
     def state_dict(self) -> SyncState:
@@ -198,7 +196,6 @@ class Zero1(GradSync):
             self.worker.submit(label, job)
 
     def after_update(self, last: bool) -> None:
-        """Wait for the other ranks' weights."""
         self.worker.wait()
 
     def _use(self, buckets: list[BucketPlan]) -> None:

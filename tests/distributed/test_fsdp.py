@@ -132,7 +132,6 @@ def execute_on_hosts(per_host: int, *run: Any) -> Outcome:
     return execute(*run)
 
 
-@pytest.mark.slow
 def message(codec: Codec, num_values: int) -> int:
     return codec.layout_of_parts(num_values, 1).num_bytes
 
