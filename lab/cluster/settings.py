@@ -111,11 +111,7 @@ class Cluster:
 
 
 def num_launched() -> int:
-    """Return the number of ranks that a launcher has started; 1 without one.
-
-    Raises:
-        ConfigError: its variables do not say.
-    """
+    """Return the number of ranks that a launcher has started; 1 without one."""
     try:
         return launcher.world_size()
     except ValueError as error:
@@ -156,11 +152,7 @@ def emulated(
     changes: Sequence[str],
     world_size: int | None = None,
 ) -> Cluster:
-    """Build a Cluster from conf/cluster/emulated.yaml.
-
-    Raises:
-        ValueError: names the wrong setting, its value and what is allowed.
-    """
+    """Build a Cluster from conf/cluster/emulated.yaml; ValueErrors name the wrong setting."""
     checks.whole("cluster.ranks_per_host", ranks_per_host, 1, 1024)
     num_hosts = _number_of_hosts(hosts, ranks_per_host, world_size)
     for key, value in (("rates", rates), ("changes", changes)):
@@ -247,11 +239,7 @@ class Straggler:
 
 
 def straggler_of(config: DictConfig, world_size: int) -> Straggler | None:
-    """Return the straggler that a run's settings ask for, if any.
-
-    Raises:
-        ConfigError: a wrong setting, or a rank that the run does not have.
-    """
+    """Return the straggler that a run's settings ask for; its rank must be one of the run's."""
     if "_target_" not in config.get("straggler", {}):  # a loop of one's own has none
         return None
     found: Straggler = build(config.straggler)
@@ -261,11 +249,7 @@ def straggler_of(config: DictConfig, world_size: int) -> Straggler | None:
 
 
 def planted(rank: int, phase: str, delay_ms: float, every: int) -> Straggler:
-    """Build a Straggler from conf/straggler/planted.yaml.
-
-    Raises:
-        ValueError: names the wrong setting, its value and what is allowed.
-    """
+    """Build a Straggler from conf/straggler/planted.yaml."""
     checks.whole("straggler.rank", rank, 0)
     checks.whole("straggler.every", every, 1)
     checks.one_of("straggler.phase", phase, PHASES)

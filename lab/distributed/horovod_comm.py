@@ -21,11 +21,7 @@ ADDRESS_BYTES = 256
 
 
 def horovod() -> ModuleType:
-    """Import Horovod's torch module.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Import Horovod's torch module; ValueError: it is not installed."""
     try:
         import horovod.torch as hvd  # type: ignore[import-not-found]  # make horovod builds it
     except ImportError as error:

@@ -96,20 +96,12 @@ def world_size() -> int:
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host.
-
-    Raises:
-        ValueError: see `world_size`.
-    """
+    """Return the number of ranks on this host; ValueError as of `world_size`."""
     return _number("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def place() -> tuple[int, int, int, int]:
-    """Return this rank, their number, and both on this host, as torchrun sets them.
-
-    Raises:
-        ValueError: a variable is missing, or no rank can be there.
-    """
+    """Return this rank, their number, and both on this host, as torchrun sets them."""
     size, local_size = _read("WORLD_SIZE"), _read("LOCAL_WORLD_SIZE")
     return _read("RANK", 0, size), size, _read("LOCAL_RANK", 0, local_size), local_size
 

@@ -250,15 +250,7 @@ def reduce_scatter_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor
 def nccl_variables(
     algorithm: str | None, protocol: str | None, deterministic: bool = False
 ) -> dict[str, str]:
-    """Return NCCL's environment variables for a communicator.
-
-    Args:
-        algorithm, protocol: of all-reduce, in upper or lower case; None: NCCL chooses.
-        deterministic: sum in the same order in every run.
-
-    Raises:
-        ValueError: NCCL has no such algorithm or protocol, or not this combination.
-    """
+    """Return NCCL's environment variables for a communicator; arguments as of `connect`."""
     found = {}
     if deterministic:
         found |= {"NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0"}

@@ -35,15 +35,7 @@ REMEDY = (
 
 
 def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
-    """Choose the device of a rank; a GPU becomes the current device.
-
-    Args:
-        device, local_size: as for `check_gpus`.
-        local_rank: this rank among those of its host, which take the GPUs in turn.
-
-    Raises:
-        ValueError: see `check_gpus`; or the GPU fails, or is too old for this torch.
-    """
+    """Choose the device of a rank by its number on the host; a GPU becomes the current one."""
     if not check_gpus(device, local_size):
         return torch.device("cpu")
     index = local_rank % torch.cuda.device_count()
@@ -149,11 +141,7 @@ def written(facts: Facts) -> str:
 
 
 def compare_in_store(place: RankInfo, key: str, limit: timedelta) -> None:
-    """Compare facts before ranks connect: each has set `key`/its number to them, as written.
-
-    Raises:
-        Disagreement: names what differs, with the values and their ranks.
-    """
+    """Compare facts before ranks connect: each has set `key`/its number to them, as written."""
     store, verdict = place.store, f"{key}/verdict"
     heard = [f"{key}/heard/{rank}" for rank in range(place.size)]
     if place.rank == 0:
@@ -292,11 +280,7 @@ class World:
         return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
     def require_equal(self, facts: Facts) -> None:
-        """Compare facts of all ranks, of any number and size: they send digests first.
-
-        Raises:
-            Disagreement: names what differs, with the values and their ranks.
-        """
+        """Compare facts of all ranks, of any number and size: they send digests first."""
         text = written(facts)
         digests = self.gather(torch.tensor(list(hashlib.sha256(text.encode()).digest())))
         if bool((digests != digests[0]).any()):
@@ -441,12 +425,7 @@ def _connect(
     backend: str,
     limit: timedelta,
 ) -> tuple[Comm, dist.ProcessGroup]:
-    """Compare what ranks said when they came; make the Comm and the control plane.
-
-    Raises:
-        Disagreement: see compare_in_store.
-        ValueError: a rank hangs, so that the others wait for it in vain; it is named.
-    """
+    """Compare what ranks said when they came; make the Comm and the control plane."""
     try:
         compare_in_store(place, "came", limit)
         comm = connect(place, device, backend, limit)

@@ -212,11 +212,7 @@ class Sync(ABC):
         return []
 
     def observe_drift(self, every: int) -> None:
-        """Compare what the lab's exchanges deliver with what was due, over windows of `every`.
-
-        Raises:
-            ValueError: they leave no mean on all ranks, or cannot be followed.
-        """
+        """Compare what the lab's exchanges deliver with what was due, over windows of `every`."""
         raise ValueError(
             "needs a strategy whose mean reaches all ranks by an exchange of the lab, such as "
             "onebit"
@@ -296,14 +292,11 @@ class NoSync(Sync):
 class Reached:
     """Tells the gradients that some rank made from zeros that stand for none.
 
-    An exchange takes zeros for a parameter that backward did not reach. If other ranks have a
-    gradient, the mean is right. If none has, an optimizer would take the zeros for a gradient:
-    weight decay and momentum would move a parameter that one process leaves alone. So ranks add up
-    flags, as DistributedDataParallel does with find_unused_parameters=True: one small all-reduce in
-    each step, which no host waits for unless its rank lacks a gradient. Where nobody has one, it
-    stays None, and what the exchange keeps of this parameter is put back as it was.
-
-    Its bytes are not counted, as those of other control messages are not.
+    An exchange takes zeros for a parameter that backward did not reach. If no rank has a gradient,
+    weight decay and momentum must not move it, as in one process. So ranks add up flags, as
+    DistributedDataParallel does with find_unused_parameters=True: one small all-reduce in each
+    step, uncounted, which no host waits for unless its rank lacks a gradient. Where nobody has one,
+    it stays None, and what the exchange keeps of this parameter is put back as it was.
 
     Args:
         names: of all parameters that are exchanged, alike on all ranks.

@@ -42,9 +42,8 @@ class HookState:
     """The state of `exchange_hook`: an exchange, whose own state is kept by parameter name.
 
     DDP plans its buckets anew after the first backward, and a resumed run begins with the first
-    plan, so nothing that is kept depends on them. One exchange of all gradients is a step; DDP
-    asks for one in each backward outside `no_sync`. The last bucket's call waits for all exchanges,
-    as DDP itself would: backward has nothing left to compute.
+    plan, so nothing that is kept depends on them. One exchange of all gradients is a step; the last
+    bucket's call waits for all of them. See docs/design.md, "In a loop of the user's own".
 
     Args:
         model: DDP's module; names the parameters.
@@ -130,11 +129,7 @@ class HookState:
         return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict` of the same rank among as many ranks.
-
-        Raises:
-            ValueError: it is of another exchange, or see Owner.check.
-        """
+        """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
         require_state(state, "step", "exchange")
         self._owner.check(state.get(KEY), state["exchange"])
         self.exchange.resume(state["exchange"], self._device)
@@ -390,11 +385,7 @@ class DDPSync(LibrarySync):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Generator[None]:
-        """Enclose one micro-batch.
-
-        Raises:
-            RuntimeError: DDP does not support the model as it is; says which setting would.
-        """
+        """Enclose one micro-batch; where DDP does not support the model, say which setting does."""
         if self._last:
             self._last.clock = self.clock
         if self._lab is not None:
@@ -423,11 +414,7 @@ class DDPSync(LibrarySync):
 
 
 def _check(hook: str, parts: SyncParts, backend: str, gradient_bytes: int) -> None:
-    """Refuse hooks that cannot run here.
-
-    Raises:
-        ValueError: names the setting, and what to use instead.
-    """
+    """Refuse hooks that cannot run here, and say what to use instead."""
     if hook == "lab" and isinstance(parts.exchange, NoExchange):
         raise ValueError(
             "sync.hook=lab: needs one of the lab's exchanges, as in "

@@ -31,18 +31,13 @@ WEIGHTS, GRADIENTS = "weights", "gradients"
 class Drift:
     """Compares what an exchange delivers with what was due, over windows of one bucket each.
 
-    A single step of a codec with error feedback is far off by design: it keeps the rest for later.
-    So the sums over a window are compared, with the residuals' part taken into account. With true
-    gradients g and residuals r of N ranks, in a window of k exchanges
+    With true gradients g and residuals r of the ranks, in a window of k exchanges
 
         due = mean over ranks of (r before + sum of g - r after),  delivered = sum of the results
 
     are equal up to rounding, whatever the codec sends in a single step (Seide et al. 2014, section
-    3). A codec without residuals has rounding errors here. The relative error is
-    |delivered - due| / |due|. Buckets take turns, a window each.
-
-    It costs one all-reduce of the bucket in each window, which the run's payload and times include,
-    and memory of twice the bucket. No host waits: results are read when they have arrived.
+    3). The relative error is |delivered - due| / |due|. Costs: docs/strategies.md, "Whether it
+    delivers".
 
     Args:
         exchange, comm, worker: of the sync that calls this object.
@@ -99,11 +94,7 @@ class Drift:
         self._left_out.update(names)
 
     def end_step(self) -> None:
-        """Compare, if a window is full; all ranks call this once the exchanges of a step are done.
-
-        Raises:
-            Exception: the first error of the comparison.
-        """
+        """Compare, if a window is full; all ranks call this once a step's exchanges are done."""
         self._findings.read_arrived()
         if self._count < self.every:
             return
@@ -195,13 +186,10 @@ class FsdpDrift:
     """Compares weights and gradients that the lab moved for a unit with exact ones.
 
     Units and parts take turns, a window of k steps each. In its last step the weights of a unit are
-    gathered exactly as well. Gradients are compared over the window, as lab.sync.drift does: each
-    rank adds up residual before + gradients - residual after, and one exact reduce-scatter of that
-    is due where the sum of all reduce-scatters was delivered. Sums of squares are added over the
-    ranks, so a rank that is wrong alone shows, and all know the same.
-
-    It costs one exact collective of a unit in each window, which the run's payload and times
-    include, and memory of the unit's whole gradients.
+    gathered exactly as well. Gradients are compared as by Drift: one exact reduce-scatter of
+    residual before + gradients - residual after is due where the sum of all reduce-scatters was
+    delivered. Sums of squares are added over the ranks, so a rank that is wrong alone shows. It
+    costs memory of the unit's whole gradients.
 
     Args:
         comm: of all ranks.

@@ -57,12 +57,8 @@ class FSDPSync(LibrarySync):
     Its units (lab.sync.fsdp_units) are gathered in forward, freed, gathered again in backward, and
     their gradients reduce-scattered there. The model's own unit, the last one, stays gathered in
     between, as torch's default is. What the lab can do in torch's place are the parts of ZeRO++
-    (Wang et al. 2023).
-
-    What torch sends is computed: (N-1)/N of a unit's padded bytes for each gather. A reduce-scatter
-    counts as much over NCCL, and twice over Gloo, whose own is an all-reduce of which a part is
-    kept. tests/distributed/test_wire.py compares the sum with the bytes that crossed. What the lab
-    sends is counted by its comms.
+    (Wang et al. 2023; docs/strategies.md). What torch sends is computed, since it does not pass
+    through a Comm; tests/distributed/test_wire.py compares it with the bytes that crossed.
 
     Args:
         shard_size: ranks that share a copy of the weights; null: all. Fewer: HSDP, in which groups
@@ -172,6 +168,8 @@ class FSDPSync(LibrarySync):
 
     def _count(self, unit: FSDPModule, num_bytes: int) -> None:
         """Count torch's collectives of a step for a unit of `num_bytes`, padded."""
+        # A gather sends (N-1)/N of them. A reduce-scatter counts as much over NCCL, and twice over
+        # Gloo, whose own is an all-reduce of which a part is kept.
         sharers = self._sharers
         if not self._gathers:
             again = self._second.inside if self._second else sharers
@@ -336,11 +334,7 @@ def _second_shards(
 
 
 def ranks_of_a_host(key: str, nodes: Nodes) -> int:
-    """Return how many ranks each host has.
-
-    Raises:
-        ValueError: they have different numbers, or are not numbered one host after the other.
-    """
+    """Return how many ranks each host has; all must have as many, one host after the other."""
     size, found = len(nodes[0]), [list(node) for node in nodes]
     if found != [list(range(at, at + size)) for at in range(0, len(nodes) * size, size)]:
         listed = ", ".join(map(str, found))
@@ -380,12 +374,9 @@ class UnitHook:
 class UnitAllGather(UnitHook):
     """An AllGather (torch.distributed.fsdp, set_custom_all_gather) of one FSDP module, in bytes.
 
-    It is ZeRO++'s qwZ (Wang et al. 2023, section 4.1): each rank encodes its part of the weights
-    by blocks, a byte for each value, and all ranks decode all parts, their own too, so copies are
-    equal on all ranks. The part that the optimizer updates is another tensor and stays exact.
-
-    Where weights have a second shard inside a node, it gathers what was gathered before, and inside
-    the node: exactly, so that backward has the bits of forward.
+    It is ZeRO++'s qwZ (Wang et al. 2023, section 4.1): all ranks decode all parts, their own too,
+    so copies are equal on all ranks. The part that the optimizer updates is another tensor and
+    stays exact. A second shard inside a node is gathered exactly: backward has forward's bits.
 
     Args:
         unit: name of the module.

@@ -239,11 +239,7 @@ class FreedReads(TorchFunctionMode):
 
 
 def require_scattered(model: nn.Module, exchange: Exchange) -> None:
-    """Refuse gradients that the lab's reduce-scatters do not carry.
-
-    Raises:
-        ValueError: naming a trainable parameter in another type than float32, bfloat16, float16.
-    """
+    """Refuse parameters of types that the lab's reduce-scatters do not carry."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in SCATTERED:
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -256,13 +252,11 @@ def require_scattered(model: nn.Module, exchange: Exchange) -> None:
 class WholeGradients:
     """Lets FSDP modules scatter gradients of all their trainable parameters, on all ranks alike.
 
-    FSDP2 scatters those that there are, one after the other: where ranks reach different ones, it
-    adds one parameter's gradient to another's. So a rank gives zeros for what it has not reached.
-    After backward a parameter that no rank reached has no gradient, as without FSDP; one all-reduce
-    of a byte for each parameter says so, and only ranks that lack a gradient read it.
-
-    Gradients that come when a module's have been sent, as of a module that reentrant recomputation
-    uses twice, are sent after the others; FSDP2 would forget them. Sparse ones are made dense.
+    FSDP2 scatters those that there are: where ranks reach different ones, it adds one parameter's
+    gradient to another's. So a rank gives zeros for what it has not reached. What no rank reached
+    has no gradient after backward, by one all-reduce of a byte for each parameter. Gradients that
+    come when a module's have been sent (reentrant recomputation) are sent after the others; FSDP2
+    would forget them. Sparse ones are made dense.
 
     Backward raises a RuntimeError where another rank ran a module that this one did not.
 

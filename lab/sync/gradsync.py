@@ -156,11 +156,7 @@ class GradSync(Sync):
         return finite
 
     def _submit_rest(self) -> None:
-        """Begin the exchanges that backward did not, and ask which parameters nobody reached.
-
-        Raises:
-            RuntimeError: a parameter trains that no exchange knows.
-        """
+        """Begin the exchanges that backward did not, and ask which parameters nobody reached."""
         self._outside.refuse_trained()
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()

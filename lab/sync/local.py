@@ -164,8 +164,7 @@ class DesLoc(LocalSteps):
     need fewer exchanges. With three equal periods this is Local Adam. Weights are averaged after
     the run's last step too.
 
-    The values themselves are exchanged, not their changes, so the exchange must be exact: rounded
-    towards 0, a second moment would make Adam's next step arbitrarily large.
+    The exchange must be exact: a second moment rounded to 0 makes Adam's step arbitrarily large.
 
     Args:
         every, first_every, second_every: in steps; `second_every` None: the optimizer has none.
@@ -186,11 +185,7 @@ class DesLoc(LocalSteps):
         self.optimizer: Optimizer | None = None  # known from the first update on
 
     def update(self, optimizer: Optimizer) -> None:
-        """Take the optimizer's step.
-
-        Raises:
-            ValueError: the optimizer has no moment of a kind that is to be averaged.
-        """
+        """Take the optimizer's step; refuse an optimizer without the moments to be averaged."""
         super().update(optimizer)
         if self.optimizer is optimizer:
             return

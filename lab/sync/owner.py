@@ -91,11 +91,7 @@ class Owner:
 
 
 def require_state(state: object, *keys: str) -> None:
-    """Refuse what `state_dict` cannot have returned.
-
-    Raises:
-        ValueError: it is no mapping, or lacks one of `keys`.
-    """
+    """Refuse what `state_dict` cannot have returned: no mapping, or one without `keys`."""
     if not isinstance(state, Mapping):
         found = type(state).__name__
     elif missing := {*keys} - {*cast(Mapping[str, object], state)}:

@@ -165,11 +165,7 @@ def streaming(every: int, fragments: int, order: str, delay: int) -> Pattern:
 
 
 def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
-    """Average weights and an optimizer's moments at periods of their own.
-
-    Raises:
-        ValueError: a period that is no integer of at least 1.
-    """
+    """Average weights and an optimizer's moments at periods of their own."""
     periods = {"every": every, "first_every": first_every}
     if second_every is not None:
         periods["second_every"] = second_every
@@ -261,11 +257,7 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
 
 
 def pattern_of(settings: Mapping[str, Any]) -> Pattern:
-    """Return the pattern of a run.
-
-    Args:
-        settings: its composed settings; `sync` and `overlap` are read.
-    """
+    """Return the pattern of a run, by `sync` and `overlap` of its composed settings."""
     name = class_of(settings)
     overlap = bool(settings.get("overlap", False))
     return OF_CLASS[name](settings["sync"], overlap) if name in OF_CLASS else UNKNOWN

@@ -37,18 +37,12 @@ class PrioritySync(GradSync):
     """A sync whose exchange runs on during the next forward, most urgent gradients first.
 
     P3 (Jayarajan et al., MLSys 2019) and ByteScheduler (Peng et al., SOSP 2019), as in BytePS's
-    cross barrier: backward hands gradients to the worker, `finish` does not wait, and each module
-    of the next forward waits for its own parameters' gradients and updates these. Buckets are small
-    and larger parameters are cut, so that gradients of early layers, which are there last and
-    needed first, overtake those of late ones. (Exchanges that do more than sum get whole ones.)
-
-    All ranks begin all exchanges in one order, so it is planned: the first step of a run tells the
-    order in which gradients arrive and forward reads parameters, the second how long all of them
-    travel after backward. The order follows from rank 0's times. Then steps of GradSync, with its
-    buckets of `bucket_mb`, and steps under this schedule are timed, and the faster is kept (Trial).
-
-    With `trials=0`, weights are the same bits as with `overlap=false`, where the same messages
-    leave after backward.
+    cross barrier: `finish` does not wait, and each module of the next forward waits for its own
+    parameters' gradients and updates these. Buckets are small and larger parameters are cut, so
+    that gradients of early layers, which are there last and needed first, overtake those of late
+    ones. (Exchanges that do more than sum get whole ones.) Step 0 finds the orders in which
+    gradients arrive and forward reads, step 1 the time that they travel; then GradSync's schedule
+    and this one are timed (Trial). Why, and what is refused: docs/strategies.md.
 
     Args:
         chunk_mb: largest bucket and part of a parameter in MiB, if the next forward is to wait.
@@ -112,11 +106,7 @@ class PrioritySync(GradSync):
             self._wait_in_forward(reads.waits())
 
     def finish(self) -> Tensor | None:
-        """End the step's exchange, or leave it to the next forward.
-
-        Returns:
-            Whether the gradients that the last update applied were finite.
-        """
+        """End the step's exchange, or leave it to the next forward; tell of the last update's."""
         if self._late:
             return self._leave()
         begin = None

@@ -100,11 +100,7 @@ def flatten(parameters: list[nn.Parameter], multiple: int = 1) -> Tensor:
 
 
 def refuse_complex(strategy: str, parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse complex parameters, whose weights a sync would have to move as pairs.
-
-    Raises:
-        ValueError: names one.
-    """
+    """Refuse complex parameters, whose weights a sync would have to move as pairs."""
     for name, parameter in parameters.items():
         if parameter.is_complex():
             kind = str(parameter.dtype).removeprefix("torch.")
