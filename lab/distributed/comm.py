@@ -17,6 +17,9 @@ from torch import Tensor
 from lab.distributed.launcher import Nodes, each_alone, restricted
 
 CACHED_VALUES = 2**16  # a sum of so many stays in a core's cache while all parts are added
+Sent = tuple[int, int, int]  # payload bytes, messages, and the bytes of these to other nodes
+Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
+TIMEOUT_S = 30.0  # longest wait for another rank
 
 
 class Handle(Protocol):
@@ -75,10 +78,6 @@ def _sum(parts: Tensor, total: Tensor) -> None:
         others = parts[1:]
     for other in others:
         total += other
-
-
-Sent = tuple[int, int, int]  # payload bytes, messages, and the bytes of these to other nodes
-Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
 @dataclass
@@ -395,9 +394,6 @@ class SilentComm(Comm):
         for tensor, _ in receives:
             tensor.zero_()
         return Done()
-
-
-TIMEOUT_S = 30.0  # longest wait for another rank
 
 
 class _Meeting:

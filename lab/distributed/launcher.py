@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Nodes = Sequence[Sequence[int]]  # the ranks of each node, in rank order
+PR_SET_PDEATHSIG = 1  # of sys/prctl.h
+ENDING = (signal.SIGTERM, signal.SIGUSR1)
+REPORT_S = 10.0  # for rank 0 to report an error
+TOLD_S = 1.0  # for the first rank of a host to report one that all ranks know
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,6 @@ def restricted(nodes: Nodes, members: Sequence[int]) -> list[list[int]]:
     number = {rank: index for index, rank in enumerate(members)}
     kept = ([number[rank] for rank in node if rank in number] for node in nodes)
     return [node for node in kept if node]
-
-
-PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-ENDING = (signal.SIGTERM, signal.SIGUSR1)
-REPORT_S = 10.0  # for rank 0 to report an error
-TOLD_S = 1.0  # for the first rank of a host to report one that all ranks know
 
 
 def world_size() -> int:

@@ -25,6 +25,13 @@ from lab.distributed.world import LIBRARY_MARGIN_S, World
 
 Job = Callable[[], Iterator[Collective]]  # yields what it begins; resumed when complete
 Event = torch.cuda.Event | torch.Event
+POLL_S = 0.2
+GRACE_S = 1.0  # for training to notice another rank's failure by itself
+STUCK_S = 20.0  # after a signal, an exchange that takes longer hangs
+# SLURM warns by SIGUSR1, a terminal that closes by SIGHUP.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+CONTROL_EXTRA_S = LIBRARY_MARGIN_S / 2  # for rank 0 to write files while the others wait
+AGREE_S = 20.0  # for the ranks to agree at which step to stop
 
 
 class Worker(ABC):
@@ -306,15 +313,6 @@ class HostCopy:
         if self._ready is not None:
             self._ready.synchronize()
         return self._copy
-
-
-POLL_S = 0.2
-GRACE_S = 1.0  # for training to notice another rank's failure by itself
-STUCK_S = 20.0  # after a signal, an exchange that takes longer hangs
-# SLURM warns by SIGUSR1, a terminal that closes by SIGHUP.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-CONTROL_EXTRA_S = LIBRARY_MARGIN_S / 2  # for rank 0 to write files while the others wait
-AGREE_S = 20.0  # for the ranks to agree at which step to stop
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,14 @@ REMEDY = (
     "TORCH_INDEX=https://download.pytorch.org/whl/cu126 (README) installs one for older ones; "
     "or set device=cpu"
 )
+Facts = Mapping[str, str]  # what a rank states, by name
+MOST_NAMED = 4  # facts that differ; of the others, the line gives the number
+HEARD_S = 5.0  # for all ranks to read what differs
+LONGEST = 80  # characters of a value in the line
+NUM_QUESTIONS = 20  # by each rank, to compare clocks; the quickest answer is used
+LIBRARY_MARGIN_S = 10.0  # the watchdog comes first: it can name the rank that hangs
+JOIN_LIMIT_S = 600.0  # a busy machine may start one rank minutes after another
+_counted = False  # whether this process has registered in the store
 
 
 def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
@@ -125,13 +133,6 @@ def torch_build() -> str:
     return f"torch {torch.__version__} (built {built})"
 
 
-Facts = Mapping[str, str]  # what a rank states, by name
-
-MOST_NAMED = 4  # facts that differ; of the others, the line gives the number
-HEARD_S = 5.0  # for all ranks to read what differs
-LONGEST = 80  # characters of a value in the line
-
-
 class Disagreement(ValueError):
     """Ranks state unlike facts. All of them have this error, with the same line."""
 
@@ -194,13 +195,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
         first, *rest = [rank for _, rank in run]
         runs.append(f"{first}-{rest[-1]}" if rest else str(first))
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs)}"
-
-
-NUM_QUESTIONS = 20  # by each rank, to compare clocks; the quickest answer is used
-LIBRARY_MARGIN_S = 10.0  # the watchdog comes first: it can name the rank that hangs
-JOIN_LIMIT_S = 600.0  # a busy machine may start one rank minutes after another
-
-_counted = False  # whether this process has registered in the store
 
 
 class Waits:

@@ -21,7 +21,7 @@ from lab.loop.world import world_of
 from lab.record.schema import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.ddp import HookState, exchange_hook
-from lab.sync.owner import Scaler, SpoiledState
+from lab.sync.owner import NonfiniteGuard, Scaler
 from lab.training.alike import exchanged_alike
 from lab.training.assemble import require_alike, require_like_gpus
 
@@ -89,7 +89,7 @@ def ddp_comm_hook(
     settings: Any = OmegaConf.to_container(config, resolve=True)
     require_alike(world, exchanged_alike(settings, wrapped.module))
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
-    guard = SpoiledState(exchange, scaler)
+    guard = NonfiniteGuard(exchange, scaler)
     require_like_gpus(world, exchange)
     try:
         finds_unused = wrapped.find_unused_parameters

@@ -24,7 +24,7 @@ from lab.record.schema import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
-from lab.sync.owner import KEY, Owner, Scaler, SpoiledState, require_state
+from lab.sync.owner import KEY, NonfiniteGuard, Owner, Scaler, require_state
 from lab.training.alike import exchanged_alike
 from lab.training.assemble import admitted, require_alike, require_like_gpus
 
@@ -57,7 +57,7 @@ class LoopSync(GradSync):
         self.divides_loss = False  # the loop's loss is what it is
         self.settings = settings
         self._model, self._world = parts.model, world
-        self._guard = SpoiledState(self.exchange, scaler)
+        self._guard = NonfiniteGuard(self.exchange, scaler)
 
     @property
     def certificate(self) -> Certificate | None:
@@ -90,7 +90,7 @@ class LoopSync(GradSync):
         """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.
 
         Raises:
-            FloatingPointError: see SpoiledState.
+            FloatingPointError: see NonfiniteGuard.
             CertificateError: check="first" has found a fault.
             Exception: the first error of an exchange.
         """

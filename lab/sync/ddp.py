@@ -34,8 +34,21 @@ from lab.measure.clock import Clock
 from lab.settings import checks
 from lab.sync.base import BeforeExchange, Reached, SyncParts, all_finite, observed, on_gradient
 from lab.sync.library import LibrarySync, library_bound
-from lab.sync.owner import KEY, Owner, SpoiledState, require_state
+from lab.sync.owner import KEY, NonfiniteGuard, Owner, require_state
 from lab.sync.pattern import ddp
+
+CURES = {  # by what DDP says, in many lines
+    "mark a variable ready only once": (
+        "a gradient was complete twice in one backward, as where a module is used twice under "
+        "reentrant checkpointing; use checkpoint(use_reentrant=False), sync.static_graph=true or "
+        "strategy=overlap"
+    ),
+    "finished reduction in the prior iteration": (
+        "some parameters had no gradient in the last step; use "
+        "sync.find_unused_parameters=true or strategy=overlap"
+    ),
+}
+HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
 
 
 class HookState:
@@ -76,7 +89,7 @@ class HookState:
         exchange: Exchange,
         comm: Comm,
         worker: Worker,
-        guard: SpoiledState | None = None,
+        guard: NonfiniteGuard | None = None,
         finds_unused: bool = False,
     ) -> None:
         exchange.check_reach(comm)
@@ -263,20 +276,6 @@ def exchange_hook(state: HookState, bucket: DDPBucket) -> Future[Tensor]:
 
 # DDP compares annotations with types, and here they are strings.
 exchange_hook.__annotations__ = get_type_hints(exchange_hook)
-
-
-CURES = {  # by what DDP says, in many lines
-    "mark a variable ready only once": (
-        "a gradient was complete twice in one backward, as where a module is used twice under "
-        "reentrant checkpointing; use checkpoint(use_reentrant=False), sync.static_graph=true or "
-        "strategy=overlap"
-    ),
-    "finished reduction in the prior iteration": (
-        "some parameters had no gradient in the last step; use "
-        "sync.find_unused_parameters=true or strategy=overlap"
-    ),
-}
-HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
 
 
 class DDPSync(LibrarySync):

@@ -114,7 +114,7 @@ class Scaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-class SpoiledState:
+class NonfiniteGuard:
     """Protection of an exchange's residuals from gradients that are not finite.
 
     With an enabled scaler such gradients are expected: the residuals are put back to what they were
