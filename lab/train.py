@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lab.cluster import sandbox
-from lab.cluster.settings import cluster_of, num_launched
-from lab.cluster.straggler import straggler_of
+from lab.cluster.settings import cluster_of, num_launched, straggler_of
 from lab.distributed import launcher
 from lab.settings.command import Command, CommandLine, answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load

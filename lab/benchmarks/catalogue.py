@@ -162,7 +162,8 @@ def _of_device(text: str, own: str, only: str, **rest: str) -> Bench:
     """Describe a benchmark of one device: nothing is exchanged, or copied into buckets."""
     if rest.get("group") == "batch_size":
         rest["fixed_words"] = "strategy=none"
-    return Bench(text, own, only_words=only, package="lab.device", **({"default": "none"} | rest))
+    named: dict[str, Any] = {"default": "none"} | rest
+    return Bench(text, own, only_words=only, package="lab.device", **named)
 
 
 BENCHES = {

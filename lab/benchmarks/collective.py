@@ -45,7 +45,7 @@ from lab.benchmarks.present import (
 )
 from lab.benchmarks.request import Request
 from lab.distributed.comm import Comm
-from lab.distributed.nodes import Nodes
+from lab.distributed.launcher import Nodes
 from lab.distributed.world import World
 from lab.draw.chart import GREY
 from lab.draw.looks import Look, looks_of

@@ -13,7 +13,7 @@ from lab.benchmarks.harness import difference, middle, on_ranks, ratio
 from lab.benchmarks.present import Column, medians, on_ranks_of, ranged, text
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import in_turns
-from lab.distributed.collective import Done
+from lab.distributed.comm import Done
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.spans import PHASES

@@ -18,7 +18,7 @@ from lab.benchmarks import present
 from lab.benchmarks.harness import middle, on_ranks
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import BASELINE
-from lab.distributed.sharded import local
+from lab.distributed.replicas import local
 from lab.distributed.world import World
 from lab.draw.looks import SKY
 from lab.draw.plots import bars

@@ -79,7 +79,7 @@ def with_world_size(request: Request) -> Request:
         return request
     import torch
 
-    from lab.distributed.gpus import check_gpus
+    from lab.distributed.world import check_gpus
 
     config = request.variants[0].config
     try:

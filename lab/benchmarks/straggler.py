@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from lab.benchmarks.harness import on_ranks, progress
 from lab.benchmarks.present import Column, number, on_ranks_of, text
 from lab.benchmarks.request import Request
-from lab.cluster.straggler import PHASES, Straggler
+from lab.cluster.settings import PHASES, Straggler
 from lab.distributed.world import World
 from lab.measure.intervals import Interval, wilson
 from lab.measure.statistics import least_warmup
@@ -137,7 +137,7 @@ def _with(config: DictConfig, planted: Straggler | None) -> DictConfig:
     changed = config.copy()
     changed.straggler = OmegaConf.create(
         {
-            "_target_": "lab.cluster.straggler.planted",
+            "_target_": "lab.cluster.settings.planted",
             "delay_ms": 1e3 * planted.delay_s,
             **{key: getattr(planted, key) for key in ("rank", "phase", "every")},
         }

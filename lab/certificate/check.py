@@ -17,7 +17,7 @@ from lab.distributed.comm import Comm, Sent
 from lab.exchange.base import Exchange
 from lab.record.schema import Certificate
 from lab.sync.base import Sync
-from lab.sync.ddp_hook import HookState
+from lab.sync.ddp import HookState
 from lab.sync.gradsync import GradSync
 from lab.sync.local import LocalSync
 from lab.sync.pattern import Begin, Leg

@@ -26,7 +26,7 @@ from lab.certificate.traffic import (
     moved,
 )
 from lab.certificate.watch import HEAD, Seen, norm
-from lab.distributed.nodes import Nodes
+from lab.distributed.launcher import Nodes
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import left_exact
 from lab.exchange.layout import travel_shape

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.nodes import Nodes, each_alone
+from lab.distributed.launcher import Nodes, each_alone
 from lab.measure.interfaces import COUNTERS, namespace, sent_bytes
 from lab.simulate.costs import BY_ITSELF, class_of, payload_bytes
 from lab.simulate.hardware import Hardware, Link

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lab.distributed.gpus import is_available, torch_build
+from lab.distributed.world import is_available, torch_build
 from lab.measure.environment import environment, git_commit, gpus
 
 DRIVERS = {13: 580, 12: 525}  # the oldest driver for a CUDA of this major version

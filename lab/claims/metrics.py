@@ -36,7 +36,7 @@ class Point:
     Attributes:
         batch_size: global.
         profile: replaces the paper's.
-        layer: the layer whose operations are counted, as lab.model.facts.Counts names it.
+        layer: the layer whose operations are counted, as lab.model.work.Counts names it.
         rate_gbit: rate of the links between nodes; None: the hardware's.
     """
 
@@ -227,7 +227,7 @@ def delivered_error(strategy: str) -> float:
     """
     import torch
 
-    from lab.distributed.thread_comm import run_ranks
+    from lab.distributed.comm import run_ranks
     from lab.exchange.bucket import GradBucket
 
     chance = torch.Generator().manual_seed(0)

@@ -112,10 +112,6 @@ def name_hosts(cluster: Cluster) -> None:
 
 
 def execute(commands: Iterator[list[str]]) -> None:
-    """Run commands one after the other.
-
-    Raises:
-        subprocess.CalledProcessError: a command failed; it printed why.
-    """
+    """Run commands one after the other; one that fails has printed why."""
     for command in commands:
         subprocess.run(command, check=True)

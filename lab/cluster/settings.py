@@ -1,4 +1,4 @@
-"""Settings of an emulated cluster, checked before anything starts. Nothing here imports torch."""
+"""Settings of emulated clusters and stragglers, checked before anything starts. No torch here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EMULATION = "LAB_EMULATION"  # describes the emulation to ranks, for their records
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 MOST_HOSTS = 150  # addresses 10.77.0.101 and up
+PHASES = ("input", "forward", "backward", "exchange", "update")  # in which a rank may be delayed
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
 CHANGE = re.compile(r"(\d+(?:\.\d+)?)s (h\d+) (\S+)")
 
@@ -96,7 +97,6 @@ class Cluster:
         ]
 
     def describe(self) -> str:
-        """Describe the cluster for a record."""
         plural = "s" if self.num_hosts > 1 else ""
         rates = list(self.rates) if len(set(self.rates)) > 1 else [self.rates[0]]
         links = ", ".join(rate or "no limit" for rate in rates)
@@ -113,11 +113,7 @@ class Cluster:
 
 
 def num_launched() -> int:
-    """Return the number of ranks that a launcher has started; 1 without one.
-
-    Raises:
-        ConfigError: its variables do not say.
-    """
+    """Return the number of ranks that a launcher has started; 1 without one."""
     try:
         return launcher.world_size()
     except ValueError as error:
@@ -158,11 +154,7 @@ def emulated(
     changes: Sequence[str],
     world_size: int | None = None,
 ) -> Cluster:
-    """Build a Cluster from conf/cluster/emulated.yaml.
-
-    Raises:
-        ValueError: names the wrong setting, its value and what is allowed.
-    """
+    """Build a Cluster from conf/cluster/emulated.yaml; ValueErrors name the wrong setting."""
     checks.whole("cluster.ranks_per_host", ranks_per_host, 1, 1024)
     num_hosts = _number_of_hosts(hosts, ranks_per_host, world_size)
     for key, value in (("rates", rates), ("changes", changes)):
@@ -172,7 +164,11 @@ def emulated(
     if len(every) != num_hosts:
         raise ValueError(f"cluster.rates={every}: {num_hosts} hosts need as many rates")
     for one in every:
-        _check_rate("rate" if rates is None else "rates", one)
+        if one is not None and not (isinstance(one, str) and _is_rate(one)):
+            raise ValueError(
+                f"cluster.{'rate' if rates is None else 'rates'}={one}: must be a rate in kbit, "
+                "mbit or gbit, as in 100mbit, or null"
+            )
     checks.number("cluster.delay_ms", delay_ms, 0, 10_000)
     checks.number("cluster.loss_percent", loss_percent, 0, 99)
     checks.number("cluster.slow_factor", slow_factor, 1, 100)
@@ -180,15 +176,8 @@ def emulated(
     parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
     if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
         raise ValueError(f"cluster.changes={list(changes)}: with netem, only of links with a rate")
-    return Cluster(
-        ranks_per_host,
-        tuple(every),
-        delay_ms,
-        loss_percent,
-        slow,
-        slow_factor,
-        tuple(parsed),
-    )
+    numbers = delay_ms, loss_percent, slow, slow_factor
+    return Cluster(ranks_per_host, tuple(every), *numbers, tuple(parsed))
 
 
 def bits_per_s(rate: str) -> float:
@@ -199,10 +188,9 @@ def bits_per_s(rate: str) -> float:
 
 
 def _number_of_hosts(hosts: int | None, ranks_per_host: int, world_size: int | None) -> int:
-    if hosts is None and world_size is None:
-        raise ValueError("cluster.hosts=null: say how many, as in cluster.hosts=4")
     if hosts is None:
-        assert world_size is not None
+        if world_size is None:
+            raise ValueError("cluster.hosts=null: say how many, as in cluster.hosts=4")
         hosts = world_size // ranks_per_host or 1
     checks.whole("cluster.hosts", hosts, 1, MOST_HOSTS)
     if world_size not in (None, hosts * ranks_per_host):
@@ -219,13 +207,6 @@ def _host(key: str, name: str, num_hosts: int) -> int:
     return hosts.index(name)
 
 
-def _check_rate(key: str, rate: object) -> None:
-    if rate is not None and not (isinstance(rate, str) and _is_rate(rate)):
-        raise ValueError(
-            f"cluster.{key}={rate}: must be a rate in kbit, mbit or gbit, as in 100mbit, or null"
-        )
-
-
 def _is_rate(text: str) -> bool:
     return bool(RATE.fullmatch(text)) and bits_per_s(text) > 0
 
@@ -238,3 +219,41 @@ def _change(text: object, num_hosts: int) -> Change:
             "'10s h1 100mbit'"
         )
     return Change(float(match[1]), _host("changes", match[2], num_hosts), match[3])
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is delayed on purpose.
+
+    Attributes:
+        phase: of its steps, one of PHASES.
+        every: it is delayed in every so many steps.
+    """
+
+    rank: int
+    phase: str
+    delay_s: float
+    every: int = 1
+
+    def describe(self) -> str:
+        often = "every step" if self.every == 1 else f"every {self.every} steps"
+        return f"rank {self.rank} delayed by {1e3 * self.delay_s:g} ms in {self.phase}, {often}"
+
+
+def straggler_of(config: DictConfig, world_size: int) -> Straggler | None:
+    """Return the straggler that a run's settings ask for; its rank must be one of the run's."""
+    if "_target_" not in config.get("straggler", {}):  # a loop of one's own has none
+        return None
+    found: Straggler = build(config.straggler)
+    if found.rank >= world_size:
+        raise ConfigError(f"straggler.rank={found.rank}: the ranks are 0 to {world_size - 1}")
+    return found
+
+
+def planted(rank: int, phase: str, delay_ms: float, every: int) -> Straggler:
+    """Build a Straggler from conf/straggler/planted.yaml."""
+    checks.whole("straggler.rank", rank, 0)
+    checks.whole("straggler.every", every, 1)
+    checks.one_of("straggler.phase", phase, PHASES)
+    checks.number("straggler.delay_ms", delay_ms, above=0, at_most=60_000)
+    return Straggler(rank, phase, delay_ms / 1e3, every)

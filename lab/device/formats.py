@@ -143,7 +143,8 @@ def transposes(averages: Iterable[Any]) -> list[Reorder]:
         formats = TRANSPOSE.search(each.key)
         if formats and each.device_type == DeviceType.CUDA:
             seconds = each.self_device_time_total / 1e6 / each.count
-            found += [Reorder(*map(str.lower, formats.groups()), seconds)] * each.count
+            source, target = map(str.lower, formats.groups())
+            found += [Reorder(source, target, seconds)] * each.count
     return found
 
 

@@ -2,21 +2,82 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lab.distributed.collective import Collective, Done, Handle, SummedParts
-from lab.distributed.nodes import Nodes, each_alone, restricted
+from lab.distributed.launcher import Nodes, each_alone, restricted
 
+CACHED_VALUES = 2**16  # a sum of so many stays in a core's cache while all parts are added
 Sent = tuple[int, int, int]  # payload bytes, messages, and the bytes of these to other nodes
 Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
+TIMEOUT_S = 30.0  # longest wait for another rank
+
+
+class Handle(Protocol):
+    """Transfers in flight."""
+
+    def wait(self) -> Any:
+        """Block until received tensors may be read and sent ones written to."""
+
+
+class Collective(Handle, Protocol):
+    """A collective in flight."""
+
+    def is_completed(self) -> bool:
+        """Return whether it has finished. Any thread may call this."""
+        ...
+
+
+class Done:
+    """A collective that had finished when its call returned."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class SummedParts:
+    """A reduce-scatter made of an all-to-all: `wait` adds the parts that have arrived.
+
+    Args:
+        parts: [size, ...], one of each rank, complete after `arriving.wait()`.
+        output: receives their sum, added in rank order.
+    """
+
+    def __init__(self, arriving: Collective, parts: Tensor, output: Tensor) -> None:
+        self._arriving, self._parts, self._output = arriving, parts, output
+
+    def wait(self) -> None:
+        self._arriving.wait()
+        parts = self._parts.view(len(self._parts), -1).split(CACHED_VALUES, dim=1)
+        for part, total in zip(parts, self._output.view(-1).split(CACHED_VALUES), strict=True):
+            _sum(part, total)
+
+    def is_completed(self) -> bool:
+        return self._arriving.is_completed()
+
+
+def _sum(parts: Tensor, total: Tensor) -> None:
+    """Fill `total` [n] with the sum over the rows of `parts` [size, n], in the type of `total`."""
+    if len(parts) > 1 and parts.dtype == total.dtype:  # saves a pass over `total`
+        torch.add(parts[0], parts[1], out=total)
+        others = parts[2:]
+    else:
+        total.copy_(parts[0])
+        others = parts[1:]
+    for other in others:
+        total += other
 
 
 @dataclass
@@ -145,7 +206,6 @@ class Comm(ABC):
         self.ibroadcast(tensor, source).wait()
 
     def iall_reduce(self, tensor: Tensor) -> Collective:
-        """Begin an all_reduce."""
         if self.size == 1:
             return Done()
         self._announce()
@@ -153,7 +213,6 @@ class Comm(ABC):
         return self._begin(self._iall_reduce, tensor)
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
-        """Begin an all_gather."""
         if self.size == 1:
             output.view_as(tensor).copy_(tensor)
             return Done()
@@ -169,7 +228,6 @@ class Comm(ABC):
         return self._iall_gather_rows(rows) if self.size > 1 else Done()
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
-        """Begin an all_to_all."""
         if self.size == 1:
             output.copy_(tensor)
             return Done()
@@ -194,7 +252,6 @@ class Comm(ABC):
         return self._ireduce_scatter(output, tensor, parts)
 
     def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
-        """Begin a broadcast."""
         if self.size == 1:
             return Done()
         if self.rank == source:
@@ -276,7 +333,6 @@ class Comm(ABC):
         return _Waited(handle, self.traffic)
 
     def _count_pairs(self, num_bytes: int) -> None:
-        """Count `num_bytes` sent to each other rank."""
         others = self.size - 1
         self.traffic.count(others * num_bytes, others, self._num_beyond * num_bytes)
 
@@ -338,3 +394,104 @@ class SilentComm(Comm):
         for tensor, _ in receives:
             tensor.zero_()
         return Done()
+
+
+class _Meeting:
+    """Shared state of the ranks: a barrier, a slot each, a mailbox for each pair, and parts."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self.slots: list[Tensor] = [torch.empty(0)] * size
+        self.mail = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+        self.parts: dict[tuple[int, int], _Meeting] = {}  # by number of the split and by color
+
+
+class Expected(list[tuple[Tensor, queue.SimpleQueue]]):
+    """Receives in flight: each tensor with the mailbox that its values come from."""
+
+    def wait(self) -> None:
+        for tensor, mailbox in self:
+            tensor.copy_(mailbox.get(timeout=TIMEOUT_S))
+
+
+class ThreadComm(Comm):
+    """One rank among `size` threads, made by `run_ranks`. Sums add in rank order."""
+
+    backend = "threads"
+
+    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+        super().__init__(rank, size)
+        self.meeting = meeting
+        self._num_splits = 0
+
+    def _everyones(self, tensor: Tensor) -> list[Tensor]:
+        self.meeting.slots[self.rank] = tensor.clone()
+        self.meeting.barrier.wait()
+        tensors = list(self.meeting.slots)
+        self.meeting.barrier.wait()
+        return tensors
+
+    def _iall_reduce(self, tensor: Tensor) -> Done:
+        first, *others = self._everyones(tensor)
+        tensor.copy_(first)
+        for other in others:
+            tensor += other
+        return Done()
+
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Done:
+        output.copy_(torch.stack(self._everyones(tensor)).view_as(output))
+        return Done()
+
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Done:
+        output.copy_(torch.stack([sent[self.rank] for sent in self._everyones(tensor)]))
+        return Done()
+
+    def _ibroadcast(self, tensor: Tensor, source: int) -> Done:
+        tensor.copy_(self._everyones(tensor)[source])
+        return Done()
+
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
+        for tensor, to in sends:
+            self.meeting.mail[self.rank, to].put(tensor.clone())
+        mail = self.meeting.mail
+        return Expected((tensor, mail[source, self.rank]) for tensor, source in receives)
+
+    def _split(self, color: int) -> tuple[ThreadComm, list[int]]:
+        colors = [int(other) for other in self._everyones(torch.tensor(color))]
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        self._num_splits += 1
+        key = self._num_splits, color
+        meeting = self.meeting.parts.setdefault(key, _Meeting(len(members)))  # atomic
+        return ThreadComm(members.index(self.rank), len(members), meeting), members
+
+
+def run_ranks(size: int, rank_main: Callable[[Comm], Any], nodes: Nodes | None = None) -> list[Any]:
+    """Run `rank_main(comm)` as `size` ranks, one thread each; return their results in rank order.
+
+    Args:
+        nodes: the ranks of each node to play; None: each has its own.
+
+    Raises:
+        Exception: the first rank's error, once every rank has stopped.
+    """
+    meeting = _Meeting(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def target(rank: int) -> None:
+        comm = ThreadComm(rank, size, meeting)
+        comm.nodes = nodes or comm.nodes
+        try:
+            results[rank] = rank_main(comm)
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=target, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -14,19 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.collective import Done
-from lab.distributed.comm import Comm
-from lab.distributed.nodes import RankInfo
+from lab.distributed.comm import Comm, Done
+from lab.distributed.launcher import RankInfo
 
 ADDRESS_BYTES = 256
 
 
 def horovod() -> ModuleType:
-    """Import Horovod's torch module.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Import Horovod's torch module; ValueError: it is not installed."""
     try:
         import horovod.torch as hvd  # type: ignore[import-not-found]  # make horovod builds it
     except ImportError as error:
@@ -108,7 +103,9 @@ def find_rank_info() -> RankInfo:
     host = os.environ["HOROVOD_HOSTNAME"] if local_size < size else "127.0.0.1"
     listener = socket.create_server((host, 0)) if rank == 0 else None
     address = f"{host} {listener.getsockname()[1]}" if listener else ""
-    host, port = _broadcast_text(hvd, address).split()
+    # Horovod's own broadcast of objects would unpickle received data.
+    data = torch.tensor(list(address.encode().ljust(ADDRESS_BYTES)), dtype=torch.uint8)
+    host, port = bytes(hvd.broadcast(data, 0, name="lab.address").tolist()).decode().split()
     store = dist.TCPStore(
         host,
         int(port),
@@ -117,12 +114,6 @@ def find_rank_info() -> RankInfo:
         master_listen_fd=listener.detach() if listener else None,
     )
     return RankInfo("horovodrun", rank, size, hvd.local_rank(), local_size, store)
-
-
-def _broadcast_text(hvd: ModuleType, text: str) -> str:
-    """Broadcast rank 0's text. Horovod's own broadcast of objects would unpickle received data."""
-    data = torch.tensor(list(text.encode().ljust(ADDRESS_BYTES)), dtype=torch.uint8)
-    return bytes(hvd.broadcast(data, 0, name="lab.address").tolist()).decode().strip()
 
 
 def _name(operation: str, tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Variables that launchers put into the environment, and the end of ranks. It imports no torch."""
+"""Ranks as launchers start them: their places, nodes and end. It imports no torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,78 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Nodes = Sequence[Sequence[int]]  # the ranks of each node, in rank order
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
 REPORT_S = 10.0  # for rank 0 to report an error
 TOLD_S = 1.0  # for the first rank of a host to report one that all ranks know
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank among those started together.
+
+    Attributes:
+        launcher: "torchrun", "horovodrun", "python" (no launcher, one rank), or "env" (something
+            else set RANK and the like, such as srun in launch/slurm.sbatch).
+        store: key-value store that all ranks reach.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    store: dist.Store
+
+
+def nodes_of(places: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Group ranks by node.
+
+    Launchers number the ranks of a node upwards, whether they fill one node after the other or go
+    round them. So the k-th rank with local rank l is on the k-th of the nodes with more than l.
+
+    Args:
+        places: local_rank and local_size of each rank, in rank order.
+
+    Raises:
+        ValueError: no launcher would number ranks so.
+    """
+    sizes = [size for local_rank, size in places if local_rank == 0]
+    nodes: list[list[int]] = [[] for _ in sizes]
+    for local_rank in range(max(sizes, default=0)):
+        there = [node for node, size in zip(nodes, sizes, strict=True) if size > local_rank]
+        ranks = [rank for rank, place in enumerate(places) if place[0] == local_rank]
+        for node, rank in zip(there, ranks, strict=False):
+            node.append(rank)
+    if [len(node) for node in nodes] != sizes or sum(sizes) != len(places):
+        numbered = ", ".join(f"{local} of {size}" for local, size in places)
+        raise ValueError(
+            f"LOCAL_RANK of LOCAL_WORLD_SIZE: the {len(places)} ranks have {numbered}; a node of n "
+            "ranks has 0 to n-1 of n"
+        )
+    return nodes
+
+
+def each_alone(size: int) -> list[list[int]]:
+    return [[rank] for rank in range(size)]
+
+
+def restricted(nodes: Nodes, members: Sequence[int]) -> list[list[int]]:
+    """Return the nodes of a group, whose ranks are numbered in the order of `members`."""
+    number = {rank: index for index, rank in enumerate(members)}
+    kept = ([number[rank] for rank in node if rank in number] for node in nodes)
+    return [node for node in kept if node]
 
 
 def world_size() -> int:
@@ -32,20 +94,12 @@ def world_size() -> int:
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host.
-
-    Raises:
-        ValueError: see `world_size`.
-    """
+    """Return the number of ranks on this host; ValueError as of `world_size`."""
     return _number("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def place() -> tuple[int, int, int, int]:
-    """Return this rank, their number, and both on this host, as torchrun sets them.
-
-    Raises:
-        ValueError: a variable is missing, or no rank can be there.
-    """
+    """Return this rank, their number, and both on this host, as torchrun sets them."""
     size, local_size = _read("WORLD_SIZE"), _read("LOCAL_WORLD_SIZE")
     return _read("RANK", 0, size), size, _read("LOCAL_RANK", 0, local_size), local_size
 

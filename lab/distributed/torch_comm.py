@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm, Transfer
-from lab.distributed.nodes import RankInfo
+from lab.distributed.comm import Collective, Comm, Transfer
+from lab.distributed.launcher import RankInfo
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree")
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -119,7 +118,14 @@ class TorchComm(Comm):
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
         if self.backend == "nccl":
-            return Works(self._in_one_group(sends, receives))
+            # One NCCL group, within which transfers do not wait for each other. Outside a group
+            # they would: a communicator runs all of them on one stream.
+            operations = [
+                dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+                for operation, transfers in ((dist.irecv, receives), (dist.isend, sends))
+                for tensor, peer in transfers
+            ]
+            return Works(dist.batch_isend_irecv(operations) if operations else [])
         works = [
             dist.irecv(tensor, group=self._connections(peer, self.rank), group_src=peer)
             for tensor, peer in receives
@@ -150,20 +156,6 @@ class TorchComm(Comm):
     def _connections(self, source: int, to: int) -> dist.ProcessGroup:
         """Give each direction its own connection: Gloo locks one while it reads or writes."""
         return self.group if source < to else self._second
-
-    def _in_one_group(
-        self, sends: Sequence[Transfer], receives: Sequence[Transfer]
-    ) -> list[dist.Work]:
-        """Issue transfers as one NCCL group, within which they do not wait for each other.
-
-        Outside a group they would: a communicator runs all of them on one stream.
-        """
-        operations = [
-            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
-            for operation, transfers in ((dist.irecv, receives), (dist.isend, sends))
-            for tensor, peer in transfers
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
 
 
 def connect(
@@ -258,15 +250,7 @@ def reduce_scatter_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor
 def nccl_variables(
     algorithm: str | None, protocol: str | None, deterministic: bool = False
 ) -> dict[str, str]:
-    """Return NCCL's environment variables for a communicator.
-
-    Args:
-        algorithm, protocol: of all-reduce, in upper or lower case; None: NCCL chooses.
-        deterministic: sum in the same order in every run.
-
-    Raises:
-        ValueError: NCCL has no such algorithm or protocol, or not this combination.
-    """
+    """Return NCCL's environment variables for a communicator; arguments as of `connect`."""
     found = {}
     if deterministic:
         found |= {"NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0"}

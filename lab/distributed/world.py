@@ -1,4 +1,4 @@
-"""The ranks of one run: rendezvous, devices and a control plane."""
+"""The ranks of one run: rendezvous, devices, agreement and a control plane."""
 
 from __future__ import annotations
 
@@ -6,28 +6,195 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from lab.distributed import launcher
-from lab.distributed.agreement import Disagreement, Facts, compare_in_store, differences, written
 from lab.distributed.comm import Comm
-from lab.distributed.gpus import pick_device
-from lab.distributed.nodes import RankInfo, nodes_of
+from lab.distributed.launcher import RankInfo, nodes_of
 from lab.distributed.torch_comm import all_gather_flat
 
+ROOT = Path("/")
+NONE_WANTED = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES: the user or SLURM hides all
+REMEDY = (
+    "PyPI's torch wants driver 580 or newer and a GPU of Turing or newer, "
+    "TORCH_INDEX=https://download.pytorch.org/whl/cu126 (README) installs one for older ones; "
+    "or set device=cpu"
+)
+Facts = Mapping[str, str]  # what a rank states, by name
+MOST_NAMED = 4  # facts that differ; of the others, the line gives the number
+HEARD_S = 5.0  # for all ranks to read what differs
+LONGEST = 80  # characters of a value in the line
 NUM_QUESTIONS = 20  # by each rank, to compare clocks; the quickest answer is used
 LIBRARY_MARGIN_S = 10.0  # the watchdog comes first: it can name the rank that hangs
 JOIN_LIMIT_S = 600.0  # a busy machine may start one rank minutes after another
-
 _counted = False  # whether this process has registered in the store
+
+
+def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
+    """Choose the device of a rank by its number on the host; a GPU becomes the current one."""
+    if not check_gpus(device, local_size):
+        return torch.device("cpu")
+    index = local_rank % torch.cuda.device_count()
+    try:
+        torch.cuda.set_device(index)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device={device}: {torch_build()} cannot use GPU {index}: {reason}"
+        ) from None
+    major, minor = torch.cuda.get_device_capability(index)
+    built_for = [int(name[3:].rstrip("af")) for name in torch.cuda.get_arch_list() if "sm_" in name]
+    if built_for and 10 * major + minor < min(built_for):
+        raise ValueError(
+            f"device={device}: GPU {index} has capability {major}.{minor}, older than any that "
+            f"{torch_build()} supports; {REMEDY}"
+        )
+    return torch.device("cuda", index)
+
+
+def check_gpus(device: str, local_size: int) -> bool:
+    """Return whether the `local_size` ranks of this host compute on GPUs, one each.
+
+    Args:
+        device: "auto" (GPUs where there are any), "cpu" or "cuda".
+
+    Raises:
+        ValueError: more ranks than GPUs, or this torch can use none of them.
+    """
+    if device == "cpu":
+        return False
+    if not is_available():
+        if driver := _driver():
+            raise ValueError(
+                f"device={device}: this host has NVIDIA GPUs (driver {driver}), but "
+                f"{torch_build()} cannot use them; {REMEDY}"
+            )
+        if device == "cuda":
+            raise ValueError("device=cuda: torch sees no GPU on this host; set device=cpu")
+        return False
+    num_gpus = torch.cuda.device_count()
+    if local_size > num_gpus:
+        raise ValueError(
+            f"device={device}: {local_size} ranks on this host but {num_gpus} GPUs; start at most "
+            f"{num_gpus} ranks, or set device=cpu or share_gpus=true"
+        )
+    return True
+
+
+def is_available() -> bool:
+    """Return whether torch can use a GPU, silently; device_count() counts unusable ones too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.cuda.is_available()
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver; None if this process has no GPU.
+
+    A container sees its host's /proc, but only the devices that it was given; a SLURM job sees all
+    devices, but can open only its own. WSL has a driver without either.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in NONE_WANTED:
+        return None
+    if (ROOT / "dev/dxg").exists() and (ROOT / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        return "of Windows"
+    try:
+        text = (ROOT / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\d{3,}\.\d+(\.\d+)?", text)
+    devices = (ROOT / "dev").glob("nvidia[0-9]*")
+    return found[0] if found and any(map(_opens, devices)) else None
+
+
+def _opens(device: Path) -> bool:
+    try:
+        os.close(os.open(device, os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def torch_build() -> str:
+    """Describe this torch: its version and the CUDA that it was built for."""
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return f"torch {torch.__version__} (built {built})"
+
+
+class Disagreement(ValueError):
+    """Ranks state unlike facts. All of them have this error, with the same line."""
+
+
+def written(facts: Facts) -> str:
+    return json.dumps(dict(facts), sort_keys=True)
+
+
+def compare_in_store(place: RankInfo, key: str, limit: timedelta) -> None:
+    """Compare facts before ranks connect: each has set `key`/its number to them, as written."""
+    store, verdict = place.store, f"{key}/verdict"
+    heard = [f"{key}/heard/{rank}" for rank in range(place.size)]
+    if place.rank == 0:
+        texts = [store.get(f"{key}/{rank}").decode() for rank in range(place.size)]
+        store.set(verdict, differences([json.loads(text) for text in texts]))
+    store.wait([verdict], limit)
+    if line := store.get(verdict).decode():
+        store.set(heard[place.rank], "")
+        if place.rank == 0:  # the store may be in this process, and end with it
+            with suppress(dist.DistError):
+                store.wait(heard, timedelta(seconds=HEARD_S))
+        raise Disagreement(line)
+
+
+def differences(stated: Sequence[Facts]) -> str:
+    """Return one line that names what differs, with each value and its ranks; empty: nothing does.
+
+    Args:
+        stated: the facts of each rank, in rank order.
+    """
+    names = dict.fromkeys(name for facts in stated for name in facts)
+    names = sorted(names, key=lambda name: name.count("."))  # strategy before exchange.threshold
+    unlike = [name for name in names if len({facts.get(name) for facts in stated}) > 1]
+    if not unlike:
+        return ""
+    parts = list[str]()
+    for name in unlike[:MOST_NAMED]:
+        ranks: dict[str | None, list[int]] = {}
+        for rank, facts in enumerate(stated):
+            ranks.setdefault(facts.get(name), []).append(rank)
+        values = [f"{_short(value)} on {ranks_in_words(on)}" for value, on in ranks.items()]
+        parts.append(f"{name}: {', '.join(values)}")
+    if more := len(unlike) - len(parts):
+        parts.append(f"and {more} more")
+    return f"{'; '.join(parts)}; must be equal on all ranks"
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "nothing"
+    if len(value) <= LONGEST:
+        return value
+    return f"{value[:LONGEST]}… ({hashlib.sha256(value.encode()).hexdigest()[:6]})"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0-1, 4", of numbers in ascending order."""
+    runs = []
+    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        first, *rest = [rank for _, rank in run]
+        runs.append(f"{first}-{rest[-1]}" if rest else str(first))
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs)}"
 
 
 class Waits:
@@ -46,7 +213,6 @@ class Waits:
             self._current = None
 
     def current(self) -> tuple[str, float] | None:
-        """Return the label and its seconds so far. Any thread may call this."""
         current = self._current
         return current and (current[0], time.monotonic() - current[1])
 
@@ -108,11 +274,7 @@ class World:
         return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
     def require_equal(self, facts: Facts) -> None:
-        """Compare facts of all ranks, of any number and size: they send digests first.
-
-        Raises:
-            Disagreement: names what differs, with the values and their ranks.
-        """
+        """Compare facts of all ranks, of any number and size: they send digests first."""
         text = written(facts)
         digests = self.gather(torch.tensor(list(hashlib.sha256(text.encode()).digest())))
         if bool((digests != digests[0]).any()):
@@ -135,7 +297,7 @@ class World:
         return (0.0, 0.0) if self.rank == 0 else best
 
     def _ask_time(self, asking: int) -> tuple[float, float] | None:
-        """Let one rank ask rank 0 for its time; return that rank's offset and error."""
+        """Let one rank ask rank 0 for its time; return the offset and its error there."""
         time_there = torch.zeros(1, dtype=torch.float64)
         with self.waits.of("a comparison of clocks"):
             if self.rank == asking:
@@ -202,7 +364,6 @@ def start(
 
 
 def _find_rank_info() -> RankInfo:
-    """Find this rank in the variables that its launcher set."""
     if "HOROVOD_RANK" in os.environ:
         from lab.distributed.horovod_comm import find_rank_info
 
@@ -258,12 +419,7 @@ def _connect(
     backend: str,
     limit: timedelta,
 ) -> tuple[Comm, dist.ProcessGroup]:
-    """Compare what ranks said when they came; make the Comm and the control plane.
-
-    Raises:
-        Disagreement: see compare_in_store.
-        ValueError: a rank hangs, so that the others wait for it in vain; it is named.
-    """
+    """Compare what ranks said when they came; make the Comm and the control plane."""
     try:
         compare_in_store(place, "came", limit)
         comm = connect(place, device, backend, limit)

@@ -120,9 +120,8 @@ def lines(
         legend = alt.Legend(columns=fitting, symbolType="stroke", symbolStrokeWidth=2)
         look = {channel: one.legend(legend) for channel, one in look.items()}
     # A click on a name, or on an entry of the legend, singles its series out on a page.
-    picked = alt.selection_point(
-        name="picked", fields=["series"], **({} if named else {"bind": "legend"})
-    )
+    bound: Any = {} if named else {"bind": "legend"}
+    picked = alt.selection_point(name="picked", fields=["series"], **bound)
     look["opacity"] = alt.condition(picked, alt.value(1.0), alt.value(FADED))
     across = alt.X("at:Q", title=x.title, scale=x_scale, axis=x.axis(x_domain, grid=False))
     up = alt.Y("value:Q", title=y.title, scale=y_scale, axis=y.axis(y_domain))

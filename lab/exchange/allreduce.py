@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import ADDED, COMPRESSED, Exchange, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm, SilentComm
+from lab.distributed.comm import Collective, Comm, SilentComm
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.composite import Composite

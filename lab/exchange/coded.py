@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec
 from lab.codec.layout import Layout
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Kept, Ranks, Relayed, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes

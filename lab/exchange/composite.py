@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Exchange, Kept, Ranks, Shapes, require_mean
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
-from lab.distributed.nodes import each_alone
+from lab.distributed.comm import Collective, Comm
+from lab.distributed.launcher import each_alone
 from lab.distributed.worker import record_stream
 from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged, require_mean
 from lab.exchange.bucket import ALIGNED, GradBucket

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs
 from lab.exchange.direction import Moments, copies

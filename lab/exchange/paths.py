@@ -13,8 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lab.distributed.collective import Handle
-from lab.distributed.comm import Comm, Transfer
+from lab.distributed.comm import Comm, Handle, Transfer
 from lab.exchange.base import ADDED, Exchange, Rooted
 from lab.exchange.bucket import GradBucket, ScratchBuffer
 from lab.exchange.cost import Costs, Needs, Sizes

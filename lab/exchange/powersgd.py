@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lab.codec import low_rank
 from lab.codec.low_rank import Factors, orthonormalise, random_factor, together
-from lab.distributed.collective import Collective, Done
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm, Done
 from lab.exchange.base import Ranks, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import Lossy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
-from lab.distributed.nodes import Nodes
+from lab.distributed.launcher import Nodes
 from lab.exchange.base import Shapes
 from lab.exchange.bucket import GradBucket, Plans
 

@@ -6,8 +6,7 @@ import zlib
 from collections.abc import Iterator
 
 from lab.codec import randomk
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import Lossy

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec
 from lab.codec.levels import Int8
-from lab.distributed.collective import Collective, SummedParts
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm, SummedParts
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange, Ranks
 from lab.exchange.bucket import GradBucket, Plans

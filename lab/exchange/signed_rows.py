@@ -12,8 +12,7 @@ from torch import Tensor
 from lab.codec.base import Shapes
 from lab.codec.layout import Rows, spans
 from lab.codec.onebit import OneBit
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lab.distributed import replicas
 from lab.distributed.comm import Traffic
-from lab.distributed.sharded import is_sharded
+from lab.distributed.replicas import is_sharded
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
@@ -27,12 +27,11 @@ from lab.loop.setup import compose, world_of
 from lab.settings.config import ConfigError, build
 from lab.settings.errors import as_config_error
 from lab.sync.base import SyncParts
-from lab.sync.ddp_hook import HookState, exchange_hook
-from lab.sync.fsdp import WholeGradients
-from lab.sync.fsdp_hooks import set_reduce_scatter
+from lab.sync.ddp import HookState, exchange_hook
+from lab.sync.fsdp import WholeGradients, set_reduce_scatter
 from lab.sync.fsdp_units import require_scattered
 from lab.sync.gradsync import GradSync
-from lab.sync.owner import KEY, Owner, Scaler, SpoiledState, require_state
+from lab.sync.owner import KEY, NonfiniteGuard, Owner, Scaler, require_state
 from lab.training.alike import parameters, settings_and_software
 from lab.training.assemble import admitted, require_alike, require_like_gpus
 
@@ -86,7 +85,7 @@ def ddp_comm_hook(
     device = next(wrapped.parameters()).device
     world, settings = _join(config, exchange, wrapped.module, wrapped.process_group, device)
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
-    guard = SpoiledState(exchange, scaler)
+    guard = NonfiniteGuard(exchange, scaler)
     with as_config_error():
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
@@ -186,7 +185,7 @@ class LoopSync(Checked, GradSync):
         self.divides_loss = False  # the loop's loss is what it is
         self.settings = settings
         self._model, self._world = parts.model, world
-        self._guard = SpoiledState(self.exchange, scaler)
+        self._guard = NonfiniteGuard(self.exchange, scaler)
 
     def __enter__(self) -> Self:
         replicas.broadcast_state(self._model, self._world)
@@ -214,7 +213,7 @@ class LoopSync(Checked, GradSync):
         """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.
 
         Raises:
-            FloatingPointError: see SpoiledState.
+            FloatingPointError: see NonfiniteGuard.
             CertificateError: check="first" has found a fault.
             Exception: the first error of an exchange.
         """
@@ -308,7 +307,7 @@ class ReduceScatters:
 
     Attributes: traffic: payload bytes and messages of this rank's reduce-scatters so far.
 
-    Raises: ValueError: see lab.sync.fsdp_hooks.set_reduce_scatter.
+    Raises: ValueError: see lab.sync.fsdp.set_reduce_scatter.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, settings: Mapping[str, Any]) -> None:

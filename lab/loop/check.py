@@ -25,7 +25,7 @@ from lab.exchange.layout import travelling
 from lab.record.files import write_json
 from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
-from lab.sync.ddp_hook import HookState
+from lab.sync.ddp import HookState
 
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (

@@ -16,8 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed import distributed_c10d
 
-from lab.distributed.launcher import was_launched
-from lab.distributed.nodes import RankInfo
+from lab.distributed.launcher import RankInfo, was_launched
 from lab.distributed.torch_comm import TorchComm, nccl_options
 from lab.distributed.world import World
 from lab.settings.config import FIELDS, ConfigError, check_batch, load

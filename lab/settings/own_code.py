@@ -40,7 +40,7 @@ OWN = {
     "comm": "lab.distributed.",
     "recorder": "lab.record.",
     "cluster": "lab.cluster.settings.",
-    "straggler": "lab.cluster.straggler.",
+    "straggler": "lab.cluster.settings.",
 }
 HASH_LENGTH = 8  # hexadecimal digits
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lab.codec.base import Codec
 from lab.codec.layout import Layout
-from lab.distributed.collective import Collective, Done, Handle
-from lab.distributed.comm import Comm, Transfer
+from lab.distributed.comm import Collective, Comm, Done, Handle, Transfer
 from lab.exchange.base import Exchange, Relayed, everyone
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.coded import Coded

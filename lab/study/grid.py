@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.cluster.settings import Cluster, cluster_of
-from lab.cluster.straggler import straggler_of
+from lab.cluster.settings import Cluster, cluster_of, straggler_of
 from lab.settings.config import check_batch, check_name, load
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split

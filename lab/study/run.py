@@ -169,7 +169,7 @@ def _check_launcher(study: Study) -> None:
         if shutil.which("sbatch") is None:
             raise ConfigError("launcher=slurm: there is no sbatch on the PATH")
         return
-    from lab.distributed.gpus import check_gpus
+    from lab.distributed.world import check_gpus
 
     for cell in study.cells:
         try:

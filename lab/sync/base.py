@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Comm, Sent
-from lab.distributed.worker import Job, Worker
+from lab.distributed.comm import Collective, Comm, Sent
+from lab.distributed.worker import Job, Worker, record_stream
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange, Staged
 from lab.measure.clock import Clock
@@ -112,7 +114,6 @@ class Sync(ABC):
 
     @property
     def every(self) -> int:
-        """Steps from one exchange to the next."""
         return self.pattern.every
 
     @property
@@ -204,18 +205,14 @@ class Sync(ABC):
         return self.exchange.error_bound(largest, size)
 
     def settle(self) -> None:
-        """End what outlasts its step, exchanges and updates, so that other work may begin."""
+        """End exchanges and updates that outlast their step, so that other work may begin."""
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this sync made by itself, for the record."""
         return []
 
     def observe_drift(self, every: int) -> None:
-        """Compare what the lab's exchanges deliver with what was due, over windows of `every`.
-
-        Raises:
-            ValueError: they leave no mean on all ranks, or cannot be followed.
-        """
+        """Compare what the lab's exchanges deliver with what was due, over windows of `every`."""
         raise ValueError(
             "needs a strategy whose mean reaches all ranks by an exchange of the lab, such as "
             "onebit"
@@ -237,7 +234,6 @@ class Sync(ABC):
         """Continue from a result of `state_dict`; {} if another sync wrote the checkpoint."""
 
     def _unscale(self) -> None:
-        """Divide all gradients by the loss scale, in a sync without buckets."""
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -253,19 +249,21 @@ def observed(
     clock: Clock, bucket: str, job: Job, exchange: Exchange, comm: Comm, worker: Worker
 ) -> Job:
     """Wrap `job`, the exchange of one bucket, so that `clock` records its times."""
-    waited = _waited(clock, exchange, comm)
+    # Seconds waited within stages. In a stream, waits lie between the stages; where an exchange has
+    # none, or Gloo carries tensors of GPUs, the stream's events do not tell when it idles.
+    waited: Callable[[], float] | None
+    if not clock.on_gpu:
+        waited = lambda: comm.traffic.waited_s  # noqa: E731
+    else:
+        has_stages = comm.backend == "nccl" and isinstance(exchange, Staged)
+        waited = float if has_stages else None
     return clock.traced(bucket, job, not exchange.exact, waited, worker.in_line)
 
 
-def _waited(clock: Clock, exchange: Exchange, comm: Comm) -> Callable[[], float] | None:
-    """Return a count of seconds waited within stages; None: waits cannot be told from work.
-
-    In a stream, waits lie between the stages. Where an exchange has none, or Gloo carries tensors
-    of GPUs, the stream's events do not tell when it idles.
-    """
-    if clock.on_gpu:
-        return (lambda: 0.0) if comm.backend == "nccl" and isinstance(exchange, Staged) else None
-    return lambda: comm.traffic.waited_s
+def on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `call(parameter)` whenever backward has added to a parameter's gradient."""
+    register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return cast(RemovableHandle, register(call))
 
 
 class NoSync(Sync):
@@ -287,6 +285,90 @@ class NoSync(Sync):
         return nullcontext()
 
     def finish(self) -> None:
-        """Leave each rank its own gradients."""
         self._unscale()
         self.step += 1
+
+
+class Reached:
+    """Tells the gradients that some rank made from zeros that stand for none.
+
+    An exchange takes zeros for a parameter that backward did not reach. If no rank has a gradient,
+    weight decay and momentum must not move it, as in one process. So ranks add up flags, as
+    DistributedDataParallel does with find_unused_parameters=True: one small all-reduce in each
+    step, uncounted, which no host waits for unless its rank lacks a gradient. Where nobody has one,
+    it stays None, and what the exchange keeps of this parameter is put back as it was.
+
+    Args:
+        names: of all parameters that are exchanged, alike on all ranks.
+        exchange: of the sync that calls this object.
+        device: of the gradients.
+    """
+
+    def __init__(self, names: Iterable[str], exchange: Exchange, device: torch.device) -> None:
+        self._index = {name: place for place, name in enumerate(names)}
+        self._exchange = exchange
+        self._all = torch.ones(len(self._index), device=device)
+        self._lacking: dict[str, None] = {}
+        self._kept: dict[str, dict[str, Tensor]] = {}  # by kind and lacking parameter
+        self._counts: Tensor | None = None
+
+    def lacks(self, names: Sequence[str]) -> None:
+        """Note parameters without a gradient on this rank, before their exchange begins."""
+        self._lacking.update(dict.fromkeys(names))
+        for kind, tensors in self._exchange.state_dict().items() if names else ():
+            found = {name: tensors[name].clone() for name in names if name in tensors}
+            self._kept.setdefault(kind, {}).update(found)
+
+    def is_lacking(self, names: Iterable[str]) -> bool:
+        """Return whether this rank lacks the gradient of one of `names` in this step."""
+        return bool(self._lacking) and not self._lacking.keys().isdisjoint(names)
+
+    def begin(self, comm: Comm, worker: Worker) -> None:
+        """Begin to add up the flags of this step, after its last exchange has begun."""
+        counts = self._counts = self._all.clone()
+        if self._lacking:
+            counts[[self._index[name] for name in self._lacking]] = 0
+
+        def add() -> Iterator[Collective]:
+            with comm.traffic.uncounted():
+                collective = comm.iall_reduce(record_stream(counts))
+            yield collective
+
+        worker.submit("flags of gradients", add)
+
+    def nowhere(self) -> list[str]:
+        """Return the parameters that no rank has reached, once all exchanges have ended."""
+        lacking, self._lacking = self._lacking, {}
+        kept, self._kept = self._kept, {}
+        if not lacking:
+            return []
+        assert self._counts is not None  # `begin` came first
+        counts = cast(list[float], self._counts.tolist())  # pyright: ignore[reportUnknownMemberType]
+        nowhere = [name for name in lacking if not counts[self._index[name]]]
+        if nowhere:
+            self._put_back(nowhere, kept)
+        return nowhere
+
+    def _put_back(self, names: Sequence[str], kept: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace what the exchange keeps of some parameters by what it kept before the step."""
+        state: dict[str, dict[str, Tensor]] = self._exchange.state_dict()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        is_new = False
+        for kind, name in itertools.product(state, names):
+            before, now = kept.get(kind, {}).get(name), state[kind].get(name)
+            if before is not None and now is not None and before.shape == now.shape:
+                pairs.append((now, before))
+            elif before is not None:
+                is_new = True
+            elif now is not None:  # a step that adds zeros, or a shape, has added nothing
+                is_new |= now.dtype != torch.int64 and bool(now.any())
+        if not is_new:
+            for now, before in pairs:
+                now.copy_(before)
+            return
+        restored = dict[str, dict[str, Tensor]]()
+        for kind, each in state.items():
+            others = {name: tensor for name, tensor in each.items() if name not in names}
+            before = {name: t for name, t in kept.get(kind, {}).items() if name in names}
+            restored[kind] = others | before
+        self._exchange.load_state_dict(restored)

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Self, cast
+from typing import Any, Self, cast, get_type_hints
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket as DDPBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
 )
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lab.distributed.comm import Collective, Comm, Sent
 from lab.distributed.torch_comm import TorchComm
+from lab.distributed.worker import Worker
 from lab.exchange.allreduce import NoExchange
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import GradBucket, Plans, label
+from lab.exchange.gate import Outside, admit, carrier
 from lab.exchange.grouping import MIB
+from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
 from lab.settings import checks
-from lab.sync.base import SyncParts
-from lab.sync.ddp_hook import HookState, exchange_hook
+from lab.sync.base import BeforeExchange, Reached, SyncParts, all_finite, observed, on_gradient
 from lab.sync.library import LibrarySync, library_bound
+from lab.sync.owner import KEY, NonfiniteGuard, Owner, require_state
 from lab.sync.pattern import ddp
 
 CURES = {  # by what DDP says, in many lines
@@ -41,6 +51,233 @@ CURES = {  # by what DDP says, in many lines
 HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
 
 
+class HookState:
+    """The state of `exchange_hook`: an exchange, whose own state is kept by parameter name.
+
+    DDP plans its buckets anew after the first backward, and a resumed run begins with the first
+    plan, so nothing that is kept depends on them. One exchange of all gradients is a step; the last
+    bucket's call waits for all of them. See docs/design.md, "In a loop of the user's own".
+
+    Args:
+        model: DDP's module; names the parameters.
+        exchange: averages buckets.
+        comm: connects the ranks, apart from DDP's own process group.
+        worker: runs exchanges while backward computes.
+        guard: protects the exchange's state; None: the caller does.
+        finds_unused: DDP leaves alone what no rank reached, as find_unused_parameters=True asks.
+
+    Attributes:
+        step: exchanges of all gradients so far.
+        finite: bool [], the exchange's finding in the last step; None: it did not check.
+        loss_scale: gradients are divided by it for the exchange, and multiplied again, so that
+            residuals do not depend on it.
+        clock: records when exchanges run; None: nothing is recorded.
+        before_exchange: called before a bucket leaves; None: nothing is.
+        after_exchange: called once all buckets of a step have arrived, before DDP puts them into
+            `grad`; None: nothing is.
+        settings: the composed settings that made the exchange; {}: it was not made from any.
+
+    Raises:
+        ValueError: the exchange cannot run over this comm, or does not take a parameter.
+    """
+
+    every = 1  # steps from one exchange to the next
+
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: Exchange,
+        comm: Comm,
+        worker: Worker,
+        guard: NonfiniteGuard | None = None,
+        finds_unused: bool = False,
+    ) -> None:
+        exchange.check_reach(comm)
+        trainable = admit(model, exchange)
+        for name, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f"{name or 'model'}.weight: has sparse gradients (sparse=True), which DDP "
+                    "gives to no hook; use sparse=False, or lab.grad_sync without DDP"
+                )
+        inner = getattr(model, COMPILED.rstrip("."), model)
+        exchange.look_at(inner if isinstance(inner, nn.Module) else model)
+        self.exchange, self.comm, self.worker = exchange, comm, worker
+        self.step = 0
+        self.finite: Tensor | None = None
+        self.loss_scale = 1.0
+        self.clock: Clock | None = None
+        self.before_exchange: BeforeExchange | None = None
+        self.after_exchange: Callable[[], None] | None = None
+        self.settings: Mapping[str, Any] = {}
+        self._guard, self._model = guard, model
+        self._device = next(iter(trainable.values())).device
+        self._names = {id(p): name for name, p in named(model).items()}
+        self._trained = set(trainable)
+        self._to_come = set(trainable)  # parameters of this step that DDP has not handed over
+        self._plans = defaultdict[str, Plans](Plans)
+        self._exchanged: list[tuple[GradBucket, Tensor]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._outside = Outside(model, trainable)
+        self._fired: set[str] = set()  # since the last exchange
+        self._reached = Reached(trainable, exchange, self._device) if finds_unused else None
+        if exchange.asynchronous(comm) or finds_unused:
+            for name, parameter in trainable.items():
+                self._hooks.append(on_gradient(parameter, partial(self._gradient_ready, name)))
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return self.exchange.keeps_replicas_equal
+
+    @property
+    def settled_at(self) -> int | None:
+        return self.exchange.settled_at
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to save beside the model; every rank has its own.
+
+        As with a model, its tensors are not copied: they change with the next step.
+        """
+        kept = self.exchange.state_dict()
+        return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
+        require_state(state, "step", "exchange")
+        self._owner.check(state.get(KEY), state["exchange"])
+        self.exchange.resume(state["exchange"], self._device)
+        self.step = int(state["step"])
+
+    @property
+    def _owner(self) -> Owner:
+        comm, made_from = self.comm, self.settings.get("exchange", {})
+        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
+
+    def sent(self) -> Sent:
+        return self.comm.traffic.so_far()
+
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        """As of a Sync, of the buckets of the last step."""
+        return [self.exchange.moves_as(packed.shapes) for packed, _ in self._exchanged]
+
+    def bucket_itemsizes(self) -> list[int]:
+        return [packed.flat.element_size() for packed, _ in self._exchanged]
+
+    def close(self) -> None:
+        """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.worker.close()
+
+    def submit(self, bucket: DDPBucket) -> Future[Tensor]:
+        """Begin to exchange one of DDP's buckets; the result is its buffer, with the mean."""
+        buffer, parameters = bucket.buffer(), cast(list[nn.Parameter], bucket.parameters())
+        names = {self._names[id(parameter)] for parameter in parameters}
+        # DDP's numbers do not tell: with static_graph all buckets of the first step have the same.
+        begins = len(self._to_come) == len(self._trained)
+        if begins or not self._to_come >= names & self._trained:  # or the last step was broken off
+            self._to_come, self._exchanged = set(self._trained), []
+            if self._guard:
+                self.loss_scale = self._guard.begin_step()
+        if self.clock:
+            self.clock.ready(len(self._exchanged))
+        if self.before_exchange:
+            self.before_exchange(not self._exchanged, [(p, p.grad) for p in parameters])
+        packed = self._pack(parameters, buffer)
+        if self._reached:
+            self._reached.lacks([name for name in packed.shapes if name not in self._fired])
+        self._exchanged.append((packed, buffer))
+        # With its device, the future holds an event of the exchange's stream to wait for.
+        future = Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        job = partial(self._stages, packed, buffer, future)
+        if self.clock:
+            job = observed(self.clock, str(packed), job, self.exchange, self.comm, self.worker)
+        self.worker.submit(f"{type(self.exchange).__name__} of bucket {packed}", job)
+        self._to_come -= names
+        if bucket.is_last() or not self._to_come:
+            self._to_come = set(self._trained)
+            self._end_step()
+        return future
+
+    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
+        """Let exchanges under way go on whenever a gradient arrives, as GradSync does."""
+        self._fired.add(name)
+        self.worker.advance()
+
+    def _pack(self, parameters: list[nn.Parameter], buffer: Tensor) -> GradBucket:
+        """Return DDP's buffer as a bucket; a copy, if values travel in another order or dtype."""
+        present = {self._names[id(p)]: p for p in parameters if p.numel()}
+        shapes = {name: travel_shape(p) for name, p in present.items()}
+        plans = self._plans[label(present)]
+        dtype = carrier(buffer.dtype, self.exchange)
+        assert dtype is not None  # `admit` has refused others
+        # DDP lays dense gradients out like their parameters, and others row-major.
+        as_it_lies = all(
+            p.is_contiguous() or is_rows_first(p) or not is_dense(p) for p in present.values()
+        )
+        if not present or (as_it_lies and dtype == buffer.dtype):
+            return GradBucket(shapes, buffer, self.step, plans=plans)
+        pairs = any(p.is_complex() for p in present.values())  # or none: they are of one dtype
+        whole = torch.view_as_complex(buffer.view(-1, 2)) if pairs else buffer
+        views = [
+            as_real(part.as_strided(p.shape, p.stride()) if is_dense(p) else part.view(p.shape))
+            for part, p in zip(
+                torch.split(whole, [p.numel() for p in present.values()]),
+                present.values(),
+                strict=True,
+            )
+        ]
+        sizes = [shape.numel() for shape in shapes.values()]
+        flat = plans.scratch("flat", buffer.new_empty(0, dtype=dtype), sum(sizes))
+        parts = torch.split(flat, sizes)
+        values = [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
+        torch._foreach_copy_(values, views)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        copied = [*zip(views, values, strict=True)]
+        return GradBucket(shapes, flat, self.step, plans=plans, copied=copied)
+
+    def _stages(
+        self, packed: GradBucket, buffer: Tensor, future: Future[Tensor]
+    ) -> Iterator[Collective]:
+        if self.loss_scale != 1.0:
+            packed.flat.div_(self.loss_scale)
+        if packed.shapes:
+            yield from self.exchange.stages(packed, self.comm)
+        if self.loss_scale != 1.0:
+            packed.flat.mul_(self.loss_scale)
+        packed.unpack()
+        future.set_result(buffer)
+
+    def _end_step(self) -> None:
+        self._outside.refuse_trained()
+        if self._reached:
+            self._reached.begin(self.comm, self.worker)
+        self.worker.wait()
+        if self._reached:
+            self._reached.nowhere()  # DDP leaves their gradients alone
+        self._fired.clear()
+        if self.clock:
+            self.clock.next_phase("update")
+        buckets = [packed for packed, _ in self._exchanged]
+        self.finite = all_finite(bucket.finite for bucket in buckets)
+        if self._guard:
+            self._guard.end_step([buffer for _, buffer in self._exchanged], self.finite)
+        for planned_before in set(self._plans) - {str(bucket) for bucket in buckets}:
+            del self._plans[planned_before]
+        self.step += 1
+        if self.after_exchange:
+            self.after_exchange()
+
+
+def exchange_hook(state: HookState, bucket: DDPBucket) -> Future[Tensor]:
+    """Average one of DDP's buckets: `ddp.register_comm_hook(state, exchange_hook)`."""
+    return state.submit(bucket)
+
+
+# DDP compares annotations with types, and here they are strings.
+exchange_hook.__annotations__ = get_type_hints(exchange_hook)
+
+
 class DDPSync(LibrarySync):
     """A sync in which DDP buckets the gradients, and finishes inside backward.
 
@@ -48,7 +285,7 @@ class DDPSync(LibrarySync):
         hook: torch's communication hook (torch.distributed.algorithms.ddp_comm_hooks). "noop" moves
             nothing, for timing alone: replicas drift apart. "powersgd" is its PowerSGD of rank 1
             after two exact steps; its errors are DDP's own, and not in checkpoints. "lab" is the
-            lab's hook (lab.sync.ddp_hook), for any exchange.
+            lab's hook (lab.sync.ddp), for any exchange.
         find_unused_parameters, static_graph: DDP's own.
 
     Raises:
@@ -94,7 +331,6 @@ class DDPSync(LibrarySync):
         self._register(hook, parts, parts.comm.group)
 
     def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
-        """Give DDP the hook of that name; adapt the counted bytes."""
         self.needs_like_gpus = hook == "powersgd"  # orthogonalises on every rank
         register = self.wrapped.register_comm_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if hook == "noop":
@@ -136,10 +372,10 @@ class DDPSync(LibrarySync):
             self._last.close()
 
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        return self._lab.bucket_shapes() if self._lab is not None else []
+        return self._lab.bucket_shapes() if self._lab else []
 
     def bucket_itemsizes(self) -> list[int]:
-        return self._lab.bucket_itemsizes() if self._lab is not None else []
+        return self._lab.bucket_itemsizes() if self._lab else []
 
     def error_bound(self, largest: float, size: int) -> float:
         if self._hook_name == "lab":
@@ -148,11 +384,7 @@ class DDPSync(LibrarySync):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Generator[None]:
-        """Enclose one micro-batch.
-
-        Raises:
-            RuntimeError: DDP does not support the model as it is; says which setting would.
-        """
+        """Enclose one micro-batch; where DDP does not support the model, say which setting does."""
         if self._last:
             self._last.clock = self.clock
         if self._lab is not None:
@@ -181,11 +413,7 @@ class DDPSync(LibrarySync):
 
 
 def _check(hook: str, parts: SyncParts, backend: str, gradient_bytes: int) -> None:
-    """Refuse hooks that cannot run here.
-
-    Raises:
-        ValueError: names the setting, and what to use instead.
-    """
+    """Refuse hooks that cannot run here, and say what to use instead."""
     if hook == "lab" and isinstance(parts.exchange, NoExchange):
         raise ValueError(
             "sync.hook=lab: needs one of the lab's exchanges, as in "
@@ -221,11 +449,9 @@ class LastGradient:
         self._hooks: dict[str, RemovableHandle] = {}  # in the order in which gradients came
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                self._hooks[name] = cast(RemovableHandle, register(partial(self._ready, name)))
+                self._hooks[name] = on_gradient(parameter, partial(self._ready, name))
 
     def end_step(self) -> None:
-        """Keep the hook of the last gradient alone."""
         while len(self._hooks) > 1:
             self._hooks.pop(next(iter(self._hooks))).remove()
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.distributed.worker import HostCopy, Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
@@ -33,18 +31,13 @@ WEIGHTS, GRADIENTS = "weights", "gradients"
 class Drift:
     """Compares what an exchange delivers with what was due, over windows of one bucket each.
 
-    A single step of a codec with error feedback is far off by design: it keeps the rest for later.
-    So the sums over a window are compared, with the residuals' part taken into account. With true
-    gradients g and residuals r of N ranks, in a window of k exchanges
+    With true gradients g and residuals r of the ranks, in a window of k exchanges
 
         due = mean over ranks of (r before + sum of g - r after),  delivered = sum of the results
 
     are equal up to rounding, whatever the codec sends in a single step (Seide et al. 2014, section
-    3). A codec without residuals has rounding errors here. The relative error is
-    |delivered - due| / |due|. Buckets take turns, a window each.
-
-    It costs one all-reduce of the bucket in each window, which the run's payload and times include,
-    and memory of twice the bucket. No host waits: results are read when they have arrived.
+    3). The relative error is |delivered - due| / |due|. Costs: docs/strategies.md, "Whether it
+    delivers".
 
     Args:
         exchange, comm, worker: of the sync that calls this object.
@@ -65,11 +58,10 @@ class Drift:
 
     def _begin(self, name: str) -> None:
         """Begin a window of the bucket `name`; of the first that comes if it is empty."""
-        self._name, self._count = name, 0
+        self._name, self._count, self._step = name, 0, 0
         self._due = self._delivered = torch.empty(0)
         self._spans: list[tuple[str, int, int]] = []
         self._left_out: set[str] = set()
-        self._step = 0
 
     def before(self, bucket: GradBucket) -> None:
         """Add a bucket that is about to be averaged to what is due."""
@@ -102,11 +94,7 @@ class Drift:
         self._left_out.update(names)
 
     def end_step(self) -> None:
-        """Compare, if a window is full; all ranks call this once the exchanges of a step are done.
-
-        Raises:
-            Exception: the first error of the comparison.
-        """
+        """Compare, if a window is full; all ranks call this once a step's exchanges are done."""
         self._findings.read_arrived()
         if self._count < self.every:
             return
@@ -116,11 +104,9 @@ class Drift:
         self._begin(names[(names.index(self._name) + 1) % len(names)])
 
     def results(self) -> list[dict[str, Any]]:
-        """Return what each window found: its bucket, last step, error, cosine, and alarm or not."""
         return self._findings.all()
 
     def _residual(self, bucket: GradBucket) -> Tensor:
-        """Return this rank's residuals of a bucket, laid out like `bucket.flat`."""
         kept = GradBucket(bucket.shapes, torch.zeros_like(bucket.flat))
         self.exchange.add_residual(kept, self.comm)
         return kept.flat
@@ -134,20 +120,6 @@ class Drift:
         self._findings.add(f"bucket {self._name}", self._step, products(due, delivered))
 
 
-@dataclass
-class Found:
-    """The result of a comparison, on its way to the host.
-
-    Attributes:
-        values: relative error, cosine, and gain: the factor of what was due that was delivered;
-            float32 [3].
-    """
-
-    part: str
-    step: int
-    values: HostCopy
-
-
 class Findings:
     """Comparisons of one run, read as they arrive, and the first alarm in words.
 
@@ -159,7 +131,9 @@ class Findings:
 
     def __init__(self, setting: str, comm: Comm, window: str, coarse: bool = False) -> None:
         self._setting, self._comm, self._window, self._coarse = setting, comm, window, coarse
-        self._coming: deque[Found] = deque()
+        # What is compared, in which step; relative error, cosine, and gain: the factor of what was
+        # due that was delivered.
+        self._coming: deque[tuple[str, int, HostCopy]] = deque()
         self._read: list[dict[str, Any]] = []
 
     def add(self, part: str, step: int, sums: Tensor) -> None:
@@ -169,41 +143,34 @@ class Findings:
         cosine = both / torch.clamp((due * delivered).sqrt(), min=least)
         error = (gap / torch.clamp(due, min=least)).sqrt()
         values = torch.stack([error, cosine, both / torch.clamp(due, min=least)])
-        self._coming.append(Found(part, step, HostCopy(values)))
+        self._coming.append((part, step, HostCopy(values)))
 
     def read_arrived(self) -> None:
-        """Read what has arrived, and warn of the first alarm."""
-        while self._coming and self._coming[0].values.has_arrived():
-            found = self._coming.popleft()
-            error, cosine, gain = (float(value) for value in found.values.read())
+        """Read what has arrived, and warn of the first alarm on rank 0."""
+        while self._coming and self._coming[0][2].has_arrived():
+            part, step, values = self._coming.popleft()
+            error, cosine, gain = (float(value) for value in values.read())
             # Never of NaN: gradients that are not finite end the run.
-            wrong = error > LIMIT
+            wrong, expected = error > LIMIT, f"expected is less than {LIMIT:.0%}"
             if self._coarse:
                 wrong = abs(gain - 1) > LIMIT or cosine < LEAST_COSINE
-            if wrong and not any(earlier["alarm"] for earlier in self._read):
-                self._warn(found, error, cosine, gain)
-            part = found.part.removeprefix("bucket ")
-            where = {"bucket": part, "step": found.step}
+                expected = f"it is {gain:.2f} times what was due; expected is 1 within {LIMIT:.0%}"
+            is_first = not any(earlier["alarm"] for earlier in self._read)
+            if wrong and is_first and self._comm.rank == 0:
+                text = (
+                    f"{self._setting}: drift in {part}: what it delivered {self._window} {step} is "
+                    f"off by {error:.1%} of what was due (cosine {cosine:.3f}); {expected}"
+                )
+                warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
+            where = {"bucket": part.removeprefix("bucket "), "step": step}
             self._read.append({**where, "error": error, "cosine": cosine, "alarm": wrong})
 
     def all(self) -> list[dict[str, Any]]:
         """Return what each window found: its bucket, last step, error, cosine, and alarm or not."""
-        for found in self._coming:
-            found.values.read()
+        for _, _, values in self._coming:
+            values.read()
         self.read_arrived()
         return self._read
-
-    def _warn(self, found: Found, error: float, cosine: float, gain: float) -> None:
-        if self._comm.rank == 0:
-            expected = f"expected is less than {LIMIT:.0%}"
-            if self._coarse:
-                expected = f"it is {gain:.2f} times what was due; expected is 1 within {LIMIT:.0%}"
-            text = (
-                f"{self._setting}: drift in {found.part}: what it delivered {self._window} "
-                f"{found.step} is off by {error:.1%} of what was due (cosine {cosine:.3f}); "
-                f"{expected}"
-            )
-            warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
 
 
 def products(due: Tensor, delivered: Tensor) -> Tensor:
@@ -219,13 +186,10 @@ class FsdpDrift:
     """Compares weights and gradients that the lab moved for a unit with exact ones.
 
     Units and parts take turns, a window of k steps each. In its last step the weights of a unit are
-    gathered exactly as well. Gradients are compared over the window, as lab.sync.drift does: each
-    rank adds up residual before + gradients - residual after, and one exact reduce-scatter of that
-    is due where the sum of all reduce-scatters was delivered. Sums of squares are added over the
-    ranks, so a rank that is wrong alone shows, and all know the same.
-
-    It costs one exact collective of a unit in each window, which the run's payload and times
-    include, and memory of the unit's whole gradients.
+    gathered exactly as well. Gradients are compared as by Drift: one exact reduce-scatter of
+    residual before + gradients - residual after is due where the sum of all reduce-scatters was
+    delivered. Sums of squares are added over the ranks, so a rank that is wrong alone shows. It
+    costs memory of the unit's whole gradients.
 
     Args:
         comm: of all ranks.
@@ -249,11 +213,9 @@ class FsdpDrift:
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
-        """Note which step the next collectives belong to."""
         self._step, self._done = step, False
 
     def compares_weights(self, unit: str) -> bool:
-        """Return whether the next gather of a unit is to be compared."""
         return self._is_turn(WEIGHTS, unit) and self._is_last and not self._done
 
     def gathered(self, unit: str, own: Tensor, whole: Tensor, comm: Comm) -> None:
@@ -287,12 +249,10 @@ class FsdpDrift:
         self._due = None
 
     def end_step(self) -> None:
-        """Read what has arrived."""
         self._of_weights.read_arrived()
         self._of_gradients.read_arrived()
 
     def results(self) -> list[dict[str, Any]]:
-        """Return what each window found, see lab.sync.drift.Findings.all."""
         found = [*self._of_weights.all(), *self._of_gradients.all()]
         return sorted(found, key=lambda window: window["step"])
 
@@ -309,7 +269,6 @@ class FsdpDrift:
         findings.add(part, self._step, sums)
 
     def _residual(self, gradients: Tensor, layout: Layout) -> Tensor:
-        """Return a copy of this rank's residuals, laid out as `gradients` [N, n]."""
         copy = torch.zeros_like(gradients)
         kept = self._exchange.state_dict().get("residual", {})
         for name, at in layout.columns.items():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,30 +16,39 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from lab.distributed import launcher
-from lab.distributed.comm import Comm
-from lab.distributed.nodes import Nodes
-from lab.distributed.sharded import whole
+from lab.distributed.comm import Comm, Traffic
+from lab.distributed.launcher import Nodes
+from lab.distributed.replicas import whole
 from lab.distributed.torch_comm import TorchComm
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import Plans
 from lab.exchange.layout import named
-from lab.exchange.scatter import TwoLevels, require_no_residuals, scatter_of
+from lab.exchange.memory import Columns
+from lab.exchange.scatter import (
+    Layout,
+    Scatter,
+    TwoLevels,
+    gather_bytes,
+    require_no_residuals,
+    scatter_of,
+)
 from lab.settings import checks
 from lab.sync.base import SyncParts
 from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
-from lab.sync.fsdp_hooks import UnitAllGather, UnitReduceScatter, set_all_gather, set_reduce_scatter
 from lab.sync.fsdp_units import (
     FreedReads,
-    Reads,
+    WholeGradients,
     groups_of,
     modules_of_fsdp,
     prepare_for_sharding,
     replacing,
     require_scattered,
     sharded_parameters,
-    state_of,
     units,
 )
 from lab.sync.library import LibrarySync
 from lab.sync.pattern import GATHERS, SCATTERS, fsdp
+from lab.sync.reads import Reads
 
 
 class FSDPSync(LibrarySync):
@@ -48,12 +57,8 @@ class FSDPSync(LibrarySync):
     Its units (lab.sync.fsdp_units) are gathered in forward, freed, gathered again in backward, and
     their gradients reduce-scattered there. The model's own unit, the last one, stays gathered in
     between, as torch's default is. What the lab can do in torch's place are the parts of ZeRO++
-    (Wang et al. 2023).
-
-    What torch sends is computed: (N-1)/N of a unit's padded bytes for each gather. A reduce-scatter
-    counts as much over NCCL, and twice over Gloo, whose own is an all-reduce of which a part is
-    kept. tests/distributed/test_wire.py compares the sum with the bytes that crossed. What the lab
-    sends is counted by its comms.
+    (Wang et al. 2023; docs/strategies.md). What torch sends is computed, since it does not pass
+    through a Comm; tests/distributed/test_wire.py compares it with the bytes that crossed.
 
     Args:
         shard_size: ranks that share a copy of the weights; null: all. Fewer: HSDP, in which groups
@@ -82,9 +87,9 @@ class FSDPSync(LibrarySync):
         checks.one_of("sync.reduce_scatter", reduce_scatter, SCATTERS)
         super().__init__("fsdp", parts, fsdp(reduce_scatter, shard_size), 0)
         comm = _checked(parts, all_gather)
-        self._copies = levels_of_copies(shard_size, comm)
+        self._copies = _copies(shard_size, comm)
         self._sharers = self._copies.inside if self._copies else comm
-        self._second = levels_of_second_shards(reshard, shard_size, comm)
+        self._second = _second_shards(reshard, shard_size, comm)
         self._num_micro_batches = 0
         self._shard_size, self._reshard, self._reduce_scatter = shard_size, reshard, reduce_scatter
         self._wrap(parts, comm)
@@ -99,7 +104,6 @@ class FSDPSync(LibrarySync):
         self._first_reads: AbstractContextManager[Any] = FreedReads(parts.model)
 
     def _wrap(self, parts: SyncParts, comm: TorchComm) -> None:
-        """Let FSDP2 shard the units."""
         group = partial(DeviceMesh.from_group, comm.group, comm.device.type)
         mesh = self._copies.mesh() if self._copies else group()
         prepare_for_sharding(parts.model)
@@ -118,8 +122,11 @@ class FSDPSync(LibrarySync):
         make, comm = scatter_of, self._sharers
         if self._reduce_scatter == "two_levels":
             require_no_residuals(parts.exchange)
-            levels = levels_of_hosts("sync.reduce_scatter=two_levels", comm, self._second)
-            if levels:
+            size = ranks_of_a_host("sync.reduce_scatter=two_levels", comm.nodes)
+            if size not in (1, comm.size):  # else there is one level
+                second = self._second
+                fits = second and second.inside.size == size
+                levels = second if second and fits else Levels.of(comm, size)
                 make = partial(TwoLevels, inside=levels.inside, across=levels.across)
         return set_reduce_scatter(parts.model, parts.exchange, comm.traffic, comm, make)
 
@@ -161,6 +168,8 @@ class FSDPSync(LibrarySync):
 
     def _count(self, unit: FSDPModule, num_bytes: int) -> None:
         """Count torch's collectives of a step for a unit of `num_bytes`, padded."""
+        # A gather sends (N-1)/N of them. A reduce-scatter counts as much over NCCL, and twice over
+        # Gloo, whose own is an all-reduce of which a part is kept.
         sharers = self._sharers
         if not self._gathers:
             again = self._second.inside if self._second else sharers
@@ -191,21 +200,19 @@ class FSDPSync(LibrarySync):
 
         They are gathered exactly, as a checkpoint holds them.
         """
-        self._gather_exactly(True)
+        for hook in self._gathers:
+            hook.exact = True
         for unit in self.units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
-        self._gather_exactly(False)
+        for hook in self._gathers:
+            hook.exact = False
         for unit in self.units:
             unit.set_reshard_after_forward(unit is not self._root, recurse=False)
             unit.reshard()
         if self._second_shards:
             self._second_shards.use()
-
-    def _gather_exactly(self, exact: bool) -> None:
-        for hook in self._gathers:
-            hook.exact = exact
 
     def idle(self) -> list[str]:
         here = "all ranks are on one host"
@@ -299,12 +306,8 @@ class SecondShards:
             group.post_forward_mesh_info = self._info
 
 
-def levels_of_copies(shard_size: int | str | None, comm: TorchComm) -> Levels | None:
-    """Return the groups that hold a copy of the weights each; None: there is one copy.
-
-    Raises:
-        ValueError: see FSDPSync.
-    """
+def _copies(shard_size: int | str | None, comm: TorchComm) -> Levels | None:
+    """Return the groups that hold a copy of the weights each; None: there is one copy."""
     size = shard_size if shard_size is not None else comm.size
     if shard_size == "node":
         size = launcher.local_size()
@@ -312,14 +315,10 @@ def levels_of_copies(shard_size: int | str | None, comm: TorchComm) -> Levels | 
     return None if size == comm.size else Levels.of(comm, size)
 
 
-def levels_of_second_shards(
+def _second_shards(
     reshard: int | str | None, shard_size: int | str | None, comm: TorchComm
 ) -> Levels | None:
-    """Return the groups that keep a second shard; None: nothing does.
-
-    Raises:
-        ValueError: see FSDPSync.
-    """
+    """Return the groups that keep a second shard; None: nothing does."""
     if reshard is None:
         return None
     key = f"sync.reshard={reshard}"
@@ -334,28 +333,8 @@ def levels_of_second_shards(
     return Levels.of(comm, size)
 
 
-def levels_of_hosts(key: str, comm: TorchComm, known: Levels | None) -> Levels | None:
-    """Return the hosts' ranks as two levels; None: there is one, all on a host or all alone.
-
-    Args:
-        key: the setting that needs them, for messages.
-        known: groups that may be those.
-
-    Raises:
-        ValueError: see `ranks_of_a_host`.
-    """
-    size = ranks_of_a_host(key, comm.nodes)
-    if size in (1, comm.size):
-        return None
-    return known if known and known.inside.size == size else Levels.of(comm, size)
-
-
 def ranks_of_a_host(key: str, nodes: Nodes) -> int:
-    """Return how many ranks each host has.
-
-    Raises:
-        ValueError: they have different numbers, or are not numbered one host after the other.
-    """
+    """Return how many ranks each host has; all must have as many, one host after the other."""
     size, found = len(nodes[0]), [list(node) for node in nodes]
     if found != [list(range(at, at + size)) for at in range(0, len(nodes) * size, size)]:
         listed = ", ".join(map(str, found))
@@ -374,115 +353,174 @@ def _divisor(key: str, size: object, setting: object, ranks: int) -> int:
     return size
 
 
-class WholeGradients:
-    """Lets FSDP modules scatter gradients of all their trainable parameters, on all ranks alike.
+class UnitHook:
+    """A collective of one FSDP module.
 
-    FSDP2 scatters those that there are, one after the other: where ranks reach different ones, it
-    adds one parameter's gradient to another's. So a rank gives zeros for what it has not reached.
-    After backward a parameter that no rank reached has no gradient, as without FSDP; one all-reduce
-    of a byte for each parameter says so, and only ranks that lack a gradient read it.
-
-    Gradients that come when a module's have been sent, as of a module that reentrant recomputation
-    uses twice, are sent after the others; FSDP2 would forget them. Sparse ones are made dense.
-
-    Backward raises a RuntimeError where another rank ran a module that this one did not.
-
-    Args:
-        model: after the last fully_shard. Of one that has this already, nothing changes.
+    Attributes:
+        unit: name of the module.
+        drift: watches what the collective delivers; None: nobody does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = [module for _, module in modules_of_fsdp(model)]
-        self._groups = [group for module in modules for group in groups_of(module)]
-        self._ran: set[int] = set()  # ids of groups that have sent in this backward
-        self._empty: set[int] = set()  # ids of parameters that had no gradient before it
-        self._reached: set[int] = set()  # ids of those that this rank has reached
-        self._all = torch.empty(0)  # flags of a rank that has reached all
-        self._names = {id(parameter): name for name, parameter in named(model).items()}
-        if any("post_backward" in vars(group) for group in self._groups):
-            return
-        for group in self._groups:
-            group.post_backward = partial(self._send, group, group.post_backward)
-        for module in modules:
-            state = state_of(module)
-            end = partial(self._end_backward, state._root_post_backward_final_callback)
-            state._root_post_backward_final_callback = end
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.drift: FsdpDrift | None = None
 
-    def _send(self, group: Any, send: Callable[..., None], *_: object) -> None:
-        if group.reduce_grads and group._training_state.name in ("FORWARD", "PRE_BACKWARD"):
-            self._ran.add(id(group))
-            for parameter in group.fsdp_params:
-                if parameter.sharded_param.requires_grad:
-                    self._complete(parameter)
-        send()
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    def _complete(self, parameter: Any) -> None:
-        whole: Tensor = parameter.unsharded_param
-        if not whole.numel():
-            whole.grad = None  # FSDP2 cannot scatter it, and nothing is in it
-            return
-        if parameter.sharded_param.grad is None:
-            self._empty.add(id(parameter))
-        if parameter.unsharded_accumulated_grad is not None:
-            self._reached.add(id(parameter))
-        elif whole.grad is None:
-            whole.grad = torch.zeros_like(whole)
+
+class UnitAllGather(UnitHook):
+    """An AllGather (torch.distributed.fsdp, set_custom_all_gather) of one FSDP module, in bytes.
+
+    It is ZeRO++'s qwZ (Wang et al. 2023, section 4.1): all ranks decode all parts, their own too,
+    so copies are equal on all ranks. The part that the optimizer updates is another tensor and
+    stays exact. A second shard inside a node is gathered exactly: backward has forward's bits.
+
+    Args:
+        unit: name of the module.
+        comm: the ranks that share the weights.
+        inside: those that share the second shard; None: there is none.
+        plans: layouts and memory for messages, which all modules of a rank share: FSDP gathers one
+            after the other.
+    """
+
+    def __init__(self, unit: str, comm: Comm, inside: Comm | None, plans: Plans) -> None:
+        super().__init__(unit)
+        self._comm, self._inside, self._plans = comm, inside, plans
+        self.exact = False  # evaluations are of the weights that checkpoints hold
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Fill `output_tensor` [N * n] with all ranks' `input_tensor` [n], a part of it."""
+        if self._inside is not None and group.size() == self._inside.size:
+            self._inside.all_gather(output_tensor, input_tensor)
+        elif self.exact:
+            self._comm.all_gather(output_tensor, input_tensor)
+        elif self.drift and self.drift.compares_weights(self.unit):
+            own = input_tensor.clone()  # it is a part of the output
+            self._gather(output_tensor, input_tensor)
+            self.drift.gathered(self.unit, own, output_tensor, self._comm)
         else:
-            self._reached.add(id(parameter))
-            if whole.grad.layout != torch.strided:
-                whole.grad = whole.grad.to_dense()
+            self._gather(output_tensor, input_tensor)
 
-    def _end_backward(self, end: Callable[[], None]) -> None:
-        for group in self._groups:
-            if group.reduce_grads and any(map(_is_left, group.fsdp_params)):
-                state = cast(Any, type(group._training_state))
-                group._training_state = state.PRE_BACKWARD
-        end()
-        if self._ran:
-            self._forget_zeros()
-        self._ran, self._empty, self._reached = set(), set(), set()
-
-    def _forget_zeros(self) -> None:
-        """Take back zeros to which no rank added anything."""
-        parameters = [
-            (parameter, id(group) in self._ran)
-            for group in self._groups
-            for parameter in group.fsdp_params
-            if parameter.sharded_param.requires_grad and parameter.sharded_param.numel()
-        ]
-        own = [id(parameter) in self._reached for parameter, _ in parameters]
-        anywhere = self._flags(own)
-        for group in self._process_groups():
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
-        if all(own):
-            return
-        reached = cast(list[int], anywhere.tolist())  # pyright: ignore[reportUnknownMemberType]
-        for (parameter, ran), needed in zip(parameters, reached, strict=True):
-            if needed and not ran:
-                raise RuntimeError(
-                    f"{self._names[id(parameter.sharded_param)]}: another rank's forward ran its "
-                    "module and this rank's did not, but FSDP needs all ranks to run the same; "
-                    "bucket_mb=null makes the model one unit"
-                )
-            if not needed and id(parameter) in self._empty:
-                parameter.sharded_param.grad = None
-
-    def _flags(self, own: list[bool]) -> torch.Tensor:
-        """Return flags on the device, uint8 [parameters]; a host that has all waits for nothing."""
-        if len(self._all) != len(own):
-            self._all = torch.ones(len(own), dtype=torch.uint8, device=self._groups[0].device)
-        flags = self._all.clone()
-        if not all(own):
-            flags[[place for place, reached in enumerate(own) if not reached]] = 0
-        return flags
-
-    def _process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups over which all ranks meet: FSDP's own, and HSDP's between copies."""
-        info = self._groups[0].mesh_info
-        kinds = "shard_process_group", "replicate_process_group"
-        return [getattr(info, kind) for kind in kinds if hasattr(info, kind)]
+    def _gather(self, output: Tensor, own: Tensor) -> None:
+        gather_bytes(output, own, self._comm, self._plans)
 
 
-def _is_left(parameter: Any) -> bool:
-    """Return whether a gradient came after its module's had been sent."""
-    return hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None
+def set_all_gather(model: nn.Module, comm: Comm, inside: Comm | None) -> list[UnitAllGather]:
+    """Give each FSDP module in `model` an all-gather in bytes; return these."""
+    made, plans = list[UnitAllGather](), Plans()
+    for unit, module in modules_of_fsdp(model):
+        made.append(UnitAllGather(unit, comm, inside, plans))
+        module.set_custom_all_gather(made[-1])  # pyright: ignore[reportArgumentType]
+    return made
+
+
+class UnitReduceScatter(UnitHook):
+    """A ReduceScatter (torch.distributed.fsdp, set_custom_reduce_scatter) of one FSDP module.
+
+    It runs in FSDP's own group and stream, as FSDP's does. What it sums is float32; other types are
+    converted before and after. Under `op` AVG, which FSDP asks for unless told otherwise, the sum
+    is divided by the number of ranks.
+
+    Args:
+        unit: name of the module.
+        parameters: of the module, sharded, in its order, as the whole model names them.
+        traffic: counts what it sends.
+        comm: the ranks that share the weights; None: made of FSDP's group when it is known.
+    """
+
+    def __init__(
+        self,
+        scatter: Scatter,
+        unit: str,
+        parameters: Mapping[str, nn.Parameter],
+        traffic: Traffic,
+        comm: Comm | None = None,
+    ) -> None:
+        super().__init__(unit)
+        self.scatter, self._traffic = scatter, traffic
+        self._parameters, self._comm = parameters, comm
+        self._layout: Layout | None = None
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Fill `output_tensor` [n] with the sum or mean of all ranks' `input_tensor` [N * n].
+
+        Raises:
+            ValueError: `op` is neither of these.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"{op}: the lab's reduce-scatter knows SUM and AVG")
+        if self._comm is None:
+            self._comm = TorchComm(group, group, input_tensor.device)
+            self._comm.traffic = self._traffic
+        size = self._comm.size
+        output = output_tensor.float()  # itself, if it is
+        gradients = input_tensor.float().view(size, -1)
+        # FSDP hands over the gradients of parameters that are trained now.
+        own = {n: p for n, p in self._parameters.items() if p.requires_grad and p.numel()}
+        if self._layout is None or own.keys() != self._layout.columns.keys():
+            self._layout = Layout(_columns(own, size))
+        layout = self._layout
+        if self.drift:
+            self.drift.giving(self.unit, gradients, layout)
+        self.scatter.sum(output, gradients, self._comm, layout)
+        if self.drift:
+            self.drift.given(self.unit, output, layout, self._comm)
+        if op == dist.ReduceOp.AVG:
+            output.div_(size)
+        if output is not output_tensor:
+            output_tensor.copy_(output)
+
+
+def set_reduce_scatter(
+    model: nn.Module,
+    exchange: Exchange,
+    traffic: Traffic,
+    comm: Comm | None = None,
+    scatter: Callable[[Exchange], Scatter] = scatter_of,
+) -> list[UnitReduceScatter]:
+    """Give each FSDP module in `model` a reduce-scatter in the codec of `exchange`; return these.
+
+    Args:
+        comm: see UnitReduceScatter.
+        scatter: makes each module's.
+
+    Raises:
+        ValueError: no module is one of FSDP2, or the exchange has no reduce-scatter.
+    """
+    made = list[UnitReduceScatter]()
+    name_of = {id(parameter): name for name, parameter in named(model).items()}
+    for unit, module in modules_of_fsdp(model):
+        own = {name_of[id(parameter)]: parameter for parameter in sharded_parameters(module)}
+        of_unit = UnitReduceScatter(scatter(exchange), unit, own, traffic, comm)
+        module.set_custom_reduce_scatter(of_unit)  # pyright: ignore[reportArgumentType]
+        made.append(of_unit)
+    if not made:
+        raise ValueError(f"{type(model).__name__}: holds no module of FSDP2's fully_shard")
+    return made
+
+
+def _columns(parameters: Mapping[str, nn.Parameter], size: int) -> dict[str, Columns]:
+    """Return where FSDP puts parameters: each divided by its first dimension, rounded up."""
+    columns, start = dict[str, Columns](), 0
+    for name, parameter in parameters.items():
+        inner = parameter.numel() // parameter.shape[0]
+        stop = start + -(-parameter.shape[0] // size) * inner
+        columns[name] = Columns(start, stop, inner)
+        start = stop
+    return columns

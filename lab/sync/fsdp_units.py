@@ -7,21 +7,21 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from lab.exchange.base import Exchange
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
-from lab.sync.reads import after, before
+from lab.exchange.layout import named
+from lab.sync.reads import NO_FORWARD, Reads
 
-NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 MODEL = "(the model's own)"  # name of the last unit
 SCATTERED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,78 +117,6 @@ def _without(
     return more
 
 
-class Reads(TorchDispatchMode):
-    """Watches one forward: which modules are under way when an operation takes a parameter.
-
-    Gradients are enabled, as in training: without them torch's attention layers take another path.
-
-    Args:
-        inputs: that the model takes. It sees them in eval mode.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._ran = set[nn.Module]()
-        self._under_way: list[nn.Module] = []
-        self._readers: dict[int, set[nn.Module]] = {}  # under way at all reads, by parameter's id
-        self._ids: dict[int, list[int]] = {}  # of parameters, by their memory
-        for parameter in model.parameters():
-            self._ids.setdefault(_memory_of(parameter), []).append(id(parameter))
-        training = {module: module.training for module in model.modules()}
-        hooks = [hook for module in training for hook in self._marks(module)]
-        try:
-            with self:
-                model.eval()(inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for module, mode in training.items():
-                module.training = mode
-        self._routed = {
-            inner for module in training if self._routes(module) for inner in module.modules()
-        }
-
-    def are_enclosed_by(self, module: nn.Module) -> bool:
-        """Return whether `module` runs on every rank, around all reads of its parameters.
-
-        Of a list of which the forward ran some modules, a rank may run others.
-        """
-        if module not in self._ran or module in self._routed:
-            return False
-        return all(module in self._readers.get(id(p), {module}) for p in module.parameters())
-
-    def _routes(self, module: nn.Module) -> bool:
-        children = [
-            child for child in module.children() if next(child.parameters(), None) is not None
-        ]
-        return isinstance(module, NO_FORWARD) and not self._ran.issuperset(children)
-
-    def _marks(self, module: nn.Module) -> list[RemovableHandle]:
-        """Mark where FSDP would gather and free: before all hooks of a module, and after them."""
-        return [
-            before(module, lambda: self._begin(module)),
-            after(module, lambda: self._under_way.remove(module)),
-        ]
-
-    def _begin(self, module: nn.Module) -> None:
-        self._ran.add(module)
-        self._under_way.append(module)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        now = set(self._under_way)
-        for tensor in cast(list[object], tree_leaves((args, kwargs))):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                for key in self._ids.get(_memory_of(tensor), ()):
-                    self._readers[key] = self._readers.get(key, now) & now
-        return func(*args, **(kwargs or {}))
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() or id(tensor)  # an empty one has none
-
-
 def groups_of(unit: FSDPModule) -> list[Any]:
     """List FSDP's own objects for the parameters that a unit gathers (FSDPParamGroup).
 
@@ -229,24 +157,11 @@ def prepare_for_sharding(model: nn.Module) -> None:
                 f"{name}: is a single number, shape []; FSDP divides the first dimension, so give "
                 "it shape [1]"
             )
-        if _hooks_of(parameter):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"{name}: has a hook of its own, which FSDP would not call; remove it, or use a "
                 "strategy without shards, such as overlap"
             )
-    _require_own_memory(model)
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
-def _hooks_of(parameter: nn.Parameter) -> int:
-    kinds = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return sum(len(hooks) for hooks in kinds if hooks)
-
-
-def _require_own_memory(model: nn.Module) -> None:
-    """Refuse a parameter whose values another parameter, or a buffer, holds too."""
     sharing: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout == torch.strided and tensor.numel():
@@ -254,6 +169,9 @@ def _require_own_memory(model: nn.Module) -> None:
     for tensors in sharing.values():
         if len(tensors) > 1:
             _require_apart(tensors)
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _require_apart(tensors: Mapping[str, Tensor]) -> None:
@@ -321,11 +239,7 @@ class FreedReads(TorchFunctionMode):
 
 
 def require_scattered(model: nn.Module, exchange: Exchange) -> None:
-    """Refuse gradients that the lab's reduce-scatters do not carry.
-
-    Raises:
-        ValueError: naming a trainable parameter in another type than float32, bfloat16, float16.
-    """
+    """Refuse parameters of types that the lab's reduce-scatters do not carry."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in SCATTERED:
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -333,3 +247,109 @@ def require_scattered(model: nn.Module, exchange: Exchange) -> None:
                 f"{name}: is {kind}; exchange={type(exchange).__name__} scatters float32, bfloat16 "
                 "and float16 gradients. Leave this model to torch's reduce-scatter"
             )
+
+
+class WholeGradients:
+    """Lets FSDP modules scatter gradients of all their trainable parameters, on all ranks alike.
+
+    FSDP2 scatters those that there are: where ranks reach different ones, it adds one parameter's
+    gradient to another's. So a rank gives zeros for what it has not reached. What no rank reached
+    has no gradient after backward, by one all-reduce of a byte for each parameter. Gradients that
+    come when a module's have been sent (reentrant recomputation) are sent after the others; FSDP2
+    would forget them. Sparse ones are made dense.
+
+    Backward raises a RuntimeError where another rank ran a module that this one did not.
+
+    Args:
+        model: after the last fully_shard. Of one that has this already, nothing changes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [module for _, module in modules_of_fsdp(model)]
+        self._groups = [group for module in modules for group in groups_of(module)]
+        self._ran: set[int] = set()  # ids of groups that have sent in this backward
+        self._empty: set[int] = set()  # ids of parameters that had no gradient before it
+        self._reached: set[int] = set()  # ids of those that this rank has reached
+        self._all = torch.empty(0)  # flags of a rank that has reached all
+        self._names = {id(parameter): name for name, parameter in named(model).items()}
+        if any("post_backward" in vars(group) for group in self._groups):
+            return
+        for group in self._groups:
+            group.post_backward = partial(self._send, group, group.post_backward)
+        for module in modules:
+            state = state_of(module)
+            end = partial(self._end_backward, state._root_post_backward_final_callback)
+            state._root_post_backward_final_callback = end
+
+    def _send(self, group: Any, send: Callable[..., None], *_: object) -> None:
+        if group.reduce_grads and group._training_state.name in ("FORWARD", "PRE_BACKWARD"):
+            self._ran.add(id(group))
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param.requires_grad:
+                    self._complete(parameter)
+        send()
+
+    def _complete(self, parameter: Any) -> None:
+        whole: Tensor = parameter.unsharded_param
+        if not whole.numel():
+            whole.grad = None  # FSDP2 cannot scatter it, and nothing is in it
+            return
+        if parameter.sharded_param.grad is None:
+            self._empty.add(id(parameter))
+        if parameter.unsharded_accumulated_grad is not None:
+            self._reached.add(id(parameter))
+        elif whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+        else:
+            self._reached.add(id(parameter))
+            if whole.grad.layout != torch.strided:
+                whole.grad = whole.grad.to_dense()
+
+    def _end_backward(self, end: Callable[[], None]) -> None:
+        for group in self._groups:
+            if group.reduce_grads and any(map(_is_left, group.fsdp_params)):
+                state = cast(Any, type(group._training_state))
+                group._training_state = state.PRE_BACKWARD
+        end()
+        if self._ran:
+            self._forget_zeros()
+        self._ran, self._empty, self._reached = set(), set(), set()
+
+    def _forget_zeros(self) -> None:
+        parameters = [
+            (parameter, id(group) in self._ran)
+            for group in self._groups
+            for parameter in group.fsdp_params
+            if parameter.sharded_param.requires_grad and parameter.sharded_param.numel()
+        ]
+        own = [id(parameter) in self._reached for parameter, _ in parameters]
+        anywhere = self._flags(own)
+        info = self._groups[0].mesh_info  # over which all ranks meet: HSDP's between copies, too
+        for kind in ("shard_process_group", "replicate_process_group"):
+            if group := getattr(info, kind, None):
+                dist.all_reduce(anywhere, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
+        if all(own):
+            return
+        reached = cast(list[int], anywhere.tolist())  # pyright: ignore[reportUnknownMemberType]
+        for (parameter, ran), needed in zip(parameters, reached, strict=True):
+            if needed and not ran:
+                raise RuntimeError(
+                    f"{self._names[id(parameter.sharded_param)]}: another rank's forward ran its "
+                    "module and this rank's did not, but FSDP needs all ranks to run the same; "
+                    "bucket_mb=null makes the model one unit"
+                )
+            if not needed and id(parameter) in self._empty:
+                parameter.sharded_param.grad = None
+
+    def _flags(self, own: list[bool]) -> torch.Tensor:
+        """Return flags on the device, uint8 [parameters]; a host that has all waits for nothing."""
+        if len(self._all) != len(own):
+            self._all = torch.ones(len(own), dtype=torch.uint8, device=self._groups[0].device)
+        flags = self._all.clone()
+        if not all(own):
+            flags[[place for place, reached in enumerate(own) if not reached]] = 0
+        return flags
+
+
+def _is_left(parameter: Any) -> bool:  # a gradient came after its module's had been sent
+    return hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None

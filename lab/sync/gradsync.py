@@ -1,4 +1,4 @@
-"""GradSync: average gradients in every step, during backward or after it, and watch their norms."""
+"""Average gradients in every step: during backward or after it; DoubleBuffer, one step late."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ from functools import partial
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.collective import Collective
+from lab.distributed.comm import Collective, Sent
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.gate import Outside, admit, carrier, is_linear
-from lab.sync.base import BeforeExchange, Sync, SyncParts, SyncState, all_finite, observed
+from lab.settings import checks
+from lab.sync import pattern
+from lab.sync.base import (
+    BeforeExchange,
+    Reached,
+    Sync,
+    SyncParts,
+    SyncState,
+    all_finite,
+    observed,
+    on_gradient,
+)
 from lab.sync.drift import Drift
 from lab.sync.pattern import Begin, Pattern, gradsync
-from lab.sync.reached import Reached
 
 UNTIMED = nullcontext()
 
@@ -66,8 +76,12 @@ class GradSync(Sync):
         self.parameters = admit(parts.model, self.exchange)
         self._outside = Outside(parts.model, self.parameters)
         self._device = next(iter(self.parameters.values())).device
+        # `admit` has refused types that have none.
+        carried_by = cast(
+            Callable[[torch.dtype], torch.dtype], partial(carrier, exchange=self.exchange)
+        )
         self._plan = partial(
-            plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=self._carrier
+            plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=carried_by
         )
         self._arrived: dict[str, None] = {}  # in the first step, in the order of the last growth
         self._grown: dict[str, int] = {}  # how often gradients have grown in this step
@@ -97,8 +111,14 @@ class GradSync(Sync):
     def __enter__(self) -> Self:
         if self._during_backward or len(self.buckets) > 1:
             for name in self._buckets_of:
-                self._on_gradient(self.parameters[name], partial(self._gradient_ready, name))
+                ready = partial(self._gradient_ready, name)
+                self._hooks.append(on_gradient(self.parameters[name], ready))
         return self
+
+    def _advance_at_gradients(self) -> None:
+        """Let exchanges under way, of another step, go on whenever a gradient arrives."""
+        for parameter in self.parameters.values():
+            self._hooks.append(on_gradient(parameter, lambda _: self.worker.advance()))
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -120,10 +140,13 @@ class GradSync(Sync):
         self._all_ready()
         self._submit_rest()
         self.worker.wait()
-        self._leave_none()
+        self.nowhere = self._reached.nowhere() if self._reached else []
+        for name in self.nowhere:
+            self.parameters[name].grad = None  # of zeros that stand for no gradient on any rank
         if self.noise:
             self.noise.end_step()
         if self.drift:
+            self.drift.leave_out(self.nowhere)
             self.drift.end_step()
         finite = all_finite(bucket.finite for bucket in self._exchanged)
         if self.order is None and len(self.buckets) > 1:
@@ -133,29 +156,12 @@ class GradSync(Sync):
         return finite
 
     def _submit_rest(self) -> None:
-        """Begin the exchanges that backward did not, and ask which parameters nobody reached.
-
-        Raises:
-            RuntimeError: a parameter trains that no exchange knows.
-        """
+        """Begin the exchanges that backward did not, and ask which parameters nobody reached."""
         self._outside.refuse_trained()
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         if self._reached:
             self._reached.begin(self.comm, self.worker)
-
-    def _leave_none(self) -> None:
-        """Take the zeros away that stand for no gradient on any rank."""
-        self.nowhere = self._reached.nowhere() if self._reached else []
-        if self.drift:
-            self.drift.leave_out(self.nowhere)
-        for name in self.nowhere:
-            self.parameters[name].grad = None
-
-    def _carrier(self, dtype: torch.dtype) -> torch.dtype:
-        found = carrier(dtype, self.exchange)
-        assert found is not None  # `admit` has refused others
-        return found
 
     def observe_drift(self, every: int) -> None:
         if self.pattern.waits_in_forward:
@@ -175,10 +181,6 @@ class GradSync(Sync):
 
     def bucket_itemsizes(self) -> list[int]:
         return [bucket.dtype.itemsize for bucket in self.buckets]
-
-    def _on_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
-        register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        self._hooks.append(cast(RemovableHandle, register(call)))
 
     def _follow(self, order: list[str]) -> None:
         self.order = order
@@ -233,25 +235,21 @@ class GradSync(Sync):
         missing = self._missing
         for place in places:
             missing[place] -= 1
-            if not missing[place] and self._during_backward:
-                self._is_full(place)
-
-    def _is_full(self, place: int) -> None:
-        """Begin the exchanges of full buckets, in the order of buckets."""
-        if self.clock:
-            self.clock.ready(place)
-        while len(self._exchanged) < len(self.buckets) and not self._missing[len(self._exchanged)]:
-            self._submit_next()
+            if missing[place] or not self._during_backward:
+                continue
+            if self.clock:
+                self.clock.ready(place)
+            # All ranks must begin exchanges in one order, so full buckets leave in that of buckets.
+            while len(self._exchanged) < len(missing) and not missing[len(self._exchanged)]:
+                self._submit_next()
 
     def _as_on_rank_0(self, names: Iterable[str]) -> list[str]:
         """Return all parameters' names in the order of rank 0's `names`; the other ones last."""
-        position = {name: index for index, name in enumerate(self._buckets_of)}
-        known = list(position)
-        order = [position[name] for name in dict.fromkeys([*names, *known])]
+        known = list(self._buckets_of)
+        order = [known.index(name) for name in dict.fromkeys([*names, *known])]
         return [known[index] for index in self._from_rank_0(order)]
 
     def _from_rank_0(self, numbers: list[int]) -> list[int]:
-        """Return rank 0's `numbers`, of which all ranks have as many."""
         sent = torch.tensor(numbers, device=self._device)
         self._alone("order of buckets", lambda: self.comm.ibroadcast(sent, 0))
         return cast(list[int], sent.tolist())  # pyright: ignore[reportUnknownMemberType]
@@ -302,27 +300,93 @@ class GradientNoise:
     def __init__(self) -> None:
         self.local: list[Tensor] = []
         self.mean: list[Tensor] = []
-        self._begin()
+        self._local: list[Tensor] = []  # by bucket of this step
+        self._mean: list[Tensor] = []
 
     def before(self, bucket: GradBucket, size: int) -> None:
         """Add a bucket that is about to be averaged over `size` ranks."""
         factor = size if bucket.divided else 1
-        self._local.append(factor**2 * _squared(bucket.flat))
+        self._local.append(factor**2 * bucket.flat.double().square().sum())
 
     def after(self, bucket: GradBucket) -> None:
-        """Add a bucket that holds the mean."""
-        self._mean.append(_squared(bucket.flat))
+        self._mean.append(bucket.flat.double().square().sum())
 
     def end_step(self) -> None:
-        """Sum the buckets of a step."""
-        self.local.append(torch.stack(self._local).sum())
-        self.mean.append(torch.stack(self._mean).sum())
-        self._begin()
-
-    def _begin(self) -> None:
-        self._local: list[Tensor] = []
-        self._mean: list[Tensor] = []
+        for sums, of_buckets in ((self.local, self._local), (self.mean, self._mean)):
+            sums.append(torch.stack(of_buckets).sum())
+            of_buckets.clear()
 
 
-def _squared(flat: Tensor) -> Tensor:
-    return flat.double().square().sum()
+class DoubleBuffer(GradSync):
+    """A sync that exchanges all gradients after backward, and waits there or one step later.
+
+    With `double_buffer` the update of step t uses the mean gradient of step t-1, while that of t
+    travels during step t+1: CNTK's useBufferedAsyncGradientAggregation (AllReduceDistGradAggregator
+    ::AggregateGradients), which Seide et al. 2014 call double buffering. The first step updates
+    nothing, and the last step's gradient is never applied.
+
+    Args:
+        double_buffer: False waits as GradSync does. `overlap` must have the same value: it chooses
+            a worker that runs while the rank computes.
+
+    Raises:
+        ValueError: `double_buffer` is not a bool, or differs from `overlap`.
+    """
+
+    def __init__(self, parts: SyncParts, *, double_buffer: bool) -> None:
+        checks.truth("sync.double_buffer", double_buffer)
+        if double_buffer and not parts.overlap:
+            raise ValueError("overlap=false: must be sync.double_buffer, which is true")
+        super().__init__(parts, pattern.double_buffer(double_buffer))
+        self.double_buffer = double_buffer
+        self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
+        self._sent = 0, 0, 0
+
+    def _use(self, buckets: list[BucketPlan]) -> None:
+        super()._use(buckets)
+        self._resting = [bucket.twin() for bucket in buckets]  # for every second step
+
+    def __enter__(self) -> Self:
+        if not self.double_buffer:
+            return super().__enter__()
+        self._sent = super().sent()
+        self._advance_at_gradients()
+        return self
+
+    def finish(self) -> Tensor | None:
+        """Begin to exchange this step's gradients; leave the previous step's means in `grad`."""
+        if not self.double_buffer:
+            return super().finish()
+        self._all_ready()
+        self.settle()
+        if self.drift:
+            self.drift.end_step()
+        finite = all_finite(bucket.finite for bucket in self._exchanged)
+        self.buckets, self._resting = self._resting, self.buckets
+        self._begin_step()
+        self._submit_rest()
+        arrived, self.arriving = self.arriving, {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:  # None: it has no values
+                self.arriving[name] = parameter.grad
+            parameter.grad = arrived.get(name)
+        self.step += 1
+        return finite
+
+    def sent(self) -> Sent:
+        return self._sent if self.double_buffer else super().sent()
+
+    def settle(self) -> None:
+        self.worker.wait()
+        for name in self._reached.nowhere() if self._reached else ():
+            del self.arriving[name]
+        self._sent = super().sent()  # later, an exchange under way may have sent a part
+
+    def state_dict(self) -> SyncState:
+        """Return GradSync's state and the means that the next step will use. Settle first."""
+        return {**super().state_dict(), "arriving": dict(self.arriving)}
+
+    def load_state_dict(self, state: SyncState) -> None:
+        super().load_state_dict(state)
+        if self.double_buffer:
+            self.arriving = state.get("arriving", {})

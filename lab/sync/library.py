@@ -9,15 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from lab.distributed.collective import Collective
+from lab.distributed.comm import Collective
 from lab.distributed.horovod_comm import HorovodComm, horovod
 from lab.exchange.allreduce import NoExchange, rounding_bound
 from lab.exchange.layout import trainable
 from lab.settings import checks
 from lab.sync import pattern
-from lab.sync.base import Sync, SyncParts
+from lab.sync.base import Reached, Sync, SyncParts
 from lab.sync.pattern import Pattern
-from lab.sync.reached import Reached
 
 WIRE_BYTES = {"none": 4, "fp16": 2}  # of one gradient value
 
@@ -62,10 +61,10 @@ def library_bound(compression: str, largest: float, size: int) -> float:
     Args:
         compression: "none", "bf16" or "fp16"; others state no bound.
     """
-    if compression == "none":
-        return 0.0
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compression)
-    return rounding_bound(dtype, largest, size) if dtype else math.inf
+    if dtype is None:
+        return 0.0 if compression == "none" else math.inf
+    return rounding_bound(dtype, largest, size)
 
 
 class HorovodSync(LibrarySync):
@@ -122,13 +121,14 @@ class HorovodSync(LibrarySync):
     def finish(self) -> None:
         """Wait for Horovod on the worker, where the watchdog can see it wait."""
         self._reached.lacks([n for n, p in self._parameters.items() if p.grad is None])
-        self._worker.submit("gradients, HorovodSync", self._synchronize)
+
+        def synchronize() -> Iterator[Collective]:
+            self._optimizer.synchronize()
+            yield from ()  # it has waited
+
+        self._worker.submit("gradients, HorovodSync", synchronize)
         self._reached.begin(self.comm, self._worker)
         self._worker.wait()
         for name in self._reached.nowhere():
             self._parameters[name].grad = None
         super().finish()
-
-    def _synchronize(self) -> Iterator[Collective]:
-        self._optimizer.synchronize()
-        yield from ()  # `synchronize` has waited

@@ -1,23 +1,24 @@
-"""Syncs whose ranks train on their own, and average their weights every few steps.
-
-LocalSteps is what they share. LocalSync averages weights alone, DesLoc an optimizer's moments too.
-"""
+"""Syncs whose ranks train on their own, and average their weights every few steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from itertools import chain
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lab.distributed.comm import Sent
 from lab.exchange.base import require_mean
+from lab.exchange.bucket import plan
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
-from lab.sync.base import SyncParts, SyncState
+from lab.sync import pattern as rules
+from lab.sync.base import SyncParts, SyncState, all_finite
 from lab.sync.gradsync import GradSync
-from lab.sync.pattern import Pattern, des_loc, local
+from lab.sync.pattern import Pattern
 
 FIRST = ("exp_avg", "momentum_buffer")  # a first moment, as optimizers of torch name it
 SECOND = ("exp_avg_sq",)
@@ -90,8 +91,10 @@ class LocalSync(LocalSteps):
         outer_momentum: float,
         pattern: Pattern | None = None,
     ) -> None:
-        _check_ranges(every, outer_lr, outer_momentum)
-        super().__init__(parts, pattern or local(every))
+        checks.whole("sync.every", every, 1)
+        checks.number("sync.outer_lr", outer_lr, above=0)
+        checks.number("sync.outer_momentum", outer_momentum, at_least=0, below=1)
+        super().__init__(parts, pattern or rules.local(every))
         weights = self.parameters.values()
         self.outer = torch.optim.SGD(
             weights,
@@ -107,17 +110,15 @@ class LocalSync(LocalSteps):
             self.anchor = {name: p.detach().clone() for name, p in self.parameters.items()}
         return super().__enter__()
 
+    @torch.no_grad()
     def after_update(self, last: bool) -> Tensor | None:
         self.in_round = not last and (self.step + 1) % self.every != 0
-        finite = None if self.in_round else self._end_round()
+        finite = None
+        if not self.in_round:
+            self._leave_changes(self.parameters)
+            finite = self._average()
+            self._move_anchor(self.parameters)
         self.step += 1
-        return finite
-
-    @torch.no_grad()
-    def _end_round(self) -> Tensor | None:
-        self._leave_changes(self.parameters)
-        finite = self._average()
-        self._move_anchor(self.parameters)
         return finite
 
     def _leave_changes(self, names: Iterable[str]) -> None:
@@ -140,8 +141,9 @@ class LocalSync(LocalSteps):
     def state_dict(self) -> SyncState:
         """Return the anchor, unless it equals the weights, and the outer momentum."""
         state = self.outer.state
-        moved = {name: p for name, p in self.parameters.items() if p in state}
-        momentum = {name: state[p]["momentum_buffer"] for name, p in moved.items()}
+        momentum = {
+            name: state[p]["momentum_buffer"] for name, p in self.parameters.items() if p in state
+        }
         anchor = self.anchor if self.in_round else {}
         return {**super().state_dict(), "anchor": anchor, "momentum": momentum}
 
@@ -153,12 +155,6 @@ class LocalSync(LocalSteps):
             self.outer.state[self.parameters[name]]["momentum_buffer"] = momentum
 
 
-def _check_ranges(every: object, outer_lr: object, outer_momentum: object) -> None:
-    checks.whole("sync.every", every, 1)
-    checks.number("sync.outer_lr", outer_lr, above=0)
-    checks.number("sync.outer_momentum", outer_momentum, at_least=0, below=1)
-
-
 class DesLoc(LocalSteps):
     """Desynchronised local steps (Iacob et al., ICLR 2026, arXiv 2505.22549, "DES-LOC").
 
@@ -168,8 +164,7 @@ class DesLoc(LocalSteps):
     need fewer exchanges. With three equal periods this is Local Adam. Weights are averaged after
     the run's last step too.
 
-    The values themselves are exchanged, not their changes, so the exchange must be exact: rounded
-    towards 0, a second moment would make Adam's next step arbitrarily large.
+    The exchange must be exact: a second moment rounded to 0 makes Adam's step arbitrarily large.
 
     Args:
         every, first_every, second_every: in steps; `second_every` None: the optimizer has none.
@@ -181,7 +176,7 @@ class DesLoc(LocalSteps):
     def __init__(
         self, parts: SyncParts, *, every: int, first_every: int, second_every: int | None
     ) -> None:
-        super().__init__(parts, des_loc(every, first_every, second_every))
+        super().__init__(parts, rules.des_loc(every, first_every, second_every))
         if not parts.exchange.exact:
             name = type(parts.exchange).__name__
             raise ValueError(f"exchange={name}: is not exact; second moments need one that is")
@@ -190,11 +185,7 @@ class DesLoc(LocalSteps):
         self.optimizer: Optimizer | None = None  # known from the first update on
 
     def update(self, optimizer: Optimizer) -> None:
-        """Take the optimizer's step.
-
-        Raises:
-            ValueError: the optimizer has no moment of a kind that is to be averaged.
-        """
+        """Take the optimizer's step; refuse an optimizer without the moments to be averaged."""
         super().update(optimizer)
         if self.optimizer is optimizer:
             return
@@ -221,7 +212,6 @@ class DesLoc(LocalSteps):
         return None  # exact exchanges do not check
 
     def _average_values(self, values: dict[str, Tensor]) -> None:
-        """Replace `values`, by parameter, by their means over the ranks."""
         for name, value in values.items():
             self.parameters[name].grad = value
         self._average()
@@ -236,10 +226,141 @@ class DesLoc(LocalSteps):
     def _moments(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the moment with one of `names`, of each parameter that has it."""
         assert self.optimizer is not None  # an update came first
-        found: dict[str, Tensor] = {}
-        for parameter, p in self.parameters.items():
-            state: dict[str, Any] = self.optimizer.state.get(p, {})
-            for name in names:
-                if isinstance(value := state.get(name), Tensor):
-                    found[parameter] = value
-        return found
+        states = cast(dict[nn.Parameter, dict[str, Any]], self.optimizer.state)
+        return {
+            parameter: value
+            for parameter, p in self.parameters.items()
+            for name in names
+            if isinstance(value := states.get(p, {}).get(name), Tensor)
+        }
+
+
+class StreamingSync(LocalSync):
+    """Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, algorithm 2).
+
+    The model is divided into P fragments. Each is exchanged every H steps, as LocalSync exchanges
+    the whole model, but H/P steps after the one before it, so that a P-th of the bytes travels at
+    once. An exchange runs while the next `delay` steps compute. Then the anchor of its fragment
+    moves, and the weights, which have moved on, become
+    `alpha * weights + (1 - alpha) * anchor`. After the run's last step all fragments are exchanged,
+    and weights are their anchors.
+
+    With one fragment, no delay and alpha 0 this is LocalSync, bit for bit.
+
+    Args:
+        every: steps from one exchange of a fragment to the next, H.
+        outer_lr, outer_momentum: see LocalSync.
+        fragments: P; fragment_order: see lab.sync.pattern.
+        delay: steps that an exchange may take, tau in the paper; 0: the rank waits for it.
+            `overlap` chooses a worker that runs while the rank computes, so it must be `delay > 0`.
+        alpha: share of a rank's own weights that it keeps when it receives the anchor.
+
+    Raises:
+        ValueError: an argument out of range, or more fragments than layers.
+    """
+
+    def __init__(
+        self,
+        parts: SyncParts,
+        *,
+        every: int,
+        outer_lr: float,
+        outer_momentum: float,
+        fragments: int,
+        fragment_order: str,
+        delay: int,
+        alpha: float,
+    ) -> None:
+        super().__init__(
+            parts,
+            every=every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            pattern=rules.streaming(every, fragments, fragment_order, delay),
+        )
+        checks.whole("sync.fragments", fragments, 1, every)
+        checks.one_of("sync.fragment_order", fragment_order, rules.ORDERS)
+        checks.whole("sync.delay", delay, 0, every // fragments)  # until the next one's begins
+        checks.number("sync.alpha", alpha, at_least=0, below=1)
+        if delay and not parts.overlap:
+            raise ValueError(f"overlap=false: must be true with sync.delay={delay}")
+        self.delay, self.alpha = delay, alpha
+        sizes = [(name, p.nbytes) for name, p in self.parameters.items()]
+        self.fragments = rules.fragments(sizes, fragments, fragment_order)
+        self._plans = [
+            plan(parts.model, parts.bucket_mb, self.order, only=names) for names in self.fragments
+        ]
+        self._all = [*chain(*self._plans)]
+        self._use(self._all)
+        # The last fragment at the end of a round, the others at equal distances before it.
+        # By steps done modulo `every`.
+        self._turns = {(1 + n) * every // fragments % every: n for n in range(fragments)}
+        self.arriving: dict[str, Tensor] = {}  # changes of a fragment under way; means once there
+        self._sent = 0, 0, 0
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._sent = super().sent()
+        if self.delay:
+            self._advance_at_gradients()
+        return self
+
+    @torch.no_grad()
+    def after_update(self, last: bool) -> Tensor | None:
+        done = self.step + 1
+        begins = self._turns.get(done % self.every)
+        arrives = (done - self.delay) % self.every in self._turns
+        found: list[Tensor | None] = []
+        if self.arriving and (arrives or begins is not None or last):
+            found.append(self._receive(self.alpha))
+        for number in range(len(self.fragments)) if last else () if begins is None else (begins,):
+            self._send(number)
+            if last or not self.delay:
+                found.append(self._receive(0.0 if last else self.alpha))
+        moved_all = begins is not None and len(self.fragments) == 1 and not self.delay
+        self.in_round = not (last or (moved_all and not self.alpha))
+        self.step = done
+        return all_finite(found)
+
+    def _send(self, number: int) -> None:
+        self._leave_changes(self.fragments[number])
+        self._use(self._plans[number])
+        while len(self._exchanged) < len(self.buckets):
+            self._submit_next()
+        for name in self.fragments[number]:
+            gradient = self.parameters[name].grad
+            assert gradient is not None  # a bucket gave it one
+            self.arriving[name], self.parameters[name].grad = gradient, None
+
+    def _receive(self, own_share: float) -> Tensor | None:
+        """Wait for the fragment under way, and move its anchor and weights."""
+        self.settle()
+        if self.drift:
+            self.drift.end_step()
+        finite = all_finite(bucket.finite for bucket in self._exchanged)
+        for name, mean in self.arriving.items():
+            self.parameters[name].grad = mean
+        self._move_anchor(self.arriving, own_share)
+        self.arriving = {}
+        self._use(self._all)
+        return finite
+
+    def sent(self) -> Sent:
+        return self._sent
+
+    def settle(self) -> None:
+        self.worker.wait()
+        self._sent = super().sent()  # later, an exchange under way may have sent a part
+
+    def state_dict(self) -> SyncState:
+        """Return LocalSync's state and the means that have arrived early. Settle first."""
+        return {**super().state_dict(), "arriving": dict(self.arriving)}
+
+    def load_state_dict(self, state: SyncState) -> None:
+        """Continue. Means of a fragment that this run has not are dropped: its anchor stays where
+        it was, so its next exchange covers the same change.
+        """
+        super().load_state_dict(state)
+        arriving = state.get("arriving", {})
+        known = any(set(names) == set(arriving) for names in self.fragments)
+        self.arriving = arriving if known else {}

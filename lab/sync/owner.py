@@ -67,7 +67,13 @@ class Owner:
             )
         if mark is None:
             return
-        self._check_model(mark["parameters"])
+        shapes: Mapping[str, list[int]] = mark["parameters"]
+        for name in {**self.shapes, **shapes}:
+            then, now = (found.get(name, "missing") for found in (shapes, self.shapes))
+            if then != now:
+                raise ValueError(
+                    f"state_dict: is of another model: {name} is {then} there and {now} here"
+                )
         if not _holds_tensor(kept):
             return
         if (mark["rank"], mark["size"]) != (self.rank, self.size):
@@ -83,21 +89,9 @@ class Owner:
                 f"exchange={json.dumps(self.exchange, sort_keys=True)}; set the same"
             )
 
-    def _check_model(self, shapes: Mapping[str, list[int]]) -> None:
-        for name in {**self.shapes, **shapes}:
-            then, now = (found.get(name, "missing") for found in (shapes, self.shapes))
-            if then != now:
-                raise ValueError(
-                    f"state_dict: is of another model: {name} is {then} there and {now} here"
-                )
-
 
 def require_state(state: object, *keys: str) -> None:
-    """Refuse what `state_dict` cannot have returned.
-
-    Raises:
-        ValueError: it is no mapping, or lacks one of `keys`.
-    """
+    """Refuse what `state_dict` cannot have returned: no mapping, or one without `keys`."""
     if not isinstance(state, Mapping):
         found = type(state).__name__
     elif missing := {*keys} - {*cast(Mapping[str, object], state)}:
@@ -120,7 +114,7 @@ class Scaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-class SpoiledState:
+class NonfiniteGuard:
     """Protection of an exchange's residuals from gradients that are not finite.
 
     With an enabled scaler such gradients are expected: the residuals are put back to what they were
@@ -143,7 +137,13 @@ class SpoiledState:
         Raises:
             FloatingPointError: the last step was not finite, and nothing has put residuals back.
         """
-        self._check_last()
+        last, self._last = self._last, None
+        if last is not None and not bool(last.read()):
+            name = type(self._exchange).__name__
+            raise FloatingPointError(
+                f"exchange={name}: gradients of the last step were not finite, and spoiled its "
+                "residuals; with a GradScaler, pass scaler=..., otherwise try a smaller rate"
+            )
         if self._scaler is None or self._exchange.exact:
             return 1.0
         self._before = self._exchange.snapshot()
@@ -165,12 +165,3 @@ class SpoiledState:
         if not bool(found if finite is None else found & finite):
             self._exchange.load_state_dict(self._before)
             torch._foreach_mul_(gradients, torch.nan)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-
-    def _check_last(self) -> None:
-        last, self._last = self._last, None
-        if last is not None and not bool(last.read()):
-            name = type(self._exchange).__name__
-            raise FloatingPointError(
-                f"exchange={name}: gradients of the last step were not finite, and spoiled its "
-                "residuals; with a GradScaler, pass scaler=..., otherwise try a smaller rate"
-            )

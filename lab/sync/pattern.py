@@ -130,24 +130,18 @@ class Pattern:
         return self.takes_exchanges and choosy.isdisjoint(self.legs)
 
 
-def _backward(overlap: bool) -> Begin:
-    return Begin.DURING_BACKWARD if overlap else Begin.AFTER_BACKWARD
-
-
-def gradsync(overlap: bool) -> Pattern:
+def gradsync(overlap: bool, *legs: Leg) -> Pattern:
     """Average gradients in every step."""
-    return Pattern(_backward(overlap), (Leg.MEAN_OF_GRADIENTS,))
+    begins = Begin.DURING_BACKWARD if overlap else Begin.AFTER_BACKWARD
+    return Pattern(begins, legs or (Leg.MEAN_OF_GRADIENTS,))
 
 
 def priority(overlap: bool) -> Pattern:
     """Average gradients in every step; with `overlap` the next forward waits, layer by layer."""
+    if not overlap:
+        return gradsync(overlap)
     no_fp16 = "a step cannot be skipped once the next forward has applied parts of it"
-    return Pattern(
-        _backward(overlap),
-        (Leg.MEAN_OF_GRADIENTS,),
-        waits_in_forward=overlap,
-        no_fp16=no_fp16 if overlap else "",
-    )
+    return replace(gradsync(overlap), waits_in_forward=True, no_fp16=no_fp16)
 
 
 def local(every: int) -> Pattern:
@@ -171,11 +165,7 @@ def streaming(every: int, fragments: int, order: str, delay: int) -> Pattern:
 
 
 def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
-    """Average weights and an optimizer's moments at periods of their own.
-
-    Raises:
-        ValueError: a period that is no integer of at least 1.
-    """
+    """Average weights and an optimizer's moments at periods of their own."""
     periods = {"every": every, "first_every": first_every}
     if second_every is not None:
         periods["second_every"] = second_every
@@ -188,9 +178,8 @@ def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
 
 def root_update(overlap: bool) -> Pattern:
     """Reduce gradients to the root, which updates, and broadcast its weights."""
-    return Pattern(
-        _backward(overlap),
-        (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
+    return replace(
+        gradsync(overlap, Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
         no_fp16="only the root would know which steps to skip",
         only_sgd="emulates a framework that updates by SGD on the root",
     )
@@ -198,22 +187,18 @@ def root_update(overlap: bool) -> Pattern:
 
 def zero1(overlap: bool) -> Pattern:
     """Send each rank its part of the mean gradient, which updates that part and sends it to all."""
-    return Pattern(
-        _backward(overlap),
-        (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
-        only_elementwise="each rank updates slices of parameters",
-    )
+    pattern = gradsync(overlap, Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS)
+    return replace(pattern, only_elementwise="each rank updates slices of parameters")
 
 
 def double_buffer(buffered: bool) -> Pattern:
     """Average gradients after backward, or (`buffered`) during the next step."""
-    if not buffered:
-        no_overlap = (
-            "must be sync.double_buffer, which is false; nothing is exchanged during backward"
-        )
-        return Pattern(Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), no_overlap=no_overlap)
-    no_fp16 = "a step cannot be skipped once the next one is under way (sync.double_buffer=true)"
-    return Pattern(Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16)
+    if buffered:
+        no_fp16 = "a step cannot be skipped once the next one is under way"
+        no_fp16 += " (sync.double_buffer=true)"
+        return Pattern(Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16)
+    no_overlap = "must be sync.double_buffer, which is false; nothing is exchanged during backward"
+    return replace(gradsync(overlap=False), no_overlap=no_overlap)
 
 
 def ddp(hook: str) -> Pattern:
@@ -272,15 +257,10 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
 
 
 def pattern_of(settings: Mapping[str, Any]) -> Pattern:
-    """Return the pattern of a run.
-
-    Args:
-        settings: its composed settings; `sync` and `overlap` are read.
-    """
+    """Return the pattern of a run, by `sync` and `overlap` of its composed settings."""
     name = class_of(settings)
-    if name not in OF_CLASS:
-        return UNKNOWN
-    return OF_CLASS[name](settings["sync"], bool(settings.get("overlap", False)))
+    overlap = bool(settings.get("overlap", False))
+    return OF_CLASS[name](settings["sync"], overlap) if name in OF_CLASS else UNKNOWN
 
 
 def class_of(settings: Mapping[str, Any]) -> str:
@@ -303,29 +283,23 @@ def fragments(parameters: Sequence[Sized], number: int, order: str) -> list[list
     Raises:
         ValueError: the model has fewer layers.
     """
-    layers = _layers(parameters)
-    if number > len(layers):
-        raise ValueError(f"sync.fragments={number}: the model has {len(layers)} layers")
-    divide = _strided if order == STRIDED else _sequential
-    return [[name for layer in part for name, _ in layer] for part in divide(layers, number)]
-
-
-def _layers(parameters: Sequence[Sized]) -> list[Layer]:
     modules: dict[str, Layer] = {}
     for name, size in parameters:
         modules.setdefault(name.rpartition(".")[0], []).append((name, size))
-    return list(modules.values())
+    layers = list(modules.values())
+    if number > len(layers):
+        raise ValueError(f"sync.fragments={number}: the model has {len(layers)} layers")
+    if order == STRIDED:
+        parts: list[list[Layer]] = [[] for _ in range(number)]
+        for layer in layers:
+            min(parts, key=_size).append(layer)
+    else:
+        parts = _sequential(layers, number)
+    return [[name for layer in part for name, _ in layer] for part in parts]
 
 
 def _size(layers: Sequence[Layer]) -> float:
     return sum(size for layer in layers for _, size in layer)
-
-
-def _strided(layers: list[Layer], number: int) -> list[list[Layer]]:
-    parts: list[list[Layer]] = [[] for _ in range(number)]
-    for layer in layers:
-        min(parts, key=_size).append(layer)
-    return parts
 
 
 def _sequential(layers: list[Layer], number: int) -> list[list[Layer]]:
@@ -384,32 +358,25 @@ def idle(
         return []
     if world_size == 1:
         return [f"one rank: strategy={strategy} has nothing to exchange"]
-    return [
-        *_of_buckets(pattern, bucket_mb, bucket_bytes),
-        *_of_steps(pattern, num_steps, accumulate, bucket_bytes),
-    ]
-
-
-def _of_buckets(
-    pattern: Pattern, bucket_mb: float | None, bucket_bytes: Sequence[int]
-) -> Iterator[str]:
-    if len(bucket_bytes) != 1:
-        return
-    size = f"all {bucket_bytes[0] / 1e6:.3g} MB of gradients are one bucket"
-    if pattern.begins is Begin.DURING_BACKWARD:
+    lines = list[str]()
+    in_backward = pattern.begins is Begin.DURING_BACKWARD
+    if len(bucket_bytes) == 1:
+        size = f"all {bucket_bytes[0] / 1e6:.3g} MB of gradients are one bucket"
         smaller = f"bucket_mb={bucket_bytes[0] / MIB / 4:.2g} divides them"
-        yield f"overlap=true: nothing overlaps: {size}, full only when backward ends; {smaller}"
-    elif bucket_mb is not None:
-        yield f"bucket_mb={bucket_mb:g}: divides nothing: {size}"
-
-
-def _of_steps(
-    pattern: Pattern, num_steps: int, accumulate: int, bucket_bytes: Sequence[int]
-) -> Iterator[str]:
-    if pattern.begins is Begin.DURING_BACKWARD and accumulate > 1 and len(bucket_bytes) != 1:
-        yield f"accumulate={accumulate}: exchanges overlap the last micro-batch's backward alone"
+        if in_backward:
+            lines = [
+                f"overlap=true: nothing overlaps: {size}, full only when backward ends; {smaller}"
+            ]
+        elif bucket_mb is not None:
+            lines = [f"bucket_mb={bucket_mb:g}: divides nothing: {size}"]
+    elif in_backward and accumulate > 1:
+        lines = [
+            f"accumulate={accumulate}: exchanges overlap the last micro-batch's backward alone"
+        ]
     if num_steps < pattern.every:
-        yield f"sync.every={pattern.every}: ranks exchange once, after the last step ({num_steps})"
+        once = f"ranks exchange once, after the last step ({num_steps})"
+        lines.append(f"sync.every={pattern.every}: {once}")
+    return lines
 
 
 def alike(settings: Mapping[str, Any], payload_bytes: Sequence[float] = ()) -> list[str]:
@@ -427,9 +394,10 @@ def alike(settings: Mapping[str, Any], payload_bytes: Sequence[float] = ()) -> l
     if pattern.gathers_units:
         unlike |= {"update"}  # ranks have whole rows: of a small matrix some have none
     classes = [class_name(path) for path in _targets(settings.get("exchange", {})) if path]
-    if any(name in FOR_OTHERS or "." in name for name in classes):  # a user's may do anything
-        unlike |= {"exchange"}
-    if payload_bytes and max(payload_bytes) > UNEVEN * min(payload_bytes):
+    if (
+        any(name in FOR_OTHERS or "." in name for name in classes)  # a user's may do anything
+        or max(payload_bytes, default=0) > UNEVEN * min(payload_bytes, default=0)
+    ):
         unlike |= {"exchange"}
     return [name for name in OWN if name not in unlike]
 

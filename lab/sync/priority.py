@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,18 +37,12 @@ class PrioritySync(GradSync):
     """A sync whose exchange runs on during the next forward, most urgent gradients first.
 
     P3 (Jayarajan et al., MLSys 2019) and ByteScheduler (Peng et al., SOSP 2019), as in BytePS's
-    cross barrier: backward hands gradients to the worker, `finish` does not wait, and each module
-    of the next forward waits for its own parameters' gradients and updates these. Buckets are small
-    and larger parameters are cut, so that gradients of early layers, which are there last and
-    needed first, overtake those of late ones. (Exchanges that do more than sum get whole ones.)
-
-    All ranks begin all exchanges in one order, so it is planned: the first step of a run tells the
-    order in which gradients arrive and forward reads parameters, the second how long all of them
-    travel after backward. The order follows from rank 0's times. Then steps of GradSync, with its
-    buckets of `bucket_mb`, and steps under this schedule are timed, and the faster is kept (Trial).
-
-    With `trials=0`, weights are the same bits as with `overlap=false`, where the same messages
-    leave after backward.
+    cross barrier: `finish` does not wait, and each module of the next forward waits for its own
+    parameters' gradients and updates these. Buckets are small and larger parameters are cut, so
+    that gradients of early layers, which are there last and needed first, overtake those of late
+    ones. (Exchanges that do more than sum get whole ones.) Step 0 finds the orders in which
+    gradients arrive and forward reads, step 1 the time that they travel; then GradSync's schedule
+    and this one are timed (Trial). Why, and what is refused: docs/strategies.md.
 
     Args:
         chunk_mb: largest bucket and part of a parameter in MiB, if the next forward is to wait.
@@ -59,7 +53,16 @@ class PrioritySync(GradSync):
     """
 
     def __init__(self, parts: SyncParts, *, chunk_mb: float, trials: int) -> None:
-        _check(parts, chunk_mb, trials)
+        checks.number("sync.chunk_mb", chunk_mb, above=0)
+        checks.whole("sync.trials", trials, 0)
+        if is_compiled(parts.module):
+            raise ValueError(
+                "model: compiled layers cannot wait for theirs; leave torch.compile out"
+            )
+        if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):
+            raise ValueError(
+                "exchange=Auto: sync=priority chooses by measurement too; choose another"
+            )
         scale = getattr(parts.model, "bytes_scale", 1.0)
         exchange = parts.exchange
         cuts = exchange.takes_divided and exchange.delivers == "mean"  # it only sums
@@ -78,7 +81,9 @@ class PrioritySync(GradSync):
         self._watched = False  # hooks know where forward reads each parameter
         self._reads: list[str] = []  # parameters in the order in which it does, on this rank
         self._arrivals: dict[str, Mark] = {}
-        self._pending = Pending(parts.worker, getattr(parts.model, "delay", lambda _: None))
+        self._deferred = DeferredUpdates(
+            parts.worker, getattr(parts.model, "delay", lambda _: None)
+        )
         self._leaving: list[GradBucket] = []
         self._finite: Tensor | None = None  # of the last step whose exchange outlasted it
         self._sent = 0, 0, 0
@@ -101,14 +106,14 @@ class PrioritySync(GradSync):
             self._wait_in_forward(reads.waits())
 
     def finish(self) -> Tensor | None:
-        """End the step's exchange, or leave it to the next forward.
-
-        Returns:
-            Whether the gradients that the last update applied were finite.
-        """
+        """End the step's exchange, or leave it to the next forward; tell of the last update's."""
         if self._late:
             return self._leave()
-        begin = self._meet() if self._measuring else None
+        begin = None
+        if self._measuring:  # all ranks meet, so that a late one's time does not count as travel
+            nothing = torch.zeros(1, device=self._device)
+            self._alone("a meeting of ranks", partial(self.comm.iall_reduce, nothing))
+            begin = mark(self._device)
         finite = super().finish()
         if begin is not None:
             self._plan_sends(begin, mark(self._device))
@@ -118,8 +123,8 @@ class PrioritySync(GradSync):
 
     def update(self, optimizer: Optimizer) -> None:
         """Update all parameters, or each as forward comes to it."""
-        if self._pending:
-            self._pending.use(optimizer)
+        if self._deferred:
+            self._deferred.use(optimizer)
         else:
             super().update(optimizer)
             self._sent = super().sent()
@@ -128,9 +133,9 @@ class PrioritySync(GradSync):
         self._schedule()
 
     def settle(self) -> None:
-        if self._pending:
+        if self._deferred:
             with self.clock.overtime() if self.clock else nullcontext():
-                self._apply(None)
+                self._apply()
         self.trial.interrupt()
 
     @property
@@ -138,13 +143,13 @@ class PrioritySync(GradSync):
         return None if self.overlap and not self.trial.is_over else self._settled_at
 
     def sent(self) -> Sent:
-        return self._sent if self._pending else super().sent()
+        return self._sent if self._deferred else super().sent()
 
     @contextmanager
     def arrived(self) -> Generator[None]:
-        """Wait for the step's exchange, and lend each parameter its `grad` for a look at it."""
+        """Wait for the step's exchange, and show each parameter's `grad` meanwhile."""
         self._drop_nowhere(self._group_of)
-        with self._pending.lent():
+        with self._deferred.in_grad():
             self._sent = super().sent()
             yield
 
@@ -181,12 +186,11 @@ class PrioritySync(GradSync):
         self._groups, self._parts = buckets, list[BucketPlan]()
         self._group_of = {n: i for i, bucket in enumerate(buckets) for n in bucket.parameters}
         for bucket in buckets:
-            n, cuts = bucket.num_values, len(bucket.parameters) == 1 and bucket.has_views
-            self._parts += in_parts(bucket, self._cut(n) if cuts else [range(n)])
+            can_be_cut = len(bucket.parameters) == 1 and bucket.has_views
+            self._parts += in_parts(bucket, self._cut(bucket.num_values) if can_be_cut else [])
         super()._use(self._parts)
 
     def _schedule(self) -> None:
-        """Set the next step's schedule."""
         planned = self.overlap and self.sends is not None
         self._measuring = self.overlap and not planned and bool(self.needed)
         self._during_backward = self.overlap and not self._measuring
@@ -203,12 +207,6 @@ class PrioritySync(GradSync):
         if self._measuring and self._armed:
             self._arrivals[name] = mark(self._device)
         super()._gradient_ready(name, parameter)
-
-    def _meet(self) -> Mark:
-        """Wait for all ranks, so that a late one's time does not count as travel."""
-        nothing = torch.zeros(1, device=self._device)
-        self._alone("a meeting of ranks", partial(self.comm.iall_reduce, nothing))
-        return mark(self._device)
 
     def _plan_sends(self, begin: Mark, end: Mark) -> None:
         """Plan the order of sending from rank 0's times; all parts travelled between two marks."""
@@ -238,7 +236,7 @@ class PrioritySync(GradSync):
         for index, bucket in enumerate(self._groups):
             last = max(place for name in bucket.parameters for place in self._buckets_of[name])
             jobs = len(self.buckets) + (self._reached is not None)  # which sends flags at last
-            self._pending.add(index, bucket.parameters, jobs - 1 - last)
+            self._deferred.add(index, bucket.parameters, jobs - 1 - last)
         finite, self._finite = self._finite, None
         self._leaving = self._exchanged
         self._begin_step()
@@ -250,33 +248,32 @@ class PrioritySync(GradSync):
         trained = {m: [n for n in names if n in self._group_of] for m, names in waits.items()}
         self._watched, self._reads = True, [name for names in trained.values() for name in names]
         for module, names in trained.items():
-            begin = partial(self._begin_module, names)
+            begin = partial(self._apply, names)
             self._hooks.append(before(self.model.get_submodule(module), begin))
-        end = after(self.model, lambda: self._apply(None))
-        self._hooks.append(end)  # for parameters that this forward did not read
+        # Parameters that this forward did not read are updated at its end.
+        self._hooks.append(after(self.model, self._apply))
 
-    def _begin_module(self, names: list[str]) -> None:
-        if self._pending:
-            self.worker.advance()
-            self._apply(self._group_of[name] for name in names)
-
-    def _apply(self, groups: Iterable[int] | None) -> None:
-        if not self._pending:
+    def _apply(self, names: list[str] | None = None) -> None:
+        """Wait for the buckets of some parameters and update these buckets; None: all buckets."""
+        if not self._deferred:
             return
-        groups = range(len(self._groups)) if groups is None else [*groups]
+        groups: Sequence[int] = range(len(self._groups))
+        if names is not None:
+            self.worker.advance()
+            groups = [self._group_of[name] for name in names]
         self._drop_nowhere(name for group in groups for name in self._groups[group].parameters)
-        self._pending.apply(groups, self.clock)
-        if not self._pending:
+        self._deferred.apply(groups, self.clock)
+        if not self._deferred:
             self._sent = super().sent()
             self._finite = all_finite(bucket.finite for bucket in self._leaving)
             self._leaving = []
 
     def _drop_nowhere(self, names: Iterable[str]) -> None:
-        """Drop updates of parameters that no rank reached, if this one lacks any of `names`."""
+        """Drop updates of what no rank reached, if this one lacks the gradient of any `names`."""
         if self._reached and self._reached.is_lacking(names):
             with self.clock.phase("exchange") if self.clock else nullcontext():
                 self.worker.wait()
-            self._pending.drop(self.parameters[name] for name in self._reached.nowhere())
+            self._deferred.drop(self.parameters[name] for name in self._reached.nowhere())
 
     def _slowest(self, costs: list[float]) -> list[float]:
         """Return each entry of `costs` on the rank where it is largest."""
@@ -284,15 +281,6 @@ class PrioritySync(GradSync):
         every = own.new_empty(self.comm.size, len(costs))
         self._alone("times of both schedules", partial(self.comm.iall_gather, every, own))
         return [*map(float, every.amax(dim=0))]
-
-
-def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
-    checks.number("sync.chunk_mb", chunk_mb, above=0)
-    checks.whole("sync.trials", trials, 0)
-    if is_compiled(parts.module):
-        raise ValueError("model: compiled layers cannot wait for theirs; leave torch.compile out")
-    if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):
-        raise ValueError("exchange=Auto: sync=priority chooses by measurement too; choose another")
 
 
 class Trial:
@@ -347,16 +335,15 @@ class Trial:
         self._left.popleft()
         if counts and last is not None:
             self._spans[which].append((last, self._last))
-        return None if self._left else self._medians()
+        if self._left:
+            return None
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # once a run
+        return [median(seconds(*span) for span in spans) for spans in self._spans]
 
     def interrupt(self) -> None:
         """Leave out the step under way, in which other work ran."""
         self._last = None
-
-    def _medians(self) -> list[float]:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # once a run
-        return [median(seconds(*span) for span in spans) for spans in self._spans]
 
 
 class _Packed:
@@ -401,9 +388,9 @@ class PartPlan(BucketPlan):
         return GradBucket(self.shapes, values, step, divided, lacking=whole.lacking)
 
 
-def in_parts(plan: BucketPlan, parts: list[range]) -> list[BucketPlan]:
+def in_parts(plan: BucketPlan, parts: Sequence[range]) -> list[BucketPlan]:
     """Return the plans of a bucket's `parts`: ranges of values that together are all."""
-    if len(parts) == 1:
+    if len(parts) < 2:
         return [plan]
     packed = _Packed(plan, len(parts))
     return [PartPlan(packed, part) for part in parts]
@@ -418,11 +405,11 @@ class _Update:
     label: str
 
 
-class Pending:
+class DeferredUpdates:
     """The updates of a step, by bucket, that its end did not wait for.
 
     Args:
-        worker: exchanges the gradients; it has no other jobs as long as updates are pending.
+        worker: exchanges the gradients; it has no other jobs as long as updates are deferred.
         delay: told the seconds that each call of `apply` took.
     """
 
@@ -451,7 +438,6 @@ class Pending:
         self._optimizer = optimizer
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave some parameters as they are."""
         for parameter in parameters:
             for update in self._updates.values():
                 update.gradients.pop(parameter, None)
@@ -459,16 +445,23 @@ class Pending:
     def apply(self, buckets: Iterable[int], clock: Clock | None) -> None:
         """Wait for the gradients of some buckets, and update their parameters.
 
-        Buckets whose updates are not pending are skipped.
+        Buckets without deferred updates are skipped.
         """
         begin_s = time.perf_counter()
         for bucket in buckets:
-            if update := self._updates.pop(bucket, None):
-                self._apply(update, clock)
+            if (update := self._updates.pop(bucket, None)) is None:
+                continue
+            assert self._optimizer is not None  # `use` follows `add`
+            with clock.phase("exchange", update.label) if clock else nullcontext():
+                self._worker.wait(update.left)
+            with clock.phase("update") if clock else nullcontext():
+                for parameter, gradient in update.gradients.items():
+                    parameter.grad = gradient
+                update_some(self._optimizer, update.gradients)
         self._delay(time.perf_counter() - begin_s)
 
     @contextmanager
-    def lent(self) -> Generator[None]:
+    def in_grad(self) -> Generator[None]:
         """Wait for all gradients, and have them in `grad` of their parameters meanwhile."""
         if not self:
             yield
@@ -480,15 +473,6 @@ class Pending:
         yield
         for parameter in gradients:
             parameter.grad = None
-
-    def _apply(self, update: _Update, clock: Clock | None) -> None:
-        assert self._optimizer is not None  # `use` follows `add`
-        with clock.phase("exchange", update.label) if clock else nullcontext():
-            self._worker.wait(update.left)
-        with clock.phase("update") if clock else nullcontext():
-            for parameter, gradient in update.gradients.items():
-                parameter.grad = gradient
-            update_some(self._optimizer, update.gradients)
 
 
 def update_some(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

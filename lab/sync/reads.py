@@ -1,8 +1,9 @@
-"""Where a forward first reads each parameter, so that it may wait for it there and not sooner."""
+"""Where a forward reads its parameters: what may wait until then, and what must be there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,35 +14,65 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.exchange.layout import named
 
+NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-class FirstReads(TorchDispatchMode):
+
+class _Watch(TorchDispatchMode):
+    """Sees each read of a parameter, as all operations on tensors pass through it.
+
+    So a parameter is found wherever it is read: by its module, by another one (a tied weight,
+    `out_proj` within nn.MultiheadAttention), by an operation on a view, or before its module
+    begins. Not found are reads of raw memory, such as those of a foreign library.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._name_of = {id(parameter): name for name, parameter in named(model).items()}
+        self._at: dict[int, list[str]] = {}  # parameters, by their memory
+        for name, parameter in named(model).items():
+            self._at.setdefault(_memory_of(parameter), []).append(name)
+
+    def _note_read(self, name: str) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in cast(list[object], tree_leaves((args, kwargs))):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                for name in self._at.get(_memory_of(tensor), ()):
+                    self._note_read(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)  # an empty one has none
+
+
+class FirstReads(_Watch):
     """Watches one forward: the order in which modules begin, and each parameter's first read.
 
-    All operations on tensors pass through here, so a parameter is found wherever it is read: by its
-    module, by another one (a tied weight, `out_proj` within nn.MultiheadAttention), by an operation
-    on a view, or before its module begins. Not found are reads of raw memory, such as those of a
-    foreign library: such a parameter counts as read when the first module that has it begins.
+    A parameter whose reads are not found counts as read when the first module that has it begins.
 
     Args:
         model: its modules' hooks tell when they begin.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._modules = _modules_of(model)
-        self._names: dict[int, list[str]] = {}  # of parameters, by their memory
-        for name, parameter in named(model).items():
-            if parameter.numel():
-                memory = parameter.untyped_storage().data_ptr()
-                self._names.setdefault(memory, []).append(name)
-        self._holders = _holders(model)
+        super().__init__(model)
+        # A shared module has its first name; a shared parameter has several modules.
+        self._modules = dict(cast(Iterator[tuple[str, nn.Module]], model.named_modules()))
+        self._holders: dict[str, list[str]] = {name: [] for name in self._name_of.values()}
+        for module_name, module in self._modules.items():
+            for parameter in module.parameters(recurse=False):
+                self._holders[self._name_of[id(parameter)]].append(module_name)
         self._begun: dict[str, int] = {}  # module -> its place among those that have begun
         self._read: dict[str, int] = {}  # parameter -> number of modules that had begun by then
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> FirstReads:
         for name, module in self._modules.items():
-            self._hooks.append(before(module, lambda name=name: self._note_begin(name)))
+            self._hooks.append(before(module, partial(self._note_begin, name)))
         super().__enter__()
         return self
 
@@ -50,14 +81,11 @@ class FirstReads(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for tensor in cast(list[object], tree_leaves((args, kwargs))):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                for name in self._names.get(tensor.untyped_storage().data_ptr(), ()):
-                    self._read.setdefault(name, len(self._begun))
-        return func(*args, **(kwargs or {}))
+    def _note_begin(self, module: str) -> None:
+        self._begun.setdefault(module, len(self._begun))
+
+    def _note_read(self, name: str) -> None:
+        self._read.setdefault(name, len(self._begun))
 
     def waits(self) -> dict[str, list[str]]:
         """Return the parameters to wait for as each module begins, in the order of forward.
@@ -80,8 +108,68 @@ class FirstReads(TorchDispatchMode):
             found[begun[max((p for p in places if p < read), default=0)]].append(parameter)
         return {module: parameters for module, parameters in found.items() if parameters}
 
-    def _note_begin(self, module: str) -> None:
-        self._begun.setdefault(module, len(self._begun))
+
+def _upwards(module: str) -> Iterator[str]:
+    """Yield a module's name and those of all that it is in; the model's is empty."""
+    yield module
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+class Reads(_Watch):
+    """Watches one forward: which modules are under way when an operation takes a parameter.
+
+    Gradients are enabled, as in training: without them torch's attention layers take another path.
+
+    Args:
+        inputs: that the model takes. It sees them in eval mode.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
+        super().__init__(model)
+        self._ran = set[nn.Module]()
+        self._under_way: list[nn.Module] = []
+        self._readers: dict[str, set[nn.Module]] = {}  # under way at all reads, by parameter
+        training = {module: module.training for module in model.modules()}
+        hooks = list[RemovableHandle]()  # where FSDP would gather and free
+        for module in training:
+            hooks.append(before(module, partial(self._begin, module)))
+            hooks.append(after(module, partial(self._under_way.remove, module)))
+        try:
+            with self:
+                model.eval()(inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, mode in training.items():
+                module.training = mode
+        self._routed = {
+            inner for module in training if self._routes(module) for inner in module.modules()
+        }
+
+    def are_enclosed_by(self, module: nn.Module) -> bool:
+        """Return whether `module` runs on every rank, around all reads of its parameters.
+
+        Of a list of which the forward ran some modules, a rank may run others.
+        """
+        if module not in self._ran or module in self._routed:
+            return False
+        names = [self._name_of[id(parameter)] for parameter in module.parameters()]
+        return all(module in self._readers.get(name, {module}) for name in names)
+
+    def _routes(self, module: nn.Module) -> bool:
+        with_own = [c for c in module.children() if next(c.parameters(), None) is not None]
+        return isinstance(module, NO_FORWARD) and not self._ran.issuperset(with_own)
+
+    def _begin(self, module: nn.Module) -> None:
+        self._ran.add(module)
+        self._under_way.append(module)
+
+    def _note_read(self, name: str) -> None:
+        self._readers[name] = self._readers.get(name, set(self._under_way)).intersection(
+            self._under_way
+        )
 
 
 def before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
@@ -100,26 +188,3 @@ def after(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
         call()
 
     return module.register_forward_hook(hook)
-
-
-def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's modules by name, itself among them; a shared one has its first name."""
-    return dict(cast(Iterator[tuple[str, nn.Module]], model.named_modules()))
-
-
-def _holders(model: nn.Module) -> dict[str, list[str]]:
-    """Return the modules that have each parameter as their own: several if it is shared."""
-    name_of = {id(parameter): name for name, parameter in named(model).items()}
-    holders: dict[str, list[str]] = {name: [] for name in name_of.values()}
-    for module_name, module in _modules_of(model).items():
-        for _, parameter in module.named_parameters(recurse=False):
-            holders[name_of[id(parameter)]].append(module_name)
-    return holders
-
-
-def _upwards(module: str) -> Iterator[str]:
-    """Yield a module's name and those of all that it is in; the model's is empty."""
-    yield module
-    while module:
-        module = module.rpartition(".")[0]
-        yield module

@@ -1,4 +1,4 @@
-"""Zero1: each rank keeps the optimizer's state of its share of the weights alone."""
+"""Syncs in which a rank updates weights for all: each its part (Zero1), or rank 0 everything."""
 
 from __future__ import annotations
 
@@ -10,13 +10,104 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.collective import Collective
+from lab.distributed.comm import Collective
+from lab.exchange.base import Rooted
 from lab.exchange.bucket import BucketPlan, GradBucket
+from lab.exchange.layout import is_rows_first, travelling
 from lab.exchange.scatter import InCodec, scatter_of
 from lab.sync.base import Shard, SyncParts, SyncState
 from lab.sync.gradsync import GradSync
-from lab.sync.pattern import zero1
-from lab.sync.root_update import flatten, refuse_complex
+from lab.sync.pattern import root_update, zero1
+
+
+class RootUpdate(GradSync):
+    """A sync that reduces gradients to rank 0, and broadcasts its updated weights on the same path.
+
+    Caffe's P2PSync, Torch7's nn.DataParallelTable and TensorFlow's parameter server share this
+    pattern. The other ranks are left without gradients, so their optimizers do nothing and hold no
+    momentum. Those systems send weights when the next forward begins; here they are sent right
+    after the update, with nothing in between, so that replicas are equal after every step.
+
+    The weights of a bucket share one block of memory, as Caffe's do, and are sent from there.
+
+    The exchange is the path, a tree or a star. `overlap` applies to the gradients.
+
+    Raises:
+        ValueError: an exchange that does not pass through rank 0.
+    """
+
+    def __init__(self, parts: SyncParts) -> None:
+        exchange = parts.exchange
+        if not isinstance(exchange, Rooted) or not exchange.in_halves:
+            raise ValueError(
+                f"exchange={type(exchange).__name__}: the root alone updates; allowed are those "
+                "that go to it and back, tree (with exchange.chunk_mb=null) and star"
+            )
+        self.path = exchange
+        super().__init__(parts, root_update(parts.overlap))
+
+    def finish(self) -> Tensor | None:
+        """Wait until rank 0 has the mean gradient; other ranks keep none."""
+        finite = super().finish()
+        if self.comm.rank:
+            for bucket in self.buckets:
+                for parameter in bucket.parameters.values():
+                    parameter.grad = None
+        return finite
+
+    def after_update(self, last: bool) -> None:
+        for bucket, weights in zip(self.buckets, self._weights, strict=True):
+            label = f"{type(self.path).__name__} of weights {bucket}"
+            self.worker.submit(label, partial(self._from_root, weights))
+        self.worker.wait()
+
+    def _use(self, buckets: list[BucketPlan]) -> None:
+        super()._use(buckets)
+        for bucket in buckets:
+            refuse_complex("root_update", bucket.parameters)
+        self._weights = [flatten(list(bucket.parameters.values())) for bucket in buckets]
+
+    def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
+        self.path.to_root(bucket, self.comm)
+        bucket.unpack()
+        yield from ()
+
+    def _from_root(self, weights: Tensor) -> Iterator[Collective]:
+        self.path.from_root(weights, self.comm)
+        yield from ()
+
+
+def flatten(parameters: list[nn.Parameter], multiple: int = 1) -> Tensor:
+    """Move `parameters` into one block of memory, each in the order in which its values travel.
+
+    Args:
+        parameters: real and of one dtype. One that is not row after row becomes row-major.
+        multiple: divides the block's length; zeros fill it up.
+
+    Returns:
+        [number of values, rounded up].
+    """
+    rows = [travelling(p, p) for p in parameters]
+    missing = -sum(map(len, rows)) % multiple
+    flat = torch.cat([*rows, rows[0].new_zeros(missing)]) if len(rows) > 1 or missing else rows[0]
+    parts = torch.split(flat[: len(flat) - missing], [len(row) for row in rows])
+    for parameter, part in zip(parameters, parts, strict=True):
+        if is_rows_first(parameter):
+            parameter.data = part.as_strided(parameter.shape, parameter.stride())
+        else:
+            parameter.data = part.view(parameter.shape)
+    return flat
+
+
+def refuse_complex(strategy: str, parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse complex parameters, whose weights a sync would have to move as pairs."""
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{name}: is {kind}; strategy={strategy} moves real weights; use one that averages "
+                "gradients, such as allreduce"
+            )
 
 
 class Zero1(GradSync):
@@ -49,14 +140,13 @@ class Zero1(GradSync):
         self.order = [name for bucket in self.buckets for name in bucket.parameters]
 
     def optimized(self, model: nn.Module) -> nn.Module:
-        """Return this rank's slices of the parameters."""
         return nn.ParameterList(shard.values for shard in self.shards.values())
 
     def state_dict(self) -> SyncState:
+        """Keep no order of gradients: an optimizer's state of a part lies on one rank."""
         return {}
 
-    def load_state_dict(self, state: SyncState) -> None:
-        """Keep the buckets: those of the checkpoint, by its order of gradients, may be others."""
+    def load_state_dict(self, state: SyncState) -> None: ...
 
     def finish(self) -> Tensor | None:
         """Leave this rank's part of the mean in the gradients of its slices, and nowhere else."""
@@ -68,7 +158,16 @@ class Zero1(GradSync):
                 values = self.shards[name].values
                 own = mean[place : place + values.numel()].view_as(values)
                 values.grad = None if name in self.nowhere else own.to(values.dtype)
-        finite = self._finite_everywhere() if self._checks_finite else None
+        finite = None
+        if self._checks_finite:
+            num_bad = (
+                torch.stack([mean.isfinite().all() for mean in self._means])
+                .all()
+                .logical_not()
+                .float()
+            )
+            self._alone("finite gradients", partial(self.comm.iall_reduce, num_bad))
+            finite = num_bad == 0
         self._means.clear()
         return finite
 
@@ -93,7 +192,6 @@ class Zero1(GradSync):
             self.worker.submit(label, job)
 
     def after_update(self, last: bool) -> None:
-        """Wait for the other ranks' weights."""
         self.worker.wait()
 
     def _use(self, buckets: list[BucketPlan]) -> None:
@@ -107,7 +205,15 @@ class Zero1(GradSync):
             in_memory = [bucket.parameters[name] for name in bucket.shapes]
             self._weights.append(flatten(in_memory, self.comm.size).view(self.comm.size, -1))
             self._places[str(bucket)] = self._divide(bucket, self._weights[-1])
-        self._refuse_empty()
+        rank_of_last = max(
+            (bucket.num_values - 1) // weights.shape[1]
+            for bucket, weights in zip(self.buckets, self._weights, strict=True)
+        )
+        if rank_of_last < self.comm.size - 1:
+            raise ValueError(
+                f"world_size={self.comm.size}: strategy=zero1 has no values for rank "
+                f"{self.comm.size - 1}; use fewer ranks, or larger buckets"
+            )
 
     def _divide(self, bucket: BucketPlan, weights: Tensor) -> dict[str, int]:
         """Add this rank's slices of a bucket to `shards`; return where they begin in its part."""
@@ -124,17 +230,6 @@ class Zero1(GradSync):
                 places[name] = start - low
             begin += size
         return places
-
-    def _refuse_empty(self) -> None:
-        rank_of_last = max(
-            (bucket.num_values - 1) // weights.shape[1]
-            for bucket, weights in zip(self.buckets, self._weights, strict=True)
-        )
-        if rank_of_last < self.comm.size - 1:
-            raise ValueError(
-                f"world_size={self.comm.size}: strategy=zero1 has no values for rank "
-                f"{self.comm.size - 1}; use fewer ranks, or larger buckets"
-            )
 
     def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
         if self.loss_scale != 1.0:
@@ -161,9 +256,3 @@ class Zero1(GradSync):
 
     def _gather(self, weights: Tensor) -> Iterator[Collective]:
         yield self.comm.iall_gather_rows(weights)
-
-    def _finite_everywhere(self) -> Tensor:
-        bad = torch.stack([mean.isfinite().all() for mean in self._means]).all().logical_not()
-        num_bad = bad.float()
-        self._alone("finite gradients", partial(self.comm.iall_reduce, num_bad))
-        return num_bad == 0

@@ -14,14 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lab.certificate.check import Check, check_of
-from lab.cluster.straggler import straggler_of
+from lab.cluster.settings import straggler_of
 from lab.data import Data
 from lab.distributed import replicas
 from lab.distributed import world as worlds
-from lab.distributed.agreement import Disagreement, Facts
-from lab.distributed.watchdog import Watchdog
-from lab.distributed.worker import Worker, make_worker
-from lab.distributed.world import World
+from lab.distributed.worker import Watchdog, Worker, make_worker
+from lab.distributed.world import Disagreement, Facts, World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB

@@ -30,8 +30,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.replicas import broadcast_buffers
-from lab.distributed.sharded import like, local, whole
+from lab.distributed.replicas import broadcast_buffers, like, local, whole
 from lab.distributed.world import World
 from lab.exchange.layout import named
 from lab.record.files import decode, write_json

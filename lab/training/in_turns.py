@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from lab.distributed import world as worlds
 from lab.distributed.launcher import end_process, run_as_process
-from lab.distributed.watchdog import Failure, Watchdog
+from lab.distributed.worker import Failure, Watchdog
 from lab.measure.statistics import Turns, least_warmup, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.sharded import is_sharded
+from lab.distributed.replicas import is_sharded
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.settings.blame import blame

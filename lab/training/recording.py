@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lab.cluster.settings import EMULATION
-from lab.cluster.straggler import straggler_of
+from lab.cluster.settings import EMULATION, straggler_of
 from lab.distributed import launcher
-from lab.distributed.watchdog import Failure
+from lab.distributed.worker import Failure
 from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit, num_cores
 from lab.record.run_directory import RunDirectory

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from lab.distributed import launcher
 from lab.distributed import world as worlds
-from lab.distributed.watchdog import Failure, Watchdog
+from lab.distributed.worker import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.environment import source_hash
 from lab.measure.layers import marked_layers

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lab.certificate.check import Check
-from lab.cluster.straggler import Straggler
+from lab.cluster.settings import Straggler
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
 from lab.distributed.comm import Sent
-from lab.distributed.replicas import broadcast_buffers
-from lab.distributed.sharded import local, whole
-from lab.distributed.watchdog import Watchdog
-from lab.distributed.worker import HostCopy
+from lab.distributed.replicas import broadcast_buffers, local, whole
+from lab.distributed.worker import HostCopy, Watchdog
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock, mark, seconds

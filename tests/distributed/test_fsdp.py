@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import lab
 from lab.codec.base import Codec
 from lab.codec.levels import Int4, Int8
-from lab.distributed.sharded import whole
+from lab.distributed.replicas import whole
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import stop
 from lab.sync.fsdp_units import units
@@ -132,7 +132,6 @@ def execute_on_hosts(per_host: int, *run: Any) -> Outcome:
     return execute(*run)
 
 
-@pytest.mark.slow
 def message(codec: Codec, num_values: int) -> int:
     return codec.layout_of_parts(num_values, 1).num_bytes
 

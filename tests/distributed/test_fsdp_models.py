@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import lab
-from lab.distributed.sharded import whole
+from lab.distributed.replicas import whole
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker
 from lab.distributed.world import stop

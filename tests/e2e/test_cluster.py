@@ -127,11 +127,13 @@ def test_killed_before_there_is_a_sandbox_it_leaves_nothing(
     unshare = shutil.which("unshare")
     late = tmp_path / "bin" / "unshare"
     late.parent.mkdir()
-    late.write_text(f'#!/bin/sh\ncase "$*" in *supervisor*) sleep 2;; esac\nexec {unshare} "$@"\n')
+    late.write_text(
+        f'#!/bin/sh\ncase "$*" in *cluster.sandbox*) sleep 2;; esac\nexec {unshare} "$@"\n'
+    )
     late.chmod(0o755)
     path = f"{late.parent}:{environment['PATH']}"
     process = start({**environment, "PATH": path}, tmp_path)
-    wait_for(lambda: any("supervisor" in line for line in processes_in(tmp_path)))
+    wait_for(lambda: any("cluster.sandbox" in line for line in processes_in(tmp_path)))
     process.kill()
     process.wait()
     assert processes_in(tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.distributed.gpus import is_available, torch_build
+from lab.distributed.world import is_available, torch_build
 from lab.measure.environment import environment, git_commit
 
 WANTED = os.environ.get("LAB_TEST_DEVICE")

@@ -2,7 +2,7 @@
 
 import os
 
-from lab.distributed.gpus import is_available
+from lab.distributed.world import is_available
 
 # Kernels for GPUs run in Triton's interpreter where there is none; it asks when it is imported,
 # which some of torch does, too.

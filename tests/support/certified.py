@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from lab.certificate.check import check_of
 from lab.certificate.examination import CertificateError
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import make_worker
 from lab.record.schema import Certificate
 from lab.settings.config import build, load

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.codec.layout import FLOAT_BYTES, RowBytes
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.signed_rows import Blocks
 

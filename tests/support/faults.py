@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from lab.distributed import watchdog
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed import worker
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit
@@ -52,7 +51,7 @@ class HangsOnRank1(AllReduce):
     """
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        watchdog.STUCK_S = 2.0
+        worker.STUCK_S = 2.0
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             Path("stuck").touch()
             time.sleep(3600)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.coded import Coded
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket

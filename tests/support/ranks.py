@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lab.distributed import world as worlds
-from lab.distributed.sharded import whole
+from lab.distributed.replicas import whole
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from lab.distributed.nodes import RankInfo
+from lab.distributed.launcher import RankInfo
 from lab.distributed.world import World
 
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lab
 from lab.certificate.examination import CertificateError
-from lab.distributed import thread_comm
+from lab.distributed import comm as comm_module
 from lab.distributed.comm import Comm, Traffic
-from lab.distributed.nodes import Nodes, RankInfo
+from lab.distributed.launcher import Nodes, RankInfo
 from lab.distributed.replicas import broadcast_state
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
@@ -362,7 +362,7 @@ def run_rank(case: Case, rank: int, right: Truth | None, comm: Comm | None) -> R
             handle.close()
     except BaseException as error:
         result.error = Failure.of(error, run)
-        if isinstance(comm, thread_comm.ThreadComm):
+        if isinstance(comm, comm_module.ThreadComm):
             _abort(comm.meeting)
     return result
 
@@ -392,7 +392,7 @@ def run_threads(case: Case) -> Outcome:
     """Run a case among threads of this process, and judge it."""
     if isinstance(right := _truth_of(case), Outcome):
         return right
-    thread_comm.TIMEOUT_S = LIMIT_S / 2
+    comm_module.TIMEOUT_S = LIMIT_S / 2
     if case.entrance == "sync":  # Hydra composes in one thread alone
         _strategy(case.exchange)
     else:
@@ -403,7 +403,7 @@ def run_threads(case: Case) -> Outcome:
     def rank_main(comm: Comm) -> Result:
         return run_rank(case, comm.rank, right, comm)
 
-    return judged(case, thread_comm.run_ranks(case.size, rank_main, nodes))
+    return judged(case, comm_module.run_ranks(case.size, rank_main, nodes))
 
 
 def run_process(case: Case) -> bytes | Outcome:

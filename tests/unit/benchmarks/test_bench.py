@@ -19,8 +19,7 @@ from lab.benchmarks.catalogue import size_name
 from lab.benchmarks.harness import Sent, difference, level, middle, ratio
 from lab.benchmarks.present import chart_of, fastest, text_of, write
 from lab.benchmarks.request import read
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.draw.chart import drawn
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket

@@ -13,8 +13,8 @@ from lab.benchmarks import codec, collective, harness
 from lab.benchmarks.present import text_of
 from lab.benchmarks.ranks import with_world_size
 from lab.benchmarks.request import read
-from lab.distributed import gpus
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed import world
+from lab.distributed.comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.study import grid
 from tests.support.fake_gpu import CUDA, FakeGpu
@@ -28,7 +28,7 @@ def num_ranks(*settings: str) -> int:
 
 def has_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(gpus, "check_gpus", lambda device, _: device != "cpu" and count > 0)
+    monkeypatch.setattr(world, "check_gpus", lambda device, _: device != "cpu" and count > 0)
 
 
 def test_two_ranks_are_started_unless_there_is_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

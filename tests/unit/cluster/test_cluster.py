@@ -14,9 +14,16 @@ import psutil
 import pytest
 
 from lab.cluster import __main__ as command
-from lab.cluster import network, sandbox, supervisor
-from lab.cluster.settings import EMULATION, Change, Cluster, bits_per_s, cluster_of
-from lab.cluster.straggler import Straggler, descendants, slow_down, straggler_of
+from lab.cluster import network, sandbox
+from lab.cluster.settings import (
+    EMULATION,
+    Change,
+    Cluster,
+    Straggler,
+    bits_per_s,
+    cluster_of,
+    straggler_of,
+)
 from lab.settings.config import ConfigError, load
 from lab.study.grid import read
 from lab.study.launch import starter
@@ -32,13 +39,13 @@ def cluster(*settings: str, world_size: int | None = None) -> Cluster:
 
 
 def test_hosts_do_not_wait_long_for_one_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "GRACE_S", 0.1)
+    monkeypatch.setattr(sandbox, "GRACE_S", 0.1)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, sandbox.AWAITED)
     lines = (["sleep", "60"], ["sh", "-c", "kill -KILL $$"], ["sleep", "60"])
     hosts = [subprocess.Popen(line, text=True) for line in lines]
     try:
         began = time.monotonic()
-        supervisor.wait(hosts, [])
+        sandbox.wait(hosts, [])
         assert time.monotonic() - began < 30
         assert [host.returncode for host in hosts] == [None, -signal.SIGKILL, None]
     finally:
@@ -210,11 +217,11 @@ def test_command_lines_are_checked(
 def test_a_straggler_is_halted_again_and_again_and_then_runs_on() -> None:
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     process = subprocess.Popen([sys.executable, "-c", launcher], stdin=subprocess.PIPE, text=True)
-    throttle = threading.Thread(target=slow_down, args=(process, 3.0))
+    throttle = threading.Thread(target=sandbox.slow_down, args=(process, 3.0))
     throttle.start()
     seen: set[str] = set()
-    wait_for(lambda: list(descendants(process.pid)))
-    (rank,) = map(psutil.Process, descendants(process.pid))
+    wait_for(lambda: list(sandbox.descendants(process.pid)))
+    (rank,) = map(psutil.Process, sandbox.descendants(process.pid))
     wait_for(lambda: seen.add(rank.status()) or {"stopped", "sleeping"} <= seen)
     process.communicate("\n", timeout=HANG_S)
     throttle.join(20)

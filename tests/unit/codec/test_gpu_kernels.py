@@ -19,8 +19,7 @@ from torch import nn
 
 from lab.codec import kernels
 from lab.codec.base import Codec
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket, plan
 from lab.exchange.compressed import OneBit
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.distributed.collective import Handle
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import ThreadComm, run_ranks
+from lab.distributed.comm import Comm, Handle, ThreadComm, run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.settings.config import build, load
 from tests.gpu import conftest, runs

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Collective, Comm, run_ranks
 from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import GradBucket

@@ -212,7 +212,7 @@ def test_ranks_that_are_alike_are_not_accused(study: Path) -> None:
 
 
 def test_a_root_that_updates_alone_is_not_slow(study: Path) -> None:
-    settings = {"sync": {"_target_": "lab.sync.root_update.RootUpdate"}}
+    settings = {"sync": {"_target_": "lab.sync.zero1.RootUpdate"}}
     run = write(study, "caffe", 4, 0.15, settings=settings)
     assert explain(planted(run, 4, update=0.05))[1].slow == ()
 

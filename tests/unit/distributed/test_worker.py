@@ -1,13 +1,26 @@
-"""Jobs in turns: four ranks whose exchange has four stages, two levels of groups, never stop."""
+"""Workers on CPUs and GPUs, and the watchdog of their exchanges."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from lab.distributed.worker import TurnsWorker
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.distributed import worker
+from lab.distributed.comm import Comm, run_ranks
+from lab.distributed.worker import Failure, StreamWorker, TurnsWorker, Watchdog
+from lab.exchange.bucket import GradBucket
+from lab.exchange.compressed import OneBit, TopK
+from lab.exchange.memory import Owned
+from tests.support import HANG_S
+from tests.support.worlds import one_of
 
 Stage = tuple[int, str, int]  # of a rank, a job and its stage, from 1
 LIMIT_S = 20.0  # a test that stops waits so long
@@ -127,3 +140,113 @@ def test_waiting_for_all_but_the_last_waits_for_the_first_even_if_the_last_has_e
     assert over == ["j"]
     worker.wait(left=1)
     assert over == ["j", "i"]
+
+
+class Noted:
+    """Failures that a watchdog takes for fatal."""
+
+    def __init__(self) -> None:
+        self.failures: list[Failure] = []
+        self.found = threading.Event()
+
+    def __call__(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        self.found.set()
+
+
+def test_a_wait_outside_any_exchange_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost rank may be noticed outside an exchange, such as in a checkpoint's barrier."""
+    monkeypatch.setattr(worker, "POLL_S", 0.01)
+    monkeypatch.setattr(worker, "CONTROL_EXTRA_S", 0.0)
+    noted, world = Noted(), one_of(2)
+    watch = Watchdog(world, 0.1, noted)
+    with world.waits.of("a barrier"):
+        assert noted.found.wait(HANG_S)
+    watch.close()
+    text = "exchange_timeout_s=0.1: rank 0 waits in a barrier at step -1; rank 1 is lost"
+    assert set(noted.failures) == {Failure("timeout", text)}
+
+
+class Silent(dist.HashStore):
+    """A store beyond a network that is lost: it answers nothing, not even with an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = threading.Event()
+
+    def clone(self) -> Silent:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.back.wait(HANG_S)
+        return False
+
+
+def test_a_store_that_no_longer_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "POLL_S", 0.01)
+    monkeypatch.setattr(worker, "LIBRARY_MARGIN_S", 0.1)
+    noted, store = Noted(), Silent()
+    watch = Watchdog(dataclasses.replace(one_of(2), store=store), 0.1, noted)
+    assert noted.found.wait(HANG_S)
+    store.back.set()
+    watch.close()
+    assert "rank 0 has heard nothing from the launcher for 0.2 s" in noted.failures[0].error
+
+
+GPU_3 = torch.device("cuda", 3)
+
+
+def test_exchanges_have_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority))
+    )
+    StreamWorker(GPU_3)
+    assert made == [(GPU_3, -1)]
+
+
+@pytest.mark.parametrize(("device", "expected"), [(GPU_3, [GPU_3]), (torch.device("cpu"), [])])
+def test_the_watchdog_is_on_its_ranks_gpu_before_it_asks_anything(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, expected: list[torch.device]
+) -> None:
+    set_on: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: set_on.append((threading.current_thread().name, device)),
+    )
+    Watchdog(one_of(1, device), 60.0, lambda failure: None).close()
+    assert set_on == [("watchdog", each) for each in expected]
+
+
+class OnGPU(Tensor):
+    """A tensor that claims to be on a GPU, and records the streams that keep its memory."""
+
+    is_cuda = True  # type: ignore[assignment]
+    kept_for: list[Any]
+
+    def record_stream(self, s: Any) -> None:
+        self.kept_for.append(s)
+
+
+def test_a_flushed_residual_stays_until_the_side_stream_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"side stream of {device}")
+    residuals = [torch.ones(64).as_subclass(OnGPU) for _ in range(3)]
+    for residual in residuals:
+        residual.kept_for = []
+    top_k, one_bit = TopK(ratio=0.5), OneBit()
+    top_k.memory._own["w"], one_bit.memory._own["w"] = residuals[:2]
+    one_bit.memory._owned["w"] = Owned(0, residuals[2])
+
+    def flush(comm: Comm) -> Tensor:
+        bucket = GradBucket({"w": torch.Size((1, 64))}, torch.zeros(64))
+        top_k.flush_residual(bucket, comm)
+        one_bit.flush_residual(bucket, comm)
+        return bucket.flat
+
+    (flat,) = run_ranks(1, flush)
+    assert flat.tolist() == [3.0] * 64
+    assert not [*top_k.memory.kept(), *one_bit.memory.kept()]
+    assert [residual.kept_for for residual in residuals] == [["side stream of cpu"]] * 3

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm, SilentComm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, SilentComm, run_ranks
 from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.auto import Auto, rehearse
 from lab.exchange.base import Exchange, Shapes

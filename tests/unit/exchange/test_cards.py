@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.distributed.collective import Done
-from lab.distributed.comm import Comm, Transfer
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, Done, Transfer, run_ranks
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.cost import Sizes
 from lab.settings.config import build, load

@@ -17,8 +17,7 @@ from lab.codec.onebit import THRESHOLDS
 from lab.codec.onebit import OneBit as OneBitRows
 from lab.codec.signs import Signs
 from lab.codec.topk import TopK as Largest
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import AllGather, TwoStage
 from lab.exchange.compressed import Int4, Int8, OneBit, SignSGD, TopK

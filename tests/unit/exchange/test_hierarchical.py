@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Traffic
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, Traffic, run_ranks
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit

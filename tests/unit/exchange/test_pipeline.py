@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.distributed.collective import Handle
-from lab.distributed.comm import Comm, Transfer
-from lab.distributed.thread_comm import ThreadComm, run_ranks
+from lab.distributed.comm import Comm, Handle, ThreadComm, Transfer, run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.grouping import MIB

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import Int4, Int8, OneBit

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lab.distributed.collective import Done
+from lab.distributed.comm import Done
 from lab.measure import clock as clocks
 from lab.measure.clock import KEPT_STEPS, Clock
 from lab.measure.spans import OWN

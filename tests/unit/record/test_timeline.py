@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lab.analysis.runs import timeline_of_step
-from lab.distributed.collective import Done
+from lab.distributed.comm import Done
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.draw.chart import drawn
 from lab.measure.clock import KEPT_STEPS, Clock

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lab.claims.predicted import profile_of
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.simulate.costs import Stage, payload_bytes, stages_of
 from lab.simulate.hardware import Hardware, Link

@@ -10,9 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Collective, Comm, run_ranks
 from lab.distributed.worker import InlineWorker, TurnsWorker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange

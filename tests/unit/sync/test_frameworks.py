@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import make_worker
 from lab.exchange.topology import binomial_node
 from lab.settings.config import build, load

@@ -1,7 +1,8 @@
-"""The lab's gathers and scatters in FSDP2's hooks, and drift by part and unit."""
+"""The lab's collectives in FSDP2, and its units."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -9,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import Plans
 from lab.exchange.compressed import Int4, Int8, OneBit
 from lab.exchange.scatter import Layout, Scatter, scatter_of
 from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
-from lab.sync.fsdp import ranks_of_a_host
-from lab.sync.fsdp_hooks import UnitAllGather, UnitReduceScatter
+from lab.sync.fsdp import UnitAllGather, UnitReduceScatter, ranks_of_a_host
+from lab.sync.fsdp_units import groups_of
 
 ROWS, INNER, UNITS, EVERY = 12, 300, ("first", "last"), 2
 SIZE = 4
@@ -169,3 +169,16 @@ def test_hosts_of_different_sizes_have_no_levels() -> None:
     for nodes in ([[0, 1, 2], [3]], [[0, 2], [1, 3]]):
         with pytest.raises(ValueError, match=r"sync\.reshard=node: hosts have the ranks \[0, "):
             ranks_of_a_host("sync.reshard=node", nodes)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"_fsdp_param_group": "g"}, ["g"]),  # until torch 2.11
+        ({"_fsdp_param_group": None}, []),
+        ({"_fsdp_param_groups": ["g", "h"]}, ["g", "h"]),
+    ],
+)
+def test_groups_of_a_unit(state: dict[str, Any], expected: list[str]) -> None:
+    unit: Any = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
+    assert groups_of(unit) == expected

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Collective, Comm, run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket, plan

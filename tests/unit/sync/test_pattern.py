@@ -1,24 +1,44 @@
-"""Syncs behave as the facts say that simulator and diagnosis read."""
+"""Patterns: what syncs do and refuse, what does nothing, orders of sending, and ranks alike."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from omegaconf import DictConfig
+from torch import Tensor, nn
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
-from lab.distributed.worker import InlineWorker
+from lab.distributed.comm import Collective, Comm, run_ranks
+from lab.distributed.worker import InlineWorker, ThreadWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import GradBucket
+from lab.exchange.grouping import MIB, group
+from lab.measure.clock import Clock
+from lab.measure.spans import OWN
 from lab.settings.config import build, choices_of, load
 from lab.sync.base import Sync, SyncParts
-from lab.sync.pattern import OF_CLASS, UNKNOWN, Begin, Leg, pattern_of
+from lab.sync.gradsync import GradSync
+from lab.sync.pattern import (
+    OF_CLASS,
+    UNKNOWN,
+    Begin,
+    Leg,
+    Pattern,
+    alike,
+    ddp,
+    double_buffer,
+    gradsync,
+    idle,
+    local,
+    none,
+    pattern_of,
+    send_order,
+)
 
 LIBRARIES = {"ddp", "fsdp", "hsdp", "zeropp", "horovod"}  # these need their own process group
 
@@ -143,3 +163,171 @@ def test_a_sync_from_elsewhere_keeps_its_own_schedule() -> None:
 def test_facts_need_no_torch() -> None:
     check = "import sys, lab.sync.pattern; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+MLP = [("2.bias", 40), ("2.weight", 120_000), ("0.bias", 1200), ("0.weight", 200_000)]
+TOTAL = sum(size for _, size in MLP)
+
+
+ONE_BUCKET = "all 0.321 MB of gradients are one bucket"
+ACCUMULATE = "accumulate=4: exchanges overlap the last micro-batch's backward alone"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "expected"),
+    [
+        (gradsync(True), {}, ""),
+        (gradsync(False), {}, ""),
+        (ddp("none"), {}, ""),
+        (local(100), {}, ""),
+        (gradsync(True), {"world_size": 1}, "one rank: strategy=mine has nothing to exchange"),
+        (ddp("none"), {"world_size": 1}, "one rank: strategy=mine has nothing to exchange"),
+        (none(), {"world_size": 1, "bucket_bytes": []}, ""),  # it exchanges nothing on purpose
+        (ddp("noop"), {"world_size": 1, "bucket_bytes": []}, ""),
+        # 0.25 of the bucket: test_the_hint_divides_a_model.
+        (
+            gradsync(True),
+            {"bucket_bytes": [TOTAL], "accumulate": 4},
+            f"overlap=true: nothing overlaps: {ONE_BUCKET}, full only when backward ends; "
+            "bucket_mb=0.077 divides them",
+        ),
+        (
+            gradsync(False),
+            {"bucket_bytes": [TOTAL]},
+            f"bucket_mb=25: divides nothing: {ONE_BUCKET}",
+        ),
+        (gradsync(False), {"bucket_bytes": [TOTAL], "bucket_mb": None}, ""),
+        (double_buffer(True), {"bucket_bytes": [MIB], "bucket_mb": None}, ""),
+        (gradsync(True), {"accumulate": 4}, ACCUMULATE),
+        (ddp("none"), {"accumulate": 4, "bucket_bytes": []}, ACCUMULATE),
+        (gradsync(False), {"accumulate": 4}, ""),
+        (local(200), {}, "sync.every=200: ranks exchange once, after the last step (100)"),
+    ],
+)
+def test_what_does_nothing_is_named(
+    pattern: Pattern, changes: dict[str, Any], expected: str
+) -> None:
+    facts: dict[str, Any] = {"strategy": "mine", "world_size": 2, "num_steps": 100}
+    facts |= {"bucket_mb": 25.0, "accumulate": 1, "bucket_bytes": [1_000_000, 4_000_000]}
+    assert idle(pattern, **(facts | changes)) == [expected] * bool(expected)
+
+
+def test_the_hint_divides_a_model() -> None:
+    assert len(group(MLP, 25)) == 1  # larger than the model
+    assert len(group(MLP, 0.077)) > 1
+
+
+ONE = [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("ready_s", "send_s", "needed", "order"),
+    [
+        ([0, 1, 2], ONE, [2, 1, 0], [0, 1, 2]),  # the link is free as each one is ready
+        ([0, 0, 0], ONE, [2, 0, 1], [1, 2, 0]),  # all are ready: as needed
+        ([0, 0, 2.5], ONE, [1, 2, 0], [0, 1, 2]),  # what travels is not interrupted
+        ([0, 0, 0.5], ONE, [1, 2, 0], [0, 2, 1]),  # the last overtakes what has not left
+        ([5, 7, 0], ONE, [0, 1, 2], [2, 0, 1]),  # a link without work waits
+        ([0, 0, 0], ONE, [0, 0, 0], [0, 1, 2]),  # parts of one parameter keep their order
+        ([], [], [], []),
+    ],
+)
+def test_the_most_urgent_of_those_ready_leaves(
+    ready_s: list[float], send_s: list[float], needed: list[int], order: list[int]
+) -> None:
+    assert send_order(ready_s, send_s[: len(ready_s)], needed) == order
+
+
+CPU = torch.device("cpu")
+LATE, LATE_S = 1, 0.06
+SHORT_S = 0.04  # work without a delay takes less, waiting for it more
+NUM_LATE = 4  # steps, of which the shortest counts: threads keep each other from work
+
+
+def own_of_a_step(comm: Comm, config: DictConfig, phase: str) -> dict[str, float]:
+    """Return the least own times of steps in which rank 1 is late."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    worker: Worker = ThreadWorker(CPU) if config.overlap else InlineWorker()
+    parts = SyncParts(net, net, build(config.exchange), comm, worker, config.overlap, 0)
+    with GradSync(parts) as sync:
+        sync.clock = clock = Clock(CPU, breakdown=False)
+        _step(sync, net)
+        if comm.rank == LATE and phase == "backward":
+            next(net.parameters()).register_hook(lambda _: time.sleep(LATE_S))
+        for _ in range(NUM_LATE):
+            if comm.rank == LATE and phase == "exchange":
+                comm.before_sending = _once()
+            _step(sync, net)
+    worker.close()
+    least = clock.own_times().own_seconds()[1:].min(axis=0)
+    return dict(zip(OWN, least.tolist(), strict=True))
+
+
+def _step(sync: GradSync, net: nn.Module) -> None:
+    clock = sync.clock
+    assert clock
+    with clock.step(), sync.micro_batch(last=True):
+        loss: Tensor = net(torch.ones(4, 64)).sum()
+        with clock.phase("backward"):
+            loss.backward()
+        with clock.phase("exchange"):
+            sync.finish()
+
+
+def _once() -> Any:
+    due = [LATE_S]
+    return lambda: time.sleep(due.pop()) if due else None
+
+
+@pytest.mark.parametrize("phase", ["backward", "exchange"])
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "overlap", "ring", "star", "onebit", "powersgd", "auto"]
+)
+def test_the_late_rank_works_longer_and_those_that_wait_do_not(strategy: str, phase: str) -> None:
+    config = load([f"strategy={strategy}"])
+    late, *others = sorted(
+        run_ranks(3, lambda comm: (comm.rank != LATE, own_of_a_step(comm, config, phase))),
+        key=lambda pair: pair[0],
+    )
+    assert LATE_S <= late[1][phase] < LATE_S + SHORT_S, late
+    assert all(own[phase] < SHORT_S for _, own in others)
+    other = {"backward": "exchange", "exchange": "backward"}[phase]
+    assert late[1][other] < SHORT_S
+
+
+EXCHANGES = (
+    *("overlap", "priority", "ring", "onebit", "ddp", "local_sgd", "zero1", "int4", "onebit_adam"),
+    *("hierarchical", "hierarchical_onebit", "des_loc", "streaming_diloco", "schedule"),
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "unlike"),
+    [
+        *((name, set()) for name in EXCHANGES),
+        *((name, {"exchange"}) for name in ("tree", "tree_double", "tree_pipelined", "star")),
+        ("muon", {"exchange"}),  # the owner of the dearest matrix computes longest
+        ("hierarchical exchange@exchange.inter=tree", {"exchange"}),
+        ("schedule exchange@exchange.first=star", {"exchange"}),
+        *((name, {"update"}) for name in ("fsdp", "hsdp")),
+        *((name, {"exchange", "update"}) for name in ("caffe", "torch7", "tensorflow")),
+    ],
+)
+def test_ranks_that_have_more_to_do_are_not_compared(settings: str, unlike: set[str]) -> None:
+    assert set(alike(load(f"strategy={settings}".split()))) == set(OWN) - unlike
+
+
+def test_ranks_of_uneven_nodes_are_not_compared() -> None:
+    """The exchange itself, on nodes of one and three ranks: the sole rail has more to send."""
+    config = load(["strategy=hierarchical"])
+
+    def rank_main(comm: Comm) -> int:
+        values = GradBucket({"w": torch.Size([8, 64])}, torch.ones(512))
+        build(config.exchange).average(values, comm)
+        return comm.traffic.payload_bytes
+
+    uneven = run_ranks(4, rank_main, [[0], [1, 2, 3]])
+    even = run_ranks(4, rank_main, [[0, 1], [2, 3]])
+    assert set(alike(config, uneven)) == set(OWN) - {"exchange"}
+    assert set(alike(config, even)) == set(OWN)

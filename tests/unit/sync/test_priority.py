@@ -1,4 +1,4 @@
-"""Priority: the bits of the blocking run, on any schedule, and the schedule itself."""
+"""Priority: the bits of the blocking run, on any schedule; the schedule itself, and its trial."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Collective, Comm, run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
@@ -23,8 +21,9 @@ from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.paths import Tree
 from lab.measure.clock import Clock
 from lab.measure.spans import OWN, PHASES
+from lab.sync import priority
 from lab.sync.base import SyncParts
-from lab.sync.priority import PrioritySync
+from lab.sync.priority import COLD, PrioritySync, Trial
 from tests.support.cases import maker
 
 CPU = torch.device("cpu")
@@ -183,7 +182,7 @@ def test_a_module_waits_for_its_own_parameters_alone() -> None:
         left: list[set[str]] = []
 
         def note(*_: object) -> None:
-            left.append({n for i in sync._pending._updates for n in sync._groups[i].parameters})
+            left.append({n for i in sync._deferred._updates for n in sync._groups[i].parameters})
 
         net = sync.module
         assert isinstance(net, Net)
@@ -318,3 +317,48 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
 
     with pytest.raises(ValueError, match="^" + message.replace(".", r"\.")):
         run_ranks(1, rank_main)
+
+
+PLANNED = 1  # the step in which the order was planned
+
+
+class Standing:
+    """A clock that stands until a step moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(priority, "mark", lambda _device: self.now)
+
+
+def test_first_steps_of_each_row_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, tried, rows = Standing(monkeypatch), Trial(2, CPU), list[bool]()
+    rows_s = [(False, [9.0] * (PLANNED + COLD)), (True, [9.0] * COLD)]
+    rows_s += [(False, [9.0, 1.0, 3.0]), (True, [9.0, 1.0, 1.0])]
+    costs = None
+    for second, times in rows_s:
+        for seconds in times:
+            assert costs is None
+            rows.append(tried.second == second)
+            clock.now += seconds
+            costs = tried.end_step()
+    assert all(rows)
+    assert costs == [2.0, 1.0]
+
+
+def test_a_step_in_which_other_work_ran_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, tried = Standing(monkeypatch), Trial(1, CPU)
+    num_steps = 0
+    while (costs := tried.end_step()) is None:
+        num_steps += 1
+        clock.now += 2.0 if tried.second else 1.0
+        if num_steps == PLANNED + COLD + COLD + 1:  # next is the first that counts
+            clock.now += 100.0  # an evaluation
+            tried.interrupt()
+    assert costs == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("costs", "second"), [([1.0, 0.99], False), ([1.0, 0.97], True)])
+def test_the_second_has_to_gain_more_than_noise(costs: list[float], second: bool) -> None:
+    tried = Trial(3, CPU)
+    tried.costs = costs
+    assert tried.second == second

@@ -11,17 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
-from lab.exchange.allreduce import AllReduce
+from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import Int8, OneBit
 from lab.sync.base import SyncParts
-from lab.sync.local import LocalSync
+from lab.sync.local import LocalSync, StreamingSync
 from lab.sync.pattern import fragments
-from lab.sync.streaming import StreamingSync
-from tests.unit.sync.test_local import networks, train, weights
+from tests.unit.sync.test_des_loc import des_loc
+from tests.unit.sync.test_local import local, networks, train, weights
 
 OUTER: dict[str, Any] = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.5}
 WHOLE: dict[str, Any] = {"fragments": 1, "fragment_order": "strided", "delay": 0, "alpha": 0.0}
@@ -227,24 +226,47 @@ def test_every_parameter_is_in_one_fragment_and_none_is_empty(order: str) -> Non
         fragments(sizes, 7, order)
 
 
+REFUSED: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
+    local: {
+        "sync.every=0: must be an integer of at least 1": {"every": 0},
+        "sync.every=2.5: must be an integer": {"every": 2.5},
+        "sync.outer_lr=0: must be a number above 0": {"outer_lr": 0},
+        "sync.outer_lr=fast: must be a number": {"outer_lr": "fast"},
+        "sync.outer_momentum=1.0: must be a number from 0 to below 1": {"outer_momentum": 1.0},
+        "sync.outer_momentum=-0.1: must be": {"outer_momentum": -0.1},
+        "overlap=true: must be false": {"overlap": True},
+        "precision=fp16: .*allowed are fp32, bf16": {"precision": "fp16"},
+        "exchange=NoExchange: does not keep replicas equal": {"exchange": NoExchange()},
+    },
+    des_loc: {
+        "sync.every=0: must be an integer of at least 1": {"every": 0},
+        "sync.first_every=null: must be an integer of at least 1": {"first_every": None},
+        "sync.second_every=2.5: must be an integer": {"second_every": 2.5},
+        "exchange=Int8: is not exact; second moments need one that is": {"exchange": Int8(8)},
+        "overlap=true: must be false": {"overlap": True},
+        "precision=fp16: .*allowed are fp32, bf16": {"precision": "fp16"},
+    },
+    streaming: {
+        "sync.fragments=0: must be an integer from 1 to 4": {"fragments": 0},
+        "sync.fragments=5: must be an integer from 1": {"fragments": 5},
+        "sync.fragments=3: the model has 2 layers": {"fragments": 3, "every": 9},
+        "sync.fragment_order=random: allowed are strided, seq": {"fragment_order": "random"},
+        "sync.delay=3: must be an integer from 0 to 2": {"delay": 3},
+        "sync.delay=true: must be an integer": {"delay": True},
+        "sync.alpha=1.0: must be a number from 0 to below 1": {"alpha": 1.0},
+        "sync.alpha=half: must be": {"alpha": "half"},
+        "sync.every=0: must be an integer of at least 1": {"every": 0},
+        "overlap=false: must be true with sync.delay=1": {"overlap": False},
+        "overlap=true: must be false with sync.delay=0": {"delay": 0, "overlap": True},
+        "precision=fp16: .*allowed are fp32, bf16": {"precision": "fp16"},
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fragments": 0}, "sync.fragments=0: must be an integer from 1 to 4"),
-        ({"fragments": 5}, "sync.fragments=5: must be an integer from 1"),
-        ({"fragments": 3, "every": 9}, "sync.fragments=3: the model has 2 layers"),
-        ({"fragment_order": "random"}, "sync.fragment_order=random: allowed are strided, seq"),
-        ({"delay": 3}, "sync.delay=3: must be an integer from 0 to 2"),
-        ({"delay": True}, "sync.delay=true: must be an integer"),
-        ({"alpha": 1.0}, "sync.alpha=1.0: must be a number from 0 to below 1"),
-        ({"alpha": "half"}, "sync.alpha=half: must be"),
-        ({"every": 0}, "sync.every=0: must be an integer of at least 1"),
-        ({"overlap": False}, "overlap=false: must be true with sync.delay=1"),
-        ({"delay": 0, "overlap": True}, "overlap=true: must be false with sync.delay=0"),
-        ({"precision": "fp16"}, "precision=fp16: .*allowed are fp32, bf16"),
-    ],
+    ("make", "message"), [(make, message) for make in REFUSED for message in REFUSED[make]]
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_make_no_sense_are_refused(make: Callable[..., Any], message: str) -> None:
     (model,) = networks(1)
     with pytest.raises(ValueError, match=message):
-        run_ranks(1, lambda comm: streaming(model, comm, **settings))
+        run_ranks(1, lambda comm: make(model, comm, **REFUSED[make][message]))

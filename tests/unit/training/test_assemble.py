@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lab.distributed.comm import Comm
-from lab.distributed.thread_comm import run_ranks
+from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import InlineWorker, Job
 from lab.exchange.allreduce import AllReduce
 from lab.measure.environment import environment
