@@ -17,13 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.codec import low_rank, randomk
+from lab.codec import low_rank
 from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
-from lab.codec.levels import Int4, Int8
-from lab.codec.onebit import OneBit
-from lab.codec.signs import Signs
-from lab.codec.topk import TopK
+from lab.codec.codecs import Int4, Int8, OneBit, Signs, TopK
+from lab.exchange import randomk
 from lab.exchange.layout import num_sent
 
 RANDOMK_RATIO, RANK = 0.3, 2  # the exchanges' defaults

@@ -43,11 +43,7 @@ class Dion(MatrixDirection):
         rank_fraction: r over the shorter side, rounded up. From 1/2 on, the factors of a square
             matrix are no smaller than its gradient.
         momentum: decay rate of the part of the momentum that factors hold.
-        betas, eps: of Adam.
-        adam, matrices: names or patterns of parameters for either; see HiddenMatrices.
-
-    Raises:
-        ValueError: an argument out of range.
+        betas, eps: of Adam. adam, matrices: see MatrixDirection.
     """
 
     kinds = ("share", "q", "momentum", "variance")
@@ -107,7 +103,11 @@ class Dion(MatrixDirection):
         self, matrices: dict[str, Tensor], others: dict[str, Tensor], comm: Comm
     ) -> dict[str, Tensor]:
         """Add gradients to momentum; return each P, [rows, r], and average the other gradients."""
-        qs = {name: self._factor(name, gradient) for name, gradient in matrices.items()}
+        qs = self.moments["q"]
+        for name, gradient in matrices.items():
+            if name not in qs:
+                rank = rank_of(len(gradient), gradient.shape[1], self.rank_fraction)
+                qs[name] = random_factor(name, rank, gradient.shape[1], gradient.device)
         factors = [(len(gradient), len(qs[name])) for name, gradient in matrices.items()]
         like = next(iter({**matrices, **others}.values()))
         message, parts = together([*(v.shape for v in others.values()), *factors], like)
@@ -154,15 +154,6 @@ class Dion(MatrixDirection):
         out.mul_(rms_factor(*out.shape))
         q = self.moments["q"][name]
         torch.where(unknown, q, unit, out=q)
-
-    def _factor(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the Q^T with which a step begins."""
-        kept = self.moments["q"]
-        if name not in kept:
-            rows, columns = gradient.shape
-            rank = rank_of(rows, columns, self.rank_fraction)
-            kept[name] = random_factor(name, rank, columns, gradient.device)
-        return kept[name]
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each rank an equal share of the momentum; all else was equal on all ranks."""

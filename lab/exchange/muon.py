@@ -42,11 +42,7 @@ class Muon(Staged, MatrixDirection):
         momentum: decay rate. nesterov: look ahead. steps: of Newton–Schulz.
         dtype: of its products, bfloat16, float32, or auto: bfloat16 on GPUs that compute in it
             (compute capability 8.0 and above), float32 on others and on CPUs.
-        betas, eps: of Adam.
-        adam, matrices: names or patterns of parameters for either; see HiddenMatrices.
-
-    Raises:
-        ValueError: an argument out of range.
+        betas, eps: of Adam. adam, matrices: see MatrixDirection.
     """
 
     kinds = ("momentum", "variance")
@@ -71,11 +67,11 @@ class Muon(Staged, MatrixDirection):
         self._matrices: dict[str, Matrix] = {}
         self._owner: dict[str, int] = {}
 
-    def look_at(self, model: nn.Module) -> None:
-        super().look_at(model)
-        self._follow({name: p.shape for name, p in trainable(model).items()})
+    def setup(self, model: nn.Module) -> None:
+        super().setup(model)
+        self._measure({name: p.shape for name, p in trainable(model).items()})
 
-    def _follow(self, shapes: Mapping[str, torch.Size]) -> None:
+    def _measure(self, shapes: Mapping[str, torch.Size]) -> None:
         self._sizes = {name: shape.numel() for name, shape in shapes.items()}
         self._matrices = self.plan(shapes).matrices
 
@@ -128,7 +124,7 @@ class Muon(Staged, MatrixDirection):
     def _owners(self, bucket: GradBucket, size: int) -> dict[str, int]:
         """Return the owner of each matrix of the model; of the bucket, if there is no model."""
         if not self._sizes:
-            self._follow(bucket.shapes)
+            self._measure(bucket.shapes)
         if not self._owner:
             self._owner = balanced(self._operations(self._matrices), size)
         return self._owner

@@ -15,7 +15,7 @@ from lab.distributed.collective import Collective, Done
 from lab.distributed.comm import Comm
 from lab.exchange.base import Ranks, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.coded import Lossy
+from lab.exchange.compressed import Lossy
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.layout import low_rank_matrix
 from lab.exchange.memory import Memory
@@ -37,9 +37,6 @@ class PowerSGD(Lossy):
     Args:
         rank: r. Vectors, and tensors with r(rows + columns) >= rows * columns, travel exactly.
         error_feedback: see Memory.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     needs_like_gpus = True  # each rank orthogonalises P and multiplies it by Q
@@ -99,12 +96,6 @@ class PowerSGD(Lossy):
         same = not plan.names or self.q.get(plan.names[0]) is plan.first_warm
         return same and super().is_current(plan)
 
-    def warm_start(self, name: str, columns: int, device: torch.device) -> Tensor:
-        """Return the last step's Q^T; in the first step random values, the same on all ranks."""
-        if name not in self.q:
-            self.q[name] = random_factor(name, self.rank, columns, device)
-        return self.q[name]
-
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"q": dict(self.q)}
 
@@ -146,8 +137,9 @@ class _Plan:
         parts = self.p.split([each * count * rank for each, count in rows.items()])
         self.ps = [part.view(-1, each, rank) for part, each in zip(parts, rows, strict=True)]
         for name, warm in zip(found, factors.qs(self.warm), strict=True):
-            warm.copy_(exchange.warm_start(name, warm.shape[1], flat.device))
-            exchange.q[name] = warm
+            before = exchange.q.get(name)  # the last step's; at first the same on all ranks
+            first = random_factor(name, rank, warm.shape[1], flat.device)
+            exchange.q[name] = warm.copy_(first if before is None else before)
         self.first_warm = exchange.q[self.names[0]] if found else None
         self.exact = _gaps(spans, len(flat))
         sizes = [(part.stop - part.start,) for part in self.exact]

@@ -17,8 +17,8 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import GradBucket, Plans, label
-from lab.exchange.gate import Outside, admit, carrier
+from lab.exchange.bucket import GradBucket, Outside, Plans, label
+from lab.exchange.gate import admit, carrier
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
 from lab.sync.base import BeforeExchange, all_finite, observed
@@ -68,11 +68,11 @@ class HookState:
         guard: SpoiledState | None = None,
         finds_unused: bool = False,
     ) -> None:
-        exchange.check_reach(comm)
+        exchange.validate(comm)
         trainable = admit(model, exchange)
         _refuse_sparse(model)
         inner = getattr(model, COMPILED.rstrip("."), model)
-        exchange.look_at(inner if isinstance(inner, nn.Module) else model)
+        exchange.setup(inner if isinstance(inner, nn.Module) else model)
         self.exchange, self.comm, self.worker = exchange, comm, worker
         self.step = 0
         self.finite: Tensor | None = None

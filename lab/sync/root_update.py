@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lab.distributed.collective import Collective
-from lab.exchange.base import Rooted
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.exchange.layout import is_rows_first, travelling
+from lab.exchange.paths import Rooted
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import root_update

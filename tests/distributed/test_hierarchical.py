@@ -26,7 +26,7 @@ def exchange(inter: str, nodes: list[list[int]], in_turns: bool) -> list[torch.T
     comm = world.comm
     comm.nodes = nodes
     hierarchical = Hierarchical(build(load([f"exchange={inter}"]).exchange))
-    hierarchical.check_reach(comm)
+    hierarchical.validate(comm)
     assert hierarchical.asynchronous(comm)
     worker: Worker = InlineWorker()
     if in_turns:

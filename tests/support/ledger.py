@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket, Plans
-from lab.exchange.coded import Coded
+from lab.exchange.compressed import Coded
 
 # A matrix, vectors, kernels, and parameters with few values or none.
 SHAPES = {
@@ -102,7 +102,7 @@ def exchanged(
 
     def rank_main(comm: Comm) -> Ledger:
         exchange = make()
-        exchange.check_reach(comm)
+        exchange.validate(comm)
         if len(states) == comm.size and exchange.continues(states[comm.rank]):
             exchange.load_state_dict(states[comm.rank])
         elif states:

@@ -38,10 +38,10 @@ import torch, triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from lab.codec import gpu
-from lab.codec.casts import Cast, Float8
-from lab.codec.levels import Int4, Int8
-from lab.codec.onebit import OneBit
-from lab.codec.signs import Signs
+from lab.codec.codecs import Cast, Float8
+from lab.codec.codecs import Int4, Int8
+from lab.codec.codecs import OneBit
+from lab.codec.codecs import Signs
 
 class Driver:
     def get_current_device(self): return self.arch

@@ -14,7 +14,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm, SilentComm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce, NoExchange
-from lab.exchange.auto import Auto, rehearse
+from lab.exchange.auto import Auto, probe_cost
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit, TopK
@@ -31,7 +31,7 @@ LATE = 19  # the step at which 3 candidates, and the cheapest of each bucket, ha
 
 
 class Slow(AllReduce):
-    """Waits while it sends, so that no rehearsal foresees it."""
+    """Waits while it sends, so that no cost probe foresees it."""
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if not isinstance(comm, SilentComm):
@@ -173,13 +173,13 @@ def test_a_resume_keeps_what_was_decided_and_another_number_of_ranks_does_not() 
 
 
 @pytest.mark.parametrize("name", ["allreduce", "bf16", "int8", "int4", "onebit", "topk", "ring"])
-def test_a_rehearsal_counts_the_bytes_that_are_sent_then(name: str) -> None:
+def test_a_cost_probe_counts_the_bytes_that_are_sent_then(name: str) -> None:
     make, shapes = maker(name), {"w": torch.Size((64, 128))}
 
     def rank_main(comm: Comm) -> tuple[int, int]:
         bucket = GradBucket(shapes, torch.randn(64 * 128))
         before, exchange = bucket.flat.clone(), make()
-        _, _, foreseen = rehearse(exchange, bucket, comm)
+        _, _, foreseen = probe_cost(exchange, bucket, comm)
         assert comm.traffic.payload_bytes == 0 and torch.equal(bucket.flat, before)
         exchange.average(bucket, comm)
         return foreseen, comm.traffic.payload_bytes

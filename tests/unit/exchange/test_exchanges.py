@@ -17,9 +17,8 @@ from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit
-from lab.exchange.grouping import MIB
+from lab.exchange.grouping import MIB, Node, binomial_node, in_order_node
 from lab.exchange.paths import DoubleTree, Ring, Star, Tree
-from lab.exchange.topology import Node, binomial_node, in_order_node
 from lab.settings.config import build, load
 from tests.support.cases import EXACT, exchange_settings, maker
 from tests.support.slow import some_of

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
-from lab.codec.casts import Cast, Float8
-from lab.codec.levels import Int4 as Int4Levels
-from lab.codec.levels import Int8 as Int8Levels
-from lab.codec.onebit import THRESHOLDS
-from lab.codec.onebit import OneBit as OneBitRows
-from lab.codec.signs import Signs
-from lab.codec.topk import TopK as Largest
+from lab.codec.codecs import THRESHOLDS, Cast, Float8, Signs
+from lab.codec.codecs import Int4 as Int4Levels
+from lab.codec.codecs import Int8 as Int8Levels
+from lab.codec.codecs import OneBit as OneBitRows
+from lab.codec.codecs import TopK as Largest
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.coded import AllGather, TwoStage
-from lab.exchange.compressed import Int4, Int8, OneBit, SignSGD, TopK
+from lab.exchange.compressed import AllGather, Int4, Int8, OneBit, SignSGD, TopK, TwoStage
 from lab.exchange.memory import Memory
 from lab.exchange.powersgd import PowerSGD
 from lab.exchange.randomk import RandomK

@@ -15,7 +15,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange, Staged
 from lab.exchange.bucket import GradBucket
-from lab.exchange.coded import TwoStage
+from lab.exchange.compressed import TwoStage
 from lab.exchange.cost import Costs, Sizes
 from lab.exchange.memory import Memory
 from lab.exchange.paths import Star, Tree

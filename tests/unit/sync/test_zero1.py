@@ -15,8 +15,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import make_worker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.coded import Coded
-from lab.exchange.compressed import Int4, OneBit, TopK
+from lab.exchange.compressed import Coded, Int4, OneBit, TopK
 from lab.exchange.powersgd import PowerSGD
 from lab.settings.errors import ConfigError
 from lab.sync.base import Sync, SyncParts
