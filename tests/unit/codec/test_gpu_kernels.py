@@ -38,10 +38,7 @@ import torch, triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from lab.codec import gpu
-from lab.codec.codecs import Cast, Float8
-from lab.codec.codecs import Int4, Int8
-from lab.codec.codecs import OneBit
-from lab.codec.codecs import Signs
+from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs
 
 class Driver:
     def get_current_device(self): return self.arch

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.exchange.dion import Dion
-from lab.exchange.muon import Muon
+from lab.exchange.muon import Dion, Muon
 from lab.exchange.onebit_adam import IntervalSchedule, OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests.support.directions import Ledger, Uncompressed, adam, deliver, num_values, of_like_sizes
 from tests.unit.exchange.test_muon import SHAPES, Net

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lab.exchange.dion import Dion
 from lab.exchange.direction import Hidden, find_hidden
-from lab.exchange.muon import Muon, native_dtype
+from lab.exchange.muon import Dion, Muon, native_dtype
 
 WIDTH = 8
 
