@@ -23,10 +23,19 @@ class Plans(dict[object, Any]):
     """All that exchanges keep for one bucket from step to step, by keys of theirs."""
 
     def scratch(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """Return uninitialised memory like `like`; that of earlier calls with `name` is invalid."""
-        if name not in self:
-            self[name] = ScratchBuffer()
-        return self[name].take(like, *shape)
+        """Return uninitialised memory like `like`; that of earlier calls with `name` is invalid.
+
+        Memory is kept: fresh allocations cost page faults.
+        """
+        memory, num_values = self.get(name), math.prod(shape)
+        if (
+            memory is None
+            or memory.numel() < num_values
+            or memory.dtype != like.dtype
+            or memory.device != like.device
+        ):
+            memory = self[name] = like.new_empty(num_values)
+        return memory[:num_values].view(shape)
 
 
 @dataclass
@@ -297,18 +306,3 @@ class Outside:
     def _found(self) -> dict[str, nn.Parameter]:
         admitted = {id(p) for p in self._admitted.values()}
         return {n: p for n, p in named(self._model).items() if id(p) not in admitted}
-
-
-class ScratchBuffer:
-    """A reusable scratch buffer: avoids page faults from fresh allocations."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
-
-    def take(self, like: Tensor, *shape: int) -> Tensor:
-        """Return uninitialised memory like `like`; earlier memory becomes invalid."""
-        num_values = math.prod(shape)
-        fits = self._memory.dtype == like.dtype and self._memory.device == like.device
-        if not fits or self._memory.numel() < num_values:
-            self._memory = like.new_empty(num_values)
-        return self._memory[:num_values].view(shape)

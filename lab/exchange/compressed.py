@@ -105,7 +105,8 @@ class Messages:
     def __init__(self, codec: Codec, layout: Layout, comm: Ranks, like: Tensor) -> None:
         self.layout, self.kernels = layout, codec.kernels(like.device)
         self.message = like.new_zeros(layout.num_bytes, dtype=torch.uint8)
-        self.lines, self.line = self.message.view(layout.parts, -1), self.message.view(1, -1)
+        self.lines = self.message.view(layout.parts, layout.line_bytes)
+        self.line = self.message.view(1, layout.num_bytes)
         self.received = self.message.new_empty(comm.size, layout.line_bytes)
         self.coded = sorted((p.start, p.stop) for p in layout.pieces)
         self.finite = torch.ones((), dtype=torch.bool, device=like.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.distributed.collective import Handle
 from lab.distributed.comm import Comm, Transfer
 from lab.exchange.base import ADDED, Exchange
-from lab.exchange.bucket import GradBucket, ScratchBuffer
+from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.grouping import (
     LAG,
@@ -74,7 +74,7 @@ class Path(Exchange):
     def __init__(self, chunk_mb: ChunkMB = 4) -> None:
         check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
-        self._buffers = ScratchBuffer(), ScratchBuffer()
+        self._chunks = Plans()  # those that arrive, of buckets of any size
 
 
 class Rooted(Path):
@@ -158,7 +158,7 @@ class Tree(Rooted):
         node = binomial_node(comm.rank, comm.size)
         divide = partial(bucket.divide, size=comm.size)
         chunks = bucket.flat.tensor_split(count_chunks(bucket.flat, chunk_mb))
-        run_pipelined(comm, up_and_down(chunks, node, comm.size, divide, self._buffers[0]))
+        run_pipelined(comm, up_and_down(chunks, node, comm.size, divide, self._chunks))
 
     def add_cost(self, costs: Costs) -> bool:
         chunk_bytes = costs.chunk_bytes(self.chunk_mb)
@@ -195,16 +195,19 @@ def up_and_down(
     node: Node,
     size: int,
     divide: Callable[[Tensor], None],
-    buffers: ScratchBuffer,
+    kept: Plans,
+    tree: int = 0,
 ) -> Iterator[Tick]:
     """Yield one rank's ticks: sum `chunks` up a tree of `size` ranks, and send the means down.
 
     In a tree of height h, ranks at depth d send chunk k up at tick k + LAG*(h-d), and down at tick
     k + LAG*(h+d). The tree must be no higher than log2(size). The root calls `divide` on sums.
+    Memory for chunks that arrive is taken from `kept`, as that of number `tree` among trees that
+    run at the same time.
     """
     parent, children, depth = node
     height = size.bit_length() - 1
-    arrived = buffers.take(chunks[0], LAG, len(children), chunks[0].numel())
+    arrived = kept.scratch(f"tree {tree}", chunks[0], LAG, len(children), chunks[0].numel())
 
     def chunks_at(tick: int) -> tuple[Tensor, ...]:
         return chunks[tick : tick + 1] if tick >= 0 else ()
@@ -260,7 +263,8 @@ class DoubleTree(Path):
                 in_order_node(comm.rank, comm.size, tree),
                 comm.size,
                 partial(bucket.divide, size=comm.size),
-                self._buffers[tree],
+                self._chunks,
+                tree,
             )
             for tree, half in enumerate(halves)
         )
@@ -294,7 +298,7 @@ class Ring(Path):
         parts = bucket.flat.tensor_split(size)
         num_pieces = count_chunks(parts[0], chunk_mb)
         pieces = [part.tensor_split(num_pieces) for part in parts]
-        arrived = self._buffers[0].take(bucket.flat, LAG, pieces[0][0].numel())
+        arrived = self._chunks.scratch("ring", bucket.flat, LAG, pieces[0][0].numel())
         after, before = (rank + 1) % size, (rank - 1) % size
         step_ticks = max(num_pieces, LAG)  # a piece that arrives in one step leaves in the next
         for time in range(2 * (size - 1) * step_ticks):
