@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, setting

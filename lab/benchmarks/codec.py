@@ -37,7 +37,7 @@ from lab.benchmarks.present import (
 from lab.benchmarks.request import Request
 from lab.codec import build
 from lab.codec.base import Reference
-from lab.codec.onebit import OneBit
+from lab.codec.codecs import OneBit
 from lab.distributed.world import check_gpus
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER
 from lab.draw.looks import BLUE, ORANGE

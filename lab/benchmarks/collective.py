@@ -107,7 +107,7 @@ def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidat
                 f"exchange={label}: delivers no mean; allowed are those that do, as ring and onebit"
             )
         try:
-            exchange.check_reach(comm)
+            exchange.validate(comm)
         except ValueError as error:
             raise ConfigError(f"exchange={label}: {str(error).partition(': ')[2]}") from None
     candidates = [

@@ -17,13 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.codec import low_rank, randomk
 from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
-from lab.codec.levels import Int4, Int8
-from lab.codec.onebit import OneBit
-from lab.codec.signs import Signs
-from lab.codec.topk import TopK
+from lab.codec.codecs import Int4, Int8, OneBit, Signs, TopK
+from lab.exchange import powersgd, randomk
 from lab.exchange.layout import num_sent
 
 RANDOMK_RATIO, RANK = 0.3, 2  # the exchanges' defaults
@@ -146,8 +143,8 @@ class PowerSGDCodec(Codec):
     """PowerSGD's products on one rank, with the orthogonalisation between them."""
 
     def __init__(self, in_torch: bool, rows: int, columns: int, device: torch.device) -> None:
-        self.kernels = low_rank.Reference() if in_torch else low_rank.kernels(device, RANK)
-        self.factors = low_rank.Factors([(0, rows, columns, RANK)])
+        self.kernels = powersgd.Reference() if in_torch else powersgd.factor_kernels(device, RANK)
+        self.factors = powersgd.Factors([(0, rows, columns, RANK)])
         self.p = torch.zeros(rows, RANK, device=device)
         generator = torch.Generator().manual_seed(0)
         self.warm = torch.randn(RANK, columns, generator=generator).to(device)
@@ -156,7 +153,7 @@ class PowerSGDCodec(Codec):
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
         self.kernels.project(self.factors, gradient, residual, self.warm, self.p)
-        low_rank.orthonormalise([self.p])
+        powersgd.orthonormalise([self.p])
         self.kernels.project_back(self.factors, residual, self.p, self.q, True)
 
     def decode(self, out: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -16,25 +15,27 @@ from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
 
 MANY = 2**20  # values, of which a header is a small part
 Shapes = Mapping[str, Sequence[int]]
+Residual = Tensor | None  # float32, like the values; replaced in place. None: no error feedback
 
 
 class Kernels(Protocol):
-    """The functions of a codec that move values into messages and back, on one kind of device."""
+    """The functions of a codec that move values into messages and back, on one kind of device.
+
+    `values` and `out` are float32 [values of the layout], a `message` is uint8 [layout.num_bytes],
+    `messages` are uint8 [number, layout.num_bytes].
+    """
 
     def encode(
         self,
         layout: Layout,
         values: Tensor,
-        residual: Tensor | None,
+        residual: Residual,
         message: Tensor,
         finite: Tensor | None = None,
     ) -> None:
         """Fill `message` with values + residual; what it leaves out becomes the new residual.
 
         Args:
-            values: float32 [values of the layout].
-            residual: like `values`, replaced. None: no error feedback.
-            message: uint8 [layout.num_bytes].
             finite: bool [], becomes True, as `add_up` takes it: on a GPU no launch for itself.
         """
         ...
@@ -45,22 +46,12 @@ class Kernels(Protocol):
         """Fill `out` with the sum of messages, in their order, over `divisor`.
 
         Args:
-            messages: uint8 [number of messages, layout.num_bytes].
-            out: float32 [values of the layout].
             finite: bool [], True, becomes False if one of the values is not.
         """
         ...
 
-    def reduce(
-        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
-    ) -> None:
-        """Fill `out` with the sum of messages, in their order, + residual, encoded again.
-
-        Args:
-            messages: uint8 [number of messages, layout.num_bytes].
-            residual: float32 [values of the layout], replaced. None: no error feedback.
-            out: uint8 [layout.num_bytes], another memory.
-        """
+    def reduce(self, layout: Layout, messages: Tensor, residual: Residual, out: Tensor) -> None:
+        """Fill the message `out` with the sum of messages, in their order, + residual."""
         ...
 
 
@@ -69,7 +60,8 @@ class Codec(ABC):
 
     `write` and `read` define it, in plain torch on any device. C++ kernels of the same name
     (cpp/NAME.cpp) take their place on CPUs, and give the same bytes. A row with a value that is not
-    finite must be read as values that are not.
+    finite must be read as values that are not. Constructors raise ValueError for an argument out of
+    range.
 
     Attributes:
         name: of its kernels.
@@ -78,12 +70,14 @@ class Codec(ABC):
             length, and one may be cut into several, each with a header of its own.
         in_torch: bytes that `write` and `read` move for a value, which a GPU's time follows from,
             if it has no kernels; None: it has.
+        reading: how GPUs' kernels read a value; None: there are none for this codec.
     """
 
     name: ClassVar[str]
     option = 0
     block_size = 0
     in_torch: ClassVar[tuple[float, float] | None] = None
+    reading: Reading | None = None
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
         """Yield the rows of a bucket of parameters, in their order; others travel as they are.
@@ -114,10 +108,6 @@ class Codec(ABC):
     def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
         """Return the values of encoded rows, float32 [rows, columns]. Arguments: see `write`."""
 
-    def left_out(self, key: str) -> str:
-        """Say which values travel as they are. `key` names the settings of the exchange."""
-        raise NotImplementedError
-
     def also_moved(self, layout: Layout) -> float:
         """Return the bytes of memory that encoding moves besides a pass over all that it takes."""
         return 0.0
@@ -129,13 +119,8 @@ class Codec(ABC):
 
     def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
         """Lay out a bucket of parameters for messages of `parts` lines."""
-        return lay_out(
-            list(self.rows(shapes)),
-            num_values,
-            parts,
-            self.row_bytes,
-            cuts_rows=not self.block_size,
-        )
+        rows = list(self.rows(shapes))
+        return lay_out(rows, num_values, parts, self.row_bytes, cuts_rows=not self.block_size)
 
     def layout_of_parts(self, num_values: int, parts: int) -> Layout:
         """Lay out a bucket whose parts are given: `num_values` each."""
@@ -151,11 +136,6 @@ class Codec(ABC):
             fast = on_gpu(self.reading, device) if self.reading else None
         return fast or Reference(self)
 
-    @property
-    def reading(self) -> Reading | None:
-        """How GPUs' kernels read a value; None: there are none for this codec."""
-        return None
-
 
 class Reference:
     """The kernels of a codec in plain torch: row after row as its definition says."""
@@ -167,14 +147,14 @@ class Reference:
         self,
         layout: Layout,
         values: Tensor,
-        residual: Tensor | None,
+        residual: Residual,
         message: Tensor,
         finite: Tensor | None = None,
     ) -> None:
         if finite is not None:
             finite.fill_(True)
         for piece in layout.pieces:
-            self._encode(piece, _of(piece, values), residual, message)
+            self._encode(piece, _rows(piece, values), residual, message)
         for start, count, at in layout.copies:
             _floats(message, at, count).copy_(values[start : start + count])
 
@@ -182,36 +162,32 @@ class Reference:
         self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
         for piece in layout.pieces:
-            torch.div(self._sum(piece, messages), divisor, out=_of(piece, out))
+            torch.div(self._sum(piece, messages), divisor, out=_rows(piece, out))
         for start, count, at in layout.copies:
             own = out[start : start + count]
             torch.div(_sum_of_floats(messages, at, count), divisor, out=own)
         finite.copy_(out.isfinite().all())
 
-    def reduce(
-        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
-    ) -> None:
+    def reduce(self, layout: Layout, messages: Tensor, residual: Residual, out: Tensor) -> None:
         for piece in layout.pieces:
             self._encode(piece, self._sum(piece, messages), residual, out)
         for _, count, at in layout.copies:
             _floats(out, at, count).copy_(_sum_of_floats(messages, at, count))
 
-    def _encode(self, piece: Piece, rows: Tensor, residual: Tensor | None, message: Tensor) -> None:
+    def _encode(self, piece: Piece, rows: Tensor, residual: Residual, message: Tensor) -> None:
         written = self._parts(piece, message)
         if residual is None:
             self._codec.write(rows, *written)
             return
-        kept = _of(piece, residual)
+        kept = _rows(piece, residual)
         rows = rows + kept
         self._codec.write(rows, *written)
         torch.sub(rows, self._codec.read(*written, piece.columns), out=kept)
 
     def _sum(self, piece: Piece, messages: Tensor) -> Tensor:
-        read = partial(self._codec.read, columns=piece.columns)
-        each = (read(*self._parts(piece, message)) for message in messages)
-        total = next(each)
-        for other in each:
-            total += other
+        total = self._codec.read(*self._parts(piece, messages[0]), piece.columns)
+        for message in messages[1:]:
+            total += self._codec.read(*self._parts(piece, message), piece.columns)
         return total
 
     def _parts(self, piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,9 +198,8 @@ class Reference:
         )
 
 
-def _of(piece: Piece, values: Tensor) -> Tensor:
-    rows = values[piece.start : piece.start + piece.rows * piece.columns]
-    return rows.view(piece.rows, piece.columns)
+def _rows(piece: Piece, values: Tensor) -> Tensor:
+    return values[piece.start : piece.stop].view(piece.rows, piece.columns)
 
 
 def _floats(message: Tensor, at: int, count: int) -> Tensor:

@@ -14,7 +14,8 @@ spans of it. Nothing waits for the host, and no temporary is as large as the gra
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,12 +60,6 @@ class Form(NamedTuple):
     on_chip: bool = True
     span: int = SPAN
 
-    @classmethod
-    def of(cls, reading: Reading) -> Form:
-        """Return the form of a codec, for `tile`."""
-        at = READINGS.index(reading.kind)
-        return cls(at, reading.per_unit, reading.num_levels, NUM_SCALES[at])
-
     def tile(self, width: int, on_chip: bool = True) -> Form:
         """Return the same with tiles of `width` values of a row, a power of two."""
         rows, units = max(1, TILE // width), width // self.per_unit
@@ -106,7 +101,8 @@ class Triton:
     """See lab.codec.base.Kernels."""
 
     def __init__(self, reading: Reading) -> None:
-        self._form = Form.of(reading)
+        at = READINGS.index(reading.kind)
+        self._form = Form(at, reading.per_unit, reading.num_levels, NUM_SCALES[at])
 
     def encode(
         self,
@@ -129,10 +125,8 @@ class Triton:
         sent = messages, len(messages), messages.stride(0)
         with torch.cuda.device_of(out):
             for form, table in self._tables(layout, out.device).decode:
-                decode_rows[(len(table),)](
-                    *(*sent, out, table, divisor, finite, form),
-                    **form.options,
-                )
+                arguments = *sent, out, table, divisor, finite, form
+                decode_rows[(len(table),)](*arguments, **form.options)
 
     def _encode(
         self,
@@ -146,15 +140,11 @@ class Triton:
         with torch.cuda.device_of(out):
             if tables.spans is not None:
                 form = self._form.tile(TILE)
-                add_magnitudes[(len(tables.spans),)](
-                    *(*source, residual, tables.sums, tables.spans, sums, form),
-                    **form.options,
-                )
+                arguments = *source, residual, tables.sums, tables.spans, sums, form
+                add_magnitudes[(len(tables.spans),)](*arguments, **form.options)
             for form, table in tables.encode:
-                encode_rows[(len(table),)](
-                    *(*source, residual, out, table, tables.sums, finite, sums, form),
-                    **form.options,
-                )
+                arguments = *source, residual, out, table, tables.sums, finite, sums, form
+                encode_rows[(len(table),)](*arguments, **form.options)
 
     def _tables(self, layout: Layout, device: torch.device) -> Tables:
         """Return the programs of a layout, made at the first call."""
@@ -192,22 +182,17 @@ def made_tables(layout: Layout, form: Form, device: torch.device) -> Tables:
         else:
             on_chip = piece.columns <= LONGEST
             whole = form.tile(width if on_chip else LONG_TILE, on_chip)
-            encode[whole] += (
-                Program(*each, 0, _is_even(piece), 0) for each in layout.cut(piece, whole.rows)
-            )
+            even = _is_even(piece)
+            encode[whole] += (Program(*e, 0, even, 0) for e in layout.cut(piece, whole.rows))
     for launches in (encode, decode):
         first = next(iter(launches), form.tile(TILE))
         launches[first] += _copies(layout, first.rows * first.width)
+    table = partial(torch.tensor, dtype=torch.int64, device=device)
     return Tables(
-        [(tiles, _table(programs, device)) for tiles, programs in encode.items() if programs],
-        [(tiles, _table(programs, device)) for tiles, programs in decode.items() if programs],
-        _table(spans, device) if spans else None,
-        torch.zeros(len(spans), dtype=torch.float64, device=device),
+        *([(f, table(own)) for f, own in each.items() if own] for each in (encode, decode)),
+        spans=table(spans) if spans else None,
+        sums=torch.zeros(len(spans), dtype=torch.float64, device=device),
     )
-
-
-def _table(programs: Iterable[Program], device: torch.device) -> Tensor:
-    return torch.tensor([*programs], dtype=torch.int64, device=device)
 
 
 def _widths(layout: Layout) -> dict[int, int]:

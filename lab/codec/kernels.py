@@ -17,12 +17,6 @@ from lab.codec.layout import Layout, RowBytes, Rows, lay_out
 SOURCES = Path(__file__).with_name("cpp")
 
 
-def native(name: str, option: int) -> Native | None:
-    """Return the C++ kernels of a codec for this processor; None: there are none, or none built."""
-    found = library(name)
-    return None if found is None else Native(found, name, option)
-
-
 def library(name: str) -> ctypes.CDLL | None:
     """Return the compiled cpp/NAME.cpp for this processor; None: there is none, or none built."""
     return load(name, torch.backends.cpu.get_cpu_capability())
@@ -33,6 +27,12 @@ def load(name: str, level: str) -> ctypes.CDLL | None:
     """Return the compiled cpp/NAME.cpp for a capability as torch names it; see `library`."""
     source = SOURCES / f"{name}.cpp"
     return build.load(source, level) if source.exists() else None
+
+
+def native(name: str, option: int) -> Native | None:
+    """Return the C++ kernels of a codec for this processor; None: there are none, or none built."""
+    found = library(name)
+    return None if found is None else Native(found, name, option)
 
 
 class Native:
@@ -61,20 +61,19 @@ class Native:
     def add_up(
         self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
-        count, stride = messages.shape[0], messages.stride(0)
         self._add_up(
             *(messages.data_ptr(), out.data_ptr(), finite.data_ptr(), *layout.addresses),
-            *(count, stride, divisor, self._option, torch.get_num_threads()),
+            *(messages.shape[0], messages.stride(0), divisor),
+            *(self._option, torch.get_num_threads()),
         )
 
     def reduce(
         self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
     ) -> None:
         kept = None if residual is None else residual.data_ptr()
-        count, stride = messages.shape[0], messages.stride(0)
         self._reduce(
             *(messages.data_ptr(), kept, out.data_ptr(), *layout.addresses),
-            *(count, stride, self._option, torch.get_num_threads()),
+            *(messages.shape[0], messages.stride(0), self._option, torch.get_num_threads()),
         )
 
 
@@ -112,23 +111,18 @@ def on_gpu(reading: Reading, device: torch.device) -> Any:
     """
     try:
         kernels = importlib.import_module("lab.codec.gpu").Triton(reading)
-        _try(kernels, device)
+        # Launch each kernel once, on a row of zeros that any codec can encode.
+        layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 2 * columns))
+        values, finite = torch.zeros(65, device=device), torch.ones((), device=device).bool()
+        message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        kernels.encode(layout, values, values.clone(), message, finite)
+        kernels.reduce(layout, message[None], values.clone(), message.clone())
+        kernels.add_up(layout, message[None], values, 1, finite)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers and drivers raise many types
-        lines = str(error).splitlines()
-        line = next((line for line in lines if line.strip()), "no reason given")
+        line = next(filter(str.strip, str(error).splitlines()), "no reason given").strip()
         name = type(error).__name__
-        build.warn_slow(f"codecs: Triton does not work on {device} ({name}: {line.strip()})")
+        build.warn_slow(f"codecs: Triton does not work on {device} ({name}: {line})")
         return None
     return kernels
-
-
-def _try(kernels: Any, device: torch.device) -> None:
-    """Launch each kernel once, on a row of zeros that any codec can encode."""
-    layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 2 * columns))
-    values, finite = torch.zeros(65, device=device), torch.ones((), device=device).bool()
-    message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-    kernels.encode(layout, values, values.clone(), message, finite)
-    kernels.reduce(layout, message[None], values.clone(), message.clone())
-    kernels.add_up(layout, message[None], values, 1, finite)

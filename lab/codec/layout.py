@@ -196,61 +196,47 @@ def lay_out(
         for part, low in enumerate(range(each.start, each.stop, share)):
             high = min(low + share, each.stop)
             shares[part].append(Rows(low, high, high - low if cuts_rows else each.columns))
-    _share_out(_gaps(rows, num_values), shares)
-    pieces, copies, longest = list[list[Piece]](), list[list[Copy]](), 0
+    _share_out(rows, num_values, shares)
+    parts_of, longest = list[tuple[list[Piece], list[Copy]]](), 0
     for share in shares:
-        own_pieces, own_copies, at = list[Piece](), list[Copy](), 0
+        pieces, copies, at = list[Piece](), list[Copy](), 0
         for start, stop, columns in sorted(share):
             if not columns:
-                own_copies.append(Copy(start, stop - start, at))
+                copies.append(Copy(start, stop - start, at))
                 at = _aligned(at + FLOAT_BYTES * (stop - start))
                 continue
-            for first, number, width in _whole_and_rest(start, stop, columns):
-                header, payload = row_bytes(width)
-                payload_at = _aligned(at + number * header)
-                own_pieces.append(Piece(first, number, width, at, payload_at))
-                at = _aligned(payload_at + number * payload)
-        pieces.append(own_pieces)
-        copies.append(own_copies)
+            number, rest = divmod(stop - start, columns)  # whole rows, and a shorter last one
+            for first, rows_here, width in ((start, number, columns), (stop - rest, 1, rest)):
+                if rows_here and width:
+                    header, payload = row_bytes(width)
+                    payload_at = _aligned(at + rows_here * header)
+                    pieces.append(Piece(first, rows_here, width, at, payload_at))
+                    at = _aligned(payload_at + rows_here * payload)
+        parts_of.append((pieces, copies))
         longest = max(longest, at)
-    line = -(-longest // WORD) * WORD
     return Layout(
         parts,
-        line,
-        tuple(p.moved(0, n * line) for n, own in enumerate(pieces) for p in own),
-        tuple(c.moved(0, n * line) for n, own in enumerate(copies) for c in own),
+        longest,
+        tuple(p.moved(0, n * longest) for n, (own, _) in enumerate(parts_of) for p in own),
+        tuple(c.moved(0, n * longest) for n, (_, own) in enumerate(parts_of) for c in own),
         row_bytes,
     )
 
 
-def _gaps(rows: Sequence[Rows], num_values: int) -> list[range]:
-    """Return the ranges of values between encoded ones."""
+def _share_out(rows: Sequence[Rows], num_values: int, shares: list[list[Rows]]) -> None:
+    """Divide the values between encoded ones, which are copied, among parts, in their order."""
     ends = [0, *(each.stop for each in rows)]
     starts = [*(each.start for each in rows), num_values]
-    return [range(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
-
-
-def _share_out(gaps: Sequence[range], shares: list[list[Rows]]) -> None:
-    """Divide values that are copied among parts, in their order."""
-    size = -(-sum(map(len, gaps)) // len(shares))
+    gaps = list(zip(ends, starts, strict=True))
+    size = -(-sum(high - low for low, high in gaps) // len(shares))
     part, room = 0, size
-    for gap in gaps:
-        low = gap.start
-        while low < gap.stop:
+    for low, end in gaps:
+        while low < end:
             if not room:
                 part, room = part + 1, size
-            high = min(gap.stop, low + room)
+            high = min(end, low + room)
             shares[part].append(Rows(low, high, 0))
             low, room = high, room - (high - low)
-
-
-def _whole_and_rest(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int]]:
-    """Yield first value, number and length of the whole rows, and of a shorter last one."""
-    number, rest = divmod(stop - start, columns)
-    if number:
-        yield start, number, columns
-    if rest:
-        yield stop - rest, 1, rest
 
 
 def _aligned(at: int) -> int:

@@ -214,7 +214,7 @@ class ChosenConv2d(nn.Module):
             return conv2d(x, self.weight, self.bias, self.stride, self.padding, 1, self.groups)
         return self._by_choice(x)
 
-    @torch.compiler.disable  # trials and choices are no part of a graph
+    @torch.compiler.disable()  # trials and choices are no part of a graph
     def _by_choice(self, x: Tensor) -> Tensor:
         problem = Problem.of(x, self.weight, self.stride, self.padding, self.groups)
         if problem not in self.chosen:

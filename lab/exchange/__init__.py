@@ -1,1 +1,1 @@
-"""The lab's subject: gradient buckets, and one file for each exchange."""
+"""The lab's subject: gradient buckets, and a file for each exchange or its close kin."""

@@ -23,9 +23,6 @@ class AllReduce(Staged):
             halve the bytes. Gradients are divided before they are summed, so that the sum stays in
             range. float16 has three more bits of precision, but its range is 6e-8 to 65504: larger
             values become infinite, smaller zero.
-
-    Raises:
-        ValueError: `dtype` is not one of these.
     """
 
     takes_divided = True

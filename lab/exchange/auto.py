@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from statistics import median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +14,9 @@ from torch import Tensor
 from lab.distributed.comm import Collective, Comm, SilentComm
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.composite import Composite
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.hierarchical import Hierarchical
-from lab.exchange.schedule import Schedule
+from lab.exchange.schedule import Composite, Schedule
 from lab.measure.clock import Mark, mark, seconds
 from lab.settings import checks
 
@@ -42,7 +40,7 @@ class Auto(Composite):
     and the rate of the links, which a few transfers tell, predict a cost. Then whole steps are
     timed: of each candidate in all buckets, and of the cheapest one for each bucket. A step shows
     what no bucket does by itself: work that delays backward, and transfers that backward hides. The
-    slowest rank's median counts; a Contest says which steps to time and what wins.
+    slowest rank's median counts; a Tuner says which steps to time and what wins.
 
     Trials end after half of a run, or at once when a checkpoint has the choice. A bucket that did
     not take part in them has the first one's exchange. Choices depend on timing, so two runs may
@@ -51,7 +49,7 @@ class Auto(Composite):
     Args:
         candidates: exchanges by name.
         among: names of those to choose among; the first is preferred where others are no faster.
-        rounds, tolerance: see Contest.
+        rounds, tolerance: see Tuner.
 
     Raises:
         ValueError: an argument out of range, or an exchange that cannot be used in this role.
@@ -64,14 +62,15 @@ class Auto(Composite):
         rounds: int,
         tolerance: float,
     ) -> None:
-        _check(candidates, among, rounds, tolerance)
+        _check(candidates, among)
         super().__init__({name: candidates[name] for name in among}, "exchange.candidates.")
         self.exact = False
-        self.rounds, self.tolerance = rounds, tolerance
+        self.rounds = checks.whole("exchange.rounds", rounds, 1)
+        self.tolerance = checks.number("exchange.tolerance", tolerance, at_least=0, below=1)
         self.chosen: dict[str, int] = {}  # places in `among`, by the bucket's first parameter
         self.tried: dict[str, float] = {}  # seconds of a step in each configuration
         self._chosen_at: int | None = None
-        self._fresh = deepcopy(self.parts)  # to rehearse
+        self._fresh = deepcopy(self.parts)  # whose costs are probed
         self._costs: dict[Key, dict[str, Cost]] = {}  # by candidate
         self._link: Link | None = None
         self._trial: _Trial | None = None
@@ -80,17 +79,15 @@ class Auto(Composite):
 
     def add_cost(self, costs: Costs) -> bool:
         """Add the stages of whatever is fastest for this bucket by itself."""
-        before = costs.stages
-        tried = list[tuple[float, list[Any]]]()
+        before, tried = costs.stages, list[tuple[float, list[Any]]]()
         for exchange in self.parts.values():
             costs.stages = []
-            seconds = costs.add(exchange)
-            tried.append((seconds, costs.stages))
+            tried.append((costs.add(exchange), costs.stages))
         costs.stages = [*before, *min(tried, key=lambda each: each[0])[1]]
         return True
 
     def memory_bytes(self, sizes: Sizes) -> Needs:
-        """Count a copy of the largest bucket as well, which rehearsals need."""
+        """Count a copy of the largest bucket as well, which the cost probe needs."""
         needs = super().memory_bytes(sizes)
         copied = 0 if sizes.chosen else 4 * sizes.largest
         return needs._replace(scratch=needs.scratch + copied)
@@ -113,18 +110,17 @@ class Auto(Composite):
         """
         name = self.choose(bucket, comm)
         exchange = self.switch(name, bucket, comm)
-        now = [*(self._trial.configuration if self._trial else self.chosen).values()]
+        now = {*(self._trial.configuration if self._trial else self.chosen).values()}
         if not now:
             exchange.average(bucket, comm)
             return
-        mixed = len({*now}) > 1
-        yield from exchange.stages(bucket, comm.beside(name) if mixed else comm)
+        yield from exchange.stages(bucket, comm.beside(name) if len(now) > 1 else comm)
 
     def _try(self, bucket: GradBucket, comm: Comm) -> str:
         """Return the exchange that is tried. A turn ends when the first bucket comes again."""
         key = tuple(bucket.shapes)
         if self._link is None:
-            self._link, self._first_step = probe(comm, bucket.flat.device), bucket.step
+            self._link, self._first_step = probe_link(comm, bucket.flat.device), bucket.step
         if key in self._seen and bucket.step != self._step:
             self._end_turn(bucket, comm)
             if self.chosen:
@@ -136,7 +132,7 @@ class Auto(Composite):
             return now.get(key, next(iter(now.values())))
         if key not in self._costs:
             self._is_new = True
-            found = costs([*self._fresh.values()], bucket, self._link, comm)
+            found = probe_costs([*self._fresh.values()], bucket, self._link, comm)
             self._costs[key] = dict(zip(self._fresh, found, strict=True))
         return self._cheapest(key)
 
@@ -145,14 +141,21 @@ class Auto(Composite):
             self._trial.end_turn(comm, bucket.flat.device)
         elif not self._is_new:
             self._trial = self._planned(self._seen)
-        ends = (self._first_step + self.total_steps) / 2 if self.total_steps else None
-        if self._trial and ends is not None and bucket.step >= ends:
-            self._trial.contest.stop()
-        if self._trial and self._trial.winner:
-            self._keep(self._trial, self._trial.winner, bucket.step)
         self._seen, self._is_new = [], False
-        if self._trial:
-            self._trial.begin_turn(bucket.flat.device)
+        if self._trial is None:
+            return
+        tuner = self._trial.tuner
+        if self.total_steps and bucket.step >= (self._first_step + self.total_steps) / 2:
+            tuner.stop()
+        if tuner.winner is None:
+            self._trial.begin = mark(bucket.flat.device)
+            return
+        place = {name: at for at, name in enumerate(self.parts)}
+        winner = [*self._trial.configurations.values()][tuner.winner]
+        self.chosen = {key[0]: place[name] for key, name in winner.items()}
+        names = [*self._trial.configurations]
+        self.tried = {names[at]: median_s for at, median_s in tuner.medians().items()}
+        self._chosen_at, self._trial = bucket.step, None
 
     def _planned(self, keys: Sequence[Key]) -> _Trial:
         """Return a trial of all configurations of some buckets."""
@@ -160,22 +163,17 @@ class Auto(Composite):
         by_bucket = {key: self._cheapest(key) for key in keys}
         if len({*by_bucket.values()}) > 1:
             configurations[BY_BUCKET] = by_bucket
-        every = [
-            [self._costs[key][name] for key, name in each.items()]
-            for each in configurations.values()
-        ]
-        predicted = [sum(cost.seconds for cost in each) for each in every]
-        least = [least_seconds(each) for each in every]
-        return _Trial(configurations, Contest(predicted, least, self.rounds, self.tolerance))
+        predicted, least = list[float](), list[float]()
+        for each in configurations.values():
+            costs = [self._costs[key][name] for key, name in each.items()]
+            works_s, wires_s = (sum(seconds) for seconds in zip(*costs, strict=True))
+            predicted.append(works_s + wires_s)
+            least.append(max(works_s, wires_s))  # if all of one's work hides others' messages
+        return _Trial(configurations, Tuner(predicted, least, self.rounds, self.tolerance))
 
     def _cheapest(self, key: Key) -> str:
-        alone = {at: cost.seconds for at, cost in enumerate(self._costs[key].values())}
+        alone = {at: sum(cost) for at, cost in enumerate(self._costs[key].values())}
         return [*self.parts][preferred(alone, self.tolerance)]
-
-    def _keep(self, trial: _Trial, winner: Configuration, step: int) -> None:
-        place = {name: at for at, name in enumerate(self.parts)}
-        self.chosen = {key[0]: place[name] for key, name in winner.items()}
-        self.tried, self._chosen_at, self._trial = trial.tried(), step, None
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         buckets = (bucket for bucket in self._costs if bucket[0] in self.chosen)
@@ -190,7 +188,7 @@ class Auto(Composite):
         """Return the chosen exchange of each bucket, and what was predicted and timed."""
         names = [*self.parts]
         predicted = {
-            key[0]: {name: cost.seconds for name, cost in each.items()}
+            key[0]: {name: sum(cost) for name, cost in each.items()}
             for key, each in self._costs.items()
         }
         buckets = [
@@ -223,50 +221,34 @@ class Auto(Composite):
 class _Trial:
     """Configurations that take turns, and the times of their steps."""
 
-    def __init__(self, configurations: Mapping[str, Configuration], contest: Contest) -> None:
-        self._configurations, self.contest = dict(configurations), contest
+    def __init__(self, configurations: Mapping[str, Configuration], tuner: Tuner) -> None:
+        self.configurations, self.tuner = dict(configurations), tuner
+        self.begin: Mark = 0.0  # of this turn
         self._spans: list[tuple[Mark, Mark]] = []  # of this visit
-        self._begin: Mark = 0.0
 
     @property
     def configuration(self) -> Configuration:
         """The one to use now."""
-        return [*self._configurations.values()][self.contest.current]
-
-    @property
-    def winner(self) -> Configuration | None:
-        at = self.contest.winner
-        return None if at is None else [*self._configurations.values()][at]
-
-    def begin_turn(self, device: torch.device) -> None:
-        self._begin = mark(device)
+        return [*self.configurations.values()][self.tuner.current]
 
     def end_turn(self, comm: Comm, device: torch.device) -> None:
-        """Note a turn; tell the contest if it was a visit's last. All ranks call this."""
-        self._spans.append((self._begin, mark(device)))
-        untimed = self.contest.num_untimed
-        if len(self._spans) < untimed + self.contest.num_timed:
+        """Note a turn; tell the tuner if it was a visit's last. All ranks call this."""
+        self._spans.append((self.begin, mark(device)))
+        untimed = self.tuner.num_untimed
+        if len(self._spans) < untimed + self.tuner.num_timed:
             return
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # once a visit
         own = [seconds(*span) for span in self._spans[untimed:]]
-        self.contest.end_visit(of_all(own, comm, device).amax(dim=0).tolist())
+        self.tuner.end_visit(of_all(own, comm, device).amax(dim=0).tolist())
         self._spans.clear()
 
-    def tried(self) -> dict[str, float]:
-        """Return the median seconds of a step in each configuration that was timed."""
-        names = [*self._configurations]
-        return {names[at]: median_s for at, median_s in self.contest.medians().items()}
 
-
-def _check(candidates: object, among: object, rounds: object, tolerance: object) -> None:
-    assert isinstance(candidates, Mapping)
+def _check(candidates: Mapping[str, Exchange], among: object) -> None:
     names = among if isinstance(among, Sequence) and not isinstance(among, str) else ()
     if not names or len({*names}) < len(names) or not set(names) <= candidates.keys():
         allowed = ", ".join(candidates)
         raise ValueError(f"exchange.among={among}: must be a list of some of {allowed}, each once")
-    checks.whole("exchange.rounds", rounds, 1)
-    checks.number("exchange.tolerance", tolerance, at_least=0, below=1)
     for name in names:
         if isinstance(candidates[name], Auto | Schedule | Hierarchical):
             kind = type(candidates[name]).__name__
@@ -276,7 +258,7 @@ def _check(candidates: object, among: object, rounds: object, tolerance: object)
             )
 
 
-class Contest:
+class Tuner:
     """Rounds in which configurations take turns, until one is chosen.
 
     A visit of round r is a step that does not count, as it begins with what the last configuration
@@ -339,8 +321,7 @@ class Contest:
         known = self._of_round()
         near = {at: time for at, time in known.items() if time <= (1 + NEAR) * min(known.values())}
         num_fastest = NUM_FASTEST[self.num_timed > FIRST]
-        fastest = sorted(near, key=near.__getitem__)[:num_fastest]
-        self._left = {min(near), *fastest}
+        self._left = {min(near), *sorted(near, key=near.__getitem__)[:num_fastest]}
         if self.num_timed + 1 == FIRST + self._rounds or len(self._left) == 1:
             self.stop()
             return
@@ -349,14 +330,13 @@ class Contest:
         self._waiting = sorted(self._left, key=self._predicted.__getitem__, reverse=backwards)
 
 
-def preferred(seconds: dict[int, float], tolerance: float) -> int:
+def preferred(seconds: Mapping[int, float], tolerance: float) -> int:
     """Return the first key whose seconds are hardly more than the fewest."""
     limit = (1 + tolerance) * min(seconds.values())
     return next(at for at in sorted(seconds) if seconds[at] <= limit)
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """The links between ranks as Hockney's model sees them (Parallel Computing 20, 1994).
 
     Attributes:
@@ -367,27 +347,12 @@ class Link:
     message_s: float
     byte_s: float
 
-    def seconds(self, num_messages: float, num_bytes: float) -> float:
-        """Return the time of messages that follow each other."""
-        return self.message_s * num_messages + self.byte_s * num_bytes
 
-
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds of a bucket's exchange: a rank's own work, and messages on their way."""
 
     work_s: float
     wire_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Its time if nothing else runs."""
-        return self.work_s + self.wire_s
-
-
-def least_seconds(costs: Sequence[Cost]) -> float:
-    """Return the least time of several buckets, if all of one's work hides others' messages."""
-    return max(sum(each.work_s for each in costs), sum(each.wire_s for each in costs))
 
 
 def of_all(numbers: Sequence[float], comm: Comm, device: torch.device) -> Tensor:
@@ -412,7 +377,7 @@ def timed(work: Callable[[], None], device: torch.device) -> float:
     return seconds(begin, end)
 
 
-def probe(comm: Comm, device: torch.device) -> Link:
+def probe_link(comm: Comm, device: torch.device) -> Link:
     """Time a few all-reduces, of a value and of more until one takes long; all ranks call this."""
     if comm.size == 1:
         return Link(0.0, 0.0)
@@ -434,14 +399,14 @@ def probe(comm: Comm, device: torch.device) -> Link:
     return Link(tiny_s / num_messages, byte_s)
 
 
-def rehearse(exchange: Exchange, bucket: GradBucket, comm: Comm) -> tuple[float, int, int]:
+def probe_cost(exchange: Exchange, bucket: GradBucket, comm: Comm) -> tuple[float, int, int]:
     """Average a copy of `bucket` among ranks that seem to have the same one; nothing is sent.
 
     Args:
         exchange: without state; it is left so.
 
     Returns:
-        Seconds of this rank's work, messages, and bytes as `costs` wants them.
+        Seconds of this rank's work, messages, and bytes as `probe_costs` wants them.
     """
     silent, one = SilentComm(comm), deepcopy(exchange)
     own, own_s = GradBucket(bucket.shapes, bucket.flat.clone(), bucket.step), 0.0
@@ -452,21 +417,21 @@ def rehearse(exchange: Exchange, bucket: GradBucket, comm: Comm) -> tuple[float,
     return own_s, silent.traffic.num_messages, _sent(silent)
 
 
-def costs(exchanges: Sequence[Exchange], bucket: GradBucket, link: Link, comm: Comm) -> list[Cost]:
+def probe_costs(
+    exchanges: Sequence[Exchange], bucket: GradBucket, link: Link, comm: Comm
+) -> list[Cost]:
     """Predict the cost of each exchange for `bucket`, the same on all ranks, which call this.
 
     Work is the slowest rank's, bytes are those of the node that sends most.
     """
-    own = [number for each in exchanges for number in rehearse(each, bucket, comm)]
+    own = [number for each in exchanges for number in probe_cost(each, bucket, comm)]
     rows = of_all(own, comm, bucket.flat.device).view(comm.size, len(exchanges), 3)
-    work_s, num_messages = rows[:, :, 0].amax(dim=0), rows[:, :, 1].amax(dim=0)
-    return [
-        Cost(
-            float(work_s[at]),
-            link.seconds(float(num_messages[at]), _of_busiest_node(rows[:, at, 2], comm)),
-        )
-        for at in range(len(exchanges))
-    ]
+    found = list[Cost]()
+    for work_s, num_messages, num_bytes in rows.permute(1, 2, 0):
+        wire_s = link.message_s * float(num_messages.max())
+        wire_s += link.byte_s * _of_busiest_node(num_bytes, comm)
+        found.append(Cost(float(work_s.max()), wire_s))
+    return found
 
 
 def _sent(comm: Comm) -> int:

@@ -35,6 +35,7 @@ class Exchange(ABC):
     `average` is plain synchronous code, or made of `stages` (see Staged). It may run inside
     backward, on a side stream or on a worker thread, and must not depend on which. A non-finite
     gradient must become non-finite on every rank; the trainer then restores this object's state.
+    Constructors raise ValueError for an argument out of range, by the name of its setting.
 
     Attributes:
         dtypes: that a bucket may have. Gradients of bfloat16 and float16 come as float32 where they
@@ -68,7 +69,11 @@ class Exchange(ABC):
         self.average(bucket, comm)
         yield from ()
 
-    def check_reach(self, comm: Comm) -> None:
+    def children(self) -> Iterable[Exchange]:
+        """Return the exchanges that this one is made of."""
+        return ()
+
+    def validate(self, comm: Comm) -> None:
         """Refuse a comm that cannot carry this exchange.
 
         Raises:
@@ -78,18 +83,24 @@ class Exchange(ABC):
             name = type(self).__name__
             raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
 
-    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
-        """Add this rank's residuals to `bucket.flat`."""
-
-    def look_at(self, model: nn.Module) -> None:
+    def setup(self, model: nn.Module) -> None:
         """Find in `model` what gradients alone do not show, once, before the first step."""
+        for child in self.children():
+            child.setup(model)
 
     def moves_as(self, shapes: Shapes) -> list[tuple[int, ...]]:
         """Return for a bucket's parameters the shapes whose cost tells the bytes."""
         return [tuple(shape) for shape in shapes.values()]
 
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        """Add this rank's residuals to `bucket.flat`."""
+        for child in self.children():
+            child.add_residual(bucket, comm)
+
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
+        for child in self.children():
+            child.flush_residual(bucket, comm)
 
     def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
         """Yield the compression errors that this rank keeps for later steps; most keep none.
@@ -100,7 +111,8 @@ class Exchange(ABC):
         Args:
             shapes: of the parameters that are exchanged, by name.
         """
-        yield from ()
+        for child in self.children():
+            yield from child.kept(shapes, comm)
 
     def add_cost(self, costs: Costs) -> bool:
         """Add the stages of a bucket to `costs`; False: they are recorded from `average`.
@@ -130,10 +142,6 @@ class Exchange(ABC):
             key: of this exchange among the settings.
         """
         yield from ()
-
-    def made_of(self) -> Iterable[Exchange]:
-        """Return the exchanges that this one is made of."""
-        return ()
 
     @property
     def keeps_residuals(self) -> bool:
@@ -185,11 +193,11 @@ class Exchange(ABC):
         return {}
 
 
-def everyone(exchange: Exchange) -> Iterator[Exchange]:
+def iter_nested(exchange: Exchange) -> Iterator[Exchange]:
     """Yield `exchange`, and all that it is made of."""
     yield exchange
-    for part in exchange.made_of():
-        yield from everyone(part)
+    for child in exchange.children():
+        yield from iter_nested(child)
 
 
 def require_mean(key: str, exchange: Exchange) -> None:
@@ -256,28 +264,3 @@ class Relayed(Staged):
 
         The message is changed. Sets `bucket.finite`.
         """
-
-
-class Rooted(Exchange):
-    """An exchange in two halves: reduce to rank 0, then broadcast.
-
-    Attributes:
-        in_halves: `to_root` and `from_root` may be called separately.
-    """
-
-    dtypes = ADDED
-    needs_send_recv = True
-    takes_divided = True
-    in_halves = True
-
-    def average(self, bucket: GradBucket, comm: Comm) -> None:
-        self.to_root(bucket, comm)
-        self.from_root(bucket.flat, comm)
-
-    @abstractmethod
-    def to_root(self, bucket: GradBucket, comm: Comm) -> None:
-        """Leave the mean over the ranks in rank 0's `bucket.flat`; undefined on other ranks."""
-
-    @abstractmethod
-    def from_root(self, flat: Tensor, comm: Comm) -> None:
-        """Replace `flat` by rank 0's on all ranks."""

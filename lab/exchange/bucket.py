@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lab.codec.layout import spans
 from lab.exchange.grouping import group
-from lab.exchange.layout import as_real, dense, is_rows_first, trainable, travel_shape
+from lab.exchange.layout import as_real, dense, is_rows_first, named, trainable, travel_shape
 
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
 
@@ -23,10 +23,19 @@ class Plans(dict[object, Any]):
     """All that exchanges keep for one bucket from step to step, by keys of theirs."""
 
     def scratch(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """Return uninitialised memory like `like`; that of earlier calls with `name` is invalid."""
-        if name not in self:
-            self[name] = ScratchBuffer()
-        return self[name].take(like, *shape)
+        """Return uninitialised memory like `like`; that of earlier calls with `name` is invalid.
+
+        Memory is kept: fresh allocations cost page faults.
+        """
+        memory, num_values = self.get(name), math.prod(shape)
+        if (
+            memory is None
+            or memory.numel() < num_values
+            or memory.dtype != like.dtype
+            or memory.device != like.device
+        ):
+            memory = self[name] = like.new_empty(num_values)
+        return memory[:num_values].view(shape)
 
 
 @dataclass
@@ -104,7 +113,8 @@ class BucketPlan:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters = parameters
-        self._in_flat = _aligned_first(parameters)
+        # Parameters of odd sizes come last, so that all others are aligned for wide loads.
+        self._in_flat = dict(sorted(parameters.items(), key=lambda p: p[1].nbytes % ALIGNED != 0))
         self._ordered = list(self._in_flat.values())
         self.shapes = {name: travel_shape(p) for name, p in self._in_flat.items()}
         self.num_values = sum(map(math.prod, self.shapes.values()))
@@ -140,24 +150,20 @@ class BucketPlan:
 
         `.grad` of each parameter is the mean once the exchange has ended and `unpack` was called.
         """
-        flat = self._in_place() if self.in_place else None
-        if flat is None:
-            flat = self._buffer = self._allocated() if self._buffer is None else self._buffer
-        bucket = GradBucket(self.shapes, flat, step, divided, plans=self._plans)
-        if flat is self._buffer:
-            self._fill(bucket)
-        return bucket
-
-    def _fill(self, bucket: GradBucket) -> None:
-        """Copy gradients into the buffer, and make them views of it."""
+        if self.in_place and (flat := self._in_place()) is not None:
+            return GradBucket(self.shapes, flat, step, divided, plans=self._plans)
+        if self._buffer is None:
+            self._buffer = self._allocated()
+        bucket = GradBucket(self.shapes, self._buffer, step, divided, plans=self._plans)
         gradients = [parameter.grad for parameter in self._ordered]
         present = [g for g in gradients if g is not None and not g.is_sparse]
         if not self.has_views or len(present) < len(gradients):
             self._pack_each(bucket)
-            return
+            return bucket
         torch._foreach_copy_(self._values, present)
         for parameter, values in zip(self._ordered, self._values, strict=True):
             parameter.grad = values
+        return bucket
 
     def __str__(self) -> str:
         return self.label
@@ -243,7 +249,9 @@ def plan(
     if order is not None:
         position = {name: index for index, name in enumerate(order)}
         named.sort(key=lambda pair: position[pair[0]])
-    fresh = _with_fresh_gradients(model)
+    # Their gradients share no memory with another gradient. No subclasses: theirs may do more.
+    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    fresh = {id(m.weight) for m in model.modules() if type(m) in layers}
     scale = getattr(model, "bytes_scale", 1.0)
     on_gpu = getattr(model, "on_gpu", any(p.is_cuda for _, p in named))
     by_name, ready_at = dict(named), {name: place for place, (name, _) in enumerate(named)}
@@ -256,7 +264,7 @@ def plan(
     return [
         BucketPlan(
             {name: by_name[name] for name in names},
-            in_place=len(names) == 1 and names[0] in fresh,
+            in_place=len(names) == 1 and id(by_name[names[0]]) in fresh,
             multiple=multiple,
             dtype=carrier(by_name[names[0]].dtype),
         )
@@ -264,28 +272,37 @@ def plan(
     ]
 
 
-def _aligned_first(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Move parameters of odd sizes to the end, so that all others are aligned for wide loads."""
-    return dict(sorted(parameters.items(), key=lambda named: named[1].nbytes % ALIGNED != 0))
+class Outside:
+    """The parameters of a model that no exchange was set up for: frozen ones, and any to come.
 
+    Args:
+        admitted: the others, a result of lab.exchange.gate.admit.
+    """
 
-def _with_fresh_gradients(model: nn.Module) -> set[str]:
-    """Return the names of parameters whose gradients share no memory with another gradient."""
-    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # not subclasses: theirs may do more
-    weights = {id(m.weight) for m in model.modules() if type(m) in layers}
-    return {name for name, parameter in trainable(model).items() if id(parameter) in weights}
+    def __init__(self, model: nn.Module, admitted: Mapping[str, nn.Parameter]) -> None:
+        self._model, self._admitted = model, admitted
+        self._parameters = self._found()
+        self._has_trained = False
 
+    def refuse_trained(self) -> None:
+        """Refuse a model in which one of them trains; call this in each step, after backward.
 
-class ScratchBuffer:
-    """A reusable scratch buffer: avoids page faults from fresh allocations."""
+        Parameters that a model registered by itself are looked for until a backward has been seen.
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        Raises:
+            RuntimeError: names one that has a gradient, which no other rank would get.
+        """
+        if not self._has_trained:
+            self._parameters = self._found()
+            self._has_trained = any(p.grad is not None for p in self._admitted.values())
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{name}: was frozen, or not there, when the exchange was set up, so its "
+                    "gradient reaches no other rank; set it up with requires_grad=True, and freeze "
+                    "the parameter later"
+                )
 
-    def take(self, like: Tensor, *shape: int) -> Tensor:
-        """Return uninitialised memory like `like`; earlier memory becomes invalid."""
-        num_values = math.prod(shape)
-        fits = self._memory.dtype == like.dtype and self._memory.device == like.device
-        if not fits or self._memory.numel() < num_values:
-            self._memory = like.new_empty(num_values)
-        return self._memory[:num_values].view(shape)
+    def _found(self) -> dict[str, nn.Parameter]:
+        admitted = {id(p) for p in self._admitted.values()}
+        return {n: p for n, p in named(self._model).items() if id(p) not in admitted}

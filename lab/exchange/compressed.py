@@ -1,18 +1,228 @@
-"""Compressed exchanges: a codec over a path, and what it leaves out kept or dropped."""
+"""Compressed exchanges: messages of a codec over a path, and what they leave out kept or dropped.
+
+A path is TwoStage or AllGather; which codec and memory go over it is its argument.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
-from lab.codec import levels, onebit, topk
-from lab.codec.signs import Signs
-from lab.exchange.base import Exchange, Shapes
-from lab.exchange.coded import AllGather, TwoStage
-from lab.exchange.memory import Memory
+import torch
+from torch import Tensor
+
+from lab.codec import codecs
+from lab.codec.base import Codec
+from lab.codec.layout import Layout
+from lab.distributed.comm import Collective, Comm
+from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged
+from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Needs, Sizes
+from lab.exchange.memory import Bound, Memory
 from lab.settings import checks
 
 NOTABLE = 0.1  # share of all values: sent as float32, they are most of what one bit each leaves
+
+
+class Planned(Protocol):
+    """The part of a bucket's exchange that stays from step to step; `bound` are its residuals."""
+
+    bound: Bound
+
+
+P = TypeVar("P", bound=Planned)
+
+
+class Lossy(Staged):
+    """An exchange that leaves something out of gradients, which a memory keeps for later steps.
+
+    Attributes:
+        warmup_steps: steps at first in which values travel as they are.
+    """
+
+    exact = False
+    warmup_steps = 0
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    @property
+    def keeps_residuals(self) -> bool:
+        return self.memory.keeps
+
+    def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
+        """Return what stays from step to step for `bucket`, made anew where residuals moved.
+
+        Args:
+            make: called with this exchange, `bucket` and `comm`.
+        """
+        made_for = comm.size, bucket.step >= self.warmup_steps
+        found = bucket.plans.get(self)
+        if found is None or found[0] != made_for or not self.is_current(found[1]):
+            found = bucket.plans[self] = made_for, make(self, bucket, comm)
+        return found[1]
+
+    def is_current(self, plan: Any) -> bool:
+        """Return whether a plan still has what this exchange keeps."""
+        return plan.bound.current
+
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.memory.add_to(bucket)
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.memory.flush_to(bucket)
+        bucket.plans.pop(self, None)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        return self.memory.kept()
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return 0.0 if self.memory.keeps else math.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state)
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        return self.memory.shares(states, size)
+
+
+class Messages:
+    """Where a bucket's values lie in messages, and memory for these, kept from step to step.
+
+    Attributes:
+        message: uint8 [bytes], of this rank's gradients; lines end in zeros. `lines` and `line` are
+            the same as [parts, bytes of a line] and [1, bytes].
+        received: uint8 [ranks, bytes of a line], other ranks' messages.
+        coded: first and end of the ranges of values that are encoded, in their order.
+        finite: bool [], receives whether all values are.
+    """
+
+    def __init__(self, codec: Codec, layout: Layout, comm: Ranks, like: Tensor) -> None:
+        self.layout, self.kernels = layout, codec.kernels(like.device)
+        self.message = like.new_zeros(layout.num_bytes, dtype=torch.uint8)
+        self.lines = self.message.view(layout.parts, layout.line_bytes)
+        self.line = self.message.view(1, layout.num_bytes)
+        self.received = self.message.new_empty(comm.size, layout.line_bytes)
+        self.coded = sorted((p.start, p.stop) for p in layout.pieces)
+        self.finite = torch.ones((), dtype=torch.bool, device=like.device)
+
+
+class Coded(Lossy):
+    """A mean of gradients that travel as messages of a codec."""
+
+    def __init__(self, codec: Codec, memory: Memory) -> None:
+        super().__init__(memory)
+        self.codec = codec
+
+    def layout(self, bucket: GradBucket, parts: int) -> Layout:
+        """Lay out the messages of `bucket`, of `parts` lines; once for as many."""
+        is_coded = bucket.step >= self.warmup_steps
+        key = "layout", id(self.codec), parts, is_coded
+        if key not in bucket.plans:
+            shapes = bucket.shapes if is_coded else {}
+            bucket.plans[key] = self.codec.layout(shapes, len(bucket.flat), parts)
+        return bucket.plans[key]
+
+
+class _TwoStagePlan(Messages):
+    """The same for a rank that sums one part of the bucket.
+
+    Attributes:
+        own: the layout of this part.
+        reply: uint8 [bytes of a line], its sum.
+    """
+
+    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
+        super().__init__(exchange.codec, exchange.layout(bucket, comm.size), comm, bucket.flat)
+        self.own = self.layout.part(comm.rank)
+        self.reply = self.message.new_zeros(self.layout.line_bytes)
+        low = comm.rank * self.layout.line_bytes
+        pieces = [p for p in self.layout.pieces if low <= p.payload < low + len(self.reply)]
+        owned = [
+            (piece.start, own.start, piece.stop - piece.start)
+            for piece, own in zip(pieces, self.own.pieces, strict=True)
+        ]
+        self.bound = exchange.memory.bind(bucket, self.coded, owned, self.own.num_values)
+
+
+class TwoStage(Coded, Relayed):
+    """Sums in two stages (Seide et al. 2014, section 3), each of which encodes.
+
+    1. Each rank encodes its gradients and keeps what that leaves out. Part r of every rank's
+       message goes to rank r.
+    2. Rank r decodes these parts, its own too, adds them in rank order and encodes the sum, of
+       which it keeps what that leaves out. Every rank receives all sums, decodes them and divides
+       by N.
+
+    So a rank sends 2(N-1)/N messages, whatever N is. A row with a value that is not finite is read
+    as such by all ranks, which mark the bucket.
+    """
+
+    def __init__(self, codec: Codec, memory: Memory) -> None:
+        super().__init__(codec, memory)
+        memory.of_sums = True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count residuals, and messages: sent, later all sums; received; and of the own sum."""
+        part, residuals = 1 / sizes.N, 4.0 * self.memory.keeps
+        per_value = residuals * (1 + part) + self.codec.bytes_per_value() * (2 + part)
+        return Needs(kept=sizes.n * per_value)
+
+    def message_bytes(self, bucket: GradBucket, size: int) -> int:
+        return self.layout(bucket, size).num_bytes
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        plan = self.planned(bucket, comm, _TwoStagePlan)
+        yield from self._stages(plan, bucket.flat, comm, plan.lines)
+        plan.kernels.add_up(plan.layout, plan.line, bucket.flat, comm.size, plan.finite)
+        bucket.finite = plan.finite
+
+    def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
+        plan = self.planned(bucket, comm, _TwoStagePlan)
+        return self._stages(plan, bucket.flat, comm, message.view_as(plan.lines))
+
+    def _stages(
+        self, plan: _TwoStagePlan, flat: Tensor, comm: Comm, sums: Tensor
+    ) -> Iterator[Collective]:
+        """Fill `sums`, uint8 [ranks, line]; it may be the memory of what was sent."""
+        plan.kernels.encode(plan.layout, flat, plan.bound.own, plan.message, plan.finite)
+        yield comm.iall_to_all(plan.received, plan.lines)
+        plan.kernels.reduce(plan.own, plan.received, plan.bound.owned, plan.reply)
+        yield comm.iall_gather(sums, plan.reply)
+
+    def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
+        bucket.finite = torch.ones((), dtype=torch.bool, device=message.device)
+        kernels, layout = self.codec.kernels(message.device), self.layout(bucket, size)
+        kernels.add_up(layout, message.view(1, -1), bucket.flat, divisor, bucket.finite)
+
+
+class _AllGatherPlan(Messages):
+    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
+        super().__init__(exchange.codec, exchange.layout(bucket, 1), comm, bucket.flat)
+        self.bound = exchange.memory.bind(bucket, self.coded)
+
+
+class AllGather(Coded):
+    """Each rank sends its message to all, which decode it and add in rank order.
+
+    A rank sends N-1 messages, so it is for few ranks, or for messages that are short.
+    """
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count the residual, and the messages of this rank and of all."""
+        messages = self.codec.bytes_per_value() * (1 + sizes.N)
+        return Needs(kept=sizes.n * (4.0 * self.memory.keeps + messages))
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        plan = self.planned(bucket, comm, _AllGatherPlan)
+        plan.kernels.encode(plan.layout, bucket.flat, plan.bound.own, plan.message, plan.finite)
+        yield comm.iall_gather(plan.received, plan.message)
+        plan.kernels.add_up(plan.layout, plan.received, bucket.flat, comm.size, plan.finite)
+        bucket.finite = plan.finite
 
 
 class OneBit(TwoStage):
@@ -21,12 +231,9 @@ class OneBit(TwoStage):
     A rank sends n/4*(N-1)/N bytes, plus 8 bytes of scales for each row at each stage.
 
     Args:
-        threshold, granularity, block_size, min_columns: see lab.codec.onebit.OneBit.
+        threshold, granularity, block_size, min_columns: see lab.codec.codecs.OneBit.
         warmup_steps: steps in full precision before quantisation starts.
         error_feedback: False drops both quantisation errors, to show what that costs.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(
@@ -38,10 +245,9 @@ class OneBit(TwoStage):
         warmup_steps: int = 0,
         error_feedback: bool = True,
     ) -> None:
-        codec = onebit.OneBit(threshold, granularity, block_size, min_columns)
-        super().__init__(codec, Memory(error_feedback))
-        checks.whole("exchange.warmup_steps", warmup_steps, 0)
-        self.warmup_steps = warmup_steps
+        self._rows = codecs.OneBit(threshold, granularity, block_size, min_columns)
+        super().__init__(self._rows, Memory(error_feedback))
+        self.warmup_steps = checks.whole("exchange.warmup_steps", warmup_steps, 0)
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         num_values = sum(map(math.prod, shapes.values()))
@@ -50,7 +256,10 @@ class OneBit(TwoStage):
             yield num_values, f"{which}{self.warmup_steps}"
             return
         coded = sum(rows.stop - rows.start for rows in self.codec.rows(shapes))
-        yield num_values - coded, self.codec.left_out(key)
+        which = f"vectors, and rows shorter than {key}.min_columns={self._rows.min_columns}"
+        if self._rows.granularity == "block":
+            which = f"what fills no block of {key}.block_size={self._rows.block_size}"
+        yield num_values - coded, which
 
 
 class Int8(TwoStage):
@@ -61,19 +270,16 @@ class Int8(TwoStage):
     the mean, plus the mean of half a level in each rank's gradient.
 
     Args:
-        block_size: values that share a smallest and a largest one; they may belong to several
-            parameters.
-
-    Raises:
-        ValueError: `block_size` is not a positive multiple of 4.
+        block_size: values that share a smallest and a largest one, a multiple of 4; they may belong
+            to several parameters.
     """
 
     def __init__(self, block_size: int = 1024) -> None:
-        super().__init__(levels.Int8(block_size), Memory(keeps=False))
+        super().__init__(codecs.Int8(block_size), Memory(keeps=False))
         self.block_size = block_size
 
     def error_bound(self, largest: float, size: int) -> float:
-        steps = levels.Int8.num_levels - 1
+        steps = codecs.Int8.num_levels - 1
         half = largest / steps  # of a level, where values fill [-largest, largest]
         return half + half * (1 + 1 / steps)
 
@@ -85,16 +291,12 @@ class Int4(TwoStage):
     (N-1)/N bytes per value, plus 8 per block at each stage.
 
     Args:
-        block_size: values that share a smallest and a largest one; they may belong to several
-            parameters.
+        block_size: as Int8's, a multiple of 8.
         error_feedback: False drops the rounding errors, to show what that costs.
-
-    Raises:
-        ValueError: `block_size` is not a positive multiple of 8, or `error_feedback` is not a bool.
     """
 
     def __init__(self, block_size: int = 128, error_feedback: bool = True) -> None:
-        super().__init__(levels.Int4(block_size), Memory(error_feedback))
+        super().__init__(codecs.Int4(block_size), Memory(error_feedback))
         self.block_size = block_size
 
 
@@ -108,13 +310,10 @@ class SignSGD(AllGather):
     Args:
         min_values: smaller tensors travel exactly.
         error_feedback: see Memory.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(self, min_values: int = 4096, error_feedback: bool = True) -> None:
-        super().__init__(Signs(min_values), Memory(error_feedback))
+        super().__init__(codecs.Signs(min_values), Memory(error_feedback))
         self.min_values = min_values
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
@@ -132,13 +331,10 @@ class TopK(AllGather):
     Args:
         ratio: k is this share of the values of each parameter, rounded up.
         error_feedback: see Memory.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
-        super().__init__(topk.TopK(ratio), Memory(error_feedback))
+        super().__init__(codecs.TopK(ratio), Memory(error_feedback))
         self.ratio = ratio
 
 

@@ -41,24 +41,20 @@ class Costs(Protocol):
     def num_bytes(self) -> int: ...
 
     def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
-        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls.
+        """Add a stage of `calls` calls that read and write `num_bytes` of memory.
 
         Args:
             in_torch: bytes of a codec that is plain torch on GPUs; None: the same.
         """
-        ...
 
     def products(self, operations: Sequence[float]) -> None:
         """Add a stage of matrix products, of so many operations on each rank."""
-        ...
 
     def wire(self, cost: Any, inside: bool = False) -> None:
         """Add a stage that waits for a collective, of all ranks or inside each node."""
-        ...
 
     def exact(self, num_values: int) -> Any:
         """Return the cost of values that travel uncompressed, in a separate all-reduce."""
-        ...
 
     def chunk_bytes(self, chunk_mb: ChunkMB) -> float:
         """Return the bytes of the largest chunk; infinite if buckets are sent whole."""

@@ -97,7 +97,8 @@ class MatrixDirection(Direction):
     """A direction that treats matrices between hidden layers apart, and gives the rest to Adam.
 
     Args:
-        adam, matrices: see HiddenMatrices.
+        adam: names, or patterns such as "head.*", of more parameters that go by Adam.
+        matrices: of parameters that are matrices, whatever holds them; see `find_hidden`.
         betas, eps: see Adam.
     """
 
@@ -105,11 +106,18 @@ class MatrixDirection(Direction):
         self, adam: Sequence[str], matrices: Sequence[str], betas: Sequence[float], eps: float
     ) -> None:
         super().__init__(betas, eps)
-        self._rule = HiddenMatrices(adam, matrices)
+        for key, given in (("adam", adam), ("matrices", matrices)):
+            is_list = isinstance(given, Sequence) and not isinstance(given, str)
+            if not is_list or not all(isinstance(each, str) for each in given):
+                raise ValueError(
+                    f"exchange.{key}={given}: must be a list of parameters' names, such as "
+                    "['head.*', pos]"
+                )
+        self._adam_names, self._matrix_names = tuple(adam), tuple(matrices)
         self._hidden: Hidden | None = None
 
-    def look_at(self, model: nn.Module) -> None:
-        self._hidden = self._rule.of(model)
+    def setup(self, model: nn.Module) -> None:
+        self._hidden = find_hidden(model, self._adam_names, self._matrix_names)
 
     def plan(self, shapes: Shapes) -> Hidden:
         """Return the plan of the model, or of a bucket if there is no model."""
@@ -131,9 +139,6 @@ class Adam:
     Attributes:
         betas: decay rates of momentum and variance.
         eps: added to the root of the variance.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     betas: tuple[float, ...]
@@ -202,68 +207,47 @@ class Hidden:
         return {"matrices": len(self.matrices), "by_adam": listed}
 
 
-class HiddenMatrices:
-    """Finds the hidden matrices of a model.
+def find_hidden(model: nn.Module, adam: Sequence[str] = (), matrices: Sequence[str] = ()) -> Hidden:
+    """Return the plan of `model`'s trainable parameters.
 
-    Embeddings, those within or tied to one, are no such matrices. Nor is the output layer: the last
-    linear layer or convolution, unless it is part of a stack of blocks. Of what remains, weights of
-    torch's linear maps are matrices, and so are the parameters [rows, columns] of other modules
-    whose name has "weight" in it. Each group of a grouped convolution is a map of its own; these go
-    by Adam.
-
-    Args:
-        adam: names, or patterns such as "head.*", of more parameters that go by Adam.
-        matrices: of parameters that are matrices, whatever holds them.
+    Embeddings, those within or tied to one, are no hidden matrices. Nor is the output layer: the
+    last linear layer or convolution, unless it is part of a stack of blocks. Of what remains,
+    weights of torch's linear maps are matrices, and so are the parameters [rows, columns] of other
+    modules whose name has "weight" in it. Each group of a grouped convolution is a map of its own;
+    these go by Adam.
 
     Raises:
-        ValueError: something else than lists of names.
+        ValueError: a pattern that matches none of them, one that both lists match, or a vector that
+            should be a matrix.
     """
-
-    def __init__(self, adam: Sequence[str], matrices: Sequence[str]) -> None:
-        for key, given in (("adam", adam), ("matrices", matrices)):
-            is_list = isinstance(given, Sequence) and not isinstance(given, str)
-            if not is_list or not all(isinstance(each, str) for each in given):
-                raise ValueError(
-                    f"exchange.{key}={given}: must be a list of parameters' names, such as "
-                    "['head.*', pos]"
-                )
-        self.adam, self.matrices = tuple(adam), tuple(matrices)
-
-    def of(self, model: nn.Module) -> Hidden:
-        """Return the plan of `model`'s trainable parameters.
-
-        Raises:
-            ValueError: a pattern that matches none of them, one that both lists match, or a vector
-                that should be a matrix.
-        """
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                names.setdefault(id(parameter), []).append(name.replace(COMPILED, ""))
-        adam = _matched("adam", self.adam, names)
-        matrices = _matched("matrices", self.matrices, names)
-        embedded = _ids(m for m in model.modules() if isinstance(m, EMBEDDINGS))
-        output = _ids(_output_layer(model))
-        found, by_adam = dict[str, Matrix](), dict[str, str]()
-        for name, holder, own, parameter in _held(model):
-            key, matrix = id(parameter), as_matrix(parameter.shape)
-            if key in adam and key in matrices:
-                raise ValueError(f"exchange.adam and exchange.matrices: both match {name}")
-            if key in matrices and not matrix:
-                raise ValueError(
-                    f"exchange.matrices: {name} is no matrix, but of shape {list(parameter.shape)}"
-                )
-            if not matrix:
-                continue
-            reason = "one row or column" if 1 in matrix else _reason(holder, own, parameter)
-            reason = "output layer" if key in output else reason
-            reason = "embedding" if key in embedded else reason
-            reason = "exchange.adam" if key in adam else reason
-            if reason and key not in matrices:
-                by_adam[name] = reason
-            else:
-                found[name] = matrix
-        return Hidden(found, by_adam)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(id(parameter), []).append(name.replace(COMPILED, ""))
+    by_name = _matched("adam", adam, names)
+    forced = _matched("matrices", matrices, names)
+    embedded = _ids(m for m in model.modules() if isinstance(m, EMBEDDINGS))
+    output = _ids(_output_layer(model))
+    found, by_adam = dict[str, Matrix](), dict[str, str]()
+    for name, holder, own, parameter in _held(model):
+        key, matrix = id(parameter), as_matrix(parameter.shape)
+        if key in by_name and key in forced:
+            raise ValueError(f"exchange.adam and exchange.matrices: both match {name}")
+        if key in forced and not matrix:
+            raise ValueError(
+                f"exchange.matrices: {name} is no matrix, but of shape {list(parameter.shape)}"
+            )
+        if not matrix:
+            continue
+        reason = "one row or column" if 1 in matrix else _reason(holder, own, parameter)
+        reason = "output layer" if key in output else reason
+        reason = "embedding" if key in embedded else reason
+        reason = "exchange.adam" if key in by_name else reason
+        if reason and key not in forced:
+            by_adam[name] = reason
+        else:
+            found[name] = matrix
+    return Hidden(found, by_adam)
 
 
 def _matched(key: str, patterns: Sequence[str], names: dict[int, list[str]]) -> set[int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lab.exchange.base import ADDED, Exchange
-from lab.exchange.layout import is_dense, named, trainable
+from lab.exchange.layout import is_dense, trainable
 
 
 def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
@@ -76,42 +75,6 @@ def is_linear(model: nn.Module) -> bool:
             return False
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return not any(getattr(p, name, None) for p in model.parameters() for name in hooks)
-
-
-class Outside:
-    """The parameters of a model that no exchange was set up for: frozen ones, and any to come.
-
-    Args:
-        admitted: the others, a result of `admit`.
-    """
-
-    def __init__(self, model: nn.Module, admitted: Mapping[str, nn.Parameter]) -> None:
-        self._model, self._admitted = model, admitted
-        self._parameters = self._found()
-        self._has_trained = False
-
-    def refuse_trained(self) -> None:
-        """Refuse a model in which one of them trains; call this in each step, after backward.
-
-        Parameters that a model registered by itself are looked for until a backward has been seen.
-
-        Raises:
-            RuntimeError: names one that has a gradient, which no other rank would get.
-        """
-        if not self._has_trained:
-            self._parameters = self._found()
-            self._has_trained = any(p.grad is not None for p in self._admitted.values())
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad and parameter.grad is not None:
-                raise RuntimeError(
-                    f"{name}: was frozen, or not there, when the exchange was set up, so its "
-                    "gradient reaches no other rank; set it up with requires_grad=True, and freeze "
-                    "the parameter later"
-                )
-
-    def _found(self) -> dict[str, nn.Parameter]:
-        admitted = {id(p) for p in self._admitted.values()}
-        return {n: p for n, p in named(self._model).items() if id(p) not in admitted}
 
 
 def carrier(dtype: torch.dtype, exchange: Exchange) -> torch.dtype | None:

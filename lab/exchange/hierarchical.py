@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -14,22 +14,12 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
-from lab.distributed.launcher import each_alone
+from lab.distributed.launcher import Nodes, each_alone
 from lab.distributed.worker import record_stream
 from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged, require_mean
-from lab.exchange.bucket import ALIGNED, GradBucket
-from lab.exchange.coded import TwoStage
+from lab.exchange.bucket import ALIGNED, GradBucket, Plans
+from lab.exchange.compressed import TwoStage
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.rails import (
-    Blocks,
-    Levels,
-    is_split,
-    num_rails,
-    part_shape,
-    part_shapes,
-    place_of,
-    shares,
-)
 
 OWN = ("carried", "shapes", "nodes")  # keys of its own beside those of `inter` in checkpoints
 
@@ -38,7 +28,7 @@ class Hierarchical(Staged):
     """Any exchange between nodes, of a part of the gradient for each local rank.
 
     1. Reduce-scatter inside the node: local rank l has the node's sum of part l.
-    2. `inter` averages part l among the l-th ranks of all nodes, on rail l (lab.exchange.rails).
+    2. `inter` averages part l among the l-th ranks of all nodes, on rail l.
     3. All-gather inside the node.
 
     Horovod's hierarchical all-reduce, and NCCL's name for rails; BytePS too compresses between
@@ -123,13 +113,13 @@ class Hierarchical(Staged):
     def asynchronous(self, comm: Comm) -> bool:
         return comm.asynchronous and self.inter.asynchronous(comm)
 
-    def check_reach(self, comm: Comm) -> None:
+    def validate(self, comm: Comm) -> None:
         """Make groups of the ranks of each node and of each rail, too.
 
         Raises:
             ValueError: there are two levels, and `comm` cannot be split; or as for any exchange.
         """
-        super().check_reach(comm)
+        super().validate(comm)
         if is_split(comm.nodes) and comm.no_split:
             raise ValueError(f"exchange=Hierarchical: makes groups of ranks; {comm.no_split}")
         self._levels = Levels.of(comm)
@@ -138,58 +128,58 @@ class Hierarchical(Staged):
         levels = self._levels = self._levels or Levels.of(comm)
         for name in bucket.shapes.keys() - self._shapes.keys() if self._has_state else ():
             self._shapes[name] = torch.tensor(bucket.shapes[name], dtype=torch.int64)
-        if levels.inside is None:
-            yield from self._between_nodes(bucket, comm)
+        if levels.intra_node is None:
+            yield from self._between_nodes(bucket, levels)
             return
-        blocks = Blocks(bucket, levels.inside.size, num_rails(levels.nodes))
+        blocks = Blocks(bucket, levels.intra_node.size, levels.rails)
         blocks.fill()
-        own = blocks.memory[levels.inside.rank]
-        yield levels.inside.ireduce_scatter(own, blocks.memory, blocks.arriving(levels.inside))
+        own = blocks.memory[levels.intra_node.rank]
+        arriving = blocks.arriving(levels.intra_node)
+        yield levels.intra_node.ireduce_scatter(own, blocks.memory, arriving)
         if isinstance(self.inter, Relayed) and len(levels.nodes) > 1:
-            yield from self._relayed(self.inter, blocks.parts, levels, levels.inside)
+            yield from self._relayed(self.inter, blocks.parts, levels, levels.intra_node)
             finite = [part.finite for part in blocks.parts if part.finite is not None]
             bucket.finite = torch.stack(finite).all()
         else:
-            yield from self._gathered(blocks, levels, levels.inside)
+            if levels.rail is not None:
+                yield from self._mean_of_part(blocks.parts[levels.rail], levels)
+            yield levels.intra_node.iall_gather(blocks.memory, own)
         blocks.empty()
         if not self.exact and bucket.finite is None:
             bucket.finite = bucket.flat.isfinite().all()
 
-    def _gathered(self, blocks: Blocks, levels: Levels, inside: Comm) -> Iterator[Collective]:
-        """Replace all parts by their means over the nodes, which are sent inside them."""
-        own = blocks.memory[inside.rank]
-        if (rail := levels.place.rail) is not None:
-            part = blocks.parts[rail]
-            yield from self._between_nodes(part, levels.across)
-            if not part.divided:
-                part.flat.mul_(len(levels.nodes) / levels.num_ranks)
-            if part.finite is not None:  # a sparse one may not deliver the value itself
-                part.flat[:1].masked_fill_(~part.finite, torch.nan)
-        yield inside.iall_gather(blocks.memory, own)
+    def _mean_of_part(self, part: GradBucket, levels: Levels) -> Iterator[Collective]:
+        """Replace this rail's part by its mean over the ranks, to be sent inside the nodes."""
+        yield from self._between_nodes(part, levels)
+        if not part.divided:
+            part.flat.mul_(len(levels.nodes) / sum(map(len, levels.nodes)))
+        if part.finite is not None:  # a sparse one may not deliver the value itself
+            part.flat[:1].masked_fill_(~part.finite, torch.nan)
 
     def _relayed(
-        self, inter: Relayed, parts: Sequence[GradBucket], levels: Levels, inside: Comm
+        self, inter: Relayed, parts: Sequence[GradBucket], levels: Levels, intra_node: Comm
     ) -> Iterator[Collective]:
         """Do the same, but send messages inside the nodes, which every rank decodes for itself."""
         num_nodes = len(levels.nodes)
         sizes = [inter.message_bytes(part, num_nodes) for part in parts]
         byte = parts[0].flat.new_empty(0, dtype=torch.uint8)
         longest = -(-max(sizes) // ALIGNED) * ALIGNED
-        messages = parts[0].plans.scratch("messages", byte, inside.size, longest)
-        own = messages[inside.rank]
-        if levels.across is not None:
-            rail = inside.rank
+        messages = parts[0].plans.scratch("messages", byte, intra_node.size, longest)
+        own = messages[intra_node.rank]
+        if levels.inter_node is not None:
+            rail = intra_node.rank
             self._add_carried(parts[rail])
-            yield from inter.sum(parts[rail], levels.across, own[: sizes[rail]])
-        yield inside.iall_gather(messages, own)
+            yield from inter.sum(parts[rail], levels.inter_node, own[: sizes[rail]])
+        yield intra_node.iall_gather(messages, own)
+        divisor = sum(map(len, levels.nodes))
         for part, message, num_bytes in zip(parts, messages, sizes, strict=False):
-            inter.decode(message[:num_bytes], part, num_nodes, divisor=levels.num_ranks)
+            inter.decode(message[:num_bytes], part, num_nodes, divisor=divisor)
 
-    def _between_nodes(self, part: GradBucket, across: Comm | None) -> Iterator[Collective]:
+    def _between_nodes(self, part: GradBucket, levels: Levels) -> Iterator[Collective]:
         """Replace this rail's part, a sum of this node, by its mean over the nodes."""
         self._add_carried(part)
-        if across is not None:
-            yield from self.inter.stages(part, across)
+        if levels.inter_node is not None:
+            yield from self.inter.stages(part, levels.inter_node)
 
     def _add_carried(self, part: GradBucket) -> None:
         for name, start, stop in part.spans():
@@ -197,20 +187,19 @@ class Hierarchical(Staged):
                 part.flat[start:stop] += record_stream(self.carried.pop(name))
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
-        nodes = self._levels.nodes if self._levels else ()
-        inter = f"{key}.inter"
-        if len(nodes) == 1 and not self.exact:
+        levels, inter = self._levels, f"{key}.inter"
+        if levels and len(levels.nodes) == 1 and not self.exact:
             which = f"there is one node, and {inter}={type(self.inter).__name__} is between nodes"
             yield sum(map(math.prod, shapes.values())), which
             return
-        rails = num_rails(nodes) if nodes else 1
+        rails = levels.rails if levels else 1
         found: Counter[str] = Counter()
         for rail in range(rails):
             for number, which in self.inter.left_exact(part_shapes(shapes, rail, rails), inter):
                 found[which] += number
         yield from ((number, which) for which, number in found.items())
 
-    def made_of(self) -> Iterable[Exchange]:
+    def children(self) -> Iterable[Exchange]:
         return (self.inter,)
 
     @property
@@ -222,12 +211,11 @@ class Hierarchical(Staged):
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         levels = self._levels
-        if levels is None or levels.place.rail is None:
+        if levels is None or levels.rail is None:
             return
-        where = levels.place.rail, num_rails(levels.nodes)
-        part = _zeros(part_shapes(bucket.shapes, *where), bucket.flat)
-        self.inter.add_residual(part, levels.place)
-        own = shares(bucket.flat, bucket.shapes, *where)
+        part = _zeros(part_shapes(bucket.shapes, levels.rail, levels.rails), bucket.flat)
+        self.inter.add_residual(part, levels)
+        own = shares(bucket.flat, bucket.shapes, levels.rail, levels.rails)
         for (name, start, stop), values in zip(part.spans(), own, strict=True):
             values += part.flat[start:stop]
             if name in self.carried:
@@ -235,10 +223,10 @@ class Hierarchical(Staged):
 
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         self.add_residual(bucket, comm)
-        if self._levels and self._levels.place.rail is not None:
-            where = self._levels.place.rail, num_rails(self._levels.nodes)
-            part = _zeros(part_shapes(bucket.shapes, *where), bucket.flat)
-            self.inter.flush_residual(part, self._levels.place)
+        levels = self._levels
+        if levels and levels.rail is not None:
+            part = _zeros(part_shapes(bucket.shapes, levels.rail, levels.rails), bucket.flat)
+            self.inter.flush_residual(part, levels)
         for name in bucket.shapes:
             self.carried.pop(name, None)
 
@@ -295,14 +283,14 @@ class Hierarchical(Staged):
         for each, state in enumerate(states):
             one = Hierarchical(deepcopy(self.inter))
             nodes = _nodes(state)
-            one._levels = Levels(nodes, place_of(each, nodes), None, None)
+            one._levels = Levels.at(each, nodes)
             one._take(state)
-            one.flush_residual(total, one._levels.place)
+            one.flush_residual(total, one._levels)
         nodes = self._levels.nodes if self._levels else each_alone(size)
-        place, carried = place_of(rank, nodes), dict[str, Tensor]()
-        if place.rail is not None:
-            own = shares(total.flat, shapes, place.rail, num_rails(nodes))
-            carried = {n: (v / place.size).float() for n, v in zip(shapes, own, strict=True)}
+        levels, carried = Levels.at(rank, nodes), dict[str, Tensor]()
+        if levels.rail is not None:
+            own = shares(total.flat, shapes, levels.rail, levels.rails)
+            carried = {n: (v / levels.size).float() for n, v in zip(shapes, own, strict=True)}
         return self.state_dict() | {"carried": carried, "shapes": states[0]["shapes"]}
 
     def _take(self, state: Mapping[str, Any]) -> None:
@@ -337,3 +325,141 @@ def _nodes(state: Mapping[str, Any]) -> list[list[int]]:
 def _zeros(shapes: Shapes, like: Tensor) -> GradBucket:
     num_values = sum(shape.numel() for shape in shapes.values())
     return GradBucket(dict(shapes), like.new_zeros(num_values))
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The two levels of a comm, as one of its ranks sees them; of its rail it is a `Ranks`.
+
+    Attributes:
+        nodes: the comm's.
+        rail: which rail this rank is on; None: its node has more ranks than the smallest, and this
+            is one of them.
+        rank: number among the ranks of the rail. size: how many these are, one on each node.
+        intra_node: the ranks of this node; None: every node has a single one.
+        inter_node: the ranks of this rail; None: there is one node, or this rank is on no rail.
+    """
+
+    nodes: Nodes
+    rail: int | None
+    rank: int
+    size: int
+    intra_node: Comm | None = None
+    inter_node: Comm | None = None
+
+    @property
+    def rails(self) -> int:
+        """How many rails there are: as many as the smallest node has ranks."""
+        return min(map(len, self.nodes))
+
+    @classmethod
+    def at(cls, rank: int, nodes: Nodes) -> Levels:
+        """Return the levels as `rank` sees them, without their comms."""
+        local = next(list(node).index(rank) for node in nodes if rank in node)
+        if local >= min(map(len, nodes)):
+            return cls(nodes, None, 0, len(nodes))
+        return cls(nodes, local, sorted(node[local] for node in nodes).index(rank), len(nodes))
+
+    @classmethod
+    def of(cls, comm: Comm) -> Levels:
+        """Split `comm`, unless it has one level alone. A collective call."""
+        own = cls.at(comm.rank, comm.nodes)
+        if not is_split(own.nodes):
+            alone = len(own.nodes) == 1
+            return replace(own, **{"intra_node" if alone else "inter_node": comm})
+        inside = comm.split(next(at for at, node in enumerate(own.nodes) if comm.rank in node))
+        across = comm.split(own.rails if own.rail is None else own.rail)
+        return replace(own, intra_node=inside, inter_node=None if own.rail is None else across)
+
+
+def is_split(nodes: Nodes) -> bool:
+    """Return whether there are two levels: several nodes, one with several ranks."""
+    return len(nodes) > 1 and max(map(len, nodes)) > 1
+
+
+def part_shapes(shapes: Shapes, rail: int, rails: int) -> dict[str, torch.Size]:
+    """Return the shape of each parameter's share, which may have no rows."""
+    return {name: torch.Size(part_shape(shape, rail, rails)) for name, shape in shapes.items()}
+
+
+def shares(flat: Tensor, shapes: Shapes, rail: int, rails: int) -> Iterator[Tensor]:
+    """Yield each parameter's share in `flat`, which holds all parameters: views [values]."""
+    start = 0
+    for shape in shapes.values():
+        rows, width = rows_of(shape)
+        part = share(rows, rail, rails)
+        yield flat[start + part.start * width : start + part.stop * width]
+        start += rows * width
+
+
+class Blocks:
+    """A bucket as one block for each rank of a node: block l is the part of rail l.
+
+    Blocks are as long as the longest part. Ranks beyond the rails get one that nobody uses, so that
+    the library's collectives serve uneven nodes too. A single parameter whose rows the rails share
+    evenly needs no copy.
+
+    Args:
+        local: ranks on this node.
+        rails: how many of them are on a rail.
+
+    Attributes:
+        memory: float32 [local, values of the longest part].
+        parts: for each rail the bucket of its part, in this memory.
+    """
+
+    def __init__(self, bucket: GradBucket, local: int, rails: int) -> None:
+        self._flat, self._plans = bucket.flat, bucket.plans
+        parts = [list(shares(bucket.flat, bucket.shapes, rail, rails)) for rail in range(rails)]
+        longest = max(sum(map(len, part)) for part in parts)
+        is_even = local == rails and local * longest == len(bucket.flat)
+        self._in_place = is_even and len(bucket.shapes) == 1
+        if self._in_place:
+            self.memory = bucket.flat.view(local, longest)
+        else:
+            self.memory = bucket.plans.scratch("blocks", bucket.flat, local, longest)
+        self.parts = [self._part(bucket, rail, rails) for rail in range(rails)]
+        self._values = [values for part in parts for values in part]
+        self._places = [
+            place
+            for part, block in zip(parts, self.memory, strict=False)
+            for place in block[: sum(map(len, part))].split([len(values) for values in part])
+        ]
+
+    def _part(self, bucket: GradBucket, rail: int, rails: int) -> GradBucket:
+        shapes = part_shapes(bucket.shapes, rail, rails)
+        flat = self.memory[rail, : sum(shape.numel() for shape in shapes.values())]
+        plans = bucket.plans.setdefault(("rail", rail, rails), Plans())
+        return GradBucket(shapes, flat, bucket.step, bucket.divided, plans=plans)
+
+    def arriving(self, inside: Comm) -> Tensor | None:
+        """Return memory like the blocks for a reduce-scatter; None where it needs none: NCCL."""
+        if inside.backend == "nccl":
+            return None
+        return self._plans.scratch("arriving", self._flat, *self.memory.shape)
+
+    def fill(self) -> None:
+        """Copy the bucket into the blocks."""
+        if not self._in_place:
+            torch._foreach_copy_(self._places, self._values)
+
+    def empty(self) -> None:
+        """Copy the blocks back into the bucket."""
+        if not self._in_place:
+            torch._foreach_copy_(self._values, self._places)
+
+
+def rows_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Return a parameter's rows, and the values in each. A scalar is one row, a value a column."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def share(rows: int, rail: int, rails: int) -> slice:
+    """Return those of `rows` rows that a rail carries, maybe none."""
+    return slice(rail * rows // rails, (rail + 1) * rows // rails)
+
+
+def part_shape(shape: Sequence[int], rail: int, rails: int) -> tuple[int, ...]:
+    """Return the shape of the rows that a rail carries."""
+    rows = share(rows_of(shape)[0], rail, rails)
+    return (rows.stop - rows.start, *shape[1:])

@@ -16,6 +16,8 @@ from lab.exchange.bucket import GradBucket
 from lab.settings import checks
 
 LEGACY = "stripe_residual"  # of checkpoints before residuals of sums were kept by place
+Range = tuple[int, int]  # first and end, of values of a bucket
+OwnedRange = tuple[int, int, int]  # first value, its place in Bound.owned, and their number
 
 
 class Owned(NamedTuple):
@@ -23,11 +25,6 @@ class Owned(NamedTuple):
 
     start: int
     values: Tensor
-
-    @property
-    def place(self) -> range:
-        """The places of the values in the parameter."""
-        return range(self.start, self.start + len(self.values))
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,6 @@ class Memory:
 
     Attributes:
         of_sums: it keeps what is left out of sums, too.
-
-    Raises:
-        ValueError: `keeps` is not a bool.
     """
 
     of_sums = False
@@ -90,53 +84,46 @@ class Memory:
     def bind(
         self,
         bucket: GradBucket,
-        coded: Sequence[tuple[int, int]],
-        owned: Sequence[tuple[int, int, int]] = (),
+        coded: Sequence[Range],
+        owned: Sequence[OwnedRange] = (),
         num_owned: int = 0,
     ) -> Bound:
         """Return the residuals of a bucket, to be replaced in place.
 
         Args:
-            coded: first and end of the ranges that a codec encodes, in their order.
-            owned: where sums that this rank encodes lie in the bucket, in their order: the first
-                value, its place among the `num_owned` of `Bound.owned`, and their number.
+            coded: what a codec encodes, in order.
+            owned: where sums that this rank encodes lie in the bucket, in order, among the
+                `num_owned` of `Bound.owned`.
         """
         if not self.keeps:
             return Bound(None)
         own, of_sums = torch.zeros_like(bucket.flat), bucket.flat.new_zeros(num_owned)
-        bound = Bound(own, of_sums)
-        self._bind_own(bucket, coded, own)
+        for name, start, stop in _coded_spans(bucket, coded):
+            if name in self._own:
+                own[start:stop] = record_stream(self._own[name]).view(-1)
+            self._own[name] = own[start:stop]
         if self.of_sums:
-            self._bind_owned(bucket, owned, of_sums)
+            self._bind_sums(bucket, owned, of_sums)
+        bound = Bound(own, of_sums)
         for name in bucket.shapes:
             if before := self._bound.get(name):
                 before.current = False
             self._bound[name] = bound
         return bound
 
-    def _bind_own(
-        self, bucket: GradBucket, coded: Sequence[tuple[int, int]], residual: Tensor
-    ) -> None:
-        for name, start, stop in _coded_spans(bucket, coded):
-            own = residual[start:stop]
-            if name in self._own:
-                own.copy_(record_stream(self._own[name]).view(-1))
-            self._own[name] = own
-
-    def _bind_owned(
-        self, bucket: GradBucket, owned: Sequence[tuple[int, int, int]], residual: Tensor
-    ) -> None:
-        own = {
+    def _bind_sums(self, bucket: GradBucket, owned: Sequence[OwnedRange], residual: Tensor) -> None:
+        now_owned = {
             name: Owned(start, residual[place : place + count])
             for name, start, place, count in _by_parameter(bucket, owned)
         }
         for name in bucket.shapes:
-            before, now = self._owned.pop(name, None), own.get(name)
-            if before and now and before.place == now.place:
-                now.values.copy_(record_stream(before.values))
-            elif before:
-                kept = self._own[name][before.start :][: len(before.values)]
-                kept += record_stream(before.values)
+            before, now = self._owned.pop(name, None), now_owned.get(name)
+            if before:
+                first, values = before[0], record_stream(before.values)
+                if now and (first, len(values)) == (now.start, len(now.values)):
+                    now.values.copy_(values)
+                else:
+                    self._own[name][first:][: len(values)] += values
             if now:
                 self._owned[name], self._starts[name] = now, torch.tensor(now.start)
 
@@ -206,13 +193,12 @@ class Memory:
                 "state_dict: an earlier version of the lab wrote these residuals, which lie "
                 "otherwise now; start anew, or from the weights alone"
             )
-        own, owned = state.get("residual", {}), state.get("owner", {})
-        self._own = {name: value.clone() for name, value in own.items()}
-        self._owned = {
-            name: Owned(int(state["owner_start"][name]), values.clone())
-            for name, values in owned.items()
-        }
+        self._own = {name: value.clone() for name, value in state.get("residual", {}).items()}
         self._starts = dict(state.get("owner_start", {}))
+        self._owned = {
+            name: Owned(int(self._starts[name]), values.clone())
+            for name, values in state.get("owner", {}).items()
+        }
         for bound in self._bound.values():
             bound.current = False
         self._bound = {}
@@ -233,25 +219,21 @@ class Memory:
 
 
 def _by_parameter(
-    bucket: GradBucket, owned: Sequence[tuple[int, int, int]]
+    bucket: GradBucket, owned: Sequence[OwnedRange]
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield each parameter's owned values: first one, place, number. They follow each other."""
     found: dict[str, tuple[int, int, int]] = {}
     for first, place, count in owned:
         for name, start, stop in bucket.spans():
             low, high = max(start, first), min(stop, first + count)
-            if low < high and name in found:
-                begin, at, number = found[name]
+            if low < high:
+                begin, at, number = found.get(name, (low - start, place + low - first, 0))
                 assert begin + number == low - start, f"{name}: is owned in several places"
                 found[name] = begin, at, number + high - low
-            elif low < high:
-                found[name] = low - start, place + low - first, high - low
     yield from ((name, *each) for name, each in found.items())
 
 
-def _coded_spans(
-    bucket: GradBucket, coded: Iterable[tuple[int, int]]
-) -> Iterator[tuple[str, int, int]]:
+def _coded_spans(bucket: GradBucket, coded: Iterable[Range]) -> Iterator[tuple[str, int, int]]:
     """Yield the spans of parameters of which a codec encodes any value."""
     ranges = iter(coded)
     first, end = next(ranges, (math.inf, math.inf))
@@ -272,11 +254,9 @@ def fill_rows(view: Tensor, saved: Tensor) -> None:
 
 def shares(kept: list[dict[str, Tensor]], size: int) -> dict[str, Tensor]:
     """Return an equal share for each of `size` ranks of what others kept, by parameter."""
-    return {name: _share([tensors[name] for tensors in kept], size) for name in kept[0]}
-
-
-def _share(tensors: list[Tensor], size: int) -> Tensor:
-    total = tensors[0].double()
-    for other in tensors[1:]:
-        total += other
-    return total.div_(size).float()
+    return {
+        name: sum((tensors[name].double() for tensors in kept[1:]), kept[0][name].double())
+        .div_(size)
+        .float()
+        for name in kept[0]
+    }

@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum, each matrix by one rank."""
+"""Orthonormal updates: Muon, of whole matrices, each by one rank; Dion, of low rank, by all."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import MatrixDirection, is_finite, zeros
-from lab.exchange.layout import Matrix, hidden_matrices, trainable
+from lab.exchange.layout import Matrix, hidden_matrices, rank_of, trainable
+from lab.exchange.memory import shares
+from lab.exchange.powersgd import Factors, factor_kernels, orthonormalise, random_factor, together
 from lab.settings import checks
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+ROUNDING = 1e-6  # a column of R is nothing else, if its norm is this share of the largest one's
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest slope at zero
 SMALLEST = 1e-7  # norm below which a matrix is not scaled up
 
@@ -41,11 +44,7 @@ class Muon(Staged, MatrixDirection):
         momentum: decay rate. nesterov: look ahead. steps: of Newton–Schulz.
         dtype: of its products, bfloat16, float32, or auto: bfloat16 on GPUs that compute in it
             (compute capability 8.0 and above), float32 on others and on CPUs.
-        betas, eps: of Adam.
-        adam, matrices: names or patterns of parameters for either; see HiddenMatrices.
-
-    Raises:
-        ValueError: an argument out of range.
+        betas, eps: of Adam. adam, matrices: see MatrixDirection.
     """
 
     kinds = ("momentum", "variance")
@@ -70,11 +69,11 @@ class Muon(Staged, MatrixDirection):
         self._matrices: dict[str, Matrix] = {}
         self._owner: dict[str, int] = {}
 
-    def look_at(self, model: nn.Module) -> None:
-        super().look_at(model)
-        self._follow({name: p.shape for name, p in trainable(model).items()})
+    def setup(self, model: nn.Module) -> None:
+        super().setup(model)
+        self._measure({name: p.shape for name, p in trainable(model).items()})
 
-    def _follow(self, shapes: Mapping[str, torch.Size]) -> None:
+    def _measure(self, shapes: Mapping[str, torch.Size]) -> None:
         self._sizes = {name: shape.numel() for name, shape in shapes.items()}
         self._matrices = self.plan(shapes).matrices
 
@@ -111,7 +110,10 @@ class Muon(Staged, MatrixDirection):
         received = plans.scratch("received", like, comm.size, width)
         spans = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
         for place in places:
-            pack(spans[place.name], place, message)
+            values, own = spans[place.name], place.of(message)
+            if missing := own.numel() - len(values):
+                values = nn.functional.pad(values, (0, missing))
+            own.copy_(values.view_as(own))
         yield comm.iall_to_all(received, message)
         own = received[0]
         for line in received[1:]:
@@ -121,13 +123,14 @@ class Muon(Staged, MatrixDirection):
                 self._direct(place, own[place.start : place.start + place.length])
         yield comm.iall_gather(message, own)
         for place in places:
-            unpack(message, place, spans[place.name])
+            values = spans[place.name]
+            values.copy_(place.of(message).reshape(-1)[: len(values)])
         bucket.finite = is_finite(bucket.flat)
 
     def _owners(self, bucket: GradBucket, size: int) -> dict[str, int]:
         """Return the owner of each matrix of the model; of the bucket, if there is no model."""
         if not self._sizes:
-            self._follow(bucket.shapes)
+            self._measure(bucket.shapes)
         if not self._owner:
             self._owner = balanced(self._operations(self._matrices), size)
         return self._owner
@@ -229,6 +232,11 @@ class Place:
     start: int
     length: int
 
+    def of(self, message: Tensor) -> Tensor:
+        """Return the values in `message`, [ranks, length of a line]: [ranks that own some, n]."""
+        lines = slice(None) if self.owner is None else slice(self.owner, self.owner + 1)
+        return message[lines, self.start : self.start + self.length]
+
 
 def balanced(costs: Mapping[str, float], size: int) -> dict[str, int]:
     """Assign each item to one of `size` ranks, the dearest first, to whoever has least so far.
@@ -270,16 +278,6 @@ def newton_schulz_operations(rows: int, columns: int, steps: int) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
-def pack(values: Tensor, place: Place, message: Tensor) -> None:
-    """Copy a parameter's values to their places in `message`, float32 [ranks, length of a line]."""
-    stop = place.start + place.length
-    if place.owner is not None:
-        message[place.owner, place.start : stop] = values
-        return
-    for rank, line in enumerate(message[:, place.start : stop]):
-        line.copy_(part_of(values, rank, len(message)))
-
-
 def part_of(values: Tensor, rank: int, size: int) -> Tensor:
     """Return the part of `values` that `rank` of `size` ranks owns; zeros fill the last ones up."""
     length = -(-len(values) // size)
@@ -287,10 +285,146 @@ def part_of(values: Tensor, rank: int, size: int) -> Tensor:
     return nn.functional.pad(part, (0, length - len(part)))
 
 
-def unpack(message: Tensor, place: Place, values: Tensor) -> None:
-    """Copy a parameter's values from their places in `message`."""
-    stop = place.start + place.length
-    if place.owner is not None:
-        values.copy_(message[place.owner, place.start : stop])
-    else:
-        values.copy_(message[:, place.start : stop].reshape(-1)[: len(values)])
+class Dion(MatrixDirection):
+    """Dion (Ahn et al. 2025) for hidden matrices, Adam for all else; only factors are sent.
+
+    Each rank keeps a share of the momentum of a matrix, [outputs, the rest]; the shares add up to
+    the momentum M of the mean gradient. A step of power iteration approximates M by P R^T:
+
+    1. A rank adds its gradient / N to its share. P = MQ is summed over the ranks, and
+       orthonormalised.
+    2. R = M^T P is summed. A rank takes (1 - momentum) P times its own R^T from its share: what the
+       factors miss stays in the momentum, which is Dion's error feedback.
+    3. Q, for the next step, is R with columns of length 1; the direction is P Q^T.
+
+    Both sums are all-reduces, one for all matrices of a bucket; the first carries the gradients of
+    vectors, embeddings and the output layer as well. A rank sends 8r(outputs + rest)(N-1)/N bytes
+    for a matrix, r = rank_fraction of its shorter side. Ranks have the same bits, if their devices
+    are alike: each orthonormalises P, and multiplies it by Q, by itself.
+
+    Args:
+        rank_fraction: r over the shorter side, rounded up. From 1/2 on, the factors of a square
+            matrix are no smaller than its gradient.
+        momentum: decay rate of the part of the momentum that factors hold.
+        betas, eps: of Adam. adam, matrices: see MatrixDirection.
+    """
+
+    kinds = ("share", "q", "momentum", "variance")
+    needs_like_gpus = True
+
+    def __init__(
+        self,
+        rank_fraction: float = 0.25,
+        momentum: float = 0.95,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam: Sequence[str] = (),
+        matrices: Sequence[str] = (),
+    ) -> None:
+        super().__init__(adam, matrices, betas, eps)
+        self.rank_fraction = checks.number(
+            "exchange.rank_fraction", rank_fraction, above=0, at_most=1
+        )
+        self.momentum = checks.number("exchange.momentum", momentum, at_least=0, below=1)
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Count the passes over momentum, gradients and directions, and the factors that are sent.
+
+        Orthonormalising P is work of the device, and left out.
+        """
+        shapes = {str(number): shape for number, shape in enumerate(costs.shapes)}
+        matrices = list(hidden_matrices(shapes).values())
+        n = sum(rows * columns for rows, columns in matrices)
+        ranks = [rank_of(*matrix, self.rank_fraction) for matrix in matrices]
+        left = sum(r * rows for r, (rows, _) in zip(ranks, matrices, strict=True))
+        right = sum(r * columns for r, (_, columns) in zip(ranks, matrices, strict=True))
+        costs.codec(16 * n)
+        costs.wire(costs.exact(costs.n - n + left))
+        costs.codec(12 * n)
+        costs.wire(costs.exact(right))
+        costs.codec(4 * n + 32 * (costs.n - n))
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count momentum, and Q and R of the longer side; P is of the shorter one, and left out."""
+        return Needs(kept=4 * sizes.n * (1 + 2 * self.rank_fraction))
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        self.begin(bucket, comm)
+        hidden = self.plan(bucket.shapes).matrices
+        values = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
+        matrices = {name: v.view(hidden[name]) for name, v in values.items() if name in hidden}
+        others = {name: v for name, v in values.items() if name not in hidden}
+        ps = self._orthonormal_ps(matrices, others, comm)
+        for name, r in self._sums_of_r(matrices, ps, comm).items():
+            self._direct(name, ps[name], r, matrices[name])
+        for name, gradient in others.items():
+            self.direct_by_adam(name, gradient)
+        bucket.finite = is_finite(bucket.flat)
+
+    def _orthonormal_ps(
+        self, matrices: dict[str, Tensor], others: dict[str, Tensor], comm: Comm
+    ) -> dict[str, Tensor]:
+        """Add gradients to momentum; return each P, [rows, r], and average the other gradients."""
+        qs = self.moments["q"]
+        for name, gradient in matrices.items():
+            if name not in qs:
+                rank = rank_of(len(gradient), gradient.shape[1], self.rank_fraction)
+                qs[name] = random_factor(name, rank, gradient.shape[1], gradient.device)
+        factors = [(len(gradient), len(qs[name])) for name, gradient in matrices.items()]
+        like = next(iter({**matrices, **others}.values()))
+        message, parts = together([*(v.shape for v in others.values()), *factors], like)
+        means, ps = parts[: len(others)], dict(zip(matrices, parts[len(others) :], strict=True))
+        if means:
+            torch._foreach_copy_(means, list(others.values()))
+        for name, gradient in matrices.items():
+            share = zeros(self.moments["share"], name, gradient)
+            of = factor_kernels(gradient.device, len(qs[name]))
+            of.project(_alone(ps[name], qs[name]), gradient, share, qs[name], ps[name])
+        comm.all_reduce(message)
+        if means:
+            torch._foreach_copy_(list(others.values()), means)
+        orthonormalise(ps.values())
+        return ps
+
+    def _sums_of_r(
+        self, matrices: dict[str, Tensor], ps: dict[str, Tensor], comm: Comm
+    ) -> dict[str, Tensor]:
+        """Return each R^T, [r, columns], summed over the ranks; take a part of it from momentum."""
+        if not matrices:
+            return {}
+        shapes = [(ps[name].shape[1], matrix.shape[1]) for name, matrix in matrices.items()]
+        message, parts = together(shapes, next(iter(matrices.values())))
+        rs = dict(zip(matrices, parts, strict=True))
+        for name, r in rs.items():
+            share = self.moments["share"][name]
+            of = factor_kernels(share.device, len(r))
+            of.project_back(_alone(ps[name], r), share, ps[name], r, subtract=False)
+            share.addmm_(ps[name], r, alpha=self.momentum - 1)
+        comm.all_reduce(message)
+        return rs
+
+    def _direct(self, name: str, p: Tensor, r: Tensor, out: Tensor) -> None:
+        """Write the direction of a matrix into `out`, and keep Q for the next step.
+
+        Momentum of a lower rank leaves columns of R that are rounding alone. They get no direction,
+        and the next step looks for others where it looked before.
+        """
+        lengths = r.norm(dim=1, keepdim=True)
+        unknown = lengths <= ROUNDING * lengths.max()  # false for NaN, which spreads
+        unit = r.div_(lengths).masked_fill_(unknown, 0)
+        factor_kernels(out.device, len(unit)).rebuild(_alone(p, unit), p, unit, out)
+        out.mul_(rms_factor(*out.shape))
+        q = self.moments["q"][name]
+        torch.where(unknown, q, unit, out=q)
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """Give each rank an equal share of the momentum; all else was equal on all ranks."""
+        new = super().redistribute(states, rank, size)
+        new["share"] = shares([state["share"] for state in states], size)
+        return new
+
+
+def _alone(p: Tensor, q: Tensor) -> Factors:
+    """Return the places of a matrix that lies by itself, as its factors do."""
+    return Factors([(0, len(p), q.shape[1], len(q))])

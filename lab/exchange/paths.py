@@ -6,6 +6,7 @@ Their cost is that of Kim et al. (ISPASS 2017, slide 25) and of Patarasuk and Yu
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,11 +15,19 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Handle, Transfer
-from lab.exchange.base import ADDED, Exchange, Rooted
-from lab.exchange.bucket import GradBucket, ScratchBuffer
+from lab.exchange.base import ADDED, Exchange
+from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.grouping import LAG, MIB, ChunkMB, check_chunk_mb, chunk_mb_over
-from lab.exchange.topology import Node, binomial_node, in_order_node
+from lab.exchange.grouping import (
+    LAG,
+    MIB,
+    ChunkMB,
+    Node,
+    binomial_node,
+    check_chunk_mb,
+    chunk_mb_over,
+    in_order_node,
+)
 
 Tick = tuple[list[Transfer], list[Transfer]]  # one rank's simultaneous sends and receives
 
@@ -49,12 +58,55 @@ def count_chunks(flat: Tensor, chunk_mb: float | None) -> int:
     return 1 if chunk_mb is None else max(1, math.ceil(flat.nbytes / (chunk_mb * MIB)))
 
 
+class Path(Exchange):
+    """An exchange that sums while values go from rank to rank.
+
+    Args:
+        chunk_mb: largest chunk in MiB, or one for each library; None: buckets, or what is sent of
+            them at once, go whole.
+    """
+
+    dtypes = ADDED
+    needs_send_recv = True
+    takes_divided = True
+
+    def __init__(self, chunk_mb: ChunkMB = 4) -> None:
+        check_chunk_mb(chunk_mb)
+        self.chunk_mb = chunk_mb
+        self._chunks = Plans()  # those that arrive, of buckets of any size
+
+
+class Rooted(Path):
+    """An exchange in two halves: reduce to rank 0, then broadcast.
+
+    Attributes:
+        in_halves: `to_root` and `from_root` may be called separately.
+    """
+
+    in_halves = True
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        self.to_root(bucket, comm)
+        self.from_root(bucket.flat, comm)
+
+    @abstractmethod
+    def to_root(self, bucket: GradBucket, comm: Comm) -> None:
+        """Leave the mean over the ranks in rank 0's `bucket.flat`; undefined on other ranks."""
+
+    @abstractmethod
+    def from_root(self, flat: Tensor, comm: Comm) -> None:
+        """Replace `flat` by rank 0's on all ranks."""
+
+
 class Star(Rooted):
     """An exchange in which rank 0 receives all gradients, adds in rank order and returns the mean.
 
     As Torch7's nn.DataParallelTable does (accGradParameters onto the first GPU). Rank 0 moves N-1
     times as many bytes as the others.
     """
+
+    def __init__(self) -> None:
+        super().__init__(None)
 
     def add_cost(self, costs: Costs) -> bool:
         costs.wire(costs.network.star(costs.num_bytes))
@@ -89,20 +141,13 @@ class Tree(Rooted):
     once to its parent and once to each child. Sums are taken in the order of the children.
     Scratch: one bucket, or three chunks for each child.
 
-    Args:
-        chunk_mb: largest chunk in MiB, or one for each library: chunks go up and
-            down while others arrive, and the critical path is the root's sends, one bucket for each
-            child. None: whole buckets.
-
-    Raises:
-        ValueError: a chunk_mb that is not above 0.
+    With chunks, which go up and down while others arrive, the critical path is the root's sends,
+    one bucket for each child.
     """
 
     def __init__(self, chunk_mb: ChunkMB = None) -> None:
-        check_chunk_mb(chunk_mb)
-        self.chunk_mb = chunk_mb
+        super().__init__(chunk_mb)
         self.in_halves = chunk_mb is None  # chunks go down while others still go up
-        self._buffers = ScratchBuffer()
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         chunk_mb = chunk_mb_over(self.chunk_mb, comm.backend)
@@ -112,7 +157,7 @@ class Tree(Rooted):
         node = binomial_node(comm.rank, comm.size)
         divide = partial(bucket.divide, size=comm.size)
         chunks = bucket.flat.tensor_split(count_chunks(bucket.flat, chunk_mb))
-        run_pipelined(comm, up_and_down(chunks, node, comm.size, divide, self._buffers))
+        run_pipelined(comm, up_and_down(chunks, node, comm.size, divide, self._chunks))
 
     def add_cost(self, costs: Costs) -> bool:
         chunk_bytes = costs.chunk_bytes(self.chunk_mb)
@@ -149,16 +194,19 @@ def up_and_down(
     node: Node,
     size: int,
     divide: Callable[[Tensor], None],
-    buffers: ScratchBuffer,
+    kept: Plans,
+    tree: int = 0,
 ) -> Iterator[Tick]:
     """Yield one rank's ticks: sum `chunks` up a tree of `size` ranks, and send the means down.
 
     In a tree of height h, ranks at depth d send chunk k up at tick k + LAG*(h-d), and down at tick
     k + LAG*(h+d). The tree must be no higher than log2(size). The root calls `divide` on sums.
+    Memory for chunks that arrive is taken from `kept`, as that of number `tree` among trees that
+    run at the same time.
     """
     parent, children, depth = node
     height = size.bit_length() - 1
-    arrived = buffers.take(chunks[0], LAG, len(children), chunks[0].numel())
+    arrived = kept.scratch(f"tree {tree}", chunks[0], LAG, len(children), chunks[0].numel())
 
     def chunks_at(tick: int) -> tuple[Tensor, ...]:
         return chunks[tick : tick + 1] if tick >= 0 else ()
@@ -182,30 +230,14 @@ def up_and_down(
         yield sends, receives
 
 
-class DoubleTree(Exchange):
+class DoubleTree(Path):
     """Reduce and broadcast on two complementary binary trees (Sanders, Speck and Träff, 2009).
 
     An inner rank of one tree is a leaf of the other, so for any N a rank sends at most two buckets,
     over log2(N) hops each way (as in NCCL since 2.4). Each tree takes half of the bucket, in chunks
     that go up and down while others arrive. Sums are taken in the order of the children. Scratch:
     three chunks for each of at most two children.
-
-    Args:
-        chunk_mb: largest chunk in MiB, or one for each library. None: a half is
-            one chunk.
-
-    Raises:
-        ValueError: a chunk_mb that is not above 0.
     """
-
-    dtypes = ADDED
-    needs_send_recv = True
-    takes_divided = True
-
-    def __init__(self, chunk_mb: ChunkMB = 4) -> None:
-        check_chunk_mb(chunk_mb)
-        self.chunk_mb = chunk_mb
-        self._buffers = ScratchBuffer(), ScratchBuffer()  # one per tree; a leaf's stays empty
 
     def add_cost(self, costs: Costs) -> bool:
         chunk_bytes = costs.chunk_bytes(self.chunk_mb)
@@ -230,36 +262,22 @@ class DoubleTree(Exchange):
                 in_order_node(comm.rank, comm.size, tree),
                 comm.size,
                 partial(bucket.divide, size=comm.size),
-                self._buffers[tree],
+                self._chunks,
+                tree,
             )
             for tree, half in enumerate(halves)
         )
         run_pipelined(comm, first, second)
 
 
-class Ring(Exchange):
+class Ring(Path):
     """2(N-1) steps that move one N-th of the bucket each (Patarasuk and Yuan, 2009, section 3).
 
     Part p is summed along the ring starting at rank p+1, so the order of its sum is fixed. A part
     travels in pieces: one is added while the next ones are on their way. Parts may differ in length
-    by one value; ranks beyond the number of values own an empty one. Scratch: three pieces.
-
-    Args:
-        chunk_mb: largest piece in MiB, or one for each library. None: a part is
-            one piece.
-
-    Raises:
-        ValueError: a chunk_mb that is not above 0.
+    by one value; ranks beyond the number of values own an empty one. Scratch: three pieces, each a
+    chunk.
     """
-
-    dtypes = ADDED
-    needs_send_recv = True
-    takes_divided = True
-
-    def __init__(self, chunk_mb: ChunkMB = 4) -> None:
-        check_chunk_mb(chunk_mb)
-        self.chunk_mb = chunk_mb
-        self._buffers = ScratchBuffer()
 
     def add_cost(self, costs: Costs) -> bool:
         costs.wire(costs.network.ring(costs.num_bytes, costs.chunk_bytes(self.chunk_mb)))
@@ -279,7 +297,7 @@ class Ring(Exchange):
         parts = bucket.flat.tensor_split(size)
         num_pieces = count_chunks(parts[0], chunk_mb)
         pieces = [part.tensor_split(num_pieces) for part in parts]
-        arrived = self._buffers.take(bucket.flat, LAG, pieces[0][0].numel())
+        arrived = self._chunks.scratch("ring", bucket.flat, LAG, pieces[0][0].numel())
         after, before = (rank + 1) % size, (rank - 1) % size
         step_ticks = max(num_pieces, LAG)  # a piece that arrives in one step leaves in the next
         for time in range(2 * (size - 1) * step_ticks):

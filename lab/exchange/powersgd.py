@@ -1,24 +1,33 @@
-"""PowerSGD: low-rank approximation of gradients by one step of power iteration."""
+"""PowerSGD: low-rank approximation of gradients by one step of power iteration.
+
+And the products of matrices with two factors, fused with error feedback: BLAS is made for matrices
+of many columns, and with factors of one to four takes several times as long as memory needs.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.codec import low_rank
-from lab.codec.low_rank import Factors, orthonormalise, random_factor, together
+from lab.codec.kernels import bound, library
 from lab.distributed.comm import Collective, Comm, Done
 from lab.exchange.base import Ranks, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.coded import Lossy
+from lab.exchange.compressed import Lossy
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.layout import low_rank_matrix
 from lab.exchange.memory import Memory
 from lab.settings import checks
+
+HIGHEST_RANK = 4  # of the fast kernels
 
 
 class PowerSGD(Lossy):
@@ -36,9 +45,6 @@ class PowerSGD(Lossy):
     Args:
         rank: r. Vectors, and tensors with r(rows + columns) >= rows * columns, travel exactly.
         error_feedback: see Memory.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     needs_like_gpus = True  # each rank orthogonalises P and multiplies it by Q
@@ -98,12 +104,6 @@ class PowerSGD(Lossy):
         same = not plan.names or self.q.get(plan.names[0]) is plan.first_warm
         return same and super().is_current(plan)
 
-    def warm_start(self, name: str, columns: int, device: torch.device) -> Tensor:
-        """Return the last step's Q^T; in the first step random values, the same on all ranks."""
-        if name not in self.q:
-            self.q[name] = random_factor(name, self.rank, columns, device)
-        return self.q[name]
-
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"q": dict(self.q)}
 
@@ -137,7 +137,7 @@ class _Plan:
         self.bound = exchange.memory.bind(bucket, [(span.start, span.stop) for span in spans])
         # Those of as many rows follow each other, so that they are orthogonalised together.
         found = dict(sorted(found.items(), key=lambda each: each[1][1]))
-        self.kernels, self.names = low_rank.kernels(flat.device, rank), list(found)
+        self.kernels, self.names = factor_kernels(flat.device, rank), list(found)
         self.factors = factors = Factors(list(found.values()))
         self.p, self.q = flat.new_empty(factors.num_p), flat.new_empty(factors.num_q)
         self.warm = torch.empty_like(self.q)
@@ -145,8 +145,9 @@ class _Plan:
         parts = self.p.split([each * count * rank for each, count in rows.items()])
         self.ps = [part.view(-1, each, rank) for part, each in zip(parts, rows, strict=True)]
         for name, warm in zip(found, factors.qs(self.warm), strict=True):
-            warm.copy_(exchange.warm_start(name, warm.shape[1], flat.device))
-            exchange.q[name] = warm
+            before = exchange.q.get(name)  # the last step's; at first the same on all ranks
+            first = random_factor(name, rank, warm.shape[1], flat.device)
+            exchange.q[name] = warm.copy_(first if before is None else before)
         self.first_warm = exchange.q[self.names[0]] if found else None
         self.exact = _gaps(spans, len(flat))
         sizes = [(part.stop - part.start,) for part in self.exact]
@@ -161,3 +162,138 @@ def _gaps(covered: Iterable[slice], num_values: int) -> list[slice]:
             between.append(slice(start, part.start))
         start = part.stop
     return [*between, slice(start, num_values)] if start < num_values else between
+
+
+class Factors:
+    """Where the matrices M of a bucket lie, and in two messages their factors P and Q^T.
+
+    Args:
+        matrices: of each the first value in the bucket, rows, columns, and the rank of its factors.
+
+    Attributes:
+        table: int64 [matrices, 6], these and the first values of P and of Q^T, for the kernels.
+        num_p, num_q: values of the messages: P, [rows, rank], and Q^T, [rank, columns], of each.
+    """
+
+    def __init__(self, matrices: Sequence[tuple[int, int, int, int]]) -> None:
+        self.matrices = matrices
+        *ps, self.num_p = accumulate((rows * rank for _, rows, _, rank in matrices), initial=0)
+        *qs, self.num_q = accumulate((rank * width for _, _, width, rank in matrices), initial=0)
+        rows = [[*each, p, q] for each, p, q in zip(matrices, ps, qs, strict=True)]
+        self.table = torch.tensor(rows, dtype=torch.int64)
+
+    def of(self, flat: Tensor) -> list[Tensor]:
+        """Return the matrices among values that are laid out like the bucket's."""
+        flat = flat.view(-1)
+        return [
+            flat[start : start + rows * columns].view(rows, columns)
+            for start, rows, columns, _ in self.matrices
+        ]
+
+    def ps(self, message: Tensor) -> list[Tensor]:
+        """Return each P of a message."""
+        parts = message.view(-1).split([rows * rank for _, rows, _, rank in self.matrices])
+        return [part.view(-1, each[3]) for part, each in zip(parts, self.matrices, strict=True)]
+
+    def qs(self, message: Tensor) -> list[Tensor]:
+        """Return each Q^T of a message."""
+        parts = message.view(-1).split([rank * columns for _, _, columns, rank in self.matrices])
+        return [part.view(each[3], -1) for part, each in zip(parts, self.matrices, strict=True)]
+
+
+class Reference:
+    """The definition in plain torch, on contiguous float32 tensors, for all matrices of a bucket.
+
+    Arguments: `factors` says where matrices lie in `gradients`, in `residuals` and in `out`, which
+    are like the bucket; `p` and `q` are messages of all P and of all Q^T.
+    """
+
+    def project(
+        self, factors: Factors, gradients: Tensor, residuals: Tensor | None, q: Tensor, p: Tensor
+    ) -> None:
+        """Add gradients to residuals, and multiply the sums M by Q: P = MQ goes into `p`.
+
+        Residuals become M. None: no error feedback, M is the gradient.
+        """
+        sums = gradients if residuals is None else residuals
+        if residuals is not None and factors.matrices:
+            torch._foreach_add_(factors.of(residuals), factors.of(gradients))
+        for matrix, q_t, out in zip(factors.of(sums), factors.qs(q), factors.ps(p), strict=True):
+            torch.mm(matrix, q_t.T, out=out)
+
+    def project_back(
+        self, factors: Factors, matrices: Tensor, p: Tensor, q: Tensor, subtract: bool
+    ) -> None:
+        """Multiply Q = M^T P, of which Q^T goes into `q`, and subtract P Q^T from M if told so."""
+        parts = factors.of(matrices), factors.ps(p), factors.qs(q)
+        for matrix, left, q_t in zip(*parts, strict=True):
+            torch.mm(left.T, matrix, out=q_t)
+            if subtract:
+                matrix.addmm_(left, q_t, alpha=-1)
+
+    def rebuild(self, factors: Factors, p: Tensor, q: Tensor, out: Tensor) -> None:
+        """Multiply P Q^T into `out`; all ranks get the same bits."""
+        for each in zip(factors.ps(p), factors.qs(q), factors.of(out), strict=True):
+            torch.mm(each[0], each[1], out=each[2])
+
+
+class Native(Reference):
+    """The same in C++ (lab/codec/cpp/low_rank.cpp)."""
+
+    def __init__(self, found: ctypes.CDLL) -> None:
+        self._project = bound(found, "low_rank_project", tensors=5, numbers=2)
+        self._project_back = bound(found, "low_rank_project_back", tensors=4, numbers=3)
+        self._rebuild = bound(found, "low_rank_rebuild", tensors=4, numbers=2)
+
+    def project(
+        self, factors: Factors, gradients: Tensor, residuals: Tensor | None, q: Tensor, p: Tensor
+    ) -> None:
+        kept = None if residuals is None else residuals.data_ptr()
+        self._project(
+            *(gradients.data_ptr(), kept, q.data_ptr(), p.data_ptr(), factors.table.data_ptr()),
+            *(len(factors.matrices), torch.get_num_threads()),
+        )
+
+    def project_back(
+        self, factors: Factors, matrices: Tensor, p: Tensor, q: Tensor, subtract: bool
+    ) -> None:
+        self._project_back(
+            *(matrices.data_ptr(), p.data_ptr(), q.data_ptr(), factors.table.data_ptr()),
+            *(len(factors.matrices), subtract, torch.get_num_threads()),
+        )
+
+    def rebuild(self, factors: Factors, p: Tensor, q: Tensor, out: Tensor) -> None:
+        self._rebuild(
+            *(p.data_ptr(), q.data_ptr(), out.data_ptr(), factors.table.data_ptr()),
+            *(len(factors.matrices), torch.get_num_threads()),
+        )
+
+
+def factor_kernels(device: torch.device, rank: int) -> Reference:
+    """Return the fastest kernels for tensors of `device`, and factors of at most `rank` columns."""
+    fits = device.type == "cpu" and rank <= HIGHEST_RANK
+    found = library("low_rank") if fits else None
+    return Reference() if found is None else Native(found)
+
+
+def orthonormalise(ps: Iterable[Tensor]) -> None:
+    """Replace each P, float32 [..., rows, rank], by an orthonormal basis of its columns.
+
+    It comes from QR, not Gram-Schmidt, which fails on a matrix of lower rank.
+    """
+    for p in ps:
+        p.copy_(torch.linalg.qr(p).Q)
+
+
+def random_factor(name: str, rank: int, columns: int, device: torch.device) -> Tensor:
+    """Return parameter `name`'s first Q^T: random, float32 [rank, columns], equal on all ranks."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(rank, columns, generator=generator).to(device)
+
+
+def together(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return a vector to send, and tensors of `shapes` that share its memory in order."""
+    sizes = [math.prod(shape) for shape in shapes]
+    message = like.new_empty(sum(sizes))
+    parts = message.split(sizes)
+    return message, [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
-from lab.codec.levels import Int8
+from lab.codec.codecs import Int8
 from lab.distributed.comm import Collective, Comm, SummedParts
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange, Ranks
 from lab.exchange.bucket import GradBucket, Plans
-from lab.exchange.coded import Coded
+from lab.exchange.compressed import Coded, Messages
 from lab.exchange.cost import Sizes
 from lab.exchange.memory import Columns
 
@@ -87,6 +87,30 @@ class Exact(Scatter):
         return SummedParts(comm.iall_to_all(received, sent), received, output)
 
 
+class _Plan(Messages):
+    """Messages of equal parts, one for each rank, which keeps the sum of its own."""
+
+    def __init__(self, codec: Codec, gradients: Tensor, comm: Ranks) -> None:
+        layout = codec.layout_of_parts(gradients.numel() // comm.size, comm.size)
+        super().__init__(codec, layout, comm, gradients)
+        self.own = layout.part(comm.rank)
+
+    def run(
+        self, flat: Tensor, residual: Tensor | None, output: Tensor, comm: Comm, divisor: int
+    ) -> Iterator[Collective]:
+        self.kernels.encode(self.layout, flat, residual, self.message, self.finite)
+        yield comm.iall_to_all(self.received, self.lines)
+        self.kernels.add_up(self.own, self.received, output, divisor, self.finite)
+
+
+class _BucketPlan(_Plan):
+    """The same for a bucket, whose residuals are kept by parameter."""
+
+    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
+        super().__init__(exchange.codec, bucket.flat, comm)
+        self.bound = exchange.memory.bind(bucket, [(0, len(bucket.flat))])
+
+
 class InCodec(Scatter):
     """Sends messages of an exchange's codec, and keeps what these leave out in its memory.
 
@@ -120,34 +144,6 @@ class InCodec(Scatter):
         return sizes.n * (4.0 * self._exchange.keeps_residuals + messages)
 
 
-class _Plan:
-    """The part that stays from step to step: the layout of messages, and their memory."""
-
-    def __init__(self, codec: Codec, gradients: Tensor, comm: Ranks) -> None:
-        num_values = gradients.numel() // comm.size
-        self.layout = codec.layout_of_parts(num_values, comm.size)
-        self.own = self.layout.part(comm.rank)
-        self.kernels = codec.kernels(gradients.device)
-        self.sent = gradients.new_zeros(self.layout.num_bytes, dtype=torch.uint8)
-        self.received = self.sent.new_empty(comm.size, self.layout.line_bytes)
-        self.finite = torch.ones((), dtype=torch.bool, device=gradients.device)
-
-    def run(
-        self, flat: Tensor, residual: Tensor | None, output: Tensor, comm: Comm, divisor: int
-    ) -> Iterator[Collective]:
-        self.kernels.encode(self.layout, flat, residual, self.sent, self.finite)
-        yield comm.iall_to_all(self.received, self.sent.view_as(self.received))
-        self.kernels.add_up(self.own, self.received, output, divisor, self.finite)
-
-
-class _BucketPlan(_Plan):
-    """The same for a bucket, whose residuals are kept by parameter."""
-
-    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
-        super().__init__(exchange.codec, bucket.flat, comm)
-        self.bound = exchange.memory.bind(bucket, [(0, len(bucket.flat))])
-
-
 def scatter_of(exchange: Exchange) -> Exact | InCodec:
     """Return the first half of `exchange`.
 
@@ -156,7 +152,7 @@ def scatter_of(exchange: Exchange) -> Exact | InCodec:
     """
     if isinstance(exchange, AllReduce):
         return Exact(exchange.dtype)
-    if isinstance(exchange, Coded) and not getattr(exchange, "warmup_steps", 0):
+    if isinstance(exchange, Coded) and not exchange.warmup_steps:
         return InCodec(exchange)
     raise ValueError(
         f"exchange={type(exchange).__name__}: has no reduce-scatter; allowed are allreduce, bf16, "
@@ -172,9 +168,8 @@ class TwoLevels(Scatter):
     ranks of all nodes are due, and adds it: M parts. Then the l-th ranks exchange these sums. Each
     value is rounded twice, however many ranks there are, and a node sends (M-1)/M of a gradient to
     others, 1/L of what its ranks would send each for itself. The order of the parts that the paper
-    swaps to keep them in place is that of the rows here.
-
-    One object serves one unit, since it has the memory of both levels.
+    swaps to keep them in place is that of the rows here. One object serves one unit, since it has
+    the memory of both levels.
 
     Args:
         exchange: its first half runs at both levels.
@@ -203,11 +198,7 @@ class TwoLevels(Scatter):
 
 
 def require_no_residuals(exchange: Exchange) -> None:
-    """Refuse an exchange that keeps residuals.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError if an exchange keeps residuals."""
     if exchange.keeps_residuals:
         raise ValueError(
             "exchange.error_feedback=true: sync.reduce_scatter=two_levels keeps no residuals; "
@@ -227,11 +218,8 @@ def gather_bytes(
     """
     if (key := (len(own), comm.size)) not in plans:
         layout = codec.layout_of_parts(len(own), comm.size)
-        gathered = own.new_zeros(comm.size, layout.line_bytes, dtype=torch.uint8)
-        finite = torch.ones((), dtype=torch.bool, device=own.device)
-        plans[key] = layout, layout.part(0), gathered, torch.zeros_like(gathered[0]), finite
-    layout, part, gathered, sent, finite = plans[key]
-    kernels = codec.kernels(own.device)
-    kernels.encode(part, own, None, sent, finite)
-    comm.all_gather(gathered, sent)
-    kernels.add_up(layout, gathered.view(1, -1), output, 1, finite)
+        plans[key] = layout, Messages(codec, layout.part(0), comm, own)
+    layout, plan = plans[key]
+    plan.kernels.encode(plan.layout, own, None, plan.message, plan.finite)
+    comm.all_gather(plan.received, plan.message)
+    plan.kernels.add_up(layout, plan.received.view(1, -1), output, 1, plan.finite)

@@ -1,22 +1,120 @@
-"""One exchange after another over a run: exactly first, compressed later."""
+"""Several exchanges, of which one averages a bucket at a time; Schedule takes one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.distributed.comm import Collective, Comm
+from lab.exchange.base import Exchange, Shapes, require_mean
 from lab.exchange.bucket import GradBucket
-from lab.exchange.composite import Composite
-from lab.exchange.cost import Costs
+from lab.exchange.cost import Costs, Needs, Sizes
+
+
+class Composite(Exchange):
+    """Several exchanges, of which each bucket of each step has one.
+
+    Nothing is lost at a switch: residuals that other exchanges have kept join the gradient, so
+    delivered + residuals = true gradients at any time.
+
+    Args:
+        parts: the exchanges by name.
+        key: names them in messages, in front of a part's own name.
+
+    Raises:
+        ValueError: one of them does not average.
+    """
+
+    def __init__(self, parts: Mapping[str, Exchange], key: str) -> None:
+        for name, exchange in parts.items():
+            require_mean(f"{key}{name}", exchange)
+        self.parts = dict(parts)
+        self._keys = {name: f"{key}{name}".removeprefix("exchange") for name in parts}
+        all_parts = self.parts.values()
+        self.dtypes = frozenset.intersection(*(exchange.dtypes for exchange in all_parts))
+        self.exact = all(exchange.exact for exchange in all_parts)
+        self.staged = all(exchange.staged for exchange in all_parts)
+        self.needs_send_recv = any(exchange.needs_send_recv for exchange in all_parts)
+        self.needs_like_gpus = any(exchange.needs_like_gpus for exchange in all_parts)
+
+    @abstractmethod
+    def choose(self, bucket: GradBucket, comm: Comm) -> str:
+        """Return the name of the exchange for `bucket`; all ranks call this and agree."""
+
+    def children(self) -> Iterable[Exchange]:
+        return self.parts.values()
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        self.switch(self.choose(bucket, comm), bucket, comm).average(bucket, comm)
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        yield from self.switch(self.choose(bucket, comm), bucket, comm).stages(bucket, comm)
+
+    def switch(self, name: str, bucket: GradBucket, comm: Comm) -> Exchange:
+        """Return the exchange `name`, once the others' residuals are in the bucket."""
+        current = self.parts[name]
+        for exchange in self.parts.values():
+            if exchange is not current:
+                exchange.flush_residual(bucket, comm)
+        return current
+
+    def asynchronous(self, comm: Comm) -> bool:
+        return all(exchange.asynchronous(comm) for exchange in self.parts.values())
+
+    def validate(self, comm: Comm) -> None:
+        for exchange in self.parts.values():
+            exchange.validate(comm)
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Return what the part in use needs that needs most."""
+        kinds = {name: type(exchange).__name__ for name, exchange in self.parts.items()}
+        used = [e for name, e in self.parts.items() if sizes.chosen & {name, kinds[name]}]
+        needs = [e.memory_bytes(sizes) for e in used or self.parts.values()]
+        return max(needs, key=lambda n: max(4 * sizes.gathered, n.scratch) + n.kept)
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return max(exchange.error_bound(largest, size) for exchange in self.parts.values())
+
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        for name, exchange in self.parts.items():
+            yield from exchange.left_exact(shapes, f"{key}{self._keys[name]}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return _joined({name: exchange.state_dict() for name, exchange in self.parts.items()})
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        return all(e.continues(own) for name, e in self.parts.items() if (own := _of(name, state)))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, exchange in self.parts.items():
+            if own := _of(name, state):
+                exchange.load_state_dict(own)
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        of_parts = {name: [_of(name, state) for state in states] for name in self.parts}
+        return _joined(
+            {
+                name: self.parts[name].redistribute(own, rank, size)
+                for name, own in of_parts.items()
+                if own[0]
+            }
+        )
+
+
+def _joined(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{name}.{kind}": kept for name, own in states.items() for kind, kept in own.items()}
+
+
+def _of(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a joined state that belongs to the exchange `name`."""
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
 class Schedule(Composite):
-    """Two or three exchanges, each for a part of the run.
-
-    At a switch nothing is lost: the residuals that the last exchange has kept join the gradients of
-    the next step, so delivered + residuals = true gradients at any time.
+    """Two or three exchanges, each for a part of the run: exactly first, compressed later.
 
     Args:
         first, second, third: the exchanges in their order; `third` may be None.
@@ -28,17 +126,12 @@ class Schedule(Composite):
     """
 
     def __init__(
-        self,
-        first: Exchange,
-        second: Exchange,
-        third: Exchange | None,
-        until: Sequence[float],
+        self, first: Exchange, second: Exchange, third: Exchange | None, until: Sequence[float]
     ) -> None:
         named = {"first": first, "second": second, "third": third}
         phases = {name: exchange for name, exchange in named.items() if exchange is not None}
         super().__init__(phases, "exchange.")
-        check_until(until, len(phases))
-        self.until = list(until)
+        self.until = _checked_ends(until, len(phases))
 
     def add_cost(self, costs: Costs) -> bool:
         """Add each phase's stages for its share of the run."""
@@ -47,7 +140,7 @@ class Schedule(Composite):
                 f"exchange.until={self.until}: a prediction needs the run's length: set steps, or "
                 "shares of the run"
             )
-        spans = zip([0, *self.until], [*self.until, 1], strict=True)
+        spans = pairwise([0, *self.until, 1])
         for exchange, (start, end) in zip(self.parts.values(), spans, strict=True):
             costs.add(exchange, share=end - start)
         return True
@@ -72,8 +165,7 @@ class Schedule(Composite):
 
     def choices(self) -> list[dict[str, Any]]:
         """Return for each phase its exchange and steps, and then what the exchanges chose."""
-        ends = self._ends()
-        spans = zip([0, *ends], [*ends, None], strict=True)
+        spans = pairwise([0, *self._ends(), None])
         phases = [
             {"chosen": type(exchange).__name__, "first_step": start, "end_step": end}
             for exchange, (start, end) in zip(self.parts.values(), spans, strict=True)
@@ -81,12 +173,7 @@ class Schedule(Composite):
         return phases + [choice for e in self.parts.values() for choice in e.choices()]
 
 
-def check_until(until: Any, num_phases: int) -> None:
-    """Refuse ends of phases that are not one fewer than the phases, in order, and of one kind.
-
-    Raises:
-        ValueError: they are not.
-    """
+def _checked_ends(until: Any, num_phases: int) -> list[float]:
     ends = list(until) if isinstance(until, Sequence) and not isinstance(until, str) else []
     steps = all(type(end) is int and end >= 1 for end in ends)
     shares = all(type(end) is float and 0 < end < 1 for end in ends)
@@ -96,3 +183,4 @@ def check_until(until: Any, num_phases: int) -> None:
             f"exchange.until={until}: must be {num_phases - 1} rising numbers, for {num_phases} "
             "exchanges: shares of the run between 0 and 1, or whole steps of at least 1"
         )
+    return ends

@@ -298,7 +298,7 @@ def _with_classes_of_today(value: Any) -> Any:
 def _path_of(path: str) -> str:
     if path.startswith("lab."):
         known = _own_paths()
-        if path in known.values() or (path := known.get(class_name(path), path)) in known.values():
+        if path in known.values() or (path := known.get(_key(path), path)) in known.values():
             return path
         allowed = ", ".join(choices_of("exchange"))
         raise ValueError(f"exchange={class_name(path)}: is no exchange; allowed are {allowed}")
@@ -315,11 +315,10 @@ def _path_of(path: str) -> str:
 
 @cache
 def _own_paths() -> dict[str, str]:
-    """Return the paths of the lab's exchanges and their parts, by class name, exchanges first."""
-    paths: dict[str, str] = {}
-    for group in GROUPS:
-        for path in targets([dict(read_file(group, choice)) for choice in choices_of(group)]):
-            if path not in paths.values():
-                name = class_name(path)
-                paths[name if name not in paths else path] = path
-    return paths
+    """Return the paths of the lab's exchanges and their parts, by package and class name."""
+    nodes = [dict(read_file(group, choice)) for group in GROUPS for choice in choices_of(group)]
+    return {_key(path): path for path in targets(nodes)}
+
+
+def _key(path: str) -> str:
+    return f"{path.split('.')[1]}.{class_name(path)}"  # an exchange and a codec may be namesakes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 
-from lab.exchange.topology import binomial_node
+from lab.exchange.grouping import binomial_node
 from lab.simulate.hardware import PROTOCOLS, Hardware, Link
 
 NOWHERE = Link(0.0, math.inf)  # joins a rank with itself

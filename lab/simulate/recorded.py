@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from lab.codec.base import Codec
 from lab.codec.layout import Layout
 from lab.distributed.comm import Collective, Comm, Done, Handle, Transfer
-from lab.exchange.base import Exchange, Relayed, everyone
+from lab.exchange.base import Exchange, Relayed, iter_nested
 from lab.exchange.bucket import GradBucket, Plans
-from lab.exchange.coded import Coded
+from lab.exchange.compressed import Coded
 from lab.exchange.cost import Shape
 from lab.exchange.scatter import GATHERED, gather_bytes, scatter_of
 from lab.exchange.scatter import Layout as Columns
@@ -123,7 +123,7 @@ def _events(
     """Record a step of a bucket, after one in which what stays is laid out."""
     own, first = deepcopy(exchange), _bucket(shapes, 0)
     recorder = Recorder(rank, size)
-    for each in everyone(own):
+    for each in iter_nested(own):
         if isinstance(each, Coded):
             _note_kernels(each.codec, recorder.events)
     second = _bucket(shapes, 1)

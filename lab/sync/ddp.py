@@ -26,8 +26,8 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import Worker
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import GradBucket, Plans, label
-from lab.exchange.gate import Outside, admit, carrier
+from lab.exchange.bucket import GradBucket, Outside, Plans, label
+from lab.exchange.gate import admit, carrier
 from lab.exchange.grouping import MIB
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
@@ -92,7 +92,7 @@ class HookState:
         guard: NonfiniteGuard | None = None,
         finds_unused: bool = False,
     ) -> None:
-        exchange.check_reach(comm)
+        exchange.validate(comm)
         trainable = admit(model, exchange)
         for name, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -101,7 +101,7 @@ class HookState:
                     "gives to no hook; use sparse=False, or lab.grad_sync without DDP"
                 )
         inner = getattr(model, COMPILED.rstrip("."), model)
-        exchange.look_at(inner if isinstance(inner, nn.Module) else model)
+        exchange.setup(inner if isinstance(inner, nn.Module) else model)
         self.exchange, self.comm, self.worker = exchange, comm, worker
         self.step = 0
         self.finite: Tensor | None = None

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Collective, Sent
-from lab.exchange.bucket import BucketPlan, GradBucket, plan
-from lab.exchange.gate import Outside, admit, carrier, is_linear
+from lab.exchange.bucket import BucketPlan, GradBucket, Outside, plan
+from lab.exchange.gate import admit, carrier, is_linear
 from lab.settings import checks
 from lab.sync import pattern
 from lab.sync.base import (
@@ -64,8 +64,8 @@ class GradSync(Sync):
 
     def __init__(self, parts: SyncParts, pattern: Pattern | None = None, multiple: int = 1) -> None:
         super().__init__(parts, pattern or gradsync(parts.overlap))
-        self.exchange.check_reach(self.comm)
-        self.exchange.look_at(parts.model)
+        self.exchange.validate(self.comm)
+        self.exchange.setup(parts.model)
         self.worker = parts.worker
         self._during_backward = self.pattern.begins is Begin.DURING_BACKWARD
         self.divides_loss = self.exchange.takes_divided and is_linear(parts.model)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lab.distributed.comm import Sent
 from lab.distributed.worker import Worker
 from lab.exchange.auto import Auto
-from lab.exchange.base import everyone
+from lab.exchange.base import iter_nested
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.layout import is_compiled
@@ -59,7 +59,7 @@ class PrioritySync(GradSync):
             raise ValueError(
                 "model: compiled layers cannot wait for theirs; leave torch.compile out"
             )
-        if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):
+        if any(isinstance(exchange, Auto) for exchange in iter_nested(parts.exchange)):
             raise ValueError(
                 "exchange=Auto: sync=priority chooses by measurement too; choose another"
             )

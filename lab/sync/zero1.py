@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.distributed.comm import Collective
-from lab.exchange.base import Rooted
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.exchange.layout import is_rows_first, travelling
+from lab.exchange.paths import Rooted
 from lab.exchange.scatter import InCodec, scatter_of
 from lab.sync.base import Shard, SyncParts, SyncState
 from lab.sync.gradsync import GradSync

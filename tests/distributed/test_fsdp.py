@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lab
 from lab.codec.base import Codec
-from lab.codec.levels import Int4, Int8
+from lab.codec.codecs import Int4, Int8
 from lab.distributed.replicas import whole
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import stop

@@ -43,14 +43,14 @@ def deliver(
     """Exchange `gradients` [steps, ranks, values] in one bucket; return each rank's ledger.
 
     Args:
-        states: of each rank, to go on from. first: number of the first step. weights: see look_at.
+        states: of each rank, to go on from. first: number of the first step. weights: see setup.
     """
     sizes = {name: torch.Size(shape) for name, shape in shapes.items()}
 
     def rank_main(comm: Comm) -> Ledger:
         exchange, ledger = make(), Ledger(torch.empty(0), [], [], None)
         if weights is not None:
-            exchange.look_at(weights)
+            exchange.setup(weights)
         if states:
             exchange.load_state_dict(states[comm.rank])
         directions = []

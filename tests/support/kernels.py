@@ -38,6 +38,20 @@ def of_codec(codec: Codec, level: str) -> Kernels:
     return Native(library_at(level, codec.name), codec.name, codec.option)
 
 
+class Counter:
+    """A stand-in for kernels of Triton that counts their launches, and does nothing."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(size > 0 for size in grid)
+        return self._launch
+
+    def _launch(self, *_: Any, **__: Any) -> None:
+        self.launches += 1
+
+
 class OnGPU:
     """Triton's kernels given copies on the GPU; without one, conftest.py has its interpreter on."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket, Plans
-from lab.exchange.coded import Coded
+from lab.exchange.compressed import Coded
 
 # A matrix, vectors, kernels, and parameters with few values or none.
 SHAPES = {
@@ -101,7 +101,7 @@ def exchanged(
 
     def rank_main(comm: Comm) -> Ledger:
         exchange = make()
-        exchange.check_reach(comm)
+        exchange.validate(comm)
         if len(states) == comm.size and exchange.continues(states[comm.rank]):
             exchange.load_state_dict(states[comm.rank])
         elif states:

@@ -1,4 +1,4 @@
-// Equidistant levels between the smallest and the largest value of a row, as lab/codec/levels.py
+// Equidistant levels between the smallest and the largest value of a row, as lab/codec/codecs.py
 // defines them: a header of the smallest value and the step, then a level for each value.
 
 #pragma once

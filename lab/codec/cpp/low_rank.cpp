@@ -1,6 +1,6 @@
 // Products of a matrix with factors of a few columns, at the speed of memory.
 //
-// Implements the definition in lab/codec/low_rank.py. Each value of a result is summed in
+// Implements the definition in lab/exchange/powersgd.py. Each value of a result is summed in
 // an order that does not depend on the number of threads; `rebuild` rounds alike at each level.
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// One bit per value and two reconstruction values per row, as lab/codec/onebit.py defines them.
+// One bit per value and two reconstruction values per row, as lab/codec/codecs.py defines them.
 
 #include "rows.h"
 

@@ -1,6 +1,6 @@
 // Random values, taken out of gradient + residual in one pass over memory.
 //
-// Implements the definition in lab/codec/randomk.py: places are drawn again where they are
+// Implements the definition in lab/exchange/randomk.py: places are drawn again where they are
 // needed, so that nobody keeps them.
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Signs and one magnitude for all values of a row, as lab/codec/signs.py defines them.
+// Signs and one magnitude for all values of a row, as lab/codec/codecs.py defines them.
 //
 // The magnitude is known only when all values have been read, so gradient and residual are read
 // twice. Rows are as long as parameters, and divided among threads.

@@ -1,6 +1,6 @@
 // The values of largest magnitude, taken out of gradient + residual in one pass over memory.
 //
-// lab/codec/topk.py defines them. A sample gives a threshold that somewhat more values than
+// lab/codec/codecs.py defines them. A sample gives a threshold that somewhat more values than
 // wanted exceed; the pass that adds the residual collects these, and the largest are selected among
 // them (Lin et al., Deep Gradient Compression, 2018, section 3).
 

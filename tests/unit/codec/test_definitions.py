@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec, Reference
-from lab.codec.levels import Int4, Int8, Levels
-from lab.codec.onebit import THRESHOLDS, OneBit
-from lab.codec.signs import Signs
-from lab.codec.topk import TopK
+from lab.codec.codecs import THRESHOLDS, Int4, Int8, Levels, OneBit, Signs, TopK
 from tests.support.kernels import KINDS, LEVELS, of_codec, same, unaligned
 from tests.support.kernels import values_of as drawn
 

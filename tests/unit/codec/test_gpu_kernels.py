@@ -22,6 +22,7 @@ from lab.codec.base import Codec
 from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket, plan
 from lab.exchange.compressed import OneBit
+from tests.support.kernels import Counter
 
 pytest.importorskip("triton", reason="no triton here")
 # Without a GPU, conftest.py has Triton's interpreter on.
@@ -37,10 +38,7 @@ import torch, triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from lab.codec import gpu
-from lab.codec.casts import Cast, Float8
-from lab.codec.levels import Int4, Int8
-from lab.codec.onebit import OneBit
-from lab.codec.signs import Signs
+from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs
 
 class Driver:
     def get_current_device(self): return self.arch
@@ -122,20 +120,6 @@ def test_kernels_stay_in_registers_and_move_wide_words(
             assert used["wide_stores"] >= 4, name  # 16 values for each thread
             if kind == "encode":  # gradient and residual, once, or of long rows in two passes
                 assert used["wide_loads"] == (8 if int(columns) <= 4096 else 16), name
-
-
-class Counter:
-    """A stand-in for a kernel that counts its launches, and does nothing."""
-
-    def __init__(self) -> None:
-        self.launches = 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        assert all(size > 0 for size in grid)
-        return self._launch
-
-    def _launch(self, *_: Any, **__: Any) -> None:
-        self.launches += 1
 
 
 @pytest.fixture

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from lab.codec import build, kernels
 from lab.codec.base import Codec, Kernels, Reference
-from lab.codec.casts import Cast, Float8
+from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs
 from lab.codec.layout import Layout
-from lab.codec.levels import Int4, Int8
-from lab.codec.onebit import OneBit
-from lab.codec.signs import Signs
 from tests.support.kernels import HERE, KINDS, LEVELS, close, of_codec, unaligned, values_of
 from tests.support.slow import some_of
 

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec, Kernels, Reference
-from lab.codec.casts import Cast, Float8
+from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs, TopK
 from lab.codec.kernels import Native
 from lab.codec.layout import WORD, Layout
-from lab.codec.levels import Int4, Int8
-from lab.codec.onebit import OneBit
-from lab.codec.signs import Signs
-from lab.codec.topk import TopK
 
 CPU = torch.device("cpu")
 SHAPES = {"fc": (10, 100), "bias": (7,), "conv": (33, 13, 5), "none": (0, 3), "head": (70, 1000)}

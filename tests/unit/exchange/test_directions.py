@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.exchange.dion import Dion
-from lab.exchange.muon import Muon
-from lab.exchange.onebit_adam import OneBitAdam
-from lab.exchange.onebit_lamb import OneBitLamb
-from lab.exchange.zero_one_adam import Doubling, ZeroOneAdam
+from lab.exchange.muon import Dion, Muon
+from lab.exchange.onebit_adam import IntervalSchedule, OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests.support.directions import Ledger, Uncompressed, adam, deliver, num_values, of_like_sizes
 from tests.unit.exchange.test_muon import SHAPES, Net
 from tests.unit.exchange.test_onebit_adam import NUM, SETTLES, gradients
@@ -36,7 +33,7 @@ SIGNED: dict[str, tuple[Callable[..., Any], int]] = {
     [
         (ONE_BIT, FREEZE, lambda step: True),
         (BY_GRADIENT, FREEZE, lambda step: True),
-        (ZERO_ONE, LAST, Doubling(4, 4).is_due),
+        (ZERO_ONE, LAST, IntervalSchedule(4, 4).is_due),
     ],
     ids=["1-bit Adam", "by gradients", "0/1 Adam"],
 )
@@ -140,7 +137,7 @@ def went_on(make: Callable[[], Any], old_size: int, new_size: int) -> tuple[Tens
     old, states = [ledger.exchange.state_dict() for ledger in first], list[dict[str, Any]]()
     for rank in range(new_size):
         exchange = make()
-        exchange.look_at(net)
+        exchange.setup(net)
         states.append(exchange.redistribute(old, rank, new_size))
     mean = given[5:].mean(dim=1, keepdim=True).expand(-1, new_size, -1)
     resumed = deliver(make, SHAPES, mean, states, 5, weights=net)[0].directions

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lab.exchange.dion import Dion
-from lab.exchange.direction import Hidden, HiddenMatrices
-from lab.exchange.muon import Muon, native_dtype
+from lab.exchange.direction import Hidden, find_hidden
+from lab.exchange.muon import Dion, Muon, native_dtype
 
 WIDTH = 8
 
@@ -70,7 +69,7 @@ class Parts(nn.Module):
 
 
 def plan(model: nn.Module, adam: Sequence[str] = (), matrices: Sequence[str] = ()) -> Hidden:
-    return HiddenMatrices(adam, matrices).of(model)
+    return find_hidden(model, adam, matrices)
 
 
 IN_BLOCK = ("attention.in_proj_weight", "attention.out_proj.weight", "out.weight")
@@ -171,14 +170,14 @@ def test_a_list_that_fits_nothing_is_refused_in_a_line(
     lists: tuple[list[str], list[str]], line: str
 ) -> None:
     with pytest.raises(ValueError, match=line) as refused:
-        plan(GPT(), *lists)
+        Muon(adam=lists[0], matrices=lists[1]).setup(GPT())
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("make", [Muon, Dion])
 def test_choices_say_what_went_to_adam_and_why(make: type[Muon | Dion]) -> None:
     exchange = make(adam=["blocks.*"])
-    exchange.look_at(GPT())
+    exchange.setup(GPT())
     (choice,) = exchange.choices()
     names = [*(f"blocks.0.{n}" for n in IN_BLOCK), *(f"blocks.1.{n}" for n in IN_BLOCK)]
     assert choice["matrices"] == 0

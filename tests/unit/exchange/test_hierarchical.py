@@ -13,8 +13,7 @@ from lab.distributed.comm import Comm, Traffic, run_ranks
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit
-from lab.exchange.hierarchical import Hierarchical
-from lab.exchange.rails import part_shapes
+from lab.exchange.hierarchical import Hierarchical, part_shapes
 from tests.support.cases import COMPRESSES_LITTLE, EXACT, MEANS, maker
 from tests.support.ledger import (
     NUM_VALUES,
@@ -126,7 +125,7 @@ def test_another_loop_may_not_continue_on_other_nodes() -> None:
 
     def rank_main(comm: Comm) -> None:
         exchange = hierarchy("onebit")()
-        exchange.check_reach(comm)
+        exchange.validate(comm)
         with pytest.raises(ValueError, match=r"state_dict: its ranks were on nodes \[\[0, 1\], "):
             exchange.resume(states[comm.rank], torch.device("cpu"))
 
@@ -205,7 +204,7 @@ def test_wrong_settings_are_refused() -> None:
     comm = Unsplit(0, 4)
     comm.nodes = NODES["2x2"]
     with pytest.raises(ValueError, match=r"exchange=Hierarchical: makes groups of ranks; its"):
-        Hierarchical(OneBit()).check_reach(comm)
+        Hierarchical(OneBit()).validate(comm)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from lab.exchange.bucket import GradBucket
 from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
 from lab.simulate.strategy import buckets
 from tests.support.cases import maker
+from tests.support.kernels import Counter
 
 NUM_RANKS, BUCKET_MB = 8, 25.0
 ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB, on_gpu=True)
@@ -32,33 +31,22 @@ LAUNCHES = {
 }
 
 
-class Counter:
-    """A stand-in for a kernel that counts launches of all, and does nothing."""
-
-    launches = 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self._launch
-
-    def _launch(self, *_: Any, **__: Any) -> None:
-        Counter.launches += 1
-
-
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codecs have the kernels that they would have on a GPU, which do nothing."""
-    triton = pytest.importorskip("lab.codec.gpu", reason="no triton here")
+def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Codecs have the kernels that they would have on a GPU, which are counted."""
+    triton, counter = pytest.importorskip("lab.codec.gpu", reason="no triton here"), Counter()
     for name in ("encode_rows", "decode_rows", "add_magnitudes"):
-        monkeypatch.setattr(triton, name, Counter())
+        monkeypatch.setattr(triton, name, counter)
 
     def kernels(codec: Codec, _: torch.device) -> Kernels:
         return triton.Triton(codec.reading) if codec.reading else Reference(codec)
 
     monkeypatch.setattr(Codec, "kernels", kernels)
+    return counter
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_launches_of_a_step_are_as_many_as_pinned(name: str, on_gpu: None) -> None:
+def test_launches_of_a_step_are_as_many_as_pinned(name: str, kernels_of_triton: Counter) -> None:
     events, exchange = list[Event](), maker(name)()
     comm, planned = Recorder(0, NUM_RANKS), list[GradBucket]()
     for shapes in ALEXNET:
@@ -66,10 +54,10 @@ def test_launches_of_a_step_are_as_many_as_pinned(name: str, on_gpu: None) -> No
         flat = torch.empty(sum(shape.numel() for shape in named.values()), device=META)
         planned.append(GradBucket(named, flat, divided=exchange.takes_divided))
     for _ in range(2):
-        Counter.launches, comm.events[:] = 0, []
+        kernels_of_triton.launches, comm.events[:] = 0, []
         events.clear()
         with Passes(events):
             for bucket in planned:
                 exchange.average(bucket, comm)
     in_torch = sum(isinstance(event, Moved) for event in events)
-    assert (in_torch, Counter.launches, len(comm.events)) == LAUNCHES[name]
+    assert (in_torch, kernels_of_triton.launches, len(comm.events)) == LAUNCHES[name]

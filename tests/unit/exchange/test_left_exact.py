@@ -50,7 +50,7 @@ def test_what_is_counted_as_left_is_what_arrives_exactly(name: str, nodes: str) 
 
     def rank_main(comm: Comm) -> tuple[int, Tensor]:
         exchange = CODECS[name]()
-        exchange.check_reach(comm)
+        exchange.validate(comm)
         bucket = GradBucket(SHAPES, gradients[comm.rank].float())
         exchange.average(bucket, comm)
         return sum(number for number, _ in exchange.left_exact(SHAPES)), bucket.flat
@@ -104,7 +104,7 @@ def test_one_node_leaves_nothing_to_the_exchange_between_nodes() -> None:
     def rank_main(comm: Comm) -> list[str]:
         exchanges = [Hierarchical(OneBit()), Hierarchical(AllReduce())]
         for exchange in exchanges:
-            exchange.check_reach(comm)
+            exchange.validate(comm)
         return [line for exchange in exchanges for line in left_exact(exchange, SHAPES)]
 
     (line,), _ = run_ranks(2, rank_main, [[0, 1]])

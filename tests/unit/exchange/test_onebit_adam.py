@@ -154,7 +154,7 @@ def test_the_ratio_is_the_one_that_is_documented() -> None:
     before, now = ((squares[:t] * decay[-t:]).sum(dim=0) / decay[-t:].sum(dim=0) for t in (15, 20))
     names = torch.cat([torch.arange(len(part)) % 16 == 0 for part in now.split(list(LENGTHS))])
     exact = ((now - before).abs()[names].sum() / now[names].sum()).item()
-    assert exchange.settling.ratio == pytest.approx(exact, rel=1e-4)
+    assert exchange.criterion.ratio == pytest.approx(exact, rel=1e-4)
 
 
 LENGTHS = [1200, 24, 270, 640]

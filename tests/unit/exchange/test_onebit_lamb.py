@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.exchange.onebit_adam import OneBitAdam
-from lab.exchange.onebit_lamb import MEMORY, OneBitLamb
+from lab.exchange.onebit_adam import MEMORY, OneBitAdam, OneBitLamb
 from tests.support.directions import Ledger, deliver, num_values
 
 SHAPES = {"weight": (24, 50), "bias": (24,)}

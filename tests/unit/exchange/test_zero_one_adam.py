@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.exchange.zero_one_adam import Doubling, ZeroOneAdam
+from lab.exchange.onebit_adam import IntervalSchedule, ZeroOneAdam
 from tests.support.directions import adam, deliver
 from tests.unit.exchange.test_onebit_adam import NUM, SHAPES, gradients
 
@@ -24,7 +24,7 @@ def make(**settings: Any) -> partial[ZeroOneAdam]:
 
 
 def test_intervals_double_after_as_many_steps_and_end() -> None:
-    doubling = Doubling(EACH, 4)
+    doubling = IntervalSchedule(EACH, 4)
     due = [step for step in range(1, 60) if doubling.is_due(step)]
     assert due == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28]
     assert [doubling.num_due(step) for step in due] == list(range(1, 13))

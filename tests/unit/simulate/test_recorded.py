@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
+from lab.codec.codecs import Int8
 from lab.codec.layout import RowBytes
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Exchange, Staged
 from lab.exchange.bucket import GradBucket
-from lab.exchange.coded import TwoStage
+from lab.exchange.compressed import TwoStage
 from lab.exchange.cost import Costs, Sizes
 from lab.exchange.memory import Memory
 from lab.exchange.paths import Star, Tree
-from lab.simulate.costs import Load, extra_bytes, stages_of
+from lab.simulate.costs import Load, exchange_of, extra_bytes, stages_of
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
 
@@ -139,3 +140,11 @@ def test_recording_leaves_an_exchange_as_it_was() -> None:
     before = seconds(exchange, 2), seconds(exchange, 3)
     assert (seconds(exchange, 2), seconds(exchange, 3)) == before
     assert exchange.state_dict()["residual"] == {} and "kernels" not in vars(exchange.codec)
+
+
+def test_an_old_record_may_name_a_codec_like_an_exchange_by_its_earlier_path() -> None:
+    codec = {"_target_": "lab.codec.levels.Int8", "block_size": 64}
+    memory = {"_target_": "lab.exchange.memory.Memory", "keeps": False}
+    old = {"_target_": "lab.exchange.coded.TwoStage", "codec": codec, "memory": memory}
+    made = exchange_of(old)
+    assert isinstance(made, TwoStage) and isinstance(made.codec, Int8)

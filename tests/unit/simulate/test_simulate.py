@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from lab import predict as command
 from lab.draw.chart import drawn
 from lab.exchange import bucket, grouping
-from lab.exchange.topology import in_order_node
+from lab.exchange.grouping import in_order_node
 from lab.measure.spans import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile

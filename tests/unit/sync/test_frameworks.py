@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import make_worker
-from lab.exchange.topology import binomial_node
+from lab.exchange.grouping import binomial_node
 from lab.settings.config import build, load
 from lab.sync.base import Sync, SyncParts
 from tests.support.slow import some_of

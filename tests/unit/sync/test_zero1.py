@@ -14,8 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import make_worker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.coded import Coded
-from lab.exchange.compressed import Int4, OneBit, TopK
+from lab.exchange.compressed import Coded, Int4, OneBit, TopK
 from lab.exchange.powersgd import PowerSGD
 from lab.settings.errors import ConfigError
 from lab.sync.base import Sync, SyncParts

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.codec.low_rank import (
+from lab.exchange.powersgd import (
     HIGHEST_RANK,
     Factors,
     Native,
     Reference,
-    kernels,
+    factor_kernels,
     orthonormalise,
 )
 from tests.support.kernels import HERE, LEVELS, library_at
@@ -92,8 +92,8 @@ def test_threads_change_no_bit_of_a_projection() -> None:
         torch.set_num_threads(threads)
         forth, back, rest = torch.empty(700, 2), torch.empty(2, 1003), gradient.clone()
         one = alone(700, 1003, 2)
-        kernels(CPU, 2).project(one, gradient, None, q, forth)
-        kernels(CPU, 2).project_back(one, rest, p, back, True)
+        factor_kernels(CPU, 2).project(one, gradient, None, q, forth)
+        factor_kernels(CPU, 2).project_back(one, rest, p, back, True)
         results.append((forth, back, rest))
     torch.set_num_threads(before)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
@@ -102,7 +102,7 @@ def test_threads_change_no_bit_of_a_projection() -> None:
 def test_more_columns_than_the_kernels_take_go_to_blas() -> None:
     rank = HIGHEST_RANK + 1
     gradient, q, p = torch.randn(20, 30), torch.randn(rank, 30), torch.empty(20, rank)
-    kernels(CPU, len(q)).project(alone(20, 30, rank), gradient, None, q, p)
+    factor_kernels(CPU, len(q)).project(alone(20, 30, rank), gradient, None, q, p)
     torch.testing.assert_close(p, gradient @ q.T)
 
 
@@ -142,5 +142,5 @@ def test_all_matrices_of_a_bucket_are_as_each_alone(level: str) -> None:
 def test_what_is_not_finite_reaches_every_column_of_its_row() -> None:
     gradient, q, p = torch.randn(9, 70), torch.randn(2, 70), torch.empty(9, 2)
     gradient[4, 66] = torch.nan
-    kernels(CPU, len(q)).project(alone(9, 70, 2), gradient, None, q, p)
+    factor_kernels(CPU, len(q)).project(alone(9, 70, 2), gradient, None, q, p)
     assert p.isfinite().all(dim=1).tolist() == [row != 4 for row in range(9)]

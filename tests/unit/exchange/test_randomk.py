@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.codec.randomk import Draws, Native, Reference, kernels, places
+from lab.exchange.randomk import Draws, Native, Reference, kernels, places
 from tests.support.kernels import (
     KINDS,
     LENGTHS,
