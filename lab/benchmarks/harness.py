@@ -1,4 +1,4 @@
-"""What benchmarks share as they measure: ranks, turns, times of calls, bytes sent, statistics.
+"""The parts of measuring that benchmarks share: ranks, turns, times of calls, statistics.
 
 On CPUs the host's clock times a call. On a GPU, a call returns when it is queued. So several calls
 are timed together between two events, and the stream is held until the host has queued all of them:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -427,4 +428,9 @@ class Dion(MatrixDirection):
 
 def _alone(p: Tensor, q: Tensor) -> Factors:
     """Return the places of a matrix that lies by itself, as its factors do."""
-    return Factors([(0, len(p), q.shape[1], len(q))])
+    return _places(len(p), q.shape[1], len(q))
+
+
+@cache  # a table is made once for each shape, not in every step
+def _places(rows: int, columns: int, rank: int) -> Factors:
+    return Factors([(0, rows, columns, rank)])

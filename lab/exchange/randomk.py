@@ -12,8 +12,8 @@ import ctypes
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,12 +105,11 @@ class Draws:
         *starts, _ = accumulate(sizes, initial=0)
         *places, _ = accumulate(counts, initial=0)
         rows = [[*each, 0] for each in zip(starts, sizes, places, counts, strict=True)]
-        self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
-        self._seeds = self.table[:, 4]
+        self.table = np.array(rows, dtype=np.int64).reshape(-1, 5)  # of the host alone
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Draw other places: the same seeds draw the same ones on every device."""
-        self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64))
+        self.table[:, 4] = seeds
 
 
 class Reference:
@@ -166,11 +165,11 @@ class Native(Reference):
         kept = None if residuals is None else residuals.data_ptr()
         self._encode(
             *(gradients.data_ptr(), kept, message.data_ptr(), probe.data_ptr()),
-            *(draws.table.data_ptr(), len(draws.sizes), torch.get_num_threads()),
+            *(draws.table.ctypes.data, len(draws.sizes), torch.get_num_threads()),
         )
 
     def decode(self, draws: Draws, message: Tensor, out: Tensor) -> None:
-        table, count = draws.table.data_ptr(), len(draws.sizes)
+        table, count = draws.table.ctypes.data, len(draws.sizes)
         self._decode(message.data_ptr(), out.data_ptr(), table, count, torch.get_num_threads())
 
 
@@ -182,7 +181,7 @@ def kernels(device: torch.device) -> Reference:
 
 def _each(draws: Draws, values: Tensor, message: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each parameter's seed, values, and its part of the message."""
-    seeds = cast(list[int], draws.table[:, 4].tolist())  # pyright: ignore[reportUnknownMemberType]
+    seeds: list[int] = draws.table[:, 4].tolist()
     yield from zip(seeds, values.split(draws.sizes), message.split(draws.counts), strict=True)
 
 

@@ -39,8 +39,8 @@ OWN = {
     "optim": "lab.training.optim.",
     "comm": "lab.distributed.",
     "recorder": "lab.record.",
-    "cluster": "lab.cluster.settings.",
-    "straggler": "lab.cluster.settings.",
+    "cluster": "lab.cluster.settings.emulated",
+    "straggler": "lab.cluster.settings.planted",
 }
 HASH_LENGTH = 8  # hexadecimal digits
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
