@@ -26,7 +26,7 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import Worker
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import GradBucket, Outside, Plans, label
+from lab.exchange.bucket import GradBucket, Outside, Plans
 from lab.exchange.gate import admit, carrier
 from lab.exchange.grouping import MIB
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
@@ -115,7 +115,8 @@ class HookState:
         self._names = {id(p): name for name, p in named(model).items()}
         self._trained = set(trainable)
         self._to_come = set(trainable)  # parameters of this step that DDP has not handed over
-        self._plans = defaultdict[str, Plans](Plans)
+        # By all names in order: a plan made anew may differ in their order alone.
+        self._plans = defaultdict[tuple[str, ...], Plans](Plans)
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
         self._outside = Outside(model, trainable)
@@ -209,7 +210,7 @@ class HookState:
         """Return DDP's buffer as a bucket; a copy, if values travel in another order or dtype."""
         present = {self._names[id(p)]: p for p in parameters if p.numel()}
         shapes = {name: travel_shape(p) for name, p in present.items()}
-        plans = self._plans[label(present)]
+        plans = self._plans[tuple(shapes)]
         dtype = carrier(buffer.dtype, self.exchange)
         assert dtype is not None  # `admit` has refused others
         # DDP lays dense gradients out like their parameters, and others row-major.
@@ -262,7 +263,7 @@ class HookState:
         self.finite = all_finite(bucket.finite for bucket in buckets)
         if self._guard:
             self._guard.end_step([buffer for _, buffer in self._exchanged], self.finite)
-        for planned_before in set(self._plans) - {str(bucket) for bucket in buckets}:
+        for planned_before in set(self._plans) - {tuple(bucket.shapes) for bucket in buckets}:
             del self._plans[planned_before]
         self.step += 1
         if self.after_exchange:
