@@ -54,11 +54,13 @@ def _listing() -> str:
 
 
 def _modules() -> dict[str, str]:
-    """Return the module of each command: of each door, and of each room that is one."""
+    """Return the module of each command: of each file in lab/, and of each package that is one."""
     folder = Path(__file__).parent
-    doors = {f"lab.{path.stem}" for path in folder.glob("*.py") if path.stem[0] != "_"}
-    rooms = {f"lab.{path.parent.name}" for path in folder.glob("*/__main__.py")}
-    return {name: name if name in doors else f"{name}.__main__" for name in sorted(doors | rooms)}
+    files = {f"lab.{path.stem}" for path in folder.glob("*.py") if path.stem[0] != "_"}
+    packages = {f"lab.{path.parent.name}" for path in folder.glob("*/__main__.py")}
+    return {
+        name: name if name in files else f"{name}.__main__" for name in sorted(files | packages)
+    }
 
 
 def _sentence(purpose: str) -> str:

@@ -1,1 +1,1 @@
-"""Clocks, statistics and the environment. This room measures and writes nothing."""
+"""Clocks, statistics and the environment. This package measures and writes nothing."""

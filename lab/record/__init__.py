@@ -1,1 +1,1 @@
-"""Storage of a run's numbers. This room computes nothing."""
+"""Storage of a run's numbers. This package computes nothing."""

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from lab import train as door
+from lab import train as command
 from lab.record.schema import SCHEMA, Record
 from tests.conftest import LAUNCHER, Finished, record, wait_for
 from tests.support import HANG_S, ranks
@@ -45,7 +45,7 @@ def test_wrong_settings(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert door.main([setting]) == 2
+    assert command.main([setting]) == 2
     assert re.fullmatch(f"lab.train: error: {message}.*", capsys.readouterr().err.strip())
     assert list(tmp_path.iterdir()) == []
 

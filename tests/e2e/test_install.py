@@ -12,16 +12,16 @@ import pytest
 from lab.settings.config import choices_of
 from tests.conftest import ROOT, Finished, record
 
-DOORS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem != "__init__")
-COMMANDS = (*(f"lab.{door}" for door in DOORS), "lab.cluster")
+COMMAND_FILES = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem != "__init__")
+COMMANDS = (*(f"lab.{command}" for command in COMMAND_FILES), "lab.cluster")
 OF_RUNS = ("lab.train", "lab.sweep", "lab.bench", "lab.predict", "lab.profile_layers")
 
 
 @pytest.mark.parametrize("module", COMMANDS)
 def test_help_names_settings_and_examples(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    door = importlib.import_module("lab.cluster.__main__" if module == "lab.cluster" else module)
+    command = importlib.import_module("lab.cluster.__main__" if module == "lab.cluster" else module)
     module = module.removesuffix(".__main__")
-    assert door.main(["--help"]) == 0
+    assert command.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: python -m {module} ")
     assert shown[shown.index("examples:") :].count(f"-m {module}") >= 2

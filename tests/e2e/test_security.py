@@ -88,16 +88,16 @@ def test_modules_in_a_folder_of_results_do_not_run(
 @pytest.mark.parametrize(
     "setting", ["study=../../x", "cell=../x", "study=/tmp/x", "cell=a/../../x"]
 )
-@pytest.mark.parametrize("door", [train, sweep])
+@pytest.mark.parametrize("command", [train, sweep])
 def test_names_do_not_leave_the_root(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    door: ModuleType,
+    command: ModuleType,
     setting: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert door.main([setting, *QUICK]) == 2
+    assert command.main([setting, *QUICK]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert setting.split("=")[0] in line
     assert list(tmp_path.iterdir()) == []

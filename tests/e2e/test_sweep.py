@@ -13,7 +13,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from lab import sweep as door
+from lab import sweep as command
 from tests.conftest import Finished, record, wait_for
 from tests.support import HANG_S
 from tests.support.svg import boxes_of
@@ -117,7 +117,7 @@ def test_wrong_sweeps_run_nothing(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert door.main([*settings]) == 2
+    assert command.main([*settings]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (tmp_path / "runs").exists()

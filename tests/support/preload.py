@@ -11,8 +11,8 @@ import torch._dynamo  # noqa: F401
 
 from tests.support import ranks
 
-for room in ("codec", "data", "exchange", "model", "sync", "task", "transform"):
-    folder = importlib.import_module(f"lab.{room}")
+for package in ("codec", "data", "exchange", "model", "sync", "task", "transform"):
+    folder = importlib.import_module(f"lab.{package}")
     for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
         importlib.import_module(module.name)
 

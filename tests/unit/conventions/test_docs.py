@@ -85,8 +85,8 @@ LARGE = r"study=(pays|links|beyond|kim2017|advice|codecs|shi2016)\b|bench memory
 )
 def test_settings_in_documents_are_accepted(line: str) -> None:
     given = [each for each in settings(line) if not each.startswith("out=")]
-    door = re.search(r"lab\.\w+", line)
-    name = door[0] if door else ""
+    command = re.search(r"lab\.\w+", line)
+    name = command[0] if command else ""
     words = shlex.split(line.partition(name)[2], comments=True) if name else []
     if name in OF_FOLDERS:
         found = read(OF_FOLDERS[name], words)

@@ -15,8 +15,8 @@ LAB = Path(__file__).resolve().parents[3] / "lab"
 
 ROW = re.compile(r"^\| (\d+) \| `(\w+)` \| .* \| ([\w, ]*) ?\|$", re.MULTILINE)
 PACKAGES = {
-    package: (int(floor), set(filter(None, imported.strip().split(", "))))
-    for floor, package, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
+    package: (int(layer), set(filter(None, imported.strip().split(", "))))
+    for layer, package, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
 }
 ONLY_IN = {
     "triton": {"lab/codec/gpu_kernels.py"},
@@ -48,7 +48,7 @@ def test_every_package_is_in_the_documented_table() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_what_the_table_says_and_only_downwards(package: str) -> None:
-    floor, documented = PACKAGES[package]
+    layer, documented = PACKAGES[package]
     imported = {
         module.split(".")[1]: str(path.relative_to(LAB))
         for path in (LAB / package).rglob("*.py")
@@ -56,7 +56,7 @@ def test_packages_import_what_the_table_says_and_only_downwards(package: str) ->
         if module.startswith("lab.") and module.split(".")[1] != package
     }
     assert set(imported) == documented, imported
-    upwards = {name: place for name, place in imported.items() if PACKAGES[name][0] >= floor}
+    upwards = {name: place for name, place in imported.items() if PACKAGES[name][0] >= layer}
     assert not upwards, upwards
 
 

@@ -240,24 +240,24 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback() -> None:
 
 
 SLOW = {"torch", "scipy", "pandas", "altair"}  # to import: a tenth of a second to two
-DOORS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem[0] != "_")
+COMMANDS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem[0] != "_")
 WRONG = ["train batch_size=x", "sweep repeats=0", "predict hardware=no", "advise top=0"]
 
 
-@pytest.mark.parametrize("words", [*(f"{door} --help" for door in DOORS), *WRONG])
+@pytest.mark.parametrize("words", [*(f"{command} --help" for command in COMMANDS), *WRONG])
 def test_help_and_a_wrong_setting_are_answered_without_slow_libraries(words: str) -> None:
-    door, *arguments = words.split()
+    command, *arguments = words.split()
     # Hydra takes a fifth of a second: plain values are checked, and help is made, before it loads.
     slow = SLOW | {"hydra"} if "--help" in words or "batch_size" in words else SLOW
     code = f"""
 import sys
-from lab import {door}
-code = {door}.main({arguments})
+from lab import {command}
+code = {command}.main({arguments})
 print(code, {slow} & {{*sys.modules}})"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == f"{0 if '--help' in words else 2} set()", done.stderr
     if words in WRONG:
-        assert done.stderr.startswith(f"lab.{door}: error: {arguments[0]}: ")
+        assert done.stderr.startswith(f"lab.{command}: error: {arguments[0]}: ")
 
 
 def test_help_marks_what_is_taken_and_describes_every_choice(
@@ -292,4 +292,4 @@ def test_the_script_runs_every_command(capsys: pytest.CaptureFixture[str]) -> No
     for words in ([], ["--help"]):
         assert lister.main(words) == 0
         shown = capsys.readouterr().out
-        assert all(f"lab.{door} " in shown for door in (*DOORS, "cluster"))
+        assert all(f"lab.{command} " in shown for command in (*COMMANDS, "cluster"))

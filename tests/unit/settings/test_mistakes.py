@@ -9,7 +9,7 @@ from lab.settings import hints
 from lab.settings.config import FIELDS, GROUPS
 from lab.settings.files import choices_of, keys_of
 
-DOORS = {"train": train, "sweep": sweep, "predict": predict}
+COMMANDS = {"train": train, "sweep": sweep, "predict": predict}
 MISTAKES = [
     # Names that other programs use.
     ("train", "lr=0.1", "lr=0.1: no such setting; write optim.lr=0.1"),
@@ -83,15 +83,15 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("door", "words", "hint"), MISTAKES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("command", "words", "hint"), MISTAKES, ids=lambda value: str(value)[:30])
 def test_a_mistake_is_answered_in_a_line_that_leads_on(
-    door: str, words: str, hint: str, capsys: pytest.CaptureFixture[str]
+    command: str, words: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # With --cfg job, a line that were accepted would print settings and not train.
-    assert DOORS[door].main([*words.split(), "--cfg", "job"]) == 2
+    assert COMMANDS[command].main([*words.split(), "--cfg", "job"]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1
-    assert hint in shown.err and shown.err.startswith(f"lab.{door}: error: ")
+    assert hint in shown.err and shown.err.startswith(f"lab.{command}: error: ")
 
 
 def test_what_is_unlike_any_setting_gets_no_wrong_hint(capsys: pytest.CaptureFixture[str]) -> None:
