@@ -14,7 +14,7 @@ from lab.claims.device import GPUS, Network
 from lab.claims.findings import Reproduced
 from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap
-from lab.draw.chart import GREY, INK, Chart
+from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, looks_of
 from lab.draw.plots import BAR, GAP, PANEL, Axis, legend_columns, lines, round_values
 
@@ -283,7 +283,8 @@ def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
     if any(each.evidence == "measured" for each in known):
         marks += "; dot: measured, black: 95 % interval"
     evidence = f"evidence: {' and '.join(EVIDENCE)}"
-    return Chart("claims", message, [marks, evidence, *about], body, 440)
+    beside = LETTER * LABEL_PX * max(map(len, names), default=0)
+    return Chart("claims", message, [marks, evidence, *about], body, int(440 + beside))
 
 
 def _line(verdict: Verdict) -> dict[str, Any]:

@@ -85,13 +85,15 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
 
 def _charts(findings: Findings) -> list[Chart]:
     """Draw the figures of a page."""
-    from lab.claims import figures  # with Altair, which the table of claims alone does not need
+    # With Altair, which the table of claims alone does not need.
+    from lab.analysis.charts import emulation_text
+    from lab.claims import figures
 
     paper, conditions, found = findings.paper, findings.conditions, findings.reproduced
     title = paper.title
     charts: list[Chart] = []
     emulations = conditions.emulations if conditions else ()
-    emulated = [f"measured, emulated: {'; '.join(emulations)}"] if emulations else []
+    emulated = [f"measured, emulated: {emulation_text(emulations)}"] if emulations else []
     if any(verdict.outcome != "unknown" for verdict in findings.verdicts):
         basis = f"; predicted: profile {paper.profile} on {paper.hardware}" if paper.profile else ""
         charts.append(figures.verdicts(findings.verdicts, [f"{title}{basis}", *emulated]))
