@@ -205,7 +205,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     last = sent[sent["world_size"] == sent["world_size"].max()]
     most, least = (last.loc[last["payload_mid"].agg(which)] for which in ("idxmax", "idxmin"))
     factor = most["payload_mid"] / least["payload_mid"]
-    message = f"{least['label']} sends {factor:.3g} times less than {most['label']}"
+    message = f"{least['label']} sends {factor:.3g} times fewer bytes than {most['label']}"
     if factor < 1.05:
         message = f"All series send as much: {most['payload_mid']:.3g} MB a step and rank"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]

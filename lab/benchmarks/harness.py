@@ -163,7 +163,7 @@ def progress(rounds: Iterable[T], shows: bool, total: int | None = None) -> Iter
 
 
 @dataclass(frozen=True)
-class Took:
+class CallTiming:
     """Seconds of one call.
 
     Attributes:
@@ -196,7 +196,9 @@ def slowest(
     return calls_s.numpy(), hosts_s.numpy()
 
 
-def per_call(call: Call, num_calls: int, device: torch.device, align: Call | None = None) -> Took:
+def per_call(
+    call: Call, num_calls: int, device: torch.device, align: Call | None = None
+) -> CallTiming:
     """Return the mean time of `num_calls` consecutive calls.
 
     Args:
@@ -210,10 +212,10 @@ def per_call(call: Call, num_calls: int, device: torch.device, align: Call | Non
     began = time.perf_counter()
     for _ in range(num_calls):
         call()
-    return Took((time.perf_counter() - began) / num_calls, None)
+    return CallTiming((time.perf_counter() - began) / num_calls, None)
 
 
-def _in_stream(call: Call, num_calls: int, device: torch.device, align: Call | None) -> Took:
+def _in_stream(call: Call, num_calls: int, device: torch.device, align: Call | None) -> CallTiming:
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     call()  # not timed: measures for how long the stream must be held
@@ -228,7 +230,7 @@ def _in_stream(call: Call, num_calls: int, device: torch.device, align: Call | N
     host_s = time.perf_counter() - began
     end.record()
     end.synchronize()
-    return Took(begin.elapsed_time(end) / 1000 / num_calls, host_s / num_calls)
+    return CallTiming(begin.elapsed_time(end) / 1000 / num_calls, host_s / num_calls)
 
 
 def seconds_of(call: Call, device: torch.device) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.certificate.examination import About, CertificateError, Examination, unchecked
-from lab.certificate.traffic import Bucket, Odometer
+from lab.certificate.traffic import Bucket, ByteCounter
 from lab.certificate.watch import Seen, Watch, norm
 from lab.distributed.comm import Comm, Sent
 from lab.exchange.base import Exchange
@@ -53,7 +53,7 @@ class Observer:
         if self._tells:
             self._tells.before_exchange = self._leave
         watch.bounded = 0 < about.error_bound(1.0, about.size) < math.inf
-        self.odometer = Odometer()
+        self.odometer = ByteCounter()
         self.buckets: list[Bucket] = []
         self._kept: Tensor | None = None  # before the exchange
         self._begun = False

@@ -121,7 +121,7 @@ class Examination:
     def add(self, mine: Seen, sent: Tensor, buckets: Sequence[Bucket]) -> bool:
         """Judge an exchange. A collective call.
 
-        Args: sent: a result of Odometer.stop. buckets: empty: unknown.
+        Args: sent: a result of ByteCounter.stop. buckets: empty: unknown.
 
         Returns: False if it was left out, as a gradient was not finite, or no rank had any.
 

@@ -28,7 +28,7 @@ ANY_LINKS = Hardware("any", "any links", "gloo", 1, ANY_LINK, ANY_LINK, math.inf
 Bucket = tuple[list[tuple[int, ...]], int]  # shapes of its values, and the bytes of each
 
 
-class Odometer:
+class ByteCounter:
     """Bytes that one rank sends, and that its interfaces send, from `start` to `stop`."""
 
     def start(self, sent: int) -> None:
@@ -59,7 +59,7 @@ class Moved:
 
 
 def moved(rows: Tensor, backend: str) -> Moved:
-    """Combine the results of `Odometer.stop` of all ranks: [N, 7]."""
+    """Combine the results of `ByteCounter.stop` of all ranks: [N, 7]."""
     payload = tuple(int(each) for each in rows[:, 0].tolist())
     if backend != "gloo":
         return Moved(payload, None, f"{backend} need not send over an interface")

@@ -8,7 +8,7 @@ from typing import Any
 
 from lab.checklist.item import place
 from lab.record.files import write_json
-from lab.settings.whole import write_atomically
+from lab.settings.atomic import write_atomically
 
 NAMED = ("torch", "cuda", "cudnn", "nccl", "triton")  # of an environment; old ones lack some
 

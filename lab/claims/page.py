@@ -17,7 +17,7 @@ from lab.claims.findings import Findings, Reproduced
 from lab.claims.predicted import MARGIN, Crossovers, Terms
 from lab.draw.looks import order
 from lab.draw.text import markdown
-from lab.settings.whole import write_atomically
+from lab.settings.atomic import write_atomically
 from lab.simulate.score import ScoredCell, held_out, score
 
 if TYPE_CHECKING:

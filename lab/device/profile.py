@@ -26,7 +26,7 @@ from lab.measure.layers import kernels_ms, profiled
 from lab.measure.spans import PHASES
 from lab.model.profile import ALL, BOTH, REST, STEP, Fit, Layer, Profile
 from lab.problem.build import require_float32
-from lab.settings.whole import write_atomically
+from lab.settings.atomic import write_atomically
 from lab.training.assemble import Assembly, assembled
 
 CHECKED = 5  # steps in which torch.profiler counts the kernels

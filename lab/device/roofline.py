@@ -58,7 +58,7 @@ class Roofs:
 
 
 @dataclass(frozen=True)
-class Spot:
+class RooflinePoint:
     """Forward or backward of one layer.
 
     Attributes:
@@ -81,7 +81,7 @@ class Spot:
         return self.flops / roofs.flops_per_s, self.num_bytes / memory
 
 
-def spots(work: Work, layers: Iterable[Layer], batch: int) -> list[Spot]:
+def spots(work: Work, layers: Iterable[Layer], batch: int) -> list[RooflinePoint]:
     """Join counted work and measured times of the same layers.
 
     Args:
@@ -100,11 +100,11 @@ def spots(work: Work, layers: Iterable[Layer], batch: int) -> list[Spot]:
 
 def _spot(
     layer: str, way: str, operations: tuple[Operation, ...], seconds: float, batch: int
-) -> Spot:
+) -> RooflinePoint:
     counts = [(each.flops.at(batch), each.num_bytes.at(batch)) for each in operations]
     flops, num_bytes = (sum(values) for values in zip((0.0, 0.0), *counts, strict=True))
     loose = sum(num_bytes for flops, num_bytes in counts if not flops)
-    return Spot(layer, way, flops, num_bytes, seconds, loose if flops else 0.0)
+    return RooflinePoint(layer, way, flops, num_bytes, seconds, loose if flops else 0.0)
 
 
 @on_one_rank
@@ -131,7 +131,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     }
 
 
-def _row(spot: Spot, roofs: Roofs) -> dict[str, Any]:
+def _row(spot: RooflinePoint, roofs: Roofs) -> dict[str, Any]:
     products_s, memory_s = spot.bound_s(roofs)
     least_s = max(products_s, memory_s)
     return {

@@ -15,7 +15,7 @@ import altair as alt
 import vl_convert
 
 from lab.draw.looks import Look
-from lab.settings.whole import write_atomically
+from lab.settings.atomic import write_atomically
 
 VL_VERSION = "6.4"  # of Vega-Lite, Altair's, and one of those that vl-convert has
 INK, PALE_INK, GRID, GREY = "#1a1a1a", "#5c5c5c", "#e3e3e3", "#767676"

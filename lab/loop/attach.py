@@ -32,8 +32,8 @@ from lab.sync.fsdp import WholeGradients, set_reduce_scatter
 from lab.sync.fsdp_units import require_scattered
 from lab.sync.gradsync import GradSync
 from lab.sync.owner import KEY, NonfiniteGuard, Owner, Scaler, require_state
-from lab.training.alike import parameters, settings_and_software
 from lab.training.assemble import admitted, require_alike, require_like_gpus
+from lab.training.rank_consistency import parameters, settings_and_software
 
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 

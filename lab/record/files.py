@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from lab.settings.whole import write_atomically
+from lab.settings.atomic import write_atomically
 
 
 def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:

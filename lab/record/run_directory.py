@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from lab.record.files import write_json
 from lab.record.schema import Record
+from lab.settings.atomic import open_lock, write_atomically
 from lab.settings.reading import DamagedFile, read_json, read_yaml
-from lab.settings.whole import open_lock, write_atomically
 
 SETTINGS = "config.yaml"
 LOCK = ".lock"

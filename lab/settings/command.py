@@ -11,12 +11,12 @@ from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.fields import columns, fields_of
 from lab.settings.hints import hint
 from lab.settings.secrets import kept_words, without_secrets
 from lab.settings.streams import OutputLost, drop_output, safe_streams, visible, visible_output
+from lab.settings.user_traceback import blame
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

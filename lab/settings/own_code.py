@@ -18,9 +18,9 @@ from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.settings.blame import blame, is_users
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import conf_dir, standing_here
+from lab.settings.user_traceback import blame, is_users
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -22,7 +22,7 @@ from lab.draw.plots import ALONE, GAP, MOST_COLUMNS, PANEL, legend_columns, roun
 from lab.draw.text import markdown
 from lab.model.profile import Profile
 from lab.record.files import write_json
-from lab.settings.whole import write_atomically
+from lab.settings.atomic import write_atomically
 from lab.simulate.fit import fitted_groups
 from lab.simulate.hardware import parse
 from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell, with_exposed

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.cluster import sandbox
+from lab.settings.atomic import open_lock
 from lab.settings.command import CommandLine, show
 from lab.settings.errors import ConfigError
 from lab.settings.names import root_of
-from lab.settings.whole import open_lock
 from lab.study import saved
 from lab.study.grid import Cell, Study
 

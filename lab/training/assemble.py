@@ -30,8 +30,8 @@ from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradientNoise, GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
-from lab.training.alike import data_facts, parameters, settings_and_software
 from lab.training.optim import make_optim, require_elementwise, require_piecewise
+from lab.training.rank_consistency import data_facts, parameters, settings_and_software
 from lab.training.trainer import Delay, Progress, Trainer, total_steps
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch

@@ -23,17 +23,17 @@ from lab.measure.layers import marked_layers
 from lab.record.files import decode
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Stretch, append_stretch, stretches_of
-from lab.settings.blame import blame
 from lab.settings.command import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
 from lab.settings.names import class_name
 from lab.settings.secrets import kept_words, without_secrets
+from lab.settings.user_traceback import blame
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome
-from lab.training.alike import checkpoint_facts
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
 from lab.training.outcome import compute_of
 from lab.training.progress import Curves, ProgressBar
+from lab.training.rank_consistency import checkpoint_facts
 from lab.training.recording import Recording, claim_directory, settings_of
 from lab.training.trainer import Trainer
 

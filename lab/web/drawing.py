@@ -12,7 +12,7 @@ from vl_convert import javascript_bundle
 
 from lab.codec.build import cache_folder
 from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
-from lab.settings.whole import write_atomically
+from lab.settings.atomic import write_atomically
 
 WIDTH = 1250  # pixels of a page's charts; a narrower page makes them smaller
 LICENSE = Path(__file__).parent / "assets" / "vega_license.txt"

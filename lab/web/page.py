@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from lab.settings.atomic import write_atomically
 from lab.settings.reading import read_json
-from lab.settings.whole import write_atomically
 from lab.web.contents import Compared, Contents, compare, contents_of
 from lab.web.drawing import Drawing, bundle
 from lab.web.live import Progress

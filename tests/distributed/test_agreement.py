@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 import lab
 from lab.distributed import world as worlds
 from lab.settings.errors import ConfigError
-from lab.training import alike
+from lab.training import rank_consistency
 from tests.support import HANG_S
 from tests.support.ports import free_port
 from tests.support.ranks import CREW, composed, execute
@@ -80,7 +80,7 @@ def joined(change: str) -> str:
             case "lab":
                 lab.__version__ = "0.0.1"
             case _:
-                alike.lab_code = lambda: "0123456789ab"  # pyright: ignore[reportAttributeAccessIssue]
+                rank_consistency.lab_code = lambda: "0123456789ab"  # pyright: ignore[reportAttributeAccessIssue]
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of two hosts
     return executed(*[composed(*BASE, "strategy=none")] * 2)
 
@@ -158,7 +158,7 @@ def test_comparing_leaves_generators_of_random_numbers_as_they_were() -> None:
     def drawn() -> list[float]:
         return [float(torch.rand(1)), random.random(), float(np.random.rand())]
 
-    with alike._untouched_randomness():
+    with rank_consistency._untouched_randomness():
         first = drawn()
     assert drawn() == first
 

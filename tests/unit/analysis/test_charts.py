@@ -107,7 +107,7 @@ def test_the_title_is_the_message() -> None:
     made = chart("speedup", summary)
     assert made.message.startswith("powersgd reaches most: 5.35 × ")
     assert "1 repeat a point: no intervals" in made.about[0]
-    assert chart("payload", summary).message == "powersgd sends 16 times less than allreduce"
+    assert chart("payload", summary).message == "powersgd sends 16 times fewer bytes than allreduce"
 
 
 def test_a_chart_without_data_says_what_is_missing() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.benchmarks import harness
-from lab.benchmarks.harness import NUM_CALLS, Took, aligner, per_call
+from lab.benchmarks.harness import NUM_CALLS, CallTiming, aligner, per_call
 from lab.distributed.comm import Traffic
 from lab.measure.layers import LONGEST_S, spin_stream
 from tests.support.fake_gpu import CUDA, FakeGpu
@@ -52,7 +52,7 @@ def test_on_cpus_the_host_waits_for_all_ranks_and_times_itself(gpu: FakeGpu) -> 
         gpu.host_s += 0.5
 
     took = per_call(call, 3, torch.device("cpu"), lambda: gpu.log.append("barrier"))
-    assert took == Took(0.5, None) and gpu.log == ["barrier"]
+    assert took == CallTiming(0.5, None) and gpu.log == ["barrier"]
 
 
 def test_on_gpus_ranks_are_aligned_by_their_streams_which_nobody_counts() -> None:

@@ -26,7 +26,7 @@ LAUNCHES = {
     "int4": (0, 12, 8),
     "signsgd_ef": (0, 12, 4),
     "topk": (458, 0, 4),
-    "randomk": (536, 0, 4),
+    "randomk": (532, 0, 4),
     "powersgd": (59, 0, 9),
 }
 

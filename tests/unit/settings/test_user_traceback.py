@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 
 from lab.exchange.compressed import OneBit
 from lab.settings import command as commands
-from lab.settings.blame import Blame, blame
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
 from lab.settings.names import resolved
+from lab.settings.user_traceback import Blame, blame
 
 BUGS = "tests.support.bugs"
 
