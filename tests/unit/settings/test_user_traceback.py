@@ -43,7 +43,7 @@ def raised(call: Callable[[], Any]) -> tuple[BaseException, Blame | None]:
 def test_a_users_frame_within_the_labs_is_to_blame() -> None:
     error, found = raised(lambda: resolved(Odd()))
     assert found and found.error is error
-    assert found.place.startswith("test_blame.py:") and found.place.endswith(" in items")
+    assert found.place.startswith("test_user_traceback.py:") and found.place.endswith(" in items")
     assert 'raise KeyError("odd")' in found.traceback and "names.py" in found.traceback
 
 
@@ -141,4 +141,4 @@ def test_a_command_prints_the_users_frames_and_one_line(capsys: pytest.CaptureFi
     assert commands.answer(command, [], act) == 1
     out = capsys.readouterr().err
     assert out.startswith("Traceback (most recent call last):\n") and 'KeyError("odd")' in out
-    assert out.splitlines()[-1].startswith("lab.odd: error: KeyError: 'odd' (test_blame.py:")
+    assert out.splitlines()[-1].startswith("lab.odd: error: KeyError: 'odd' (test_user_traceback.py:")
