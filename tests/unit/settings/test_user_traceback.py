@@ -141,4 +141,6 @@ def test_a_command_prints_the_users_frames_and_one_line(capsys: pytest.CaptureFi
     assert commands.answer(command, [], act) == 1
     out = capsys.readouterr().err
     assert out.startswith("Traceback (most recent call last):\n") and 'KeyError("odd")' in out
-    assert out.splitlines()[-1].startswith("lab.odd: error: KeyError: 'odd' (test_user_traceback.py:")
+    assert out.splitlines()[-1].startswith(
+        "lab.odd: error: KeyError: 'odd' (test_user_traceback.py:"
+    )
