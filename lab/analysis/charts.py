@@ -27,7 +27,6 @@ Frame = Any  # a pandas.DataFrame, and
 Point = Any  # a row of it: pandas' own types do not know what columns hold
 Looks = Mapping[str, Look]
 
-NUM_DRAWN, NUM_SMOOTHED = 400, 50  # points of a curve, and windows that smooth it
 NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")  # on its own, so no part of a name
 LOW, HIGH = 150, 190  # pixels of panels of bars, and of curves, from bottom to top
 PHASE_LOOKS: dict[str, str] = dict(zip(PHASES, (GREY, SKY, BLUE, VERMILLION, GREEN), strict=True))

@@ -110,11 +110,7 @@ def lines(
     if width:
         columns, size = fitted(len(order), beside, width, size[1])
     x_domain, y_domain = x.domain or _reach(data[["x", "at"]], x), y.domain or _values(data, y)
-    x_scale, y_scale = x.scale(x_domain), y.scale(y_domain)
-    if not x.log:
-        x_scale = x.scale(x_domain).copy()
-        x_scale.padding = 6
-    look = look_of_series({name: looks[name] for name in looks}, labels)
+    look = look_of_series(looks, labels)
     if not named:
         fitting = legend_columns(labels.values(), width or 4 * PANEL)
         legend = alt.Legend(columns=fitting, symbolType="stroke", symbolStrokeWidth=2)
@@ -123,11 +119,35 @@ def lines(
     bound: Any = {} if named else {"bind": "legend"}
     picked = alt.selection_point(name="picked", fields=["series"], **bound)
     look["opacity"] = alt.condition(picked, alt.value(1.0), alt.value(FADED))
+    x_scale, y_scale = x.scale(x_domain), y.scale(y_domain)
+    if not x.log:
+        x_scale.padding = 6
     across = alt.X("at:Q", title=x.title, scale=x_scale, axis=x.axis(x_domain, grid=False))
     up = alt.Y("value:Q", title=y.title, scale=y_scale, axis=y.axis(y_domain))
-    shade = {name: look[name] for name in ("color", "opacity")}
-    base = alt.Chart()
-    layers: list[Any] = [base.mark_line(strokeWidth=1.8).encode(across, up, **look)]
+    layers = _line_layers((across, up), (x_scale, y_scale), look, reference, upright)
+    if marks:
+        layers.append(_points(across, up, look, shown))
+    if "measured" in data:
+        layers.append(_measured(across, y_scale, look, shown))
+    if named:
+        data = pd.concat([data, _ends(data, y_domain, bool(y.log), size[1])])
+        layers.insert(0, _names(look, x_scale, y_scale))
+    layers[0] = layers[0].add_params(picked)  # Altair looks for it in the first layer of panels
+    panel = alt.layer(*layers).properties(width=size[0], height=size[1])
+    width = width or int(columns * (size[0] + beside) + EDGE)
+    return _in_panels(panel, data, panels, columns), width
+
+
+def _line_layers(
+    at: tuple[alt.X, alt.Y],
+    scales: tuple[alt.Scale, alt.Scale],
+    look: Mapping[str, Any],
+    reference: str,
+    upright: float | None,
+) -> list[Any]:
+    """Return the lines, those to compare them with, and the intervals of their points."""
+    (x_scale, y_scale), base = scales, alt.Chart()
+    layers: list[Any] = [base.mark_line(strokeWidth=1.8).encode(*at, **look)]
     if reference:
         dotted = base.mark_line(color=GREY, strokeDash=[2, 3], strokeWidth=1.2, clip=True)
         layers.append(dotted.encode(alt.X("x:Q", scale=x_scale), y=f"{reference}:Q"))
@@ -136,37 +156,8 @@ def lines(
         once = standing.transform_aggregate(n="count()")
         layers.append(once.encode(alt.XDatum(upright, scale=x_scale)))
     whole = base.mark_rule(strokeWidth=1.4).transform_filter("isValid(datum.low)")
-    layers.append(whole.encode(across, alt.Y("low:Q", scale=y_scale), alt.Y2("high:Q"), **shade))
-    point = base.mark_point(size=46, strokeWidth=1.6)
-    hollow = alt.condition("datum.hollow", alt.value("white"), look["color"])
-    if marks:
-        layers.append(
-            point.encode(
-                across,
-                up,
-                stroke=look["color"],
-                fill=hollow,
-                opacity=look["opacity"],
-                tooltip=shown,
-            )
-        )
-    if "measured" in data:
-        known = base.mark_point(size=46, filled=True)
-        known = known.transform_filter("isValid(datum.measured)")
-        level = alt.Y("measured:Q", scale=y_scale)
-        layers.append(known.encode(across, level, **shade, tooltip=shown))
-    if named:
-        data = pd.concat([data, _ends(data, y_domain, bool(y.log), size[1])])
-        layers.insert(0, _names(base, shade, x_scale, y_scale))
-    layers[0] = layers[0].add_params(picked)  # Altair looks for it in the first layer of panels
-    panel = alt.layer(*layers).properties(width=size[0], height=size[1])
-    width = width or int(columns * (size[0] + beside) + EDGE)
-    if panels is None:
-        return panel.properties(data=data), width
-    texts = {value: panels(value) for value in order}
-    data["panel"] = data["panel"].map(texts.get)
-    facet = alt.Facet("panel:N", title=None, sort=list(texts.values()))
-    return panel.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP), width
+    ends = alt.Y("low:Q", scale=y_scale), alt.Y2("high:Q")
+    return [*layers, whole.encode(at[0], *ends, **_shade(look))]
 
 
 def bars(
@@ -228,12 +219,7 @@ def bars(
         layers.append(text.encode(alt.X("behind:Q", scale=scale), alt.Text("text:N")))
     chart = alt.layer(*layers).properties(width=width, height=BAR * len(names))
     beside = int(columns * (width + GAP) + LETTER * LABEL_PX * max(map(len, names)) + 40 - GAP)
-    if panels is None:
-        return chart.properties(data=data), beside
-    texts = {value: panels(value) for value in sorted(set(data["panel"]))}
-    data["panel"] = data["panel"].map(texts.get)
-    facet = alt.Facet("panel:N", title=None, sort=list(texts.values()))
-    return chart.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP), beside
+    return _in_panels(chart, data, panels, columns), beside
 
 
 def dots(
@@ -345,12 +331,43 @@ def _longest(texts: Any) -> int:
     return 0 if texts is None else max(len(text) for text in texts if isinstance(text, str))
 
 
-def _names(base: Any, look: Mapping[str, Any], x: alt.Scale, y: alt.Scale) -> Any:
+def _shade(look: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: look[name] for name in ("color", "opacity")}
+
+
+def _points(across: alt.X, up: alt.Y, look: Mapping[str, Any], shown: list[alt.Tooltip]) -> Any:
+    """Mark each point; a hollow one was emulated or predicted."""
+    fill = alt.condition("datum.hollow", alt.value("white"), look["color"])
+    marked: dict[str, Any] = {"stroke": look["color"], "fill": fill, "opacity": look["opacity"]}
+    point = alt.Chart().mark_point(size=46, strokeWidth=1.6)
+    return point.encode(across, up, tooltip=shown, **marked)
+
+
+def _measured(
+    across: alt.X, scale: alt.Scale, look: Mapping[str, Any], shown: list[alt.Tooltip]
+) -> Any:
+    """Mark, beside a predicted line, what was measured."""
+    known = alt.Chart().mark_point(size=46, filled=True)
+    known = known.transform_filter("isValid(datum.measured)")
+    return known.encode(across, alt.Y("measured:Q", scale=scale), tooltip=shown, **_shade(look))
+
+
+def _names(look: Mapping[str, Any], x: alt.Scale, y: alt.Scale) -> Any:
     """Write each line's name at its end."""
-    text = base.mark_text(align="left", dx=9, fontSize=LABEL_PX, clip=False)
+    text = alt.Chart().mark_text(align="left", dx=9, fontSize=LABEL_PX, clip=False)
     shown = text.transform_filter("isValid(datum.name)")
     end = alt.Y("end:Q", scale=y)
-    return shown.encode(alt.X("at:Q", scale=x), end, alt.Text("name:N"), **look)
+    return shown.encode(alt.X("at:Q", scale=x), end, alt.Text("name:N"), **_shade(look))
+
+
+def _in_panels(chart: Any, data: Frame, panels: Callable[[Any], str] | None, columns: int) -> Any:
+    """Give a chart its data: one for each value of `panel`, in ascending order; None: it alone."""
+    if panels is None:
+        return chart.properties(data=data)
+    texts = {value: panels(value) for value in sorted(set(data["panel"]))}
+    data["panel"] = data["panel"].map(texts.get)
+    facet = alt.Facet("panel:N", title=None, sort=list(texts.values()))
+    return chart.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP)
 
 
 def _ends(data: Frame, domain: tuple[float, float], log: bool, height: int) -> Frame:
