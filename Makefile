@@ -12,6 +12,7 @@ RANKS  ?= $(shell $(BIN)/python -c 'import torch; print(1 if torch.cuda.device_c
 TORCH_INDEX ?= $(shell cat $(VENV)/.torch-* 2>/dev/null)
 TORCH  := $(if $(TORCH_INDEX),$(VENV)/.torch-$(notdir $(TORCH_INDEX:/=)))
 PIP_INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+PIP_INSTALL_DEV := $(PIP_INSTALL) --constraint constraints-dev.txt
 # pip would compile on one core; a few files of packages are for other versions of Python.
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log || true
 
@@ -56,14 +57,22 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# Pins that still resolve stay: to renew one, delete its line. CUDA has no pins, because each build of
-# torch requires its own CUDA. There are no hashes: with them pip accepts no editable install,
+# constraints.txt has the versions of what users install, constraints-dev.txt those of all else that
+# the tests need. Pins that still resolve stay: to renew one, delete its line. CUDA has no pins, because
+# each build of torch requires its own CUDA. There are no hashes: with them pip accepts no editable install,
 # and no torch but PyPI's.
+LOCK := $(BIN)/uv pip compile --quiet --python $(BIN)/python --python-version 3.11 --universal \
+  --no-annotate --no-header pyproject.toml
+USERS := --extra report --extra wandb --extra tensorboard --extra horovod
+
 lock: $(VENV)/bin/pip
-	$(PIP_INSTALL) uv
-	$(BIN)/uv pip compile --quiet --python $(BIN)/python --python-version 3.11 --universal --all-extras \
-	  --no-annotate --custom-compile-command 'make lock' --output-file constraints.txt pyproject.toml
-	sed -E -i.old '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.old
+	$(PIP_INSTALL_DEV) uv
+	cat constraints.txt constraints-dev.txt > $(VENV)/lock.txt
+	$(LOCK) --all-extras --output-file $(VENV)/lock.txt
+	sed -E -i.old '/^(cuda|nvidia)-/d' $(VENV)/lock.txt
+	echo '# Made by `make lock`.' | tee constraints.txt > constraints-dev.txt
+	$(LOCK) $(USERS) --constraint $(VENV)/lock.txt | grep -vE '^(cuda|nvidia)-' >> constraints.txt
+	awk 'NR == FNR { seen[$$1]; next } !($$1 in seen)' constraints.txt $(VENV)/lock.txt >> constraints-dev.txt
 
 horovod: $(VENV)/.horovod
 
@@ -91,12 +100,12 @@ $(VENV)/.torch-%: $(VENV)/bin/pip constraints.txt
 	@echo $(TORCH_INDEX) > $@
 
 $(VENV)/.run: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable '.[report]'
 	$(COMPILE)
 	@touch $@
 
-$(VENV)/.dev: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(PIP_INSTALL) --editable '.[dev,wandb,tensorboard]'
+$(VENV)/.dev: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt constraints-dev.txt
+	$(PIP_INSTALL_DEV) --editable '.[dev,report,wandb,tensorboard]'
 	$(COMPILE)
 	@touch $@ $(VENV)/.run
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXIT_UNREAD = 128 + 13  # as of a program that SIGPIPE ends
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
 LONGEST_ERROR = 2000
+OF_REPORTS = ("pandas", "altair", "vl_convert", "jinja2")  # the extra `report` installs them
 SETTING = re.compile(r"~|\+*[\w.@]+=")  # and not runs/a=b, a folder
 
 
@@ -137,6 +138,12 @@ def answer(
         if refuse:
             return refuse(error)
         report_error(command.name, error)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in OF_REPORTS:
+            raise
+        needs = f"{error.name} is not installed: pip install 'scaling-lab[report]'"
+        report_error(command.name, ConfigError(needs))
         return 2
     except Exception as error:
         # A file that cannot be written, or read, is no bug of the lab's.

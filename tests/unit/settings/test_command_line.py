@@ -239,6 +239,18 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize(("module", "package"), [("plot", "pandas"), ("report", "jinja2")])
+def test_a_command_names_the_extra_that_it_needs(module: str, package: str) -> None:
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+from lab import {module}
+sys.exit({module}.main(["docs/results/demo"]))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    needs = f"lab.{module}: error: {package} is not installed: pip install 'scaling-lab[report]'\n"
+    assert (done.returncode, done.stderr) == (2, needs)
+
+
 SLOW = {"torch", "scipy", "pandas", "altair"}  # to import: a tenth of a second to two
 COMMANDS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem[0] != "_")
 WRONG = ["train batch_size=x", "sweep repeats=0", "predict hardware=no", "advise top=0"]
