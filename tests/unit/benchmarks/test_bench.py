@@ -17,7 +17,7 @@ from lab import bench
 from lab.benchmarks import certificate, codec, collective, compressors, host, memory, step
 from lab.benchmarks.catalogue import size_name
 from lab.benchmarks.harness import Sent, difference, level, middle, ratio
-from lab.benchmarks.present import chart_of, fastest, text_of, write
+from lab.benchmarks.present import chart_of, fastest, is_result, text_of, write
 from lab.benchmarks.request import read
 from lab.distributed.comm import Comm, run_ranks
 from lab.draw.chart import drawn
@@ -421,6 +421,17 @@ def test_a_chart_says_what_it_shows_and_no_text_hides_another(name: str, message
     assert chart and chart.message == message
     svg = drawn(chart.spec(), "svg").decode()
     assert overlapping(svg) == [] and outside(svg) == []
+
+
+@pytest.mark.slow
+def test_no_text_hides_another_in_any_committed_figure() -> None:
+    files = [path for path in (ROOT / "docs/results").rglob("*.json") if "pages" not in path.parts]
+    results = {path: json.loads(path.read_text()) for path in files}
+    drawn_ones = {path: chart_of(each) for path, each in results.items() if is_result(each)}
+    svgs = {path: drawn(each.spec(), "svg").decode() for path, each in drawn_ones.items() if each}
+    assert len(svgs) > 30
+    assert {path: texts for path, svg in svgs.items() if (texts := overlapping(svg))} == {}
+    assert {path: texts for path, svg in svgs.items() if (texts := outside(svg))} == {}
 
 
 @pytest.mark.parametrize("name", ["memory", "step", "collective", "codec", "host"])
