@@ -148,6 +148,9 @@ class Reproduction:
         bytes_scale: scales gradients, which keeps the ratio of compute to communication.
         strategies, world_sizes, batch_sizes: the figures show these; batches are global.
         rate_crossover: two strategies: below which rate of the links is the first faster?
+        setup: how it is measured, in words.
+        cures: lines of the figure that shows the finding, the paper's own way first: each a name,
+            a strategy, and, where they differ, the profile and the strategy of published figures.
     """
 
     study: str
@@ -157,6 +160,8 @@ class Reproduction:
     world_sizes: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     rate_crossover: tuple[str, str] | None = None
+    setup: str = ""
+    cures: tuple[Mapping[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.rate_crossover is not None and len(self.rate_crossover) != 2:
