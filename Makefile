@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 run: $(VENV)/.run
-	$(BIN)/torchrun --nproc-per-node $(RANKS) -m lab.train strategy=onebit
+	$(BIN)/torchrun --nproc-per-node $(RANKS) -m lab.train strategy=onebit model=alexnet_small steps=120
 
 curves: $(VENV)/.run
 	$(BIN)/python -m lab.sweep study=demo
