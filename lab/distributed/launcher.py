@@ -133,6 +133,8 @@ def let_first_rank_report() -> None:
     An error that all ranks have is reported by rank 0, with which a launcher ends the others.
     """
     if not is_first_rank():
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a run would stop only after its step
         time.sleep(REPORT_S)
 
 
