@@ -223,10 +223,14 @@ def report_error(command: str, error: Exception) -> None:
             line = f"{type(error).__name__}: {one_line(error)} ({found.place})"
     if len(line) > LONGEST_ERROR:  # a file's value is in it
         line = f"{line[:LONGEST_ERROR]}…"
-    line = visible(without_secrets(f"{command}: error: {line}"))
+    say_error(f"{command}: error: {line}")
+
+
+def say_error(line: str) -> None:
+    """Print the one line of an error, and hand it to torchrun, whose own report ends with it."""
+    line = visible(without_secrets(line))
     print(line, file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun ends its own, long report with it, so that the last words are of the cause.
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": said}))
