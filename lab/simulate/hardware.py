@@ -11,6 +11,7 @@ from typing import Any
 
 from lab.measure.peaks import gpu_peak
 from lab.settings import checks
+from lab.simulate.nccl import GENERATIONS
 
 THIS_CPU = "this CPU"
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %
@@ -119,7 +120,8 @@ class Device:
         cache_bytes: an operation that moves less finds it all in a cache, at
         `cache_bytes_per_s`; 0: no cache is considered.
         op_efficiency: factors on `compute_efficiency` for the products of single operations, by
-            torch's name.
+            torch's name, of one precision (`tf32`), or of both (`tf32.convolution`, which counts
+            instead of `convolution`).
         op_rates: bytes per second of single operations, that neither memory nor products bound.
         num_threads: threads of a rank on CPU cores that ranks share; None: a device of its own.
     """
@@ -136,6 +138,23 @@ class Device:
     op_efficiency: tuple[tuple[str, float], ...] = ()
     op_rates: tuple[tuple[str, float], ...] = ()
     num_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds of the thread that trains, which launches a GPU's work; none of it depends on sizes.
+
+    Attributes:
+        kernel_s: to launch an operation of the model.
+        parameter_s: of each parameter's hook.
+        bucket_s: of each bucket of an exchange: its collectives, and what they wait for.
+        codec_s: of each call of a codec.
+    """
+
+    kernel_s: float = 0.0
+    parameter_s: float = 0.0
+    bucket_s: float = 0.0
+    codec_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +187,9 @@ class Hardware:
             one rank has none of them.
         node_rates: bytes per second of each node's link, where they differ; empty: as `inter`.
         protocols: that NCCL may choose from, keys of PROTOCOLS.
+        nccl: the generation of GPUs, one of lab.simulate.nccl.GENERATIONS: NCCL's collectives then
+            take what its own tuning says, and of the links only rates count. None: by `protocols`.
+        host: a step takes no less than its host needs to launch it. None: no time.
         num_cores: cores that ranks share where they are emulated on one machine; codecs, messages
             and the update then take (ranks per core) times as long. None: every rank has its own.
         crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,
@@ -198,6 +220,8 @@ class Hardware:
     slow_factor: float = 1.0
     node_rates: tuple[float, ...] = ()
     protocols: tuple[str, ...] = ("LL", "Simple")
+    nccl: str | None = None
+    host: Host | None = None
     num_cores: int | None = None
     crowding: float | None = None
     memory_bytes: float | None = None
@@ -247,6 +271,7 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         if given.get("num_cores") == HERE:
             given["num_cores"] = len(os.sched_getaffinity(0))
         given["device"] = parse_device(name, node["device"]) if node.get("device") else None
+        given["host"] = _host(name, node["host"]) if node.get("host") else None
         hardware = Hardware(**given)
         _check_hardware(name, hardware)
         assumed = tuple(
@@ -304,7 +329,17 @@ def with_rate(hardware: Hardware, rate: float) -> Hardware:
     return with_value(hardware, f"{kind}.bandwidth_bytes_per_s", rate)
 
 
-def _check_keys(where: str, node: Mapping[str, Any], kind: type[Hardware] | type[Link]) -> None:
+def _host(name: str, node: Mapping[str, Any]) -> Host:
+    _check_keys(f"{name}: host", node, Host)
+    for key, value in node.items():
+        checks.number(f"{name}: host.{key}", value, 0)
+    return Host(**node)
+
+
+Kind = type[Hardware] | type[Link] | type[Host]
+
+
+def _check_keys(where: str, node: Mapping[str, Any], kind: Kind) -> None:
     known = {field.name: field.default for field in fields(kind)}
     for key, value in node.items():
         if key not in known:
@@ -331,6 +366,8 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
     if not hardware.protocols or set(hardware.protocols) - set(PROTOCOLS):
         allowed = ", ".join(PROTOCOLS)
         raise ValueError(f"{name}: protocols={hardware.protocols}: must be some of {allowed}")
+    if hardware.nccl is not None:
+        checks.one_of(f"{name}: nccl", hardware.nccl, GENERATIONS)
 
 
 def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
