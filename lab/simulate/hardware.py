@@ -21,7 +21,7 @@ OPTIONAL = ("reduce_bytes_per_s", "update_bytes_per_s", "input_samples_per_s", "
 LEAST = {
     **dict.fromkeys(("codec_bytes_per_s", *OPTIONAL), 1),
     **dict.fromkeys(("codec_s", "contention", "overhead_s", "overhead_s_per_rank", "burst_s"), 0),
-    **{"jitter": 0, "num_slow": 0, "slow_factor": 1},
+    **{"jitter": 0, "num_slow": 0, "slow_factor": 1, "codec_contention": 0},
 }
 LINK = ("latency_s", "bandwidth_bytes_per_s")  # what a fit finds of a link
 LEAST_OF_LINK = {"latency_s": 0, "bandwidth_bytes_per_s": 1, "duplex": 0.1}
@@ -175,6 +175,8 @@ class Hardware:
         reduce_bytes_per_s: rate at which ranks add what has arrived, while the links wait.
             None: no time.
         contention: compute takes 1 + contention times as long while an exchange is under way.
+        codec_contention: share of a codec's time by which it delays compute beside it on a stream,
+            because both use one device: of kernels that fill it, 1.
         overhead_s: time of a step besides forward, backward, exchange and update.
         overhead_s_per_rank: what each rank of a node beyond the first adds to that, where one
             process drives all GPUs of a node in turn.
@@ -210,6 +212,7 @@ class Hardware:
     codec_s: float = 0.0
     reduce_bytes_per_s: float | None = None
     contention: float = 0.0
+    codec_contention: float = 0.0
     overhead_s: float = 0.0
     overhead_s_per_rank: float = 0.0
     update_bytes_per_s: float | None = None

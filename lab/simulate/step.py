@@ -67,7 +67,7 @@ class Rank:
     """The clock of the computing thread, and the spans so far.
 
     Attributes:
-        contention, burst_s: see Hardware.
+        contention, burst_s, codec_contention: see Hardware.
         now_s: the time on that thread.
         free_s: when the links, or the thread or stream of exchanges, are free; and, where stages
             inside nodes go their own way, when the links there are.
@@ -75,6 +75,7 @@ class Rank:
 
     contention: float
     burst_s: float = 0.0
+    codec_contention: float = 0.0
     now_s: float = 0.0
     free_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     spans: list[Span] = field(default_factory=list)
@@ -125,8 +126,11 @@ class Beside:
 
     def submit(self, exchange: Exchange, rank: Rank) -> None:
         """Start the exchange of a full bucket; earlier buckets have been submitted."""
+        ready_s = rank.now_s
         for stage in exchange.stages:
-            rank.beside(stage, exchange.name, rank.now_s)
+            rank.beside(stage, exchange.name, ready_s)
+            if stage.row == "codec":  # wherever it runs, compute has that much less of the device
+                rank.now_s += rank.codec_contention * stage.seconds
         self._ends_s.append(rank.busy_until_s)
 
     def advance(self, rank: Rank) -> None:
@@ -339,7 +343,7 @@ def _step(
     layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
     in_turns = hardware.library == "gloo" and exchange_of(strategy.exchange).staged
     schedule = Turns() if in_turns and pattern.overlaps else Beside()
-    rank = Rank(hardware.contention, hardware.burst_s)
+    rank = Rank(hardware.contention, hardware.burst_s, hardware.codec_contention)
     besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
     stages = [stage for each in planned for stage in each.stages]
     num_buckets = sum(bool(each.stages) for each in planned)
@@ -372,7 +376,7 @@ def _sharded_step(
 
     hardware = network.hardware
     layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
-    rank = Rank(hardware.contention, hardware.burst_s)
+    rank = Rank(hardware.contention, hardware.burst_s, hardware.codec_contention)
     units = costs_of_units(profile, strategy, network)
     sharded = Sharded(layers, units, rank, blocks=hardware.library == "gloo")
     sharded.run(strategy.accumulate)
