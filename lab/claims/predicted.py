@@ -117,7 +117,7 @@ class Predicted:
                 hardware = with_value(hardware, key, float(value))
             except (AttributeError, TypeError, ValueError):
                 where = f"at.values={text}"
-                raise ValueError(f"{where}: must be KEY=NUMBER of {hardware.name}") from None
+                raise ValueError(f"{where}: must be KEY=VALUE of {hardware.name}") from None
         return hardware
 
 
