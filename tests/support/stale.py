@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results"
 # Pages, and the papers of each.
 ALONE = ("tf_benchmarks", "tf_parameter_server", "tf_benchmarks_real", "horovod")
-PREDICTED = {page: (page,) for page in ALONE}
+PREDICTED: dict[str, tuple[str, ...]] = {page: (page,) for page in ALONE}
 PREDICTED["nvidia"] = ("nvidia_dle", "mlperf", "h100", "nccl_tests")
 MEASURED = sorted({path.stem for path in RESULTS.glob("*.md")} - {*PREDICTED, "README", "mutants"})
 # A change here may change what was measured.
