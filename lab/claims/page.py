@@ -196,9 +196,7 @@ def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
     for kind, meaning in KINDS.items():
         found = [verdict for verdict in verdicts if verdict.claim.kind == kind]
         if found:
-            header = header_of(found)
-            rows = [claim_line(verdict, LINEAR in header) for verdict in found]
-            lines += [f"**{kind}** ({meaning}):", "", *markdown(header, rows), ""]
+            lines += [f"**{kind}** ({meaning}):", "", *markdown(*table_of(found)), ""]
             lines += _conditions(found)
     counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
     evidence = f"Of the claims that are evidence ({' and '.join(EVIDENCE)})"
@@ -220,7 +218,16 @@ def _numbers(verdicts: Sequence[Verdict]) -> list[int]:
     return [*(kinds[kind] for kind in KINDS), *tally(verdicts).values()]
 
 
-def header_of(verdicts: Sequence[Verdict]) -> list[str]:
+def table_of(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
+    """Return the header of a table of claims, and a line for each.
+
+    Where one is on scaling, a column has the error of linear scaling.
+    """
+    header = _header_of(verdicts)
+    return header, [_claim_line(verdict, LINEAR in header) for verdict in verdicts]
+
+
+def _header_of(verdicts: Sequence[Verdict]) -> list[str]:
     computed = "counted" if all(each.claim.is_counted for each in verdicts) else "predicted"
     header = ["claim", "where", "holds if", "published", computed, "error", "measured"]
     if any(_of_linear(each) is not None for each in verdicts):
@@ -297,8 +304,7 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
     return [*lines, f"Predicted, of {crossovers.basis}."]
 
 
-def claim_line(verdict: Verdict, with_linear: bool = False) -> list[str]:
-    """Write a claim's line; `with_linear`: and what linear scaling's error is."""
+def _claim_line(verdict: Verdict, with_linear: bool) -> list[str]:
     claim, linear = verdict.claim, _of_linear(verdict)
     error = "–" if linear is None else f"{100 * (linear / (claim.published or 1) - 1):+.1f} %"
     quantity = claim.quantity.replace("_", " ")
