@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import altair as alt
 import pandas as pd
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from lab.codec import build
 from lab.codec.base import Reference
 from lab.codec.codecs import OneBit
 from lab.distributed.world import check_gpus
+from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER
 from lab.draw.looks import BLUE, ORANGE
 from lab.draw.plots import BARS, round_values

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from lab.claims.claims import EVIDENCE, KINDS, Check, Verdict, tally
@@ -14,6 +13,7 @@ from lab.claims.device import GPUS, Network
 from lab.claims.findings import Reproduced
 from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap
+from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, looks_of
 from lab.draw.plots import BAR, GAP, PANEL, Axis, legend_columns, lines, round_values

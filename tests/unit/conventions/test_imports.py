@@ -19,6 +19,7 @@ PACKAGES = {
     for layer, package, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
 }
 ONLY_IN = {
+    "altair": {"lab/draw/altair.py"},  # at its first use: machines that only measure lack it
     "triton": {"lab/codec/gpu_kernels.py"},
     "wandb": {"lab/record/recorders.py"},
     "hydra": {
