@@ -6,8 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.gpu_report import run
+from lab.gpu_report.items import Sizes, chosen, items_of
 from lab.settings.command import Command, CommandLine, answer
-from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, own_settings, setting
 
 
@@ -18,7 +19,7 @@ class Settings:
     minutes: float = setting(15, "an item that would not fit any more is skipped", above=0)
     items: tuple[str, ...] | None = setting(None, "keys, or how they begin; null: all")
     again: bool = setting(False, "true measures again what the file has")
-    out: Path = file_setting(
+    out: Path | None = file_setting(
         "FILE.json, with its page FILE.md and figures; null: gpu_report.json", ".json"
     )
     page: Path | None = setting(None, "FILE.json of a report: only its page is written")
@@ -53,22 +54,19 @@ def main(arguments: list[str]) -> int:
 def _report(line: CommandLine) -> int:
     settings = own_settings(Settings, line.settings)
     path = settings.page or settings.out or Path("gpu_report.json")
-    from lab.gpu_report import page, run  # imports torch
-    from lab.gpu_report.items import Sizes, items_of
-
     if settings.page:
-        report = run.opened(path)
+        report = run.opened("page", path)
     else:
-        run.require_gpu(settings.pretend)
-        items = run.chosen(items_of(Sizes(settings.pretend)), settings.items)
+        items = chosen(items_of(Sizes(settings.pretend)), settings.items)
         report = run.begun(path, line.text, settings.pretend)
         todo = run.left(items, report, settings.again)
-        if not run.measure(todo, report, path, 60 * settings.minutes, _tell):
-            raise ConfigError("the GPU is lost to this process; start again to measure the rest")
-    try:
-        print("\n".join(page.write(path.with_suffix(".md"), report)))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        from lab.gpu_report.measuring import measure  # imports torch
+
+        if not run.measure(todo, report, path, 60 * settings.minutes, _tell, measure):
+            _tell("this process has lost the GPU: the same command, started again, goes on")
+    from lab.gpu_report import page  # imports torch
+
+    print("\n".join(page.write(path.with_suffix(".md"), report)))
     return int(any(entry["status"] == run.FAILED for entry in report["items"].values()))
 
 

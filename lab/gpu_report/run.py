@@ -1,4 +1,7 @@
-"""Measure items within a budget, and keep what is known in a JSON that a later start continues."""
+"""Measure items within a budget, and keep what is known in a JSON that a later start continues.
+
+torch is imported only to measure.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +14,32 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lab.distributed.world import check_gpus
-from lab.gpu_report.items import Figure, Item
-from lab.measure.environment import environment, git_commit
+from lab.gpu_report.items import Figure, Item, Result
 from lab.record.files import write_json
-from lab.settings.config import ConfigError
-from lab.settings.errors import one_line
+from lab.settings.errors import ConfigError, one_line
 
 KIND = "gpu_report"
 DONE, ABSENT, FAILED, SKIPPED = "done", "not available", "failed", "skipped"
-ORDER = (SKIPPED, ABSENT, FAILED)  # of items to measure again; one may have ended the process
+ORDER = (SKIPPED, DONE, ABSENT, FAILED)  # of measuring again: one that failed may end the process
 KEPT = 4000  # characters of a traceback's end
 Report = dict[str, Any]
-
-
-def require_gpu(pretends: bool) -> None:
-    """Raise ConfigError if torch can use no GPU here, unless a CPU pretends to be one."""
-    if pretends:
-        return
-    try:
-        check_gpus("cuda", 1)
-    except ValueError as error:
-        why = str(error).partition(": ")[2].partition(";")[0]
-        raise ConfigError(f"{why}; pretend=true tries the report on a CPU") from None
 
 
 def begun(path: Path, command: str, pretended: bool) -> Report:
     """Return the report in `path` with what it has already, or a new one.
 
     Raises:
-        ConfigError: it is another machine's, or no report.
+        ConfigError: it is another machine's, or no report; or torch can use no GPU here, and no CPU
+            pretends to be one.
     """
+    from lab.distributed.world import check_gpus
+    from lab.measure.environment import environment, git_commit
+
+    try:
+        check_gpus("cpu" if pretended else "cuda", 1)
+    except ValueError as error:
+        why = str(error).partition(": ")[2].partition(";")[0]
+        raise ConfigError(f"{why}; pretend=true tries the report on a CPU") from None
     about = environment(1)
     new: Report = {
         "kind": KIND,
@@ -55,7 +51,7 @@ def begun(path: Path, command: str, pretended: bool) -> Report:
     }
     if not path.exists():
         return new
-    old = opened(path)
+    old = opened("out", path)
     for key, mine, its in (
         ("pretended", pretended, old["pretended"]),
         ("gpus", about["gpus"], old["environment"]["gpus"]),
@@ -66,8 +62,8 @@ def begun(path: Path, command: str, pretended: bool) -> Report:
     return {**new, "commands": commands, "items": old["items"]}
 
 
-def opened(path: Path) -> Report:
-    """Return the report that a file holds.
+def opened(key: str, path: Path) -> Report:
+    """Return the report that a file holds, which the setting `key` names.
 
     Raises:
         ConfigError: it holds none.
@@ -75,23 +71,10 @@ def opened(path: Path) -> Report:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from None
+        raise ConfigError(f"{key}={path}: cannot be read: {one_line(error)}") from None
     if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise ConfigError(f"{path}: holds no report of lab.gpu_report")
+        raise ConfigError(f"{key}={path}: holds no report of lab.gpu_report")
     return found
-
-
-def chosen(items: Sequence[Item], names: Sequence[str] | None) -> list[Item]:
-    """Select items by their keys, or by how these begin; None: all.
-
-    Raises:
-        ConfigError: a name fits none.
-    """
-    for name in names or ():
-        if not any(item.key.startswith(name) for item in items):
-            keys = ", ".join(item.key for item in items)
-            raise ConfigError(f"items={name}: allowed are {keys}, or how they begin")
-    return [item for item in items if names is None or item.key.startswith(tuple(names))]
 
 
 def left(items: Sequence[Item], report: Report, again: bool) -> list[Item]:
@@ -107,12 +90,13 @@ def measure(
     path: Path,
     budget_s: float,
     tell: Callable[[str], None],
+    take: Callable[[Item, bool], Result],
     now: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Measure items while the budget lasts, and write the report after each.
 
     Args:
-        tell: prints a line.
+        tell: prints a line. take: lab.gpu_report.measuring.measure.
 
     Returns:
         Whether the device is still there: after some errors a process can use a GPU no more.
@@ -129,7 +113,7 @@ def measure(
             # Stands there if the process ends meanwhile.
             began, report["items"][item.key] = now(), _failed("the process ended in it")
             write_json(path, report)
-            entry = {**_entry(item), "seconds": now() - began}
+            entry = {**_entry(item, report["pretended"], take), "seconds": now() - began}
         commit = report["git_commit"]["commit"]
         report["items"][item.key] = {"about": item.about, "commit": commit, **entry}
         write_json(path, report)
@@ -140,9 +124,11 @@ def measure(
     return True
 
 
-def _entry(item: Item) -> dict[str, Any]:
+def _entry(item: Item, pretended: bool, take: Callable[[Item, bool], Result]) -> dict[str, Any]:
+    import torch
+
     try:
-        result = item.measure()
+        result = json.loads(json.dumps(take(item, pretended)))  # as a later start will read it
         figures = [asdict(figure) for figure in item.figures(result)]
         return {"status": DONE, "result": result, "figures": figures, "draws": item.draws}
     except ConfigError as error:
@@ -161,6 +147,8 @@ def _failed(line: str) -> dict[str, Any]:
 
 def _is_alive() -> bool:
     """Tell whether the GPU, if there is one, still answers this process."""
+    import torch
+
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
