@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from lab.claims.claims import EVIDENCE, KINDS, Check, Verdict, tally
@@ -15,6 +14,7 @@ from lab.claims.device import GPUS, Network
 from lab.claims.findings import Reproduced
 from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap
+from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, Look, looks_of
 from lab.draw.plots import BAR, GAP, PANEL, Axis, legend_columns, lines, round_values

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-import vl_convert
-
+from lab.draw.altair import alt, vl_convert
 from lab.draw.looks import Look
 from lab.settings.atomic import write_atomically
 
