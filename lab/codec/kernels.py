@@ -37,7 +37,10 @@ def native(name: str, option: int) -> Native | None:
 
 
 class Peers(tuple[Tensor, ...]):
-    """Messages, uint8 [bytes] each, that lie apart: in the memory of several ranks of a node."""
+    """Messages, uint8 [bytes] each, that lie apart: in the memory of several ranks of a node.
+
+    Each begins at a multiple of 16 bytes.
+    """
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -86,13 +89,17 @@ class Native:
         out: Tensor | Peers,
     ) -> None:
         kept = None if residual is None else residual.data_ptr()
-        rows = torch.stack(messages) if isinstance(messages, Peers) else messages
-        first = out[0] if isinstance(out, Peers) else out
+        rows, first = together(messages), out[0] if isinstance(out, Peers) else out
         self._reduce(
             *(rows.data_ptr(), kept, first.data_ptr(), *layout.addresses),
             *(rows.shape[0], rows.stride(0), self._option, torch.get_num_threads()),
         )
         push(out)
+
+
+def together(messages: Tensor | Peers) -> Tensor:
+    """Return messages one behind the other, [messages, bytes]; a copy of those that lie apart."""
+    return torch.stack(messages) if isinstance(messages, Peers) else messages
 
 
 def push(messages: Tensor | Peers) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
@@ -48,15 +49,17 @@ class Symmetric(TwoStage):
     call of a library that moves bytes: PyTorch's SymmetricMemory on GPUs, a file in memory on CPUs.
     (PyTorch's own one-shot and two-shot all-reduce do so with uncompressed values.)
 
-    A rank that has decoded may write its next message at once: nobody reads this one any more, as
-    all have met since, and what it decoded from nobody overwrites before all meet again.
+    No third meeting is needed. Others read a message before the second one, so that its owner may
+    write the next one after it. They write sums after the first one of a step, by which all have
+    decoded the sums of the step before.
 
-    Where ranks have no memory in common, this is TwoStage; one line says why, and `choices`.
+    Where ranks share no memory this is TwoStage; one line says why, and the record's `choices`.
     """
 
     def __init__(self, codec: Codec, memory: Memory) -> None:
         super().__init__(codec, memory)
-        self._choice: dict[str, Any] = {}
+        self._in_window: dict[str, bool] = {}  # by parameter, of its last bucket
+        self._why: str | None = None  # ranks share no memory; from then on none is asked for
 
     def memory_bytes(self, sizes: Sizes) -> Needs:
         """Count residuals, and the window: this rank's message, and all sums."""
@@ -64,7 +67,14 @@ class Symmetric(TwoStage):
         return Needs(kept=sizes.n * (residuals + 2 * self.codec.bytes_per_value()))
 
     def choices(self) -> list[dict[str, Any]]:
-        return [self._choice] if self._choice else []
+        """Return which way parameters took, as far as any was exchanged, and how many."""
+        within = sum(self._in_window.values())
+        without = len(self._in_window) - within
+        ways = [
+            {"path": "symmetric", "parameters": within},
+            {"path": "two_stage", "parameters": without, "why": self._why},
+        ]
+        return [way for way in ways if way["parameters"]]
 
     def plan(self, bucket: GradBucket, comm: Comm) -> TwoStagePlan:
         window = self._window_of(bucket, comm)
@@ -89,23 +99,19 @@ class Symmetric(TwoStage):
     def _window_of(self, bucket: GradBucket, comm: Comm) -> Window | None:
         """Return the window of a bucket, made at its first exchange; None: there is none."""
         num_bytes = 2 * self.message_bytes(bucket, comm.size)
-        key = "window", comm.size, num_bytes
+        key = self, "window", comm.size, num_bytes
         if key not in bucket.plans:
-            bucket.plans[key] = self._made_window(comm, num_bytes, bucket)
+            window = bucket.plans[key] = self._new_window(comm, num_bytes, bucket.flat.device)
+            self._in_window.update(dict.fromkeys(bucket.shapes, window is not None))
         return bucket.plans[key]
 
-    def _made_window(self, comm: Comm, num_bytes: int, bucket: GradBucket) -> Window | None:
-        if "why" in self._choice:
-            return None
-        try:
-            window = comm.window(num_bytes, bucket.flat.device)
-        except NoWindow as error:
-            self._choice = {"path": "two_stage", "instead_of": "symmetric", "why": str(error)}
-            text = (
-                f"path=symmetric: ranks have no memory in common: {error}; path=two_stage is used"
-            )
+    def _new_window(self, comm: Comm, num_bytes: int, device: torch.device) -> Window | None:
+        if self._why is None:
+            try:
+                return comm.window(num_bytes, device)
+            except NoWindow as error:
+                self._why = str(error)
             if os.environ.get("LOCAL_RANK", "0") == "0":
+                text = f"path=symmetric: ranks share no memory ({self._why}); path=two_stage runs"
                 warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
-            return None
-        self._choice = {"path": "symmetric"}
-        return window
+        return None
