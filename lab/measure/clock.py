@@ -305,6 +305,13 @@ class Clock:
         yield
         self._current.overtime.append((begin, self._mark()))
 
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
+        """Mark nothing of what is enclosed, which runs later than the host calls it."""
+        own, self._own = self._own, False
+        yield
+        self._own = own
+
     def next_phase(self, name: str) -> None:
         """Begin a phase where the one before ends; the first one begins with its step.
 

@@ -77,6 +77,7 @@ class Settings:
     clip_grad_norm: float | None = setting(None, "largest norm of the averaged gradient", above=0)
     channels_last: bool = setting(False, "channels-last memory format")
     compile: bool = setting(False, "torch.compile the model; with overlap by regions of bucket_mb")
+    graph: bool = setting(False, "replay whole steps as one CUDA graph (GPUs with NCCL)")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
     threads: int | None = setting(
         None, "threads of a rank on a CPU; null: OMP_NUM_THREADS", at_least=1, at_most=1024

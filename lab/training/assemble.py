@@ -30,6 +30,7 @@ from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradientNoise, GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
+from lab.training import graph
 from lab.training.optim import make_optim, require_elementwise, require_piecewise
 from lab.training.rank_consistency import data_facts, parameters, settings_and_software
 from lab.training.trainer import Delay, Progress, Trainer, total_steps
@@ -94,6 +95,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     seed = config.seed + config.repeat
+    if config.graph:
+        graph.use_own_stream(world.device)
     torch.manual_seed(seed)
     data = build_data(config.data, seed, world.device)
     task = build_task(config.task)
@@ -105,7 +108,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
     progress = Progress(total_steps(settings, data.num_train, batch_size))
-    optim = make_optim(config.optim, batch_size)
+    optim = make_optim(config.optim, batch_size, config.graph)
     exchange: Exchange = build(config.exchange)
     admitted(model, exchange)
     if world.size > 1:
@@ -148,6 +151,9 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     )
     _require_optimizer(config, sync, trainer.optimizer)
     _inject_delay(config, trainer)
+    if config.graph:
+        graph.refuse(trainer)
+        trainer.graph = graph.StepGraph(trainer, graph.CudaGraph())
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, sizes)
 
