@@ -320,7 +320,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor.to("cpu", non_blocking=True)
+        self._copy = tensor.to("cpu", non_blocking=True, copy=True)
         on_gpu = tensor.device.type == "cuda"
         self._ready = torch.cuda.current_stream(tensor.device).record_event() if on_gpu else None
 

@@ -92,12 +92,13 @@ class Sync(ABC):
         needs_like_gpus: the sync itself must compute the same bits on all ranks; see Exchange.
         shards: the slices that this rank's optimizer updates, by parameter name; {}: it updates
             whole parameters.
+        eager_steps: steps before one is captured as a graph: they plan buckets, and find kernels.
 
     Raises:
         ValueError: the pattern refuses `overlap` or `precision`.
     """
 
-    eager_steps = 3  # before one is captured: they plan buckets and warm caches up
+    eager_steps = 3
 
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
         if parts.overlap and pattern.no_overlap:

@@ -59,7 +59,7 @@ def join(config: DictConfig) -> World:
     machine does not support.
     """
     try:
-        set_arithmetic(config.tf32, config.deterministic, config.threads)
+        set_arithmetic(config.tf32, config.deterministic, config.threads, config.benchmark_limit)
         return worlds.start(
             build(config.comm),
             config.device,
@@ -282,13 +282,16 @@ def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
                 replicas.require_like_gpus(type(part).__name__, world)
 
 
-def set_arithmetic(tf32: bool, deterministic: bool, threads: int | None = None) -> None:
+def set_arithmetic(
+    tf32: bool, deterministic: bool, threads: int | None = None, benchmark_limit: int = 10
+) -> None:
     """Set how products and convolutions round, whether runs are bit-identical, and CPU threads.
 
     Args: tf32: float32 operations on a GPU may round their inputs to TF32 (10 bits of mantissa).
     False is IEEE float32, in cuDNN too, where torch's default is TF32. deterministic: use slower
     algorithms that add in the same order in every run. threads: of an operation on a CPU; None: as
-    OMP_NUM_THREADS says.
+    OMP_NUM_THREADS says. benchmark_limit: algorithms that cuDNN tries for each convolution, 0 for
+    all; with `deterministic` it tries none.
 
     Raises: ValueError: the environment contradicts `tf32`.
     """
@@ -304,6 +307,8 @@ def set_arithmetic(tf32: bool, deterministic: bool, threads: int | None = None) 
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = not deterministic
+    if torch.backends.cudnn.is_available():
+        torch.backends.cudnn.benchmark_limit = benchmark_limit
     if deterministic:  # cuBLAS reads it when it starts; torch before 2.13 requires it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from lab.exchange.base import Exchange
 from lab.settings.errors import ConfigError, one_line
+from lab.sync.pattern import Pattern
 
 if TYPE_CHECKING:
     from lab.training.trainer import Trainer
@@ -125,18 +127,12 @@ def refuse(trainer: Trainer) -> None:
     Raises:
         ConfigError: names the first reason.
     """
-    sync, exchange, config = trainer.sync, trainer.sync.exchange, trainer.config
+    config = trainer.config
     for refusal in REFUSALS:
         if refusal.applies(trainer):
             raise ConfigError(f"graph=true {refusal.settings}: {refusal.why}")
-    strategy = f"graph=true strategy={config.strategy}"
-    if sync.pattern.no_graph:
-        raise ConfigError(f"{strategy}: {sync.pattern.no_graph}")
-    if sync.pattern.takes_exchanges and exchange.steady_from is None:
-        raise ConfigError(
-            f"{strategy}: {type(exchange).__name__} does something else in each step, by its "
-            "number, by trials or by values, and a graph repeats one step"
-        )
+    if why := no_graph(trainer.sync.pattern, trainer.sync.exchange):
+        raise ConfigError(f"graph=true strategy={config.strategy}: {why}")
     if not all(map(_is_capturable, trainer.optimizer.param_groups)):
         raise ConfigError(
             f"graph=true optim={config.optim['_target_']}: must take its learning rate from the "
@@ -148,6 +144,16 @@ def refuse(trainer: Trainer) -> None:
             f"graph=true steps={trainer.total_steps}: the first {first} run without a graph; "
             f"needs {first + 1} steps or more"
         )
+
+
+def no_graph(pattern: Pattern, exchange: Exchange) -> str:
+    """Return why no step of a sync and its exchange can be captured; empty: one can."""
+    if pattern.no_graph or not pattern.takes_exchanges or exchange.steady_from is not None:
+        return pattern.no_graph
+    return (
+        "its steps differ, by their number, by trials or by what values show, and a graph repeats "
+        "one of them"
+    )
 
 
 def num_eager(trainer: Trainer) -> int:

@@ -273,7 +273,7 @@ class Trainer(Measured[Sync]):
         self.losses.append(step(inputs, targets))
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Update the weights by a batch; return its loss, float32 [], NaN if any value was not finite.
+        """Update the weights by a batch; return its loss, float32 [], NaN if a value is not finite.
 
         The host waits for nothing but, in the middle, the loss of the step before, if that is
         still to be read.
