@@ -216,16 +216,15 @@ def ddp(hook: str) -> Pattern:
     Its hook "noop" moves nothing; "lab" hands its buckets to one of the lab's exchanges.
     """
     legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
-    host = {
-        "powersgd": "its hook counts steps on the host (sync.hook=powersgd)",
-        "lab": "the hook waits on the host (sync.hook=lab); leave DDP out, as strategy=onebit does",
-    }
+    no_graph = f"torch's hook goes on in threads of its own (sync.hook={hook})"
+    if hook == "lab":
+        no_graph = "the hook waits on the host (sync.hook=lab); strategy=onebit needs no DDP"
     return Pattern(
         Begin.DURING_BACKWARD,
         legs,
         by_library=hook != "lab",
         waits_in_backward=True,
-        no_graph=host.get(hook, ""),
+        no_graph="" if hook in ("none", "noop") else no_graph,
     )
 
 

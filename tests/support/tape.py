@@ -1,4 +1,4 @@
-"""A graph on a CPU: the operations and collectives of a step, noted with their addresses, to repeat.
+"""A graph on a CPU: a step's operations and collectives, noted with their addresses, to repeat.
 
 As with CUDA's graphs, a replay runs no Python of the step: hooks and exchanges are not called, and
 each operation reads and writes the addresses that it had while it was captured. So a step whose
@@ -18,18 +18,29 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+Memory = dict[tuple[str, int], torch.UntypedStorage]
 NOT_WORK = ("profiler",)  # operations that only mark
 
 
 @dataclass(frozen=True)
 class Lies:
-    """Where a tensor lies: in memory from before the step, by address, or made within it, by number."""
+    """Where a tensor lies: in memory from before the step, by address, or made in it, by number."""
 
     memory: tuple[str, int]
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    def overlaps(self, other: Lies) -> bool:
+        """Return whether both may share a byte."""
+        (begin, end), (other_begin, other_end) = self._bytes(), other._bytes()
+        return self.memory == other.memory and begin < other_end and other_begin < end
+
+    def _bytes(self) -> tuple[int, int]:
+        length = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        size = self.dtype.itemsize
+        return self.offset * size, (self.offset + length + 1) * size
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,17 @@ class Entry:
     named: Any
     result: Any
 
-    def __str__(self) -> str:
-        return f"{self.operation}{self.arguments}{self.named} -> {self.result}"
+    def run(self, memory: Memory) -> Any:
+        """Repeat the operation, and add the memory of its result to `memory`."""
+        given, named = tree_map(
+            lambda x: tensor_at(memory, x), (self.arguments, self.named), is_leaf=_is_lies
+        )
+        result = self.operation(*given, **named)
+        pairs = zip(tree_leaves(self.result, is_leaf=_is_lies), tree_leaves(result), strict=True)
+        for lies, leaf in pairs:
+            if isinstance(leaf, Tensor):
+                memory.setdefault(lies.memory, leaf.untyped_storage())
+        return result
 
 
 @dataclass
@@ -71,28 +91,18 @@ class Tape:
         for storage, before in self.memory.values():
             storage.copy_(before)
 
-    def run(self) -> dict[tuple[str, int], torch.UntypedStorage]:
+    def run(self) -> Memory:
         """Repeat the operations; return all memory, old and new."""
         memory = {key: storage for key, (storage, _) in self.memory.items()}
-        coming: list[tuple[Work, set[tuple[str, int]]]] = []
+        coming: list[tuple[Work, list[Lies]]] = []  # collectives under way
         with torch.no_grad():
             for entry in self.entries:
-                touched = {lies.memory for lies in _lies(entry.arguments, entry.named)}
-                for work, its in coming:
-                    if its & touched:
-                        work.wait()
-                coming = [(work, its) for work, its in coming if not its & touched]
-                given, named = tree_map(
-                    lambda x: tensor_at(memory, x), (entry.arguments, entry.named), is_leaf=_is_lies
-                )
-                result = entry.operation(*given, **named)
-                for lies, leaf in zip(
-                    tree_leaves(entry.result, is_leaf=_is_lies), tree_leaves(result), strict=True
-                ):
-                    if isinstance(leaf, Tensor):
-                        memory.setdefault(lies.memory, leaf.untyped_storage())
-                    elif "c10d::" in str(entry.operation.name()):
-                        coming.append((Work.unbox(leaf), touched))
+                touched = [*_lies(entry.arguments, entry.named)]
+                coming = [each for each in coming if not _waited_for(*each, touched)]
+                result = entry.run(memory)
+                if entry.operation.namespace == "c10d":
+                    works = (x for x in tree_leaves(result) if isinstance(x, torch.ScriptObject))
+                    coming += [(Work.unbox(work), touched) for work in works]
         for work, _ in coming:
             work.wait()
         return memory
@@ -163,7 +173,7 @@ class TapeGraph:
         self._result.copy_(tensor_at(memory, self._lies))
 
 
-def tensor_at(memory: dict[tuple[str, int], torch.UntypedStorage], x: Any) -> Any:
+def tensor_at(memory: Memory, x: Any) -> Any:
     """Return the tensor that lies somewhere; anything else as it is."""
     if not isinstance(x, Lies):
         return x
@@ -187,6 +197,14 @@ def _plain(entry: Entry) -> str:
         is_leaf=_is_lies,
     )
     return f"{entry.operation.name()} {plain}"
+
+
+def _waited_for(work: Work, its: list[Lies], touched: list[Lies]) -> bool:
+    """Wait for a collective if an operation touches its memory, as its caller has done."""
+    if not any(one.overlaps(other) for one in its for other in touched):
+        return False
+    work.wait()
+    return True
 
 
 def _is_lies(x: Any) -> bool:
