@@ -73,17 +73,13 @@ class EventPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.used: list[Mark] = []
-        self.free: list[Mark] = []
+        self.used: list[torch.cuda.Event] = []
+        self.free: list[torch.cuda.Event] = []
 
     def mark(self) -> Mark:
         """Mark the current moment of the current stream."""
-        if self.free:
-            event = self.free.pop()
-            assert not isinstance(event, float)
-            event.record()
-        else:
-            event = mark(self.device)
+        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
+        event.record()
         self.used.append(event)
         return event
 
@@ -151,7 +147,7 @@ class StepMarks:
     ready: dict[int, Mark] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list[Pass])
-    events: list[Mark] = field(default_factory=list[Mark])
+    events: list[torch.cuda.Event] = field(default_factory=list[torch.cuda.Event])
 
     def passed(self) -> bool:
         """Return whether the device has reached all marks; some may lie after the step's end."""
@@ -273,7 +269,7 @@ class Clock:
         self._current = StepMarks(None, 0.0)
         self._part: tuple[str, str, Mark] | None = None  # under way: phase, label, begin
         self._recent: deque[StepMarks] = deque()  # finished steps that still have marks
-        self._spent: list[Mark] = []  # of the step that was the last to leave these
+        self._spent: list[torch.cuda.Event] = []  # of the step that was the last to leave these
         self._rows = array("d")  # earlier steps: see _row
         self._row_length = 2 + len(PHASES) * breakdown
         self._own_times = OwnTimes(waits_in)  # of the same steps
@@ -284,7 +280,7 @@ class Clock:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one optimizer step."""
-        self._pool.used = events = list[Mark]()
+        self._pool.used = events = list[torch.cuda.Event]()
         self._current = step = StepMarks(self._last_end, self._mark(), events=events)
         self.passes = step.passes
         yield

@@ -88,13 +88,13 @@ def note_steps(trainer: Trainer) -> list[Tape]:
     trainer.graph._is_steady = lambda: False
     train, tapes = trainer.train, list[Tape]()
 
-    def noted(*batch: Tensor) -> Tensor:
+    def noted(inputs: Tensor, targets: Tensor) -> Tensor:
         if trainer.progress.step not in NOTED:
-            return train(*batch)
+            return train(inputs, targets)
         trainer.check_last_step()
         tapes.append(Tape())
         with tapes[-1].noting():
-            return train(*batch)
+            return train(inputs, targets)
 
     trainer.train = noted
     return tapes

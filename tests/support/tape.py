@@ -112,7 +112,7 @@ class Tape:
         if not isinstance(x, Tensor):
             return x
         memory = self._memory_of(x.untyped_storage())
-        return Lies(memory, x.storage_offset(), (*x.shape,), (*x.stride(),), x.dtype)
+        return Lies(memory, int(x.storage_offset()), (*x.shape,), (*x.stride(),), x.dtype)
 
     def make(self, storage: torch.UntypedStorage, before: set[int]) -> None:
         """Number the memory of a result, unless it is an argument's."""
