@@ -52,6 +52,10 @@ class Lossy(Staged):
     def keeps_residuals(self) -> bool:
         return self.memory.keeps
 
+    @property
+    def steady_from(self) -> int | None:
+        return self.warmup_steps
+
     def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
         """Return what stays from step to step for `bucket`, made anew where residuals moved.
 

@@ -215,6 +215,8 @@ class Record:
         model_source: hash of the source code of the model's classes.
         precision: "fp32", "bf16" or "fp16".
         compile: how torch.compile is used: "whole", "regions", or null for not at all.
+        graph_from: the first step that a CUDA graph replayed, from 0, and with it all later ones
+            (graph=true); null: none did.
         measure: "throughput", "breakdown" or "noise".
         launcher: the program that started the ranks.
         device: "cpu" or "cuda".
@@ -295,6 +297,7 @@ class Record:
     task: str | None = None
     precision: str | None = None
     compile: str | None = None
+    graph_from: int | None = None
     measure: str = "throughput"
     launcher: str | None = None
     device: str | None = None

@@ -153,6 +153,7 @@ def note_progress(loop: Loop, record: Record) -> None:
     """Record what this rank knows alone, also of a run that fails."""
     progress = loop.progress
     record.num_steps, record.num_skipped_steps = progress.step, progress.num_skipped_steps
+    record.graph_from = loop.captured_at
     record.certificate = loop.certificate
     record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
 
@@ -209,12 +210,16 @@ def warmup_in(loop: Loop, step_s: np.ndarray) -> Warmup:
             f"until it took turns of {turns.size} with other runs, whose first {first} not count"
         )
         return Warmup(turns.alone, reason)
-    return warmup_of(step_s, loop.config.warmup_steps, loop.sync.every, steps_of_trials(loop))
+    unlike = {} if loop.captured_at is None else {"why": "no graph was replayed"}
+    trials = steps_of_trials(loop)
+    return warmup_of(step_s, loop.config.warmup_steps, loop.sync.every, trials, **unlike)
 
 
 def steps_of_trials(loop: Loop) -> int:
-    """Count the first steps in which others were tried: all so far, if they still are."""
-    settled_at = loop.sync.settled_at
+    """Count the first steps that are unlike later ones, as exchanges try others or no graph is
+    captured yet: all so far, if they still are.
+    """
+    settled_at = loop.settled_at
     last = loop.progress.step if settled_at is None else settled_at
     return max(0, last - loop.first_step)
 
