@@ -147,7 +147,7 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ConfigError(
             "FSDP: has no communication hook; use lab.fsdp_reduce_scatter with FSDP2 (docs/"
-            "your_own.md), or wrap the model in DistributedDataParallel"
+            "how-to/fsdp.md), or wrap the model in DistributedDataParallel"
         )
     if not isinstance(inner, DistributedDataParallel):
         raise ConfigError(
@@ -278,7 +278,9 @@ def grad_sync(
         strategy: a choice of strategy= or exchange= that averages gradients in every step.
         group: the ranks; None: all that a launcher started. The default process group is made if
             the program has not done so. All its ranks call this together.
-        scaler, check, certificate: see `lab.attach`.
+        scaler: see `lab.ddp_comm_hook`.
+        check: see there.
+        certificate: see there.
         overrides: settings by dotted key; also `overlap` and `bucket_mb`, which a strategy sets.
 
     Raises:
