@@ -72,7 +72,8 @@ def ddp_comm_hook(
         certificate: file for what it finds, as JSON; None: it is printed only.
         overrides: settings by dotted key: `**{"exchange.threshold": "mean"}`.
 
-    Returns: The hook's state, with `state_dict` and `load_state_dict`; and the hook.
+    Returns:
+        The hook's state, with `state_dict` and `load_state_dict`; and the hook.
 
     Raises:
         ConfigError: a setting, or a module, that a hook does not support, or that is another on
@@ -111,9 +112,11 @@ def attach(
 ) -> LoopState:
     """Let `ddp` exchange its gradients by `strategy`, in one line.
 
-    Returns: The hook's state, with `state_dict` and `load_state_dict`.
+    Returns:
+        The hook's state, with `state_dict` and `load_state_dict`.
 
-    Raises: ConfigError: see `ddp_comm_hook`.
+    Raises:
+        ConfigError: see `ddp_comm_hook`.
     """
     state, hook = ddp_comm_hook(
         strategy, ddp, scaler=scaler, check=check, certificate=certificate, **overrides
@@ -355,7 +358,8 @@ def fsdp_reduce_scatter(
             it is.
         overrides: settings by dotted key: `**{"exchange.block_size": 512}`.
 
-    Raises: ConfigError: a setting, or a model without FSDP modules.
+    Raises:
+        ConfigError: a setting, or a model without FSDP modules.
     """
     config = compose(exchange, overrides)
     settings: Any = OmegaConf.to_container(config.exchange, resolve=True)
