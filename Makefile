@@ -1,4 +1,4 @@
-# make run | test | test-all | attack | zoo | fuzz | stale | curves | docs | lint | format | lock | horovod | gpu | gpu-first-hour
+# make run | test | test-all | attack | zoo | fuzz | stale | curves | docs | lint | format | lock | horovod | gpu | gpu-report
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -19,14 +19,14 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log 
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
 
-.PHONY: run test test-all attack zoo fuzz stale curves docs lint format lock horovod gpu gpu-first-hour
+.PHONY: run test test-all attack zoo fuzz stale curves docs lint format lock horovod gpu gpu-report
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, each of which would compile the lab anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 run: $(VENV)/.run
-	$(BIN)/torchrun --nproc-per-node $(RANKS) -m lab.train strategy=onebit
+	$(BIN)/torchrun --nproc-per-node $(RANKS) -m lab.train strategy=onebit model=alexnet_small steps=120
 
 curves: $(VENV)/.run
 	$(BIN)/python -m lab.sweep study=demo
@@ -86,8 +86,8 @@ gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu tests/unit/codec/test_kernels.py tests/unit/codec/test_gpu_kernels.py -v \
 	  > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
 
-gpu-first-hour: $(VENV)/.dev
-	$(BIN)/python -m lab.first_hour
+gpu-report: $(VENV)/.run
+	$(BIN)/python -m lab.gpu_report
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

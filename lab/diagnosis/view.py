@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
 
 from lab.analysis.compare import floor_text
-from lab.diagnosis.evidence import Evidence
-from lab.diagnosis.rules import Remedy, Verdict, worded_phase
+from lab.analysis.records import load_study
+from lab.diagnosis.evidence import Evidence, gather, gather_all
+from lab.diagnosis.rules import Remedy, Verdict, judge, remedies, worded_phase
 from lab.measure.stragglers import Slow
 from lab.record.schema import worded
 
@@ -20,6 +24,35 @@ LOOK_AT = {
 LOOK_AT_DEVICE = "the clock, temperature and other users of its device, and the shapes of its batch"
 
 
+def explained(path: Path) -> tuple[pd.DataFrame, str]:
+    """Explain a run by its remedies, best first, or a study by the verdict of each point.
+
+    Raises:
+        ValueError, OSError: it cannot be read, or the run cannot be explained.
+    """
+    if (path / "record.json").is_file():
+        study = load_study(path.resolve().parent)
+        evidence = gather(study, next(c for c in study.cells if c.name == path.resolve().name))
+        verdict = judge(evidence)
+        changes = remedies(evidence, verdict)
+        rows = [{"change": one.text, "why": one.why, "saves_s": one.saves_s} for one in changes]
+        frame = pd.DataFrame(rows, columns=["change", "why", "saves_s"])
+        return frame, full(evidence, verdict, changes)
+    found = [(each, judge(each)) for each in gather_all(load_study(path))]
+    frame = pd.DataFrame(
+        {
+            **{"series": each.one.series, "world_size": each.one.world_size},
+            **{"fixed_batch_size": each.one.fixed_batch_size, "verdict": verdict.name},
+            "reason": reason(each, verdict),
+        }
+        for each, verdict in found
+    )
+    lines = [headline(each, verdict) for each, verdict in found]
+    more = f"evidence, and what to try: python -m lab.explain {path}/CELL"
+    others = f"what was not run, predicted: python -m lab.advise fit={path} hardware=..."
+    return frame, "\n".join([*lines, "", more, others])
+
+
 def headline(evidence: Evidence, verdict: Verdict) -> str:
     """Write the verdict in a line."""
     one = evidence.one
@@ -28,9 +61,9 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
     return f"{run}: {verdict.name}: {reason(evidence, verdict)}"
 
 
-def full(evidence: Evidence, verdict: Verdict, remedies: list[Remedy]) -> str:
+def full(evidence: Evidence, verdict: Verdict, changes: list[Remedy]) -> str:
     """Write the verdict, its evidence, changes to try, and runs that would tell more."""
-    sections = (_evidence_lines(evidence), _remedy_lines(remedies), _unknown_lines(evidence))
+    sections = (_evidence_lines(evidence), _remedy_lines(changes), _unknown_lines(evidence))
     blocks = ["\n".join(f"  {name:<11} {text}" for name, text in lines) for lines in sections]
     return "\n\n".join([headline(evidence, verdict), *(block for block in blocks if block)])
 
@@ -100,8 +133,8 @@ def _payload(e: Evidence) -> str:
     return f"{sent}: {e.payload_bytes / e.exposed_s / 1e6:.4g} MB/s of what is not hidden"
 
 
-def _remedy_lines(remedies: list[Remedy]) -> Lines:
-    for number, remedy in enumerate(remedies[:MAX_REMEDIES]):
+def _remedy_lines(changes: list[Remedy]) -> Lines:
+    for number, remedy in enumerate(changes[:MAX_REMEDIES]):
         saves = "" if math.isnan(remedy.saves_s) else f" (up to {_ms(remedy.saves_s)} less)"
         yield "or" if number else "try", f"{remedy.text}: {remedy.why}{saves}"
 

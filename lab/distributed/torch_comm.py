@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.comm import Collective, Comm, Transfer
+from lab.distributed.comm import Collective, Comm, Done, Transfer, Window
 from lab.distributed.launcher import RankInfo
+from lab.distributed.window import in_file, symmetric
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree")
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -48,6 +49,8 @@ class TorchComm(Comm):
             ranks; under NCCL the same as `group`.
         limit: timeout of a collective; `split` gives it to its groups.
     """
+
+    no_windows = None
 
     def __init__(
         self,
@@ -135,6 +138,22 @@ class TorchComm(Comm):
             for tensor, peer in sends
         ]
         return Works(filter(None, works))  # only ranks outside the group get None
+
+    def _window(self, num_bytes: int, device: torch.device) -> Window:
+        if device.type == "cuda":
+            return symmetric(self, self.group, num_bytes, device)
+        return in_file(self, num_bytes)
+
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective:
+        if window.handle is not None:
+            limit = timedelta() if self._limit is None else self._limit
+            window.handle.barrier(0, timeout_ms=int(1000 * limit.total_seconds()))
+            return Done()
+        # No rank has the result before all have begun.
+        words = torch.zeros(self.size, dtype=torch.uint8)
+        if last:
+            return all_gather_flat(self._second, words, words[self.rank : self.rank + 1].clone())
+        return self.group.allreduce([words])
 
     def _split(self, color: int) -> tuple[TorchComm, list[int]]:
         colors = torch.empty(self.size, dtype=torch.int64, device=self.device)

@@ -260,6 +260,7 @@ class Record:
         idle: settings that did nothing in this run, a line each (lab.sync.pattern).
         choices: choices that exchange and sync made by themselves: `auto` for each bucket, with
             the seconds of a step in each configuration and the step since when it holds;
+            `path=symmetric` which way how many parameters took, and why if not its own;
             exchanges with moments after how many steps they froze the variance (null: not yet).
         attempts: every start of the run: first step, world size, time and, if another one followed,
             its end.

@@ -252,12 +252,12 @@ def claims_tables(folder: Path, study: Study, prefix: str) -> list[Table]:
     if study.name not in choices_of("claims"):
         return []
     from lab.claims.findings import verify  # imports torch
-    from lab.claims.page import claim_line, header_of
+    from lab.claims.page import table_of
 
     found = verify(study.name, folder)
-    rows = [claim_line(verdict) for verdict in found.verdicts]
+    header, rows = table_of(found.verdicts)
     title = f"Published claims: {found.paper.title}"
-    return [of_texts(f"{prefix}claims", title, header_of(found.verdicts), rows)]
+    return [of_texts(f"{prefix}claims", title, header, rows)]
 
 
 def compare(first: Contents, second: Contents) -> Compared:

@@ -21,6 +21,7 @@ LONGEST = 2000  # words of a page, without its code
 LONG = {
     *("strategies.md", "design.md", "measuring.md", "predicting.md", "layers.md", "reliability.md"),
     *("results/README.md", "results/kim2017.md", "results/beyond.md"),
+    "results/nvidia.md",
     *("results/beyond_predictions.md", "results/links.md", "results/advice.md", "results/pays.md"),
 }
 # What a browser would load from elsewhere when a page opens.
