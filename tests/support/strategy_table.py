@@ -1,6 +1,6 @@
-"""The README's table of strategies, made from conf/strategy.
+"""The table of strategies in docs/reference/strategies.md, made from conf/strategy.
 
-    python -m tests.support.readme
+    python -m tests.support.strategy_table
 
 A strategy's file begins with lines of comment: its text, and the bytes that the busiest rank sends.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from lab.draw.looks import order
 from lab.settings.files import choices_of, conf_dir
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/strategies.md"
 COMMENT = re.compile(r"^# @package _global_\n((?:#.*\n)+)")
 BYTES = "Bytes sent: "
 HEADER = ["| `strategy=` | what happens | bytes sent |", "|---|---|---|"]
@@ -41,4 +41,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(TABLE.sub(lambda _: table(), README.read_text()))
+    PAGE.write_text(TABLE.sub(lambda _: table(), PAGE.read_text()))
