@@ -28,9 +28,10 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def files() -> list[Path]:
     """List the files of windows that stay: another test's may be there until it is mapped."""
+    found = list[Path]()
     for _ in range(100):
         if not (found := [*Path(window.IN_MEMORY).glob("lab-window*")]):
-            return []
+            break
         time.sleep(0.1)
     return found
 
