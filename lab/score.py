@@ -11,6 +11,8 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import read_file
 
+PUBLISHED = "published"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -20,20 +22,23 @@ class Settings:
     profile: str = setting("alexnet_titanx", "a file of conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("further hardware/ and profile/ files")
     out: Path | None = file_setting("FILE.md for the page; its figure goes to FILE.png", ".md")
+    terms: Path | None = file_setting("FILE.yaml for what `published` learns", ".yaml")
 
 
 COMMAND = Command(
     "lab.score",
     """\
 Fit hardware to a study's cells of one and two ranks; score predictions of all others. The advice
-that follows from them is scored where several strategies were measured alike.""",
+that follows from them is scored where several strategies were measured alike. `published` in place
+of a study fits terms of GPUs to published scaling, and scores each source by all others.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",
         "python -m lab.score runs/links out=links.md           and every cell, with a figure",
+        "python -m lab.score published out=page.md             published scaling, a few minutes",
     ),
     Settings,
-    word="runs/STUDY",
+    word="runs/STUDY|published",
 )
 
 
@@ -45,6 +50,12 @@ def main(arguments: list[str]) -> int:
 def _score(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
     out = own.out
+    if line.word == PUBLISHED:
+        from lab.claims import published_page
+
+        return published_page.report(own.out, own.terms, line.text)
+    if own.terms:
+        raise ConfigError(f"terms={own.terms}: is of {PUBLISHED}, not of a study")
     profile = read_file("profile", own.profile, own.config_dir)
     hardware = read_file("hardware", own.hardware, own.config_dir)
     # Imported here: a wrong setting is answered before pandas and Altair load.

@@ -73,10 +73,27 @@ class Network:
         self.inter = (hardware.inter if self.num_nodes > 1 else None) or NOWHERE
         if self.rates and self.num_nodes > 1:
             self.inter = replace(self.inter, bandwidth_bytes_per_s=min(self.rates))
+        if self.num_nodes > 1:
+            slower = 1 + hardware.incast * math.log2(self.num_nodes)
+            bandwidth = self.inter.bandwidth_bytes_per_s / slower
+            self.inter = replace(self.inter, bandwidth_bytes_per_s=bandwidth)
         if hardware.num_cores:  # whoever handles messages waits for a core
             latency_s = max(1.0, size / hardware.num_cores) * self.inter.latency_s
             self.inter = replace(self.inter, latency_s=latency_s)
         self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
+
+    @property
+    def contention(self) -> float:
+        """How much longer compute takes beside a collective, as a share; see Hardware.
+
+        What kernels of a library take of a device's memory follows from the rate of their bytes.
+        """
+        hardware, rate = self.hardware, self.intra.rate_of(self.local)
+        if self.num_nodes > 1:
+            rate = min(rate, self.inter.rate_of(self.num_nodes))
+        if self.size == 1:
+            return hardware.contention
+        return hardware.contention + hardware.wire_passes * rate / hardware.codec_bytes_per_s
 
     def tree(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
         """Return the cost of store and forward: 2 ceil(log2 N) transfers (Kim et al., slide 25).
@@ -116,7 +133,14 @@ class Network:
         return Cost(wire_s + added_s, steps * part, self._across(steps * part))
 
     def star(self, num_bytes: float) -> Cost:
-        """Return the cost of sending all to one rank and back, one rank after the other."""
+        """Return the cost of sending all to one rank and back, one rank after the other.
+
+        Where a node's CPUs hold the weights, its ranks share the links to them instead.
+        """
+        if (server := self.hardware.server) and 1 < self.size == self.local:
+            sharing = max(1.0, self.local / server.links_of(self.local))
+            seconds = 2 * server.seconds(sharing * num_bytes)
+            return Cost(seconds, num_bytes, self._across(math.nan))
         if self.rates:
             links = [(1, self.link(0, rank)) for rank in range(1, self.size)]
         else:
