@@ -47,18 +47,15 @@ class Curve:
     ranks: int
     points: tuple[tuple[float, float], ...]
 
-    def seconds(self, num_bytes: float) -> float:
-        """Return the seconds at a size.
+    def within(self, num_bytes: float) -> float:
+        """Return the nearest size between the smallest and the largest."""
+        return min(max(num_bytes, self.points[0][0]), self.points[-1][0])
 
-        Between measured sizes logarithms are interpolated; below the smallest it takes as long as
-        that, above the largest it goes on at that rate.
-        """
-        first, last = self.points[0], self.points[-1]
-        if num_bytes <= first[0]:
-            return first[1]
-        if num_bytes >= last[0]:
-            return last[1] * num_bytes / last[0]
-        place = bisect_right(self.points, (num_bytes, math.inf))
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds at a size `within` those measured, logarithms interpolated."""
+        place = min(bisect_right(self.points, (num_bytes, math.inf)), len(self.points) - 1)
+        if place == 0:
+            return self.points[0][1]
         (low, low_s), (high, high_s) = self.points[place - 1 : place + 1]
         share = math.log(num_bytes / low) / math.log(high / low)
         return low_s * (high_s / low_s) ** share
@@ -79,7 +76,8 @@ class Curve:
             for num_bytes, alpha, rate in list(self.lines())[:: max(1, len(self.points) // 4)]
             if math.isfinite(rate)
         ]
-        return f"{self.operation} of {self.ranks} ranks, {ends[0]} to {ends[-1]}; " + "; ".join(middle)
+        about = f"{self.operation} of {self.ranks} ranks, {ends[0]} to {ends[-1]}"
+        return "; ".join([about, *middle])
 
 
 def read_log(path: Path) -> tuple[Curve, ...]:

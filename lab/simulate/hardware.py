@@ -11,6 +11,7 @@ from typing import Any
 
 from lab.measure.peaks import gpu_peak
 from lab.settings import checks
+from lab.simulate.collectives import Curve
 from lab.simulate.nccl import GENERATIONS
 
 THIS_CPU = "this CPU"
@@ -24,6 +25,7 @@ LEAST = {
     **{"jitter": 0, "num_slow": 0, "slow_factor": 1, "codec_contention": 0},
     **{"engage": 0, "incast": 0, "wire_passes": 0},
 }
+NOT_OF_A_FILE = ("learned", "measured")
 LINK = ("latency_s", "bandwidth_bytes_per_s")  # what a fit finds of a link
 LEAST_OF_LINK = {"latency_s": 0, "bandwidth_bytes_per_s": 1, "duplex": 0.1}
 RENAMED = {"alpha_s": "latency_s", "beta_bytes_per_s": "bandwidth_bytes_per_s"}  # of a link
@@ -235,6 +237,8 @@ class Hardware:
         assumed: ranges of the values that have no source.
         published_terms: on a GPU, predictions start from the terms learned from published figures.
         learned: these, once they are in; not of a file.
+        measured: a log's times of collectives; not of a file. Those that span nodes if they do, or
+            do not, are as many times longer or shorter than modelled as the log's.
     """
 
     name: str
@@ -272,6 +276,7 @@ class Hardware:
     assumed: tuple[Range, ...] = ()
     published_terms: bool = True
     learned: Learned | None = None
+    measured: tuple[Curve, ...] = ()
 
     @property
     def on_gpu(self) -> bool:
@@ -387,7 +392,7 @@ Kind = type[Hardware] | type[Link] | type[Host]
 
 
 def _check_keys(where: str, node: Mapping[str, Any], kind: Kind) -> None:
-    known = {each.name: each.default for each in fields(kind) if each.name != "learned"}
+    known = {each.name: each.default for each in fields(kind) if each.name not in NOT_OF_A_FILE}
     for key, value in node.items():
         if key not in known:
             raise ValueError(f"{where}: {key}={value}: no such key; allowed are {', '.join(known)}")

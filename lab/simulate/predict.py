@@ -23,6 +23,7 @@ from lab.settings.files import read_file
 from lab.settings.names import AXES, class_name, root_of
 from lab.settings.overrides import config_dir_of
 from lab.settings.reading import escaped
+from lab.simulate.collectives import read_log
 from lab.simulate.hardware import Device, Hardware, draws, of_this_machine, places
 from lab.simulate.hardware import parse as parse_hardware
 from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROFILE = "alexnet_titanx"
 INPUT_PASSES = 2  # a batch is gathered from the data set
+LOG = "hardware.from"  # a setting
 ESTIMATE = "estimate"  # begins the source of such a profile
 HALF = ("bf16", "fp16")  # activations and products take two bytes a value
 COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
@@ -53,7 +55,9 @@ class OwnSettings:
     """The settings of lab.predict beside a grid's; hardware.KEY=... is read apart."""
 
     hardware: str = setting(
-        "titanx_x4", "a file of conf/hardware; hardware.KEY=... changes one figure of it"
+        "titanx_x4",
+        "a file of conf/hardware; hardware.KEY=... changes one figure of it, hardware.from=LOG "
+        "takes collectives from a log of nccl-tests or PARAM",
     )
     fit: Path | None = setting(
         None,
@@ -107,6 +111,8 @@ def read(arguments: Sequence[str]) -> Request:
     config_dir = config_dir_of(run)
     try:
         hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
+        if log := texts.get(LOG):
+            hardware = replace(hardware, measured=read_log(Path(log)))
         if not fit:  # which has cells of this machine
             hardware = learned(hardware, _given(texts))
         profiles = [_profile(cell) for cell in cells]
@@ -126,7 +132,8 @@ def read(arguments: Sequence[str]) -> Request:
 def _given(texts: Mapping[str, str]) -> set[str]:
     """Return the terms that a command line gives itself."""
     keys = {key.removeprefix("hardware.") for key in texts}
-    return keys | ({"wire_passes"} if "contention" in keys else set())
+    keys |= {"wire_passes"} if "contention" in keys else set()
+    return keys | ({"wire", "incast"} if LOG in texts else set())  # the log has them
 
 
 def plain(node: Any) -> dict[str, Any]:
@@ -155,6 +162,7 @@ def _is_given(cell: Cell) -> bool:
 def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, Any]:
     """Read a file of conf/hardware and apply `hardware.key=value` to it."""
     changes = {key: text for key, text in texts.items() if key.startswith("hardware.")}
+    changes.pop(LOG, None)
     dotted = [f"{key.removeprefix('hardware.')}={text}" for key, text in changes.items()]
     try:
         node: Any = OmegaConf.create(escaped(read_file("hardware", name, config_dir)))
@@ -394,6 +402,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         "profiles": {name: profile.gradient_bytes for name, profile in known.items()},
         "sources": {name: profile.source for name, profile in known.items()},
         "by_default": request.by_default,
+        "logs": [str(curve) for curve in request.hardware.measured],
         "hardware": [{"conditions": g.conditions, **asdict(g.hardware)} for g in groups],
         "scores": scores,
         "fit": str(request.fit) if request.fit else None,

@@ -49,7 +49,13 @@ def table(result: Row) -> str:
 def notes(result: Row) -> list[str]:
     """Say what was predicted, from what, and how far it may be trusted."""
     return [
-        *(_about(result), *_estimates(result), *_open(result, "in brackets"), *_linear(result)),
+        *(
+            _about(result),
+            *_logs(result),
+            *_estimates(result),
+            *_open(result, "in brackets"),
+            *_linear(result),
+        ),
         *(*_fitted(result), *_held_out(result)),
     ]
 
@@ -183,6 +189,11 @@ def _open(result: Row, where: str) -> list[str]:
     ]
     sources = [*fitted, *terms, *sorted(keys)]
     return [f"{where}, 95 % of what stays open: {', '.join(sources)}"] if sources else []
+
+
+def _logs(result: Row) -> list[str]:
+    """Say which collectives a log gave."""
+    return [f"from the log: {text}" for text in result["logs"]]
 
 
 def _linear(result: Row) -> list[str]:
