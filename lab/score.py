@@ -11,8 +11,6 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import read_file
 
-PUBLISHED = "published"
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -50,12 +48,12 @@ def main(arguments: list[str]) -> int:
 def _score(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
     out = own.out
-    if line.word == PUBLISHED:
+    if line.word == "published":
         from lab.claims import published_page
 
-        return published_page.report(own.out, own.terms, line.text)
+        return published_page.report(out, own.terms, line.text)
     if own.terms:
-        raise ConfigError(f"terms={own.terms}: is of {PUBLISHED}, not of a study")
+        raise ConfigError(f"terms={own.terms}: is of `published`, not of a study")
     profile = read_file("profile", own.profile, own.config_dir)
     hardware = read_file("hardware", own.hardware, own.config_dir)
     # Imported here: a wrong setting is answered before pandas and Altair load.
