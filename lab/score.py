@@ -47,11 +47,10 @@ def main(arguments: list[str]) -> int:
 
 def _score(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
-    out = own.out
     if line.word == "published":
         from lab.claims import published_page
 
-        return published_page.report(out, own.terms, line.text)
+        return published_page.report(own.out, own.terms, line.text)
     if own.terms:
         raise ConfigError(f"terms={own.terms}: is of `published`, not of a study")
     profile = read_file("profile", own.profile, own.config_dir)
@@ -67,7 +66,7 @@ def _score(line: CommandLine) -> int:
         mapped = advice.map_of(card.places, card.groups, card.floor)
         sections += advice.section(mapped)
         print("\n".join([*scorecard.summary(card), "", *sections]))
-        if out:
+        if out := own.out:
             drawn = advice.write_map(mapped, out.with_stem(f"{out.stem}_map"))
             pictures = [f"![map]({path.name})" for path in drawn if path.suffix == ".png"]
             scorecard.write(card, out, line.text, [*sections, *pictures, ""])

@@ -131,8 +131,8 @@ def write(rows: Sequence[HeldOut], fit: Fit, path: Path, command: str) -> list[P
         "",
         "## The worst figures",
         "",
-        f"Speedups over the fewest GPUs published, with 80 % intervals. [{table.name}]({table.name}) "
-        "has all figures with their sources.",
+        "Speedups over the fewest GPUs published, with 80 % intervals. All figures, with their "
+        f"sources, are in [{table.name}]({table.name}).",
         "",
         *_worst(rows),
         "",
