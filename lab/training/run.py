@@ -233,7 +233,7 @@ class Run(Recording):
         with layers, progress:
             for step in trainer.steps():
                 progress.update()
-                self.curves.after_step()
+                self.curves.after_step(trainer.optimizer.param_groups[0]["lr"])
                 if (certificate := trainer.check.news()) and self.world.rank == 0:
                     progress.write(certificate.line)
                 is_last = step == trainer.total_steps

@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from wandb.proto import wandb_internal_pb2
 
@@ -21,14 +22,19 @@ FULL, FIRST, LAST = 1, 2, 4  # types of fragments; 3 is in the middle
 def curves(path: Path) -> dict[str, dict[int, float]]:
     """Return each curve of the run: value by step."""
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for message in _messages(path.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(message)  # type: ignore[attr-defined]
+    for record in records(path):
         for item in record.history.item:
             name = item.key or "/".join(item.nested_key)
             value = json.loads(item.value_json)
             if isinstance(value, int | float) and not name.startswith("_"):
                 found[name][record.history.step.num] = value
     return dict(found)
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Yield all records of the run; see wandb/proto/wandb_internal.proto."""
+    for message in _messages(path.read_bytes()):
+        yield wandb_internal_pb2.Record.FromString(message)  # type: ignore[attr-defined]
 
 
 def _messages(content: bytes) -> Iterator[bytes]:
