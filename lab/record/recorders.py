@@ -236,7 +236,7 @@ class WandbRecorder:
         import wandb
 
         self._directory, kept = directory, directory / ".wandb-id"
-        with _without_slurm_secrets():
+        with _for_wandb(directory):
             self._run = wandb.init(
                 **self._names | about,
                 dir=str(directory),
@@ -254,9 +254,10 @@ class WandbRecorder:
         import wandb
 
         artifact = wandb.Artifact(f"{kind}-{self._run.id}", kind)
-        for path in _files(self._directory):
-            artifact.add_file(str(path))
-        self._run.log_artifact(artifact)
+        with _for_wandb(self._directory):
+            for path in _files(self._directory):
+                artifact.add_file(str(path))
+            self._run.log_artifact(artifact)
 
 
 class MlflowRecorder:
@@ -332,11 +333,13 @@ def _require_package(name: str) -> None:
 
 
 @contextmanager
-def _without_slurm_secrets() -> Generator[None]:
-    """Hide SLURM's secrets: wandb records all variables of SLURM."""
-    found = [name for name in os.environ if name.startswith("SLURM") and is_secret(name)]
-    values = {name: os.environ.pop(name) for name in found}
+def _for_wandb(directory: Path) -> Generator[None]:
+    """Hide SLURM's secrets, since wandb records all its variables; keep copies of files here."""
+    hidden = [name for name in os.environ if name.startswith("SLURM") and is_secret(name)]
+    before = {name: os.environ.pop(name, None) for name in (*hidden, "WANDB_DATA_DIR")}
+    os.environ["WANDB_DATA_DIR"] = before["WANDB_DATA_DIR"] or str(directory / "wandb")
     try:
         yield
     finally:
-        os.environ.update(values)
+        del os.environ["WANDB_DATA_DIR"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
