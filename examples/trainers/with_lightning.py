@@ -32,7 +32,8 @@ class LabStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        self._state = lab.attach(self.model, self._exchange)
+        scaler = getattr(self.precision_plugin, "scaler", None)  # of "16-mixed"
+        self._state = lab.attach(self.model, self._exchange, scaler=scaler)
 
     def save_checkpoint(self, checkpoint, filepath, storage_options=None) -> None:
         states = [None] * self.world_size if self.is_global_zero else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from lab.record.recorders import (
 )
 from lab.record.schema import Record
 from lab.settings.config import ConfigError, build, load
-from tests.support import HANG_S
 from tests.support.records import make_record
-from tests.support.wandb_file import curves, records
+from tests.support.wandb_file import curves, only, settled
 
 LOGGED: list[tuple[int, dict[str, float]]] = [
     (1, {"train/loss": 2.5, "train/lr": 0.1}),
@@ -76,24 +74,6 @@ def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
     assert learning == pytest.approx({1: 0.1, 2: 0.05, 3: 0.1, 4: 0.05, 5: 0.0})
     assert [event.step for event in shown.Scalars("train/lr")] == [1, 2, 3, 4, 5]
     assert [(e.step, e.value) for e in shown.Scalars("test/accuracy")] == [(2, 0.75), (4, 0.75)]
-
-
-def settled(folder: Path, count: int = 1) -> list[list[Any]]:
-    """Return the records of each start of a wandb run, in order, once all of them are closed.
-
-    wandb writes in a process of its own, which on a busy machine outlasts `finish`.
-    """
-    deadline = time.monotonic() + HANG_S
-    while True:
-        starts = [[*records(path)] for path in sorted(folder.rglob("*.wandb"))]
-        if len(starts) == count and all(s and s[-1].HasField("exit") for s in starts):
-            return starts
-        assert time.monotonic() < deadline, f"{len(starts)} files, not closed after {HANG_S:g} s"
-        time.sleep(0.2)
-
-
-def only(start: list[Any], kind: str) -> list[Any]:
-    return [getattr(each, kind) for each in start if each.HasField(kind)]
 
 
 def test_an_offline_run_of_wandb_holds_curves_settings_summary_and_files(tmp_path: Path) -> None:
