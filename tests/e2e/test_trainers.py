@@ -44,9 +44,12 @@ def train_all(library: str, folder: Path) -> tuple[dict[str, Trained], str, str]
         if dist.get_rank() == 0:
             swap_residuals(folder / "onebit resumed")
         dist.barrier()
-        with pytest.raises(ValueError) as refusal:
+        refusal = ""
+        try:
             train("onebit", "onebit resumed", epochs=3)
-    return found, output.getvalue(), str(refusal.value)
+        except ValueError as error:
+            refusal = str(error)
+    return found, output.getvalue(), refusal
 
 
 def swap_residuals(folder: Path) -> None:
