@@ -20,7 +20,8 @@ from tests.conftest import ROOT, Finished
 from tests.support import HANG_S
 from tests.support.ranks import CREW
 
-PAGES = [ROOT / f"docs/how-to/{name}.md" for name in ("own_model", "own_loop", "own_cluster", "trainers")]
+NAMES = ("own_model", "own_loop", "own_cluster", "trainers")
+PAGES = [ROOT / f"docs/how-to/{name}.md" for name in NAMES]
 EXAMPLES = ROOT / "examples"
 
 
