@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.codec import build
-from lab.codec.layout import Layout, RowBytes, Rows, lay_out
+from lab.codec.layout import Layout
 
 SOURCES = Path(__file__).with_name("cpp")
 
@@ -100,8 +100,8 @@ class Reading(NamedTuple):
 
 
 @functools.cache
-def on_gpu(reading: Reading, device: torch.device) -> Any:
-    """Return Triton's kernels if they run on `device`; otherwise warn and return None.
+def tried(module: str, device: torch.device, *arguments: Any) -> Any:
+    """Return `made(*arguments)` of a module if it works on `device`; else warn and return None.
 
     Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
     headers, and it supports only some GPUs and drivers: so only a trial shows whether it works.
@@ -110,14 +110,8 @@ def on_gpu(reading: Reading, device: torch.device) -> Any:
         torch.OutOfMemoryError: the trial does not fit; not a fault of Triton's.
     """
     try:
-        kernels = importlib.import_module("lab.codec.gpu").Triton(reading)
-        # Launch each kernel once, on a row of zeros that any codec can encode.
-        layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 2 * columns))
-        values, finite = torch.zeros(65, device=device), torch.ones((), device=device).bool()
-        message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-        kernels.encode(layout, values, values.clone(), message, finite)
-        kernels.reduce(layout, message[None], values.clone(), message.clone())
-        kernels.add_up(layout, message[None], values, 1, finite)
+        kernels = importlib.import_module(module).made(*arguments)
+        kernels.try_out(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers and drivers raise many types
@@ -126,3 +120,8 @@ def on_gpu(reading: Reading, device: torch.device) -> Any:
         build.warn_slow(f"codecs: Triton does not work on {device} ({name}: {line})")
         return None
     return kernels
+
+
+def on_gpu(reading: Reading, device: torch.device) -> Any:
+    """Return Triton's kernels of a codec if they work on `device`; see `tried`."""
+    return tried("lab.codec.gpu", device, reading)

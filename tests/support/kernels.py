@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from ctypes import CDLL
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from lab.codec import build
 from lab.codec.base import Codec, Kernels
 from lab.codec.kernels import SOURCES, Native
-from lab.codec.layout import Layout
 
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
 HERE = torch.backends.cpu.get_cpu_capability()
@@ -34,7 +34,7 @@ def of_codec(codec: Codec, level: str) -> Kernels:
     """Return the kernels of a codec for a processor's level or "triton"; skip without either."""
     if level == "triton":
         pytest.importorskip("triton", reason="no triton here")
-        return OnGPU(importlib.import_module("lab.codec.gpu").Triton(codec.reading))
+        return cast(Kernels, OnGPU(importlib.import_module("lab.codec.gpu").made(codec.reading)))
     return Native(library_at(level, codec.name), codec.name, codec.option)
 
 
@@ -55,29 +55,12 @@ class Counter:
 class OnGPU:
     """Triton's kernels given copies on the GPU; without one, conftest.py has its interpreter on."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def encode(
-        self,
-        layout: Layout,
-        values: Tensor,
-        residual: Tensor | None,
-        message: Tensor,
-        finite: Tensor | None = None,
-    ) -> None:
-        self._call(self._kernels.encode, layout, values, residual, message, finite)
-
-    def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
-    ) -> None:
-        self._call(self._kernels.add_up, layout, messages, out, divisor, finite)
-
-    def reduce(
-        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
-    ) -> None:
-        self._call(self._kernels.reduce, layout, messages, residual, out)
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, getattr(self._kernels, name))
 
     def _call(self, function: Any, *arguments: Any) -> None:
         tensors = [a for a in arguments if isinstance(a, Tensor)]

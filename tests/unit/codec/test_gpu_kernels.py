@@ -190,9 +190,9 @@ def test_an_exchange_by_these_kernels_is_the_cpus(
 
 @pytest.fixture
 def untried() -> Iterator[None]:
-    kernels.on_gpu.cache_clear()
+    kernels.tried.cache_clear()
     yield
-    kernels.on_gpu.cache_clear()
+    kernels.tried.cache_clear()
 
 
 @pytest.mark.usefixtures("untried")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from lab.claims.predicted import profile_of
 from lab.codec.base import Codec, Kernels, Reference
+from lab.exchange import randomk
 from lab.exchange.bucket import GradBucket
 from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
 from lab.simulate.strategy import buckets
@@ -26,7 +29,7 @@ LAUNCHES = {
     "int4": (0, 12, 8),
     "signsgd_ef": (0, 12, 4),
     "topk": (458, 0, 4),
-    "randomk": (532, 0, 4),
+    "randomk": (8, 8, 4),
     "powersgd": (59, 0, 9),
 }
 
@@ -35,8 +38,14 @@ LAUNCHES = {
 def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Codecs have the kernels that they would have on a GPU, which are counted."""
     triton, counter = pytest.importorskip("lab.codec.gpu", reason="no triton here"), Counter()
-    for name in ("encode_rows", "decode_rows", "add_magnitudes"):
-        monkeypatch.setattr(triton, name, counter)
+    drawn = importlib.import_module("lab.codec.gpu_randomk")
+    for module, names in (
+        (triton, ("encode_rows", "decode_rows", "add_magnitudes")),
+        (drawn, ("take_drawn", "put_drawn")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, counter)
+    monkeypatch.setattr(randomk, "kernels", lambda _: drawn.made())
 
     def kernels(codec: Codec, _: torch.device) -> Kernels:
         return triton.Triton(codec.reading) if codec.reading else Reference(codec)
