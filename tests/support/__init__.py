@@ -31,4 +31,5 @@ def round_products_once() -> None:
         total = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
         return TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
 
-    setattr(InterpreterBuilder, "create_fma", fused)
+    builder: Any = InterpreterBuilder
+    builder.create_fma = fused

@@ -9,7 +9,7 @@ import torch
 
 from lab.claims.predicted import profile_of
 from lab.codec.base import Codec, Kernels, Reference
-from lab.exchange import randomk
+from lab.exchange import powersgd, randomk
 from lab.exchange.bucket import GradBucket
 from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
 from lab.simulate.strategy import buckets
@@ -17,6 +17,7 @@ from tests.support.cases import maker
 from tests.support.kernels import Counter
 
 NUM_RANKS, BUCKET_MB = 8, 25.0
+LOW_RANK = "lab.codec.gpu_low_rank"
 ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB, on_gpu=True)
 # Of a step of AlexNet: of torch that move values, of Triton, and collectives. Before buckets had
 # plans, in 6 buckets: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk 254 + 0 + 6, signsgd_ef
@@ -30,7 +31,7 @@ LAUNCHES = {
     "signsgd_ef": (0, 12, 4),
     "topk": (458, 0, 4),
     "randomk": (8, 8, 4),
-    "powersgd": (59, 0, 9),
+    "powersgd": (11, 20, 9),
 }
 
 
@@ -38,14 +39,16 @@ LAUNCHES = {
 def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Codecs have the kernels that they would have on a GPU, which are counted."""
     triton, counter = pytest.importorskip("lab.codec.gpu", reason="no triton here"), Counter()
-    drawn = importlib.import_module("lab.codec.gpu_randomk")
+    drawn, factors = map(importlib.import_module, ("lab.codec.gpu_randomk", LOW_RANK))
     for module, names in (
         (triton, ("encode_rows", "decode_rows", "add_magnitudes")),
         (drawn, ("take_drawn", "put_drawn")),
+        (factors, ("multiply_rows", "multiply_columns", "multiply_factors", "orthonormalise")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, counter)
     monkeypatch.setattr(randomk, "kernels", lambda _: drawn.made())
+    monkeypatch.setattr(powersgd, "factor_kernels", lambda *_: factors.made())
 
     def kernels(codec: Codec, _: torch.device) -> Kernels:
         return triton.Triton(codec.reading) if codec.reading else Reference(codec)
