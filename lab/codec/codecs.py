@@ -248,10 +248,10 @@ class TopK(Codec):
     """
 
     name = "topk"
-    in_torch = 16.0, 4.0
 
     def __init__(self, ratio: float = 0.01) -> None:
         self.ratio = checks.number("exchange.ratio", ratio, above=0, at_most=1)
+        self.reading = Reading("largest", share=self.ratio)
         (self.option,) = struct.unpack("<q", struct.pack("<d", ratio))
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:

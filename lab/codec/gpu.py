@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from lab.codec.gpu_kernels import add_magnitudes, decode_rows, encode_rows
+from lab.codec.gpu_topk import TopK
 from lab.codec.kernels import Reading
-from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
+from lab.codec.layout import FLOAT_BYTES, Layout, Piece
 
 TILE = 2048  # values of a program of short rows
 LONGEST = 4096  # values of a row that registers hold: 16 for each of 256 threads
@@ -128,10 +129,6 @@ class Triton:
                 arguments = *sent, out, table, divisor, finite, form
                 decode_rows[(len(table),)](*arguments, **form.options)
 
-    def try_out(self, device: torch.device) -> None:
-        """Launch each kernel once, on a row of zeros that any codec can encode."""
-        try_out(self, device)
-
     def _encode(
         self,
         layout: Layout,
@@ -158,19 +155,9 @@ class Triton:
         return layout.plans[key]
 
 
-def try_out(kernels: Any, device: torch.device) -> None:
-    """Launch each kernel once, on a row of zeros that any codec can encode."""
-    layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 8 * columns))
-    values, finite = torch.zeros(65, device=device), torch.ones((), device=device).bool()
-    message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-    kernels.encode(layout, values, values.clone(), message, finite)
-    kernels.reduce(layout, message[None], values.clone(), message.clone())
-    kernels.add_up(layout, message[None], values, 1, finite)
-
-
-def made(reading: Reading) -> Triton:
+def made(reading: Reading) -> Triton | TopK:
     """Return the kernels of a codec."""
-    return Triton(reading)
+    return TopK(reading.share) if reading.kind == "largest" else Triton(reading)
 
 
 class Tables(NamedTuple):

@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 from lab.codec import kernels
-from lab.codec.base import Codec
+from lab.codec.base import Codec, Kernels
+from lab.codec.codecs import TopK
+from lab.codec.layout import Layout
 from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket, plan
 from lab.exchange.compressed import OneBit
-from tests.support.kernels import Counter
+from tests.support.kernels import Counter, of_codec, same, values_of
 
 pytest.importorskip("triton", reason="no triton here")
 # Without a GPU, conftest.py has Triton's interpreter on.
@@ -188,11 +190,53 @@ def test_an_exchange_by_these_kernels_is_the_cpus(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, interpreting
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("sample", ["right", "too high", "crowded"])
+@pytest.mark.parametrize("kind", ["normal", "equal", "few", "nan"])
+def test_largest_values_are_those_of_cpus_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sample: str, feedback: bool
+) -> None:
+    """The first of equals, too, and whatever a sample says of a row."""
+    topk = pytest.importorskip("lab.codec.gpu_topk", reason="no triton here")
+    limit = topk._limit
+    changed = {"too high": lambda row: (1, row[1]), "crowded": lambda row: (row[0], 3)}
+    monkeypatch.setattr(topk, "_limit", lambda *row: changed.get(sample, tuple)(limit(*row)))
+    monkeypatch.setattr(topk, "SAMPLE_BITS", 8)
+    codec = TopK(0.01)
+    layout = codec.layout({"w": (5, 800), "v": (7, 143), "b": (3,)}, 5013, 1)
+    gradients = torch.stack([values_of(kind.replace("few", "normal"), 5013) for _ in range(3)])
+    if kind == "few":
+        gradients[:, torch.arange(5013) % 300 != 0] = 0
+    ended = [
+        summed(of_codec(codec, level), layout, gradients, feedback)
+        for level in ("triton", "DEFAULT")
+    ]
+    for ours, theirs in zip(*ended, strict=True):
+        assert same(ours.float(), theirs.float())
+
+
+def summed(
+    kernels: Kernels, layout: Layout, gradients: torch.Tensor, feedback: bool
+) -> tuple[torch.Tensor, ...]:
+    """Return messages, their residual, a message of their sum, its residual, and the mean."""
+    count = layout.num_values
+    residual, owned = torch.zeros(2, count)
+    messages = torch.zeros(len(gradients), layout.num_bytes, dtype=torch.uint8)
+    for gradient, message in zip(gradients, messages, strict=True):
+        kernels.encode(layout, gradient.clone(), residual if feedback else None, message)
+    mean, finite = torch.full((count,), 7.0), torch.ones((), dtype=torch.bool)
+    kernels.add_up(layout, messages, mean, 3, finite)
+    sums = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    kernels.reduce(layout, messages, owned if feedback else None, sums)
+    return messages, residual, sums, owned, mean, finite
+
+
 @pytest.fixture
 def untried() -> Iterator[None]:
-    kernels.tried.cache_clear()
+    kernels.on_gpu.cache_clear()
     yield
-    kernels.tried.cache_clear()
+    kernels.on_gpu.cache_clear()
 
 
 @pytest.mark.usefixtures("untried")

@@ -17,7 +17,7 @@ from tests.support.cases import maker
 from tests.support.kernels import Counter
 
 NUM_RANKS, BUCKET_MB = 8, 25.0
-LOW_RANK = "lab.codec.gpu_low_rank"
+LARGEST = "sample_rows", "collect_largest", "find_last", "write_largest", "spread_largest"
 ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB, on_gpu=True)
 # Of a step of AlexNet: of torch that move values, of Triton, and collectives. Before buckets had
 # plans, in 6 buckets: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk 254 + 0 + 6, signsgd_ef
@@ -29,7 +29,7 @@ LAUNCHES = {
     "int8": (0, 12, 8),
     "int4": (0, 12, 8),
     "signsgd_ef": (0, 12, 4),
-    "topk": (458, 0, 4),
+    "topk": (0, 20, 4),
     "randomk": (8, 8, 4),
     "powersgd": (11, 20, 9),
 }
@@ -39,9 +39,12 @@ LAUNCHES = {
 def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Codecs have the kernels that they would have on a GPU, which are counted."""
     triton, counter = pytest.importorskip("lab.codec.gpu", reason="no triton here"), Counter()
-    drawn, factors = map(importlib.import_module, ("lab.codec.gpu_randomk", LOW_RANK))
+    largest, drawn, factors = (
+        importlib.import_module(f"lab.codec.gpu_{name}") for name in ("topk", "randomk", "low_rank")
+    )
     for module, names in (
         (triton, ("encode_rows", "decode_rows", "add_magnitudes")),
+        (largest, LARGEST),
         (drawn, ("take_drawn", "put_drawn")),
         (factors, ("multiply_rows", "multiply_columns", "multiply_factors", "orthonormalise")),
     ):
@@ -51,7 +54,7 @@ def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
     monkeypatch.setattr(powersgd, "factor_kernels", lambda *_: factors.made())
 
     def kernels(codec: Codec, _: torch.device) -> Kernels:
-        return triton.Triton(codec.reading) if codec.reading else Reference(codec)
+        return triton.made(codec.reading) if codec.reading else Reference(codec)
 
     monkeypatch.setattr(Codec, "kernels", kernels)
     return counter
