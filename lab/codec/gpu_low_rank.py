@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lab.codec.gpu_kernels import inverse
+
 ROWS, COLUMNS = 4, 512  # of a tile, of a program that takes whole rows
 TALL, NARROW = 16, 128  # of a tile, of a program that takes columns
 SPAN, MOST_SPANS = 512, 16  # rows of a program that takes columns, at least, and parts of a matrix
@@ -379,14 +381,6 @@ def _block(p, first, rows, rank, scale, WIDTH: tl.constexpr, LENGTH: tl.constexp
 
 
 @triton.jit
-def _inverse(x):
-    """Return 1 / x in double precision, without a call, of x in the range of float32."""
-    near = (1.0 / x.to(tl.float32)).to(tl.float64)
-    near = near * (2.0 - x * near)
-    return near * (2.0 - x * near)
-
-
-@triton.jit
 def _picked(row, NUMBER: tl.constexpr, WIDTH: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, WIDTH) == NUMBER, row, 0.0), 0)
 
@@ -421,7 +415,7 @@ def _reflect(p, rows, rank, scale, NUMBER: tl.constexpr, WIDTH: tl.constexpr, LE
     double_top = own_top.to(tl.float64)
     new_top = double_top + norm.to(tl.float64)
     squares = square - double_top * double_top + new_top * new_top  # v^T v
-    factor = tl.where(none, 0.0, 2.0 * _inverse(tl.where(none, 1.0, squares)))
+    factor = tl.where(none, 0.0, 2.0 * inverse(tl.where(none, 1.0, squares)))
     times = factor * (products + norm.to(tl.float64) * top)
     tl.debug_barrier()  # all have read the row that is written first
     for first in range(0, rows, LENGTH):

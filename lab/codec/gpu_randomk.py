@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lab.codec.gpu_kernels import divided, is_finite
+from lab.codec.gpu_kernels import is_finite, quotient, reciprocal
 
-TILE = 2048  # values that are read at once
 VALUES = 4096  # of a program, about
+READ, CLEARED = 2048, 4096  # values that are read or cleared at once
 WARPS = 4
 STEP: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 FACTOR_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -84,14 +84,14 @@ class Triton:
         if len(table):
             with torch.cuda.device_of(message):
                 arguments = gradients, residuals, message, probe, table, draws.seed
-                take_drawn[(len(table),)](*arguments, ranges, TILE, num_warps=WARPS)
+                take_drawn[(len(table),)](*arguments, ranges, READ, num_warps=WARPS)
 
     def decode(self, draws: Draws, message: Tensor, out: Tensor, divisor: int) -> None:
         table, ranges = _planned(draws, message.device)
         if len(table):
             with torch.cuda.device_of(message):
                 arguments = message, out, table, draws.seed, divisor
-                put_drawn[(len(table),)](*arguments, ranges, TILE, num_warps=WARPS)
+                put_drawn[(len(table),)](*arguments, ranges, CLEARED, num_warps=WARPS)
 
     def try_out(self, device: torch.device) -> None:
         """Launch each kernel once."""
@@ -211,4 +211,6 @@ def put_drawn(message, out, table, seed, divisor, RANGES: tl.constexpr, TILE: tl
     place, drawn = _places(own, seed, RANGES)
     values = tl.load(message + sent + tl.arange(0, RANGES), mask=drawn, other=0.0)
     tl.debug_barrier()  # zeros are stored
-    tl.store(out + start + place, divided(values, divisor.to(tl.float32)), mask=drawn)
+    number = divisor.to(tl.float32) + tl.zeros_like(values)
+    mean = quotient(values, -number, reciprocal(number))  # of infinity, not a number
+    tl.store(out + start + place, mean, mask=drawn)

@@ -1,4 +1,4 @@
-"""The values of largest magnitude on GPUs, in Triton: exactly as many as asked, the first of equals.
+"""The values of largest magnitude on GPUs, in Triton: exactly as many, and the first of equals.
 
 Four launches encode all rows of a bucket, whatever its values; one decodes.
 
@@ -16,7 +16,7 @@ Programs wait for such of lower numbers alone, which GPUs start before them.
 
 # Triton reads annotations as code, and takes plain values where its kernels say constexpr.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -91,14 +91,18 @@ class Reading(NamedTuple):
 
     Attributes:
         kind: one of lab.codec.gpu.READINGS, or "largest".
-        per_unit: values of a unit of the payload, which is a byte, or two of a cast.
+        per_unit, unit_bytes: values of a unit of the payload, and its bytes. One of several bytes
+            may end behind a row's last one if that is the last of its piece.
         num_levels: of the kind "levels".
+        block: values of a row; 0: rows have any length.
         share: of the kind "largest": of values that are sent.
     """
 
     kind: str
     per_unit: int = 1
+    unit_bytes: int = 1
     num_levels: int = 0
+    block: int = 0
     share: float = 0.0
 
 

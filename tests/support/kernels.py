@@ -17,6 +17,15 @@ from lab.codec.kernels import SOURCES, Native
 
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
 HERE = torch.backends.cpu.get_cpu_capability()
+# Kernels of GPUs, by the module of lab.codec that launches them.
+LAUNCHED = {
+    "gpu": ("encode_rows", "decode_rows", "add_magnitudes"),
+    "gpu_topk": (
+        *("sample_rows", "collect_largest", "find_last", "write_largest", "spread_largest"),
+    ),
+    "gpu_randomk": ("take_drawn", "put_drawn"),
+    "gpu_low_rank": ("multiply_rows", "multiply_columns", "multiply_factors", "orthonormalise"),
+}
 KINDS = ("normal", "zero", "equal", "negative", "denormal", "huge", "nan", "-inf")
 LENGTHS = (1, 7, 16, 33, 1000, 70_001)  # the last is more than a piece of a thread
 

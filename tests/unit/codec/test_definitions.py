@@ -131,7 +131,7 @@ def values_of(kind: str, length: int) -> Tensor:
     return drawn(kind, length)
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, interpreting
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy's, interpreting
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, *SKEWED])
 @pytest.mark.parametrize("level", [*LEVELS, "triton", "definition"])

@@ -14,10 +14,9 @@ from lab.exchange.bucket import GradBucket
 from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
 from lab.simulate.strategy import buckets
 from tests.support.cases import maker
-from tests.support.kernels import Counter
+from tests.support.kernels import LAUNCHED, Counter
 
 NUM_RANKS, BUCKET_MB = 8, 25.0
-LARGEST = "sample_rows", "collect_largest", "find_last", "write_largest", "spread_largest"
 ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB, on_gpu=True)
 # Of a step of AlexNet: of torch that move values, of Triton, and collectives. Before buckets had
 # plans, in 6 buckets: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk 254 + 0 + 6, signsgd_ef
@@ -39,17 +38,11 @@ LAUNCHES = {
 def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Codecs have the kernels that they would have on a GPU, which are counted."""
     triton, counter = pytest.importorskip("lab.codec.gpu", reason="no triton here"), Counter()
-    largest, drawn, factors = (
-        importlib.import_module(f"lab.codec.gpu_{name}") for name in ("topk", "randomk", "low_rank")
-    )
-    for module, names in (
-        (triton, ("encode_rows", "decode_rows", "add_magnitudes")),
-        (largest, LARGEST),
-        (drawn, ("take_drawn", "put_drawn")),
-        (factors, ("multiply_rows", "multiply_columns", "multiply_factors", "orthonormalise")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, counter)
+    modules = {name: importlib.import_module(f"lab.codec.{name}") for name in LAUNCHED}
+    for name, launched in LAUNCHED.items():
+        for kernel in launched:
+            monkeypatch.setattr(modules[name], kernel, counter)
+    drawn, factors = modules["gpu_randomk"], modules["gpu_low_rank"]
     monkeypatch.setattr(randomk, "kernels", lambda _: drawn.made())
     monkeypatch.setattr(powersgd, "factor_kernels", lambda *_: factors.made())
 
