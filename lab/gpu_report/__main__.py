@@ -29,9 +29,9 @@ class Settings:
 COMMAND = Command(
     "lab.gpu_report",
     """\
-Measure a GPU in fifteen minutes, in one process: steps of each strategy, codecs, host time,
-utilisation, and one device's tables, each beside its bound. The file is written as it goes, and
-another start measures what is not in it yet.""",
+Measure a GPU in fifteen minutes, each figure beside its bound. It measures steps of each strategy,
+codecs, host time, utilisation and one device's tables, in one process. The file is written as it
+goes, and another start measures what is not in it yet.""",
     (
         "python -m lab.gpu_report out=docs/results/gpu-h200.json",
         "python -m lab.gpu_report items=steps,codecs-64 again=true minutes=5 out=mine.json",

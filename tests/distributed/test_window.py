@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,13 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files() -> list[Path]:
-    return [*Path(window.IN_MEMORY).glob("lab-window*")]
+    """List the files of windows that stay: another test's may be there until it is mapped."""
+    found = list[Path]()
+    for _ in range(100):
+        if not (found := [*Path(window.IN_MEMORY).glob("lab-window*")]):
+            break
+        time.sleep(0.1)
+    return found
 
 
 @pytest.mark.parametrize("size", [2, 4])
