@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 SIDES, MEAN, SIGNS, LEVELS, FLOAT8, BFLOAT16, FLOAT16 = map(tl.constexpr, range(7))  # READINGS
+COPIED: tl.constexpr = tl.constexpr(512)  # values that travel as they are, read at once
 NEGATIVE: tl.constexpr = tl.constexpr(-0x80000000)  # zero, as the bits of a float32
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
@@ -300,8 +301,8 @@ def _two_sums(origin, program, values, split, SUM: tl.constexpr, FORM: tl.conste
             values = _values(origin, program, first, SUM, FORM)
         _, there = _tile(first, rows, columns, FORM)
         is_upper = (values >= split[:, None, None]) & there
-        lower += _sum(tl.where(is_upper, 0.0, values), FORM)
         upper += _sum(tl.where(is_upper, values, 0.0), FORM)
+        lower += _sum(tl.where(is_upper, 0.0, values), FORM)
         num_upper += tl.sum(_flat(is_upper.to(tl.int32), FORM), 1)
     return lower, upper, num_upper
 
@@ -419,12 +420,11 @@ def _encoded(origin, program, out, sums, SUM: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _copied(source, number, stride, program, SUM: tl.constexpr, SIZE: tl.constexpr):
+def _copied(source, number, stride, program, place, SUM: tl.constexpr):
     """Return values that travel as they are, or sums of them, and a mask of those that exist."""
-    place = tl.arange(0, SIZE)
     there = place < program[2]
     if SUM:
-        values = tl.full((SIZE,), NEGATIVE, tl.int32).to(tl.float32, bitcast=True)
+        values = tl.full(place.shape, NEGATIVE, tl.int32).to(tl.float32, bitcast=True)
         for index in range(0, number):
             message = (source + index * stride + program[3]).to(tl.pointer_type(tl.float32))
             values += tl.load(message + place, mask=there, other=0.0)
@@ -477,9 +477,11 @@ def encode_rows(
         if tl.program_id(0) == 0:
             tl.store(finite, 1)
     if program[1] == 0:
-        values, there = _copied(source, number, stride, program, SUM, FORM.rows * FORM.width)
-        place = (out + program[3]).to(tl.pointer_type(tl.float32))
-        tl.store(place + tl.arange(0, FORM.rows * FORM.width), values, mask=there)
+        own = (out + program[3]).to(tl.pointer_type(tl.float32))
+        for first in range(0, program[2], COPIED):
+            place = first + tl.arange(0, COPIED)
+            values, there = _copied(source, number, stride, program, place, SUM)
+            tl.store(own + place, values, mask=there)
     elif program[6] != 0:
         _encoded(origin, _aligned(program, FORM), out, sums, SUM, FORM)
     else:
@@ -500,9 +502,10 @@ def _add_up(messages, number, stride, program, out, divisor, finite, FORM: tl.co
 def decode_rows(messages, number, stride, out, table, divisor, finite, FORM: tl.constexpr):
     program, by = _program(table, FORM), divisor.to(tl.float32)
     if program[1] == 0:
-        SIZE: tl.constexpr = FORM.rows * FORM.width
-        total, there = _copied(messages, number, stride, program, True, SIZE)
-        _mean(out + program[0], tl.arange(0, SIZE), there, total, by, finite)
+        for first in range(0, program[2], COPIED):
+            place = first + tl.arange(0, COPIED)
+            total, there = _copied(messages, number, stride, program, place, True)
+            _mean(out + program[0], place, there, total, by, finite)
     elif program[6] != 0:
         _add_up(messages, number, stride, _aligned(program, FORM), out, by, finite, FORM)
     else:
