@@ -34,7 +34,7 @@ SPAN = 65_536  # values that a program of `add_magnitudes` adds up
 FEW = 1 / 8  # a share of a bucket whose rows join wider ones: a launch costs more than idle lanes
 VALUES_PER_THREAD = 16
 WARP = 32
-REGISTERS = 2**15  # of a program at most: half of a multiprocessor's, so that two run at once
+REGISTERS = 31 * 2**10  # of a program: less than half a multiprocessor's, so that two run at once
 READINGS = ("sides", "mean", "signs", "levels", "float8", "bfloat16", "float16")  # see _read
 NUM_SCALES = (2, 2, 1, 2, 1, 0, 0)  # float32 numbers in the header of a row, by reading
 

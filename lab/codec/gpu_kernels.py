@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 SIDES, MEAN, SIGNS, LEVELS, FLOAT8, BFLOAT16, FLOAT16 = map(tl.constexpr, range(7))  # READINGS
+COPIED: tl.constexpr = tl.constexpr(512)  # values that travel as they are, read at once
 NEGATIVE: tl.constexpr = tl.constexpr(-0x80000000)  # zero, as the bits of a float32
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
@@ -276,12 +277,12 @@ def _store_header(one, two, stores, target, program, FORM: tl.constexpr):
 
 
 @triton.jit
-def _store_copied(values, there, target, program, SIZE: tl.constexpr):
+def _store_copied(values, there, place, target, program):
     """Store values that travel as they are in a message, or in each of several."""
     out, number, apart = target
     for index in range(0, 1 if apart is None else number):
         own = (_message(out, apart, index) + program[3]).to(tl.pointer_type(tl.float32))
-        tl.store(own + tl.arange(0, SIZE), values, mask=there)
+        tl.store(own + place, values, mask=there)
 
 
 @triton.jit
@@ -341,8 +342,8 @@ def _two_sums(origin, program, values, split, SUM: tl.constexpr, FORM: tl.conste
             values = _values(origin, program, first, SUM, FORM)
         _, there = _tile(first, rows, columns, FORM)
         is_upper = (values >= split[:, None, None]) & there
-        lower += _sum(tl.where(is_upper, 0.0, values), FORM)
         upper += _sum(tl.where(is_upper, values, 0.0), FORM)
+        lower += _sum(tl.where(is_upper, 0.0, values), FORM)
         num_upper += tl.sum(_flat(is_upper.to(tl.int32), FORM), 1)
     return lower, upper, num_upper
 
@@ -455,12 +456,11 @@ def _encoded(origin, program, target, sums, SUM: tl.constexpr, FORM: tl.constexp
 
 
 @triton.jit
-def _copied(source, number, stride, program, SUM: tl.constexpr, SIZE: tl.constexpr):
+def _copied(source, number, stride, program, place, SUM: tl.constexpr):
     """Return values that travel as they are, or sums of them, and a mask of those that exist."""
-    place = tl.arange(0, SIZE)
     there = place < program[2]
     if SUM:
-        values = tl.full((SIZE,), NEGATIVE, tl.int32).to(tl.float32, bitcast=True)
+        values = tl.full(place.shape, NEGATIVE, tl.int32).to(tl.float32, bitcast=True)
         for index in range(0, number):
             message = _message(source, stride, index) + program[3]
             message = message.to(tl.pointer_type(tl.float32))
@@ -516,8 +516,10 @@ def encode_rows(
         if tl.program_id(0) == 0:
             tl.store(finite, 1)
     if program[1] == 0:
-        values, there = _copied(source, number, stride, program, SUM, FORM.rows * FORM.width)
-        _store_copied(values, there, target, program, FORM.rows * FORM.width)
+        for first in range(0, program[2], COPIED):
+            place = first + tl.arange(0, COPIED)
+            values, there = _copied(source, number, stride, program, place, SUM)
+            _store_copied(values, there, place, target, program)
     elif program[6] != 0:
         _encoded(origin, _aligned(program, FORM), target, sums, SUM, FORM)
     else:
@@ -538,9 +540,10 @@ def _add_up(messages, number, stride, program, out, divisor, finite, FORM: tl.co
 def decode_rows(messages, number, stride, out, table, divisor, finite, FORM: tl.constexpr):
     program, by = _program(table, FORM), divisor.to(tl.float32)
     if program[1] == 0:
-        SIZE: tl.constexpr = FORM.rows * FORM.width
-        total, there = _copied(messages, number, stride, program, True, SIZE)
-        _mean(out + program[0], tl.arange(0, SIZE), there, total, by, finite)
+        for first in range(0, program[2], COPIED):
+            place = first + tl.arange(0, COPIED)
+            total, there = _copied(messages, number, stride, program, place, True)
+            _mean(out + program[0], place, there, total, by, finite)
     elif program[6] != 0:
         _add_up(messages, number, stride, _aligned(program, FORM), out, by, finite, FORM)
     else:

@@ -216,7 +216,8 @@ def _described(codec: str, architecture: int, launch: _Launch) -> Compiled:
     calls = sum(each.startswith("CALL") for each, *_ in operations)
     wide = (sum(each.startswith(f"{m}.E.128") for each, *_ in of_path) for m in ("LDG", "STG"))
     number = len(of_path) + (passes - 1) * _looped(of_path)
-    name = launch.kernel if work != SUM else f"{launch.kernel}, of sums"
+    subtracts = launch.kernel == "multiply_factors" and launch.arguments[5]
+    name = launch.kernel + ", of sums" * (work == SUM) + ", subtracted" * subtracts
     return Compiled(
         *(codec, name, work, architecture, threads, used["REG"], used["STACK"]),
         # Without a return, it is ptxas's jump out of a loop.
@@ -311,8 +312,8 @@ Where a kernel has three numbers, they are of sm_80, sm_90 and sm_100.
 * **Registers** of a thread, times threads: at most 32 768, half of a multiprocessor's. **Stack**:
   bytes of a thread. No kernel calls a subroutine.
 * **SASS a value**: instructions in the path of whole tiles; in parentheses all of a kernel that
-  reads few values. Bounds are 50 to encode, 25 to decode (30 of rows of 64, for which two scales
-  are read), 75 to sum messages and encode again.
+  reads few values. Bounds are 50 to encode, 25 to decode (26 of float8, and 30 of rows of 64, for
+  which two scales are read), 75 to sum messages and encode again.
 * **Error** of what three ranks' messages deliver, over the largest value, against arithmetic in
   double precision: of float32 and of bfloat16 gradients, with odd rows.
 """
@@ -333,7 +334,8 @@ def page() -> Iterator[str]:
         name = codec.partition(",")[0]
         errors = (error_of(name, dtype) for dtype in (torch.float32, torch.bfloat16))
         error = " / ".join(f"{each:.0e}" for each in errors)
-        cells = f"`{kernel}`", f"{registers} × {own[0].threads}"
+        called, *about = kernel.partition(",")
+        cells = f"`{called}`{''.join(about)}", f"{registers} × {own[0].threads}"
         lines.append([codec, *cells, _each([str(e.stack) for e in own]), per_value, error])
     header = "codec", "kernel", "registers × threads", "stack", "SASS a value", "error"
     yield from markdown(header, lines)

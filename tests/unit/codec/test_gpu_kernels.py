@@ -42,7 +42,7 @@ OTHERS = [
     (name, arch) for name in CASES for arch in ARCHITECTURES if (name, arch) not in ONE_OF_THREE
 ]
 # Of rows of 64, two scales are read for so few values that decoding them takes more instructions.
-LOOSER = {("onebit, short rows", DECODE): 30}
+LOOSER = {("onebit, short rows", DECODE): 30, ("float8", DECODE): 26}
 
 
 @pytest.mark.parametrize(
