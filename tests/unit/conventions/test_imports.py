@@ -19,7 +19,9 @@ PACKAGES = {
     for layer, package, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
 }
 ONLY_IN = {
-    "triton": {f"lab/codec/gpu_{name}.py" for name in ("kernels", "topk", "randomk", "low_rank")},
+    "triton": {
+        f"lab/codec/gpu_{name}.py" for name in ("kernels", "topk_kernels", "randomk", "low_rank")
+    },
     "wandb": {"lab/record/recorders.py"},
     "hydra": {
         *("lab/settings/composition.py", "lab/settings/config.py", "lab/settings/overrides.py"),
