@@ -34,7 +34,8 @@ SPAN = 65_536  # values that a program of `add_magnitudes` adds up
 FEW = 1 / 8  # a share of a bucket whose rows join wider ones: a launch costs more than idle lanes
 VALUES_PER_THREAD = 16
 WARP = 32
-REGISTERS = 31 * 2**10  # of a program: less than half a multiprocessor's, so that two run at once
+REGISTERS = 2**15  # of a program at most: half of a multiprocessor's, so that two run at once
+SPARED = 2**10  # of one that sums messages: with all of them ptxas puts some into memory
 READINGS = ("sides", "mean", "signs", "levels", "float8", "bfloat16", "float16")  # see _read
 NUM_SCALES = (2, 2, 1, 2, 1, 0, 0)  # float32 numbers in the header of a row, by reading
 
@@ -71,11 +72,15 @@ class Form(NamedTuple):
         rows, units = max(1, size // width), width // self.per_unit
         return self._replace(rows=rows, units=units, width=width, on_chip=on_chip)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The launch's: threads, registers of each, and a rounding of products before sums."""
+    def options(self, sums: bool = False) -> dict[str, Any]:
+        """Return the launch's: threads, registers of each, and a rounding of products before sums.
+
+        Args:
+            sums: it encodes a sum of messages.
+        """
         warps = max(4, self.rows * self.width // (self.per_thread * WARP))
-        most = REGISTERS // (warps * WARP) if warps > 4 else None  # few threads need no limit
+        registers = REGISTERS - SPARED * sums
+        most = registers // (warps * WARP) if warps > 4 else None  # few threads need no limit
         return {"num_warps": warps, "maxnreg": most, "enable_fp_fusion": False}
 
     @property
@@ -144,7 +149,7 @@ class Triton:
         with torch.cuda.device_of(out):
             for form, table in self._tables(layout, out.device).decode:
                 arguments = *sent, out, table, divisor, finite, form
-                decode_rows[(len(table),)](*arguments, **form.options)
+                decode_rows[(len(table),)](*arguments, **form.options())
 
     def _encode(
         self,
@@ -160,11 +165,11 @@ class Triton:
             if tables.spans is not None:
                 form = self._form.tile(TILE)
                 arguments = *source, residual, tables.sums, tables.spans, sums, form
-                add_magnitudes[(len(tables.spans),)](*arguments, **form.options)
+                add_magnitudes[(len(tables.spans),)](*arguments, **form.options())
             for form, table in tables.encode:
                 where = residual, first, apart, table
                 arguments = *source, *where, tables.sums, finite, sums, form
-                encode_rows[(len(table),)](*arguments, **form.options)
+                encode_rows[(len(table),)](*arguments, **form.options(sums))
 
     def _tables(self, layout: Layout, device: torch.device) -> Tables:
         """Return the programs of a layout, made at the first call."""

@@ -121,7 +121,8 @@ def noted(launches: list[_Launch]) -> None:
     """Let all kernels be noted in `launches`, from here on."""
     for name, kernels in LAUNCHED.items():
         launcher = importlib.import_module(f"lab.codec.{name}")
-        own = importlib.import_module("lab.codec.gpu_kernels") if name == "gpu" else launcher
+        own = inspect.getmodule(getattr(launcher, kernels[0]).fn)
+        assert own
         paths = _without(own, ELSEWHERE[name])
         for kernel in kernels:
             whole, path = getattr(launcher, kernel), getattr(paths, kernel)

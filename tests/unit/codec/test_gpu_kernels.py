@@ -66,6 +66,7 @@ def test_kernels_move_wide_words() -> None:
             assert each.wide_loads == 8, each  # gradient and residual, once
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy's, interpreting
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_interpreted_kernels_agree_with_double_precision(name: str, dtype: torch.dtype) -> None:
