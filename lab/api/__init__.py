@@ -76,8 +76,8 @@ def sweep(study: str, more: Settings | None = None, /, **settings: Setting) -> R
         ConfigError: a setting is wrong, or no cell of the study is done.
         KeyboardInterrupt: it was interrupted; the same call continues.
     """
-    words = _words({"study": study, **(more or {}), **settings})
-    line = read(Command("lab.sweep", "", (), SweepSettings, runs=True), words)
+    given = {"study": study, **(more or {}), **settings}
+    line = read(Command("lab.sweep", "", (), SweepSettings, runs=True), _words(given))
 
     from lab.web.live import served
 
@@ -86,7 +86,7 @@ def sweep(study: str, more: Settings | None = None, /, **settings: Setting) -> R
         raise KeyboardInterrupt
     if code:
         raise ConfigError(f"study={study}: no cell is done; its lines above say why")
-    return load(Path(str(settings.get("runs_dir", "runs"))) / study)
+    return load(Path(str(given.get("runs_dir", "runs"))) / study)
 
 
 def predict(more: Settings | None = None, /, **settings: Setting) -> Charted:

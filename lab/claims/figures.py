@@ -54,18 +54,19 @@ def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> 
     if data.empty:
         return None
     best = data.groupby("series", sort=False)["value"].max()
+    is_slower = data[data["series"] == best.index[0]].sort_values("x")["value"].iloc[0] < 1
     styles = zip(cures, CURES, strict=False)
     looks = {cure["name"]: Look(colour, "-", "o") for cure, colour in styles}
     published: Any = pd.DataFrame(
-        {
-            **{"x": cell.at.batch_size, "value": value, "colour": looks[cure["name"]].colour},
-            "series": f"published: {value:g}",
-        }
-        for cell in reproduced.cells
-        for value in cell.published
-        for cure in cures
-        if cell.at.strategy == cure.get("published", cure["strategy"])
-        and (cell.at.world_size, cure.get("profile")) == (most, None)
+        [
+            (cell.at.batch_size, value, looks[cure["name"]].colour, f"published: {value:g}")
+            for cell in reproduced.cells
+            for value in cell.published
+            for cure in cures
+            if cell.at.strategy == cure.get("published", cure["strategy"])
+            and (cell.at.world_size, cure.get("profile")) == (most, None)
+        ],
+        columns=["x", "value", "colour", "series"],
     )
     of_published = zip(published["series"], published["colour"], strict=True)
     looks |= {name: Look(colour, "-", "D") for name, colour in of_published}
@@ -78,8 +79,8 @@ def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> 
     mark = mark.encode(alt.X("x:Q"), alt.Y("value:Q"), alt.Color("colour:N", scale=None))
     message = (
         f"With a {best.index[0]} {most} workers are at most {best.iloc[0]:.1f} times as fast as "
-        f"one, and slower at small batches; cures reach {best.iloc[1:].min():.1f} to "
-        f"{best.iloc[1:].max():.1f} times"
+        f"one{', and slower at small batches' if is_slower else ''}; "
+        f"cures reach {best.iloc[1:].min():.1f} to {best.iloc[1:].max():.1f} times"
     )
     about = [
         f"{title}; measured, {reproduced.grid.setup}.",

@@ -276,6 +276,7 @@ class Clock:
         self._seconds = 0.0  # total of these rows
         self._last_end: Mark | None = None
         self._paused: tuple[Mark, float] = 0.0, 0.0  # the same moment on the device and on the host
+        self.host_error_s = 0.0  # the most by which the latter may be wrong
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -302,9 +303,14 @@ class Clock:
         """Synchronise with the device and stop timing until the next step begins."""
         self._synchronize()
         if self._last_end is not None:
+            before_s = time.perf_counter()
             now = self._mark()
             self._synchronize()
-            self._paused, self._last_end = (now, time.perf_counter()), None
+            after_s = time.perf_counter()
+            if isinstance(now, float):  # of the host's own clock: exact, whoever ran in between
+                before_s = after_s = now
+            self._paused, self._last_end = (now, (before_s + after_s) / 2), None
+            self.host_error_s = (after_s - before_s) / 2
 
     @contextmanager
     def phase(self, name: str, label: str | None = None) -> Iterator[None]:

@@ -133,15 +133,20 @@ def write_timeline(loop: Loop, record: Record, directory: RunDirectory) -> None:
     mine = loop.clock.spans(world.rank, loop.first_step, warmup.num_steps if warmup else 0)
     if not mine:
         return
-    texts = world.gather_text(json.dumps([world.clock_ahead_s(), *map(astuple, mine)]))
+    ahead_s, error_s = world.clock_ahead_s()
+    clock = ahead_s, error_s + loop.clock.host_error_s
+    texts = world.gather_text(json.dumps([clock, *map(astuple, mine)]))
     if world.rank:
         return
     spans: list[Span] = []  # of all ranks, on rank 0's clock
     clocks: list[str] = []
-    for number, ((ahead_s, error_s), *rows) in enumerate(map(json.loads, texts)):
+    everyones = [*map(json.loads, texts)]
+    first_error_s = everyones[0][0][1]
+    for number, ((ahead_s, error_s), *rows) in enumerate(everyones):
         for rank, row, name, start_s, end_s in rows:
             spans.append(Span(rank, row, name, start_s - ahead_s, end_s - ahead_s))
-        clocks.append(f"rank {number} {1e3 * ahead_s:+.3f} ms, within {1e3 * error_s:.3f} ms")
+        within_s = error_s + first_error_s
+        clocks.append(f"rank {number} {1e3 * ahead_s:+.3f} ms, within {1e3 * within_s:.3f} ms")
     several = f"clocks, compared with rank 0's: {', '.join(clocks[1:])}"
     about = {key: getattr(record, key) for key in TIMELINE_FACTS}
     about["emulation"] = worded(record.emulation) or "none"
