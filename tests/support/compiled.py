@@ -27,6 +27,7 @@ import torch
 
 from lab.codec.base import Codec
 from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs, TopK
+from lab.codec.kernels import Peers
 from lab.draw.text import markdown
 from lab.exchange.powersgd import Factors
 from lab.exchange.randomk import Draws
@@ -46,8 +47,8 @@ ELSEWHERE = {
     "gpu_randomk": (),
     "gpu_low_rank": (("if program[6] != 0:", "if True:"),),
 }
-ENCODE, SUM, DECODE, FEW = "encode", "sum", "decode", "few values"
-BOUNDS = {ENCODE: 50, SUM: 75, DECODE: 25}  # instructions a value
+ENCODE, SUM, PUSH, DECODE, FEW = "encode", "sum", "push", "decode", "few values"
+BOUNDS = {ENCODE: 50, SUM: 75, PUSH: 90, DECODE: 25}  # instructions a value
 REGISTERS = 32_768  # of a program: half of a multiprocessor's
 COLUMNS = 9216  # of long rows, which do not fit into registers
 RATIO, RANK = 0.3, 2
@@ -57,7 +58,8 @@ class Compiled(NamedTuple):
     """A kernel of a codec.
 
     Attributes:
-        work: ENCODE, SUM (of messages, which it encodes), DECODE, or FEW: it reads few values.
+        work: ENCODE, SUM (of messages, which it encodes), PUSH (the same, between ranks that read
+            and write each other's memory), DECODE, or FEW: it reads few values.
         registers: of a thread. stack: bytes of a thread. calls: of subroutines.
         instructions: for a value, in the path of whole tiles; of FEW, in all.
         wide_loads, wide_stores: of 16 bytes, in that path.
@@ -154,6 +156,8 @@ def of_codec(codec: Codec, columns: int) -> None:
     kernels.encode(layout, values, values.clone(), message, finite)
     if not isinstance(codec, TopK):  # of which a sum is decoded and encoded again
         kernels.reduce(layout, message[None], values.clone(), message.clone())
+        peers = Peers(message.clone() for _ in range(4))
+        kernels.reduce(layout, Peers(peers[:2]), values.clone(), Peers(peers[2:]))
     kernels.add_up(layout, message[None].repeat(2, 1), values, 2, finite)
 
 
@@ -218,7 +222,8 @@ def _described(codec: str, architecture: int, launch: _Launch) -> Compiled:
     wide = (sum(each.startswith(f"{m}.E.128") for each, *_ in of_path) for m in ("LDG", "STG"))
     number = len(of_path) + (passes - 1) * _looped(of_path)
     subtracts = launch.kernel == "multiply_factors" and launch.arguments[5]
-    name = launch.kernel + ", of sums" * (work == SUM) + ", subtracted" * subtracts
+    sums = {SUM: ", of sums", PUSH: ", of sums between peers"}.get(work, "")
+    name = launch.kernel + sums + ", subtracted" * subtracts
     return Compiled(
         *(codec, name, work, architecture, threads, used["REG"], used["STACK"]),
         # Without a return, it is ptxas's jump out of a loop.
@@ -246,7 +251,8 @@ def _work(launch: _Launch) -> tuple[str, int, int]:
     arguments, modules = launch.arguments, importlib.import_module
     if launch.kernel in ("encode_rows", "decode_rows", "add_magnitudes"):
         form, sums = arguments[-1], launch.kernel != "decode_rows" and arguments[-2]
-        kind = DECODE if launch.kernel == "decode_rows" else SUM if sums else ENCODE
+        summed = PUSH if isinstance(arguments[2], torch.Tensor) else SUM
+        kind = DECODE if launch.kernel == "decode_rows" else summed if sums else ENCODE
         return kind, form.rows * form.width, 1
     topk, low_rank = (modules(f"lab.codec.gpu_{name}") for name in ("topk", "low_rank"))
     size, at_once, _ = topk.SIZES
@@ -311,10 +317,11 @@ tests/unit/codec/test_gpu_kernels.py.
 Where a kernel has three numbers, they are of sm_80, sm_90 and sm_100.
 
 * **Registers** of a thread, times threads: at most 32 768, half of a multiprocessor's. **Stack**:
-  bytes of a thread. No kernel calls a subroutine.
+  bytes of a thread, only between peers. No kernel calls a subroutine.
 * **SASS a value**: instructions in the path of whole tiles; in parentheses all of a kernel that
   reads few values. Bounds are 50 to encode, 25 to decode (26 of float8, and 30 of rows of 64, for
-  which two scales are read), 75 to sum messages and encode again.
+  which two scales are read), 75 to sum messages and encode again, 90 where these and the result
+  lie in the memory of several ranks (`path=symmetric`), at addresses that are read first.
 * **Error** of what three ranks' messages deliver, over the largest value, against arithmetic in
   double precision: of float32 and of bfloat16 gradients, with odd rows.
 """
