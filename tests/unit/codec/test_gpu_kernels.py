@@ -54,8 +54,8 @@ def test_kernels_stay_in_registers_and_take_few_instructions(cases: list[tuple[s
     assert {(each.codec, each.architecture) for each in found} == set(cases)
     for each in found:
         assert each.registers * each.threads <= REGISTERS, each
-        # A table of peers' addresses takes a word or four of a thread's stack.
-        assert each.stack <= 16 * (each.work == PUSH) and not each.calls, each
+        # Addresses of peers, which are read from a table, may take some of a thread's stack.
+        assert each.stack <= 40 * (each.work == PUSH) and not each.calls, each
         if each.work in BOUNDS:
             bound = LOOSER.get((each.codec, each.work), BOUNDS[each.work])
             assert each.instructions <= bound, each
