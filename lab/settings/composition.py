@@ -59,13 +59,8 @@ def composed(arguments: Sequence[str]) -> DictConfig:
         _refuse(override)
     parts, overrides = _parts_apart(overrides)
     config_dir = config_dir_of(arguments)
-    # A run's study is a name; Hydra would take it for a choice among the files of conf/study.
-    studies = [str(o.value()) for o in overrides if o.key_or_group == "study"]
-    overrides = [o for o in overrides if o.key_or_group != "study"]
     try:
         config = _with_groups(overrides, config_dir)
-        if studies:
-            config.study = studies[-1]
         if parts:
             config.exchange = _exchange_of(parts, config_dir)
         _validate(config)

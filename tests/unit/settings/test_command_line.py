@@ -39,7 +39,7 @@ bucket_mb: 3
 def folder(tmp_path: Path) -> Path:
     """Return a folder of a user's choices, whose name needs quotes in Hydra's grammar."""
     folder = tmp_path / "it's, = mine"
-    for group, text in (("strategy", MINE), ("study", "strategy: mine,tree\nworld_size: 2\n")):
+    for group, text in (("strategy", MINE), ("studies", "strategy: mine,tree\nworld_size: 2\n")):
         (folder / group).mkdir(parents=True)
         (folder / group / "mine.yaml").write_text(text)
     return folder

@@ -160,7 +160,7 @@ def test_a_study_of_conf_keeps_its_files_grid(tmp_path: Path) -> None:
     (tmp_path / "codecs").mkdir()
     saved.save(tmp_path / "codecs", read([*place, "strategy=tree"]))
     study, source = saved.read(place)
-    assert source == "study=codecs: the grid of conf/study/codecs.yaml"
+    assert source == "study=codecs: the grid of conf/studies/codecs.yaml"
     assert names(study.cells) == names(read(["study=codecs"]).cells)
 
 
