@@ -33,6 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     if words and (name := f"lab.{words[0]}") in modules():
         sys.argv = [name, *words[1:]]
         runpy.run_module(name, run_name="__main__", alter_sys=True)
+    if words[-2:] == ["-sc", "query=bash"]:
+        from lab.settings.completion import of_line
+
+        print("\n".join(of_line(modules())))
+        return 0
     lists = {"-h", "--help"} & {*words}
     purpose = f"{COMMAND.purpose}\n\n{_listing()}" if lists else COMMAND.purpose
     return answer(replace(COMMAND, purpose=purpose), words, _list)

@@ -19,6 +19,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
@@ -38,7 +39,7 @@ from lab.settings.files import (
     make_importable,
     read_file,
 )
-from lab.settings.overrides import config_dir_of, parse_overrides, quoted
+from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_numbers
 from lab.settings.own_code import check_choices, names_code
 from lab.settings.reading import DamagedFile, escaped, read_yaml
 
@@ -54,7 +55,7 @@ ConfigStore.instance().store(name="settings", node=Settings)
 
 def composed(arguments: Sequence[str]) -> DictConfig:
     """Compose, type-check and validate the settings of one run: see lab.settings.config.load."""
-    overrides = parse_overrides(arguments)
+    overrides = parse_overrides(with_numbers(arguments))
     for override in overrides:
         _refuse(override)
     parts, overrides = _parts_apart(overrides)
@@ -77,6 +78,29 @@ def composed(arguments: Sequence[str]) -> DictConfig:
     except ValueError as error:  # Hydra's own, of a group without a choice
         raise ConfigError(one_line(error)) from None
     return config
+
+
+def of_program(config: DictConfig) -> tuple[DictConfig, list[str]]:
+    """Check settings that a program of Hydra's has composed, as those of a command line are.
+
+    Returns:
+        The settings, without references, and the words that the program was called with; none if
+        it was not @hydra.main that composed them.
+
+    Raises:
+        ConfigError: a setting is missing, unknown or wrong.
+    """
+    words = [*HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
+    try:
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        typed = OmegaConf.merge(OmegaConf.structured(Settings), content)
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from None
+    assert isinstance(typed, DictConfig)
+    _validate(typed)
+    make_importable(typed.config_dir)
+    typed.code = check_choices(typed, OFFERED, words)
+    return typed, words
 
 
 def _refuse(override: Override) -> None:

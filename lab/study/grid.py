@@ -161,6 +161,9 @@ def read(arguments: Sequence[str]) -> Study:
     conditions, plain = separate(_with_study_file(arguments), (*of_study, *SET_BY_SWEEP))
     given, run = split(plain, of_study)
     name, runs_dir = (one_value(key, DEFAULTS | given) for key in DEFAULTS)
+    if "(" in (sizes := given.get("world_size", "")):  # range(1,5)
+        listed = expanded([f"world_size={sizes}"])["world_size"]
+        given = given | {"world_size": ",".join(each.partition("=")[2] for each in listed)}
     own = parsed(SweepSettings, given)
     points = _points(expanded(run), own.world_size, conditions, typed=arguments)
     if len({point.name for point in points}) < len(points):
@@ -247,7 +250,7 @@ def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
 
 
 def _with_study_file(arguments: Sequence[str]) -> list[str]:
-    """Put the settings in conf/studies/NAME.yaml, if there is such a study, before those typed."""
+    """Put the settings in conf/studies/NAME.yaml, if there is one, before those typed."""
     texts, others = split(arguments, ("study",))
     name, config_dir = one_value("study", DEFAULTS | texts), config_dir_of(arguments)
     if is_file(name):

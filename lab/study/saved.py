@@ -24,8 +24,8 @@ NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "config_dir")  # no grid by thems
 def read(arguments: Sequence[str]) -> tuple[Study, str]:
     """Read the study that a command line asks for, and say in words where its grid comes from.
 
-    A study of conf/studies, or of a file by path, keeps that file's grid, and settings on the command
-    line are a grid. Without either, the study goes on with the grids saved in its folder.
+    A study of conf/studies, or of a file by path, keeps that file's grid, and settings on the
+    command line are a grid. Without either, the study goes on with the grids saved in its folder.
 
     Raises:
         ConfigError: a wrong setting, or a saved file that cannot be read.
