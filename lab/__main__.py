@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lab import __version__
+import lab
 from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
 
@@ -47,7 +47,7 @@ def _list(line: CommandLine) -> int:
     if line.settings:
         named = ", ".join(name.removeprefix("lab.") for name in modules())
         raise ConfigError(f"{line.settings[0]}: is no command; these are {named}")
-    print(f"scaling-lab {__version__}; python -m COMMAND --help tells more\n")
+    print(f"scaling-lab {lab.__version__}; python -m COMMAND --help tells more\n")
     print(f'{_listing()}\n\nin a program of your own: "import lab", see docs/how-to/own_loop.md')
     return 0
 
