@@ -42,14 +42,17 @@ def run_tool(name: str, *arguments: str, text: str | None = None) -> str:
 
 
 def checkout() -> list[str]:
-    """List every file of the checkout, also those not yet committed."""
+    """List every file and link of the checkout, also those not yet committed."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
-    return sorted(name for name in done.stdout.split("\0") if (ROOT / name).is_file())
+    names = (name for name in done.stdout.split("\0") if name)
+    return sorted(name for name in names if (ROOT / name).is_file() or (ROOT / name).is_symlink())
 
 
-def is_shell_script(name: str) -> bool:
-    with (ROOT / name).open("rb") as file:
+def is_shell_script(path: Path) -> bool:
+    if path.is_dir():  # by a link
+        return False
+    with path.open("rb") as file:
         return bool(re.match(rb"#!.*\b(ba)?sh\b", file.readline()))
 
 
@@ -241,7 +244,7 @@ def test_dockerfile(dockerfile: Path) -> None:
 
 
 def test_shell_scripts() -> None:
-    scripts = [str(ROOT / name) for name in checkout() if is_shell_script(name)]
+    scripts = [str(ROOT / name) for name in checkout() if is_shell_script(ROOT / name)]
     assert str(ROOT / ".ci/run") in scripts
     assert run_tool("shellcheck", *scripts) == ""
 
