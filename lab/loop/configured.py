@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from lab.cluster.settings import cluster_of
 from lab.distributed import launcher
 from lab.record.schema import Record, read_record
-from lab.settings.config import check_batch
 from lab.settings.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,12 +38,9 @@ def run(config: DictConfig, world_size: int = 1) -> Record:
     """
     from lab.settings.composition import of_program  # imports Hydra
 
-    checked, words = of_program(config)
-    if launcher.was_launched():
-        path = _joined(checked, words)
-    else:
-        check_batch(checked, world_size)
-        path = _started(checked, words, world_size)
+    was_launched = launcher.was_launched()
+    checked, words = of_program(config, None if was_launched else world_size)
+    path = _joined(checked, words) if was_launched else _started(checked, words, world_size)
     record = read_record(path / "record.json")
     if record.status != "done":
         raise RuntimeError(f"{path}: {record.status}: {record.error}")

@@ -21,14 +21,23 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
 from lab.settings import checks, hints
-from lab.settings.config import DATA, FIELDS, GROUPS, OFFERED, Settings, check_name, no_choice
+from lab.settings.config import (
+    DATA,
+    FIELDS,
+    GROUPS,
+    OFFERED,
+    Settings,
+    check_batch,
+    check_name,
+    no_choice,
+)
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import (
     choices_of,
@@ -80,26 +89,34 @@ def composed(arguments: Sequence[str]) -> DictConfig:
     return config
 
 
-def of_program(config: DictConfig) -> tuple[DictConfig, list[str]]:
+class ProgramError(ConfigError, CompactHydraException):
+    """A wrong setting in a program of Hydra's, which prints its line without a traceback."""
+
+
+def of_program(config: DictConfig, world_size: int | None) -> tuple[DictConfig, list[str]]:
     """Check settings that a program of Hydra's has composed, as those of a command line are.
+
+    Args: world_size: the number of ranks, if it is known already.
 
     Returns:
         The settings, without references, and the words that the program was called with; none if
         it was not @hydra.main that composed them.
 
     Raises:
-        ConfigError: a setting is missing, unknown or wrong.
+        ProgramError: a setting is missing, unknown or wrong.
     """
     words = [*HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
     try:
         content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         typed = OmegaConf.merge(OmegaConf.structured(Settings), content)
-    except OmegaConfBaseException as error:
-        raise ConfigError(one_line(error)) from None
-    assert isinstance(typed, DictConfig)
-    _validate(typed)
-    make_importable(typed.config_dir)
-    typed.code = check_choices(typed, OFFERED, words)
+        assert isinstance(typed, DictConfig)
+        _validate(typed)
+        if world_size is not None:
+            check_batch(typed, world_size)
+        make_importable(typed.config_dir)
+        typed.code = check_choices(typed, OFFERED, words)
+    except (ConfigError, OmegaConfBaseException) as error:
+        raise ProgramError(one_line(error)) from None
     return typed, words
 
 

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.support import HANG_S
 
 PAGE = (ROOT / "docs/how-to/hydra.md").read_text()
-ROWS = re.findall(r"^\| `(.+?)` \| (works|use) \| `(.+?)` \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| `(.+?)` \| (works|use|wrong) \| `(.+?)` \|$", PAGE, re.MULTILINE)
 PROGRAM = ROOT / "examples/hydra/train.py"
 PLUGINS = {"optuna": "hydra_optuna_sweeper", "joblib": "hydra_joblib_launcher"}
 Answer = tuple[int, str, str]  # exit code, output, errors
@@ -71,8 +71,9 @@ def test_each_row_of_the_table_is_true(
     else:
         code = importlib.import_module(f"lab.{words[1]}").main(words[2:])
     out, err = capfd.readouterr()
-    assert code == (2 if kind == "use" else 0), err
+    assert code == {"works": 0, "wrong": 1, "use": 2}[kind], err
     assert printed in (err if kind == "use" else out + err)
+    assert kind == "works" or "Traceback" not in err
     if kind == "use":
         assert err.count("\n") == 1 and any(f": error: {word}" in err for word in words[2:])
 
