@@ -20,7 +20,9 @@ PACKAGES = {
 }
 ONLY_IN = {
     "altair": {"lab/draw/altair.py"},  # at its first use: machines that only measure lack it
-    "triton": {"lab/codec/gpu_kernels.py"},
+    "triton": {
+        f"lab/codec/gpu_{name}.py" for name in ("kernels", "topk_kernels", "randomk", "low_rank")
+    },
     "wandb": {"lab/record/recorders.py"},
     "hydra": {
         *("lab/settings/composition.py", "lab/settings/config.py", "lab/settings/overrides.py"),
