@@ -20,8 +20,8 @@ from tests.conftest import ROOT, Finished
 from tests.support import HANG_S
 from tests.support.ranks import CREW
 
-NAMES = ("own_model", "own_loop", "own_cluster", "trainers")
-PAGES = [ROOT / f"docs/how-to/{name}.md" for name in NAMES]
+GUIDES = ("own_model", "own_loop", "own_cluster", "trainers", "hydra")
+PAGES = [ROOT / f"docs/how-to/{name}.md" for name in GUIDES]
 EXAMPLES = ROOT / "examples"
 
 
@@ -98,7 +98,9 @@ def test_the_commands_of_a_page_work_in_order(
         words = [shortened(word) for word in shlex.split(line)]
         if words[0] == "torchrun":
             words = ["python", "-m", "torch.distributed.run", "--standalone", *words[1:]]
-        if words[-1].endswith(".py"):  # a script, which forks of a warm process cannot run
+        if any(
+            word.endswith(".py") for word in words
+        ):  # a script, which forks of a warm process cannot run
             run = {"capture_output": True, "text": True, "cwd": tmp_path, "env": real_environment}
             script = subprocess.run([sys.executable, *words[1:]], timeout=HANG_S, **run)
             code, error = script.returncode, script.stderr

@@ -317,7 +317,8 @@ tests/unit/codec/test_gpu_kernels.py.
 Where a kernel has three numbers, they are of sm_80, sm_90 and sm_100.
 
 * **Registers** of a thread, times threads: at most 32 768, half of a multiprocessor's. **Stack**:
-  bytes of a thread; only kernels between peers may have some, 40 at most. No kernel calls a subroutine.
+  bytes of a thread; only kernels between peers may have some, 40 at most. No kernel calls a
+  subroutine.
 * **SASS a value**: instructions in the path of whole tiles; in parentheses all of a kernel that
   reads few values. Bounds are 50 to encode, 25 to decode (26 of float8, and 30 of rows of 64, for
   which two scales are read), 75 to sum messages and encode again, 92 where these and the result

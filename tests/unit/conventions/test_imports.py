@@ -46,7 +46,8 @@ def imports(path: Path) -> set[str]:
 
 
 def test_every_package_is_in_the_documented_table() -> None:
-    assert {path.parent.name for path in LAB.glob("*/__init__.py")} == set(PACKAGES)
+    folders = {path.parent for path in LAB.glob("*/__init__.py")}
+    assert {each.name for each in folders if not each.is_symlink()} == set(PACKAGES)  # lab/conf is
 
 
 @pytest.mark.parametrize("package", PACKAGES)
