@@ -31,7 +31,7 @@ Setting = str | int | float | bool | None | Sequence["str | int | float | bool |
 Settings = Mapping[str, Setting]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """A table with its explanation.
 
@@ -43,14 +43,14 @@ class Answer:
     frame: pd.DataFrame
     text: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
         return self.frame.to_html(index=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Charted(Answer):
     """A table with its explanation and its chart."""
 
