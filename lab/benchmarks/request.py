@@ -139,7 +139,7 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
         # comm=horovod has no settings of NCCL.
         if len({bool(OmegaConf.select(variant.config, key)) for variant in variants}) > 1:
             raise ConfigError(
-                f"{key}: what is compared takes turns in one process, which has one value of it; "
+                f"{key}: candidates take turns in one process, which has one value of it; "
                 "compare with python -m lab.sweep"
             )
     for variant in variants:

@@ -66,12 +66,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"trace={path}: {error.strerror or error}") from None
     except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
-        raise ConfigError(f"trace={path}: is no trace: {error}") from None
+        raise ConfigError(f"trace={path}: is not a trace: {error}") from None
     except RecursionError:
-        raise ConfigError(f"trace={path}: is no trace: nested too deeply") from None
+        raise ConfigError(f"trace={path}: is not a trace: nested too deeply") from None
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
-        raise ConfigError(f"trace={path}: is no trace: has no list of traceEvents")
+        raise ConfigError(f"trace={path}: is not a trace: has no list of traceEvents")
     return events
 
 

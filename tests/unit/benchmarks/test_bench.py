@@ -204,7 +204,7 @@ def test_one_wrong_value_is_counted_on_every_rank() -> None:
 
 def test_what_delivers_no_mean_is_refused() -> None:
     exchanges = {"none": build(load(["exchange=none"]).exchange)}
-    with pytest.raises(ConfigError, match="exchange=none: delivers no mean; allowed are"):
+    with pytest.raises(ConfigError, match="exchange=none: does not average gradients; allowed are"):
         run_ranks(2, lambda comm: collective.make_candidates(exchanges, comm))
 
 
