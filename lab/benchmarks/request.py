@@ -106,7 +106,7 @@ def read(arguments: list[str]) -> Request:
         check_batch(variant.config, given.world_size or NUM_RANKS)
     request = Request(bench.runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
-        raise ConfigError("cluster: what is compared takes turns on the same one")
+        raise ConfigError("cluster: candidates take turns on the same one")
     return request
 
 

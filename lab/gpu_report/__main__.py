@@ -29,9 +29,9 @@ class Settings:
 COMMAND = Command(
     "lab.gpu_report",
     """\
-Measure a GPU in fifteen minutes, and compare each figure with its bound: steps of each strategy,
-codecs, host time, utilisation and tables of one device, in one process. The file grows with each
-item. Run it again to measure what is missing.""",
+Measure a GPU in fifteen minutes, and compare each figure with its bound. Items are steps of each
+strategy, codecs, host time, utilisation and one device's tables, in one process. The file grows
+with each item. Run it again to measure what is missing.""",
     (
         "python -m lab.gpu_report out=docs/results/gpu-h200.json",
         "python -m lab.gpu_report items=steps,codecs-64 again=true minutes=5 out=mine.json",

@@ -116,7 +116,9 @@ def test_a_hydra_application_may_use_it() -> None:
 
 
 def test_what_is_no_ddp_is_told_what_to_use() -> None:
-    with pytest.raises(ConfigError, match=r"Linear: is no Distr.*without it, use lab\.grad_sync"):
+    with pytest.raises(
+        ConfigError, match=r"Linear: must be a Distr.*use lab\.grad_sync"
+    ):
         lab.attach(nn.Linear(2, 2), "onebit")
     module = nn.Linear(2, 2)
     module.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})  # as fully_shard does
