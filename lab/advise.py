@@ -11,7 +11,7 @@ from lab.study.grid import WORLD_SIZE
 COMMAND = Command(
     "lab.advise",
     """\
-Rank ways to train, exact and lossy ones apart: strategy, ranks, batch. Settings are those of
+Rank ways to train, exact and lossy ones separately: strategy, ranks, batch. Settings are those of
 lab.predict. Without strategy=, world_size= or batch_size= a grid is chosen: all strategies with a
 cost model that fit the other settings, and ranks up to the hardware's size.""",
     (

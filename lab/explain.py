@@ -23,8 +23,8 @@ class Settings:
 COMMAND = Command(
     "lab.explain",
     """\
-Explain where a multi-rank run loses its time, by which evidence, and which setting would help most.
-Rules and thresholds: lab/diagnosis/rules.py and docs/measuring.md.""",
+Explain where a multi-rank run loses its time, with evidence, and which setting would help most.
+Rules and thresholds: lab/diagnosis/rules.py and docs/slow_steps.md.""",
     (
         "python -m lab.explain runs/demo/onebit-n2-b128-r0",
         "python -m lab.explain runs/demo",

@@ -54,7 +54,7 @@ def _report(line: CommandLine) -> int:
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     except StopIteration:
-        raise ConfigError("out=null: no study is given, so say where: out=FILE.html") from None
+        raise ConfigError("out=null: no study is given; set out=FILE.html") from None
     print(f"wrote {target}, {len(page.encode()):,} bytes")
     return 0
 

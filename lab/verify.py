@@ -26,7 +26,7 @@ class Settings:
 
 COMMAND = Command(
     "lab.verify",
-    "Check a paper's claims against counts, predictions, and what measured them.",
+    "Check a paper's claims against counts, predictions and measurements.",
     (
         "python -m lab.verify all                              every paper: how many claims hold",
         "python -m lab.sweep study=kim2017                     measures one (root, 30 minutes)",

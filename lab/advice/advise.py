@@ -27,8 +27,8 @@ KINDS = ("exact", "lossy")
 RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29400"]  # HOST: the first node
 NEXT_SETTING = re.compile(r" (?=[\w.]+=)")
 FREE = 1e18  # bytes per second: no message, and no pass over memory, takes time
-CODECS = "docs/strategies.md, Other codecs"
-ROUNDS = "docs/strategies.md, Exchanging every H steps"
+CODECS = "docs/exchanges/compression.md, Other codecs"
+ROUNDS = "docs/exchanges/schedules.md, Exchanging every H steps"
 FEEDBACK = "docs/results/README.md, Error feedback"
 # Steps of held-out cells are predicted within 3.6 % in the median (docs/results/links.md), which no
 # interval of an option includes: options closer than this are not told apart.

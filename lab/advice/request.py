@@ -40,15 +40,15 @@ class OwnSettings:
         "what is best: throughput, hours, 'efficiency>=0.8' (throughput with that), cost",
     )
     samples: float | None = setting(
-        None, "number of samples of one epoch; epochs=... says how many epochs", above=0
+        None, "samples in one epoch; epochs=... sets the number of epochs", above=0
     )
     price_per_hour: float | None = setting(
         None, "price of a device, or of a node if price_of=node", above=0
     )
-    price_of: str = setting("device", "what has that price", UNITS)
+    price_of: str = setting("device", "what the price is for", UNITS)
     knee: float = setting(
         1.5,
-        "throughput gain of twice as many ranks, below which they do not pay",
+        "twice as many ranks pay only if throughput grows by this factor",
         at_least=1,
         at_most=2,
     )

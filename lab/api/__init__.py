@@ -1,8 +1,8 @@
 """The commands as functions, for notebooks and programs: `from lab import api`.
 
 They are not in `lab` itself, whose `sweep`, `predict`, `advise` and `explain` are the modules that
-`python -m` runs. Settings are those of the commands: `exchange.threshold` is written
-`{"exchange.threshold": "mean"}`, before the others, and a list is an axis of a grid.
+`python -m` runs. Settings are those of the commands. A list is an axis of a grid, and a dotted name
+such as `exchange.threshold` goes into a dict before the others.
 """
 
 from __future__ import annotations
@@ -31,50 +31,53 @@ Setting = str | int | float | bool | None | Sequence["str | int | float | bool |
 Settings = Mapping[str, Setting]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
-    """A table with its explanation.
+    """A table with its explanation, which `print` shows.
 
     Attributes:
-        frame: a row for each prediction, way to train, remedy or run.
+        frame: a row for each prediction, way to train, remedy or point.
         text: what the command prints.
     """
 
     frame: pd.DataFrame
     text: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
         return self.frame.to_html(index=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Charted(Answer):
     """A table with its explanation and its chart."""
 
     draw: Callable[[], Chart]
 
     def figure(self) -> Any:
-        """Return the chart of Altair, which notebooks show; its title is its message."""
+        """Return an Altair chart, which notebooks show. Its title is its message."""
         return self.draw().with_title()
 
 
 def sweep(study: str, more: Settings | None = None, /, **settings: Setting) -> Results:
-    """Run the missing cells of a study, as lab.sweep does, and load it.
+    """Run the missing cells of a study, as lab.sweep does, and load it. Prints its progress.
+
+    `api.sweep("mine", {"exchange.threshold": "mean"}, strategy=["onebit", "ddp"], repeats=3)`
 
     Args:
-        study: its name: a folder of `runs`, or of `runs_dir=`.
-        more: settings whose names are no identifiers. settings: of the grid and its cells.
+        study: a name: its cells are in the folder `runs/NAME`, or in that of `runs_dir=`.
+        more: settings with dotted names.
+        settings: all other settings of the grid and its cells; a list has a cell for each value.
 
     Returns:
-        The study, with its cells that failed (`lab.load`): `.frame` has a row for each run, with
-        seconds and bytes, `.summary()` one for each point.
+        The study, as `lab.load` reads it: `.frame` has a row for each run, failed ones too, and
+            `.summary()` one for each point. Times are in seconds, sizes in bytes.
 
     Raises:
         ConfigError: a setting is wrong, or no cell of the study is done.
-        KeyboardInterrupt: it was interrupted; the same call continues.
+        KeyboardInterrupt: you interrupted it. Call it again to continue.
     """
     given = {"study": study, **(more or {}), **settings}
     line = read(Command("lab.sweep", "", (), SweepSettings, runs=True), _words(given))
@@ -90,11 +93,18 @@ def sweep(study: str, more: Settings | None = None, /, **settings: Setting) -> R
 
 
 def predict(more: Settings | None = None, /, **settings: Setting) -> Charted:
-    """Predict step times on other hardware, as lab.predict does.
+    """Predict step times on other hardware, as lab.predict does. Nothing is trained.
+
+    `api.predict(profile="resnet50_p100", hardware="dgx1_p100", world_size=[1, 8], strategy="ring")`
+
+    Args:
+        more: settings with dotted names.
+        settings: all other settings: `hardware`, `profile` or `model`, and axes of the grid.
 
     Returns:
-        A row for each cell: `step_s`, `exposed_s` (seconds), `speedup` and `speedup_interval`
-        (95 %), `world_size`, `batch_size` (global) and others. The figure is speedup over ranks.
+        A row for each cell: `series`, `world_size`, `batch_size` (global), `step_s` and `exposed_s`
+            (seconds), `payload_bytes` (of the busiest rank in a step), `speedup` and
+            `speedup_interval` (pair; 95 %). The figure shows speedup over ranks.
 
     Raises:
         ConfigError: a setting is wrong, or the hardware cannot hold the ranks.
@@ -105,11 +115,19 @@ def predict(more: Settings | None = None, /, **settings: Setting) -> Charted:
 
 
 def advise(more: Settings | None = None, /, **settings: Setting) -> Charted:
-    """Rank ways to train, as lab.advise does.
+    """Rank ways to train by prediction, as lab.advise does. Nothing is trained.
+
+    `api.advise(profile="resnet50_p100", hardware="eth25g", target="efficiency>=0.8")`
+
+    Args:
+        more: settings with dotted names.
+        settings: all other settings: `target`, and those of `predict`. Strategies, ranks and
+            batches that you do not name are chosen.
 
     Returns:
         A row for each way, best first: `series`, `lossy`, `world_size`, `batch_size` (global),
-        `samples_per_s`, `step_s` (seconds), `efficiency` and others. The figure has the best ones.
+            `samples_per_s`, `step_s` (seconds), `memory_bytes` (without activations), `efficiency`
+            (speedup / ranks), `limit` and `command`. The figure shows the best ones.
 
     Raises:
         ConfigError: a setting is wrong, or no way fits.
@@ -122,15 +140,17 @@ def advise(more: Settings | None = None, /, **settings: Setting) -> Charted:
 def explain(path: str | Path) -> Answer:
     """Explain why a run, or each multi-rank point of a study, is not faster, as lab.explain does.
 
+    `api.explain("runs/mine")`
+
     Args:
-        path: folder of a run (STUDY/CELL), or of a study.
+        path: the folder of a study, or of one run (STUDY/CELL).
 
     Returns:
-        Of a run: a row for each remedy, best first, with `change`, `why` and `saves_s` (seconds of
-        a step; NaN: unknown). Of a study: a row for each point, with its `verdict` and `reason`.
+        For a run, a row for each remedy, best first: `change`, `why`, and `saves_s` (seconds per
+            step; NaN: unknown). For a study, a row for each point: `verdict` and `reason`.
 
     Raises:
-        ConfigError: it cannot be read, or the run has one rank.
+        ConfigError: the folder cannot be read, or the run has one rank.
     """
     try:
         return Answer(*diagnosis_view.explained(Path(path)))

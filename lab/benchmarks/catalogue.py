@@ -59,7 +59,7 @@ class OwnSettings:
         at_least=1,
     )
     runs: int = setting(
-        100, "straggler: runs with a planted delay, and as many without one", at_least=1
+        100, "straggler: runs with an injected delay, and as many without one", at_least=1
     )
     rounds: int = setting(
         20,
@@ -196,7 +196,7 @@ BENCHES = {
         num_variants=2,
     ),
     "hook": Bench(
-        "the same of hooks in DDP, and of the trainer's own exchange",
+        "the same for hooks in DDP, and for the trainer's own exchange",
         "world_size",
         sets=(
             "strategy=onebit sync=ddp sync.hook=lab",
@@ -226,7 +226,7 @@ BENCHES = {
         "what the lab's own book-keeping adds to a step", "world_size", default="none", num_ranks=1
     ),
     "straggler": Bench(
-        "delays planted into phases of ranks, found by rank and phase or not",
+        "delays injected into phases of ranks, and how many of them are found",
         "runs world_size",
         default="overlap",
         fixed_words="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "

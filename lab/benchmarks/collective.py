@@ -104,7 +104,8 @@ def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidat
     for label, exchange in exchanges.items():
         if not exchange.keeps_replicas_equal:
             raise ConfigError(
-                f"exchange={label}: delivers no mean; allowed are those that do, as ring and onebit"
+                f"exchange={label}: does not average gradients; "
+                "allowed are those that do, such as ring and onebit"
             )
         try:
             exchange.validate(comm)

@@ -106,7 +106,7 @@ def read(arguments: list[str]) -> Request:
         check_batch(variant.config, given.world_size or NUM_RANKS)
     request = Request(bench.runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
-        raise ConfigError("cluster: what is compared takes turns on the same one")
+        raise ConfigError("cluster: candidates take turns on the same one")
     return request
 
 
@@ -139,7 +139,7 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
         # comm=horovod has no settings of NCCL.
         if len({bool(OmegaConf.select(variant.config, key)) for variant in variants}) > 1:
             raise ConfigError(
-                f"{key}: what is compared takes turns in one process, which has one value of it; "
+                f"{key}: candidates take turns in one process, which has one value of it; "
                 "compare with python -m lab.sweep"
             )
     for variant in variants:

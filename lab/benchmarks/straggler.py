@@ -127,7 +127,7 @@ def _run(config: DictConfig, world: World) -> tuple[Times, float]:
     own_s, step_s = (world.gather(torch.from_numpy(each)).numpy()[:, warmup:] for each in tables)
     if step_s.shape[1] < MIN_STEPS:
         least = warmup + MIN_STEPS
-        raise ConfigError(f"steps={config.steps}: a slow rank is told from {least} steps or more")
+        raise ConfigError(f"steps={config.steps}: finding a slow rank takes at least {least} steps")
     return own_s, float(np.median(step_s.max(axis=0)))
 
 

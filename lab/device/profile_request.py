@@ -28,7 +28,7 @@ def read(settings: Sequence[str]) -> list[DictConfig]:
     """
     for setting in settings:
         if setting.startswith("strategy="):
-            raise ConfigError(f"{setting}: nothing is exchanged here; take transform=fc1x1 alone")
+            raise ConfigError(f"{setting}: nothing is exchanged here; use transform=fc1x1 instead")
     batches = expanded(settings).get("batch_size", [])
     if len(batches) > 1:
         common = [text for text in settings if not text.startswith("batch_size=")]

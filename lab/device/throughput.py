@@ -258,7 +258,7 @@ def transformer_module(length: int, width: int, heads: int) -> float:
     """Return 3·2·(L²·d + L·d²/heads) + 64·L·d² of a module, as printed (slide 6).
 
     A module is a layer of the encoder with one of the decoder, so it has three attentions; the
-    slide has six modules. docs/layers.md holds its terms to a count.
+    slide has six modules. docs/device.md holds its terms to a count.
 
     Args:
         length: L, tokens of a sequence. width: d, values of a token.

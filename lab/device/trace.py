@@ -79,17 +79,17 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"trace={path}: {error.strerror or error}") from None
     except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
         reason = OTHERS.get(path.suffix, error)
-        raise ConfigError(f"trace={path}: is no trace: {reason}") from None
+        raise ConfigError(f"trace={path}: is not a trace: {reason}") from None
     except RecursionError:
-        raise ConfigError(f"trace={path}: is no trace: nested too deeply") from None
+        raise ConfigError(f"trace={path}: is not a trace: nested too deeply") from None
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if isinstance(trace, dict) and ROCPROFV3 in trace:
         try:
             events = [*_of_rocprofv3(trace[ROCPROFV3])]
         except (AttributeError, KeyError, TypeError) as error:
-            raise ConfigError(f"trace={path}: is no trace of rocprofv3: {error!r}") from None
+            raise ConfigError(f"trace={path}: is not a trace of rocprofv3: {error!r}") from None
     if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
-        raise ConfigError(f"trace={path}: is no trace: has no list of traceEvents")
+        raise ConfigError(f"trace={path}: is not a trace: has no list of traceEvents")
     return events
 
 

@@ -254,7 +254,7 @@ def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:
 
 def _for_codec(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     yield from _strategy(e, "auto", "tries all exchanges, and keeps the fastest")
-    yield from _strategy(e, "bf16", "half the bytes for next to no encoding")
+    yield from _strategy(e, "bf16", "half the bytes, and almost no time to encode")
 
 
 def _for_input(e: Evidence, loss: Loss) -> Iterator[Remedy]:

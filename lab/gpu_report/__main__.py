@@ -16,22 +16,22 @@ from lab.settings.fields import file_setting, own_settings, setting
 class Settings:
     """The settings of lab.gpu_report."""
 
-    minutes: float = setting(15, "an item that would not fit any more is skipped", above=0)
+    minutes: float = setting(15, "time budget; items that would exceed it are skipped", above=0)
     items: tuple[str, ...] | None = setting(None, "keys, or how they begin; null: all")
-    again: bool = setting(False, "true measures again what the file has")
+    again: bool = setting(False, "true: repeat the items that the file already has")
     out: Path | None = file_setting(
         "FILE.json, with its page FILE.md and figures; null: gpu_report.json", ".json"
     )
     page: Path | None = setting(None, "FILE.json of a report: only its page is written")
-    pretend: bool = setting(False, "true tries the report on a CPU, at tiny sizes")
+    pretend: bool = setting(False, "true: try the report on a CPU, at tiny sizes")
 
 
 COMMAND = Command(
     "lab.gpu_report",
     """\
-Measure a GPU in fifteen minutes, each figure beside its bound. It measures steps of each strategy,
-codecs, host time, utilisation and one device's tables, in one process. The file is written as it
-goes, and another start measures what is not in it yet.""",
+Measure a GPU in fifteen minutes, and compare each figure with its bound. Items are steps of each
+strategy, codecs, host time, utilisation and one device's tables, in one process. The file grows
+with each item. Run it again to measure what is missing.""",
     (
         "python -m lab.gpu_report out=docs/results/gpu-h200.json",
         "python -m lab.gpu_report items=steps,codecs-64 again=true minutes=5 out=mine.json",

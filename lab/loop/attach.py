@@ -154,7 +154,8 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
         )
     if not isinstance(inner, DistributedDataParallel):
         raise ConfigError(
-            f"{type(inner).__name__}: is no DistributedDataParallel; without it, use lab.grad_sync"
+            f"{type(inner).__name__}: must be a DistributedDataParallel module; "
+            "without DDP, use lab.grad_sync"
         )
     if inner._comm_hooks:
         raise ConfigError(

@@ -107,7 +107,7 @@ def settings_of_run(
             f"{one_line(error)}"
         ) from None
     if taken := {*FIELDS} & set(own):
-        raise ConfigError(f"settings: {min(taken)} is a name of the lab's; choose another")
+        raise ConfigError(f"settings: {min(taken)} is a name that the lab uses; choose another")
     known = strategy in choices_of("strategy")
     words = [f"strategy={strategy}"] if known else []
     checked = load([*words, *(f"{key}={_text_of(value)}" for key, value in scalars.items())])

@@ -300,7 +300,7 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
     if name in ("-sc", "--shell-completion"):
         return "--shell-completion", value
     if (key := name.lstrip("-").replace("-", "_")) in command.fields:
-        raise ConfigError(f"{name} {value}: is written {key}={value or '...'}")
+        raise ConfigError(f"{name} {value}: use {key}={value or '...'}")
     if command.runs and name in ("-c", "--cfg"):
         if value != "job":
             raise ConfigError(f"{name} {value}: allowed is --cfg job")
@@ -315,7 +315,7 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
         return "--config-dir", f"config_dir={quoted(str(Path(value).absolute()))}"
     if command.runs and (setting := _as_setting(name, argument, value)):
         raise ConfigError(f"{name}: {setting}")
-    raise ConfigError(f"{name}: flags are {command.flags}; settings are written key=value")
+    raise ConfigError(f"{name}: flags are {command.flags}; write settings as key=value")
 
 
 def _as_setting(name: str, argument: str, value: str) -> str | None:

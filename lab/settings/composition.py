@@ -126,11 +126,15 @@ def _refuse(override: Override) -> None:
     if override.is_sweep_override():
         raise ConfigError(f"{line}: a run takes one value; lists are for python -m lab.sweep")
     if override.is_delete() and ("." not in key or key.endswith("._target_")):
-        raise ConfigError(f"{line}: a run needs it; what a choice sets can be removed: ~data.size")
+        raise ConfigError(
+            f"{line}: a run needs it; only what a choice sets can be removed, such as ~data.size"
+        )
     if _root(override) == "code":
         raise ConfigError(f"{line}: the lab sets it, from the files of your own that a run uses")
     if (override.is_add() or override.is_force_add()) and _root(override) not in FIELDS:
-        raise ConfigError(f"{line}: nothing would read it; a choice can get more: +data.key=value")
+        raise ConfigError(
+            f"{line}: nothing reads this setting; +data.key=value adds one to a choice"
+        )
 
 
 def _validate(config: DictConfig) -> None:

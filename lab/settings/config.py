@@ -71,7 +71,7 @@ class Settings:
     )
     seed: int = setting(0, "seed of weights, sample order and dropout", at_least=0, at_most=2**62)
     deterministic: bool = setting(False, "bit-identical reruns, at the price of speed")
-    precision: str = setting("fp32", "fp32, or autocast to", ("fp32", "bf16", "fp16"))
+    precision: str = setting("fp32", "fp32, or the type of autocast", ("fp32", "bf16", "fp16"))
     tf32: bool = setting(False, "TF32 in fp32 products and convolutions on GPUs; false: IEEE fp32")
     benchmark_limit: int = setting(
         10, "algorithms of cuDNN that are tried for a convolution; 0: all", at_least=0, at_most=1000
@@ -85,12 +85,12 @@ class Settings:
     threads: int | None = setting(
         None, "threads of a rank on a CPU; null: OMP_NUM_THREADS", at_least=1, at_most=1024
     )
-    backend: str = setting("auto", "of comm=torch", ("auto", "gloo", "nccl"))
+    backend: str = setting("auto", "communication library of comm=torch", ("auto", "gloo", "nccl"))
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 
     measure: str = setting("throughput", "what is timed", ("throughput", "breakdown", "noise"))
     drift_every: int | None = setting(
-        None, "check what a bucket delivers, over windows of so many exchanges", at_least=1
+        None, "check that a bucket delivers what is due, over so many exchanges", at_least=1
     )
     check: str = setting(
         "first", "first: prove in the first steps that gradients are averaged", ("none", "first")

@@ -129,7 +129,7 @@ def own_choices(arguments: Sequence[str]) -> Sequence[str]:
         are_names = all(isinstance(text, str) and re.fullmatch(r"[\w-]+", text) for text in named)
         is_path = {"config_dir", "runs_dir", "path", "resume"} & {*keys}
         if is_path or any(key.startswith("_") for key in keys) or not are_names:
-            raise ConfigError(f"{override.input_line}: a file may name the lab's own choices alone")
+            raise ConfigError(f"{override.input_line}: a file may name only the lab's own choices")
     return arguments
 
 

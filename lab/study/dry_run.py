@@ -45,7 +45,7 @@ def lines(study: Study) -> Iterator[str]:
     others = sum((part.outcomes for part in parts.values()), Counter[str]())
     for status, count in others.items():
         if status != "done":
-            yield f"{count} {status} already (to try again: retry=failed)"
+            yield f"{count} {status} already (retry=failed runs it again)"
     yield f"would run {len(likes)} of {len(study.cells)} cells: {_sum(likes)}"
 
 

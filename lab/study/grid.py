@@ -31,7 +31,7 @@ class SweepSettings:
     launcher: str = setting("local", "what starts the ranks of a cell", ("local", "slurm"))
     world_size: tuple[int, ...] = setting((1,), "numbers of ranks (a list)", at_least=1)
     repeats: int = setting(
-        1, "times that the whole grid is measured, one after the other", at_least=1
+        1, "how many times to measure the whole grid, one after the other", at_least=1
     )
     cell_timeout_s: int = setting(
         3600, "a cell that takes longer is ended and recorded as timeout", at_least=1

@@ -44,7 +44,7 @@ def recorded(root: Path, cell: Cell, retries: bool) -> Record | None:
 
 def already(record: Record) -> str:
     """Describe a cell that is not run again."""
-    again = "" if record.status == "done" else " (to try again: retry=failed)"
+    again = "" if record.status == "done" else " (retry=failed runs it again)"
     return f"{record.status} already{again}"
 
 

@@ -200,7 +200,9 @@ def _alone(root: Path) -> Iterator[int]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise ConfigError(f"study={root.name}: another sweep of it runs") from None
+                    raise ConfigError(
+                        f"study={root.name}: another sweep of it is running"
+                    ) from None
                 time.sleep(0.5)
         yield lock.fileno()
 

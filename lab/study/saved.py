@@ -78,7 +78,7 @@ def _grids(root: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
         pass
-    raise ConfigError(f"{path}: holds no grids of a study; delete it, or mend it")
+    raise ConfigError(f"{path}: is not a list of a study's grids; delete or repair it")
 
 
 def _is_of_grid(argument: str) -> bool:

@@ -56,7 +56,7 @@ class HookState:
 
     DDP plans its buckets anew after the first backward, and a resumed run begins with the first
     plan, so nothing that is kept depends on them. One exchange of all gradients is a step; the last
-    bucket's call waits for all of them. See docs/design.md, "In a loop of the user's own".
+    bucket's call waits for all of them. See docs/exchanges/inside.md.
 
     Args:
         model: DDP's module; names the parameters.

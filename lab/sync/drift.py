@@ -36,8 +36,8 @@ class Drift:
         due = mean over ranks of (r before + sum of g - r after),  delivered = sum of the results
 
     are equal up to rounding, whatever the codec sends in a single step (Seide et al. 2014, section
-    3). The relative error is |delivered - due| / |due|. Costs: docs/strategies.md, "Whether it
-    delivers".
+    3). The relative error is |delivered - due| / |due|. Costs:
+    docs/exchanges/choosing.md.
 
     Args:
         exchange, comm, worker: of the sync that calls this object.

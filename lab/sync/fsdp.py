@@ -57,8 +57,8 @@ class FSDPSync(LibrarySync):
     Its units (lab.sync.fsdp_units) are gathered in forward, freed, gathered again in backward, and
     their gradients reduce-scattered there. The model's own unit, the last one, stays gathered in
     between, as torch's default is. What the lab can do in torch's place are the parts of ZeRO++
-    (Wang et al. 2023; docs/strategies.md). What torch sends is computed, since it does not pass
-    through a Comm; tests/distributed/test_wire.py compares it with the bytes that crossed.
+    (Wang et al. 2023; docs/exchanges/sharding.md). What torch sends is computed, since it does
+    not pass through a Comm; tests/distributed/test_wire.py compares it with what crossed.
 
     Args:
         shard_size: ranks that share a copy of the weights; null: all. Fewer: HSDP, in which groups

@@ -84,7 +84,7 @@ class Optim:
         self._make: Callable[..., Any] = callable_at(target, f"optim={target}")
         if target == "torch.optim.SparseAdam":
             raise ConfigError(
-                f"optim={target}: takes sparse gradients alone, and ranks exchange dense ones; "
+                f"optim={target}: takes only sparse gradients, but ranks exchange dense ones; "
                 "use torch.optim.Adam"
             )
         if isinstance(self._make, type) and not issubclass(self._make, Optimizer):
@@ -348,7 +348,7 @@ def require_elementwise(optim: Optim, why: str) -> None:
     changed = (whole[0] - start).abs().max()
     if not (whole[0].flatten() - apart).abs().max() <= TOLERANCE * changed:
         raise ConfigError(
-            f"optim={optim.target}: {why}, but treats a slice otherwise than the whole parameter; "
+            f"optim={optim.target}: {why}, but updates slices differently from parameters; "
             "allowed are elementwise optimizers, as SGD, AdamW and RMSprop"
         )
 

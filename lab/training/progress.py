@@ -167,7 +167,7 @@ def _step_lines(record: Record) -> Iterator[str]:
             f"of warm-up; 95 % take at most {_few(1e3 * step.p95)} ms{stalls}"
         )
         if "may not be steady" in warmup.reason:
-            yield f"not steady      {warmup.reason}: more steps would tell"
+            yield f"not steady      {warmup.reason}; run more steps"
         yield f"speed           {record.rates(record.wall_samples_per_s)}, wall clock"
         if record.compute and record.flops_per_s is not None:
             peak = f"peak ({record.compute.peak_source})"
@@ -185,7 +185,7 @@ def _observed_lines(record: Record) -> Iterator[str]:
             yield f"variance        {f'frozen after step {when}' if when else 'not frozen'}"
     if noise := record.gradient_noise:
         if noise["samples"] is None or not math.isfinite(noise["samples"]):
-            yield f"gradient noise  not to be told from {noise['num_steps']} steps"
+            yield f"gradient noise  unknown: {noise['num_steps']} steps are too few"
         else:
             yield (
                 f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "

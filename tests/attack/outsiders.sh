@@ -318,7 +318,7 @@ try 0 '1 of 1 cells done' S study=s strategy=none
 
 ## 93 races: links under the names that a sweep and a page will write
 echo keep > precious; mkdir -p runs/s; ln -s "$PWD/precious" runs/s/study.json
-try 2 'holds no grids' S study=s strategy=none
+try 2 "is not a list of a study's grids" S study=s strategy=none
 rm runs/s/study.json; ln -s "$PWD/precious" runs/s/report.html
 try 0 '1 of 1 cells done' S study=s strategy=none
 try 0 'wrote' L report runs/s; grep -qx keep precious
@@ -419,7 +419,7 @@ try 2 'u200b' T1 $'batch_size=24\xe2\x80\x8b'
 try 2 'u202e' T1 $'cell=a\xe2\x80\xaeb'
 
 ## 115 grammar: settings that are added, forced and removed
-try 2 'nothing would read it' T1 +foo=1
+try 2 'nothing reads this setting' T1 +foo=1
 try 2 'a run needs it' T1 '~strategy'
 try 2 'Hydra itself has no settings' T1 +hydra.x=1
 try 0 'steps of 48' T1 ++batch_size=48
@@ -787,7 +787,7 @@ try 1 'does not require grad' env 'GIVES=value.mean().detach()' T1 task=l.loss c
 
 ## 170 own: optimizers that ranks cannot use together
 try 2 'evaluates the loss several times' T1 optim=torch.optim.LBFGS optim.lr=0.01
-try 2 'takes sparse gradients alone' T1 optim=torch.optim.SparseAdam optim.lr=0.01
+try 2 'takes only sparse gradients' T1 optim=torch.optim.SparseAdam optim.lr=0.01
 try 2 'optim' T1 optim=torch.optim.Optimizer optim.lr=0.01
 test ! -e runs/default/*/record.json
 
@@ -876,7 +876,7 @@ for s in -5 '"7"' 'float("nan")'; do
   $PY edit.py $K "state['progress']['step'] = $s"
   try 2 'must be whole numbers from 0' T1 cell=b resume=$K
 done
-$PY edit.py $K 'del state["progress"]'; try 2 'is not what a run saves' T1 cell=b resume=$K
+$PY edit.py $K 'del state["progress"]'; try 2 "is not a run's checkpoint" T1 cell=b resume=$K
 
 ## 206 checkpoint: resumed under another strategy, and on fewer ranks
 try 0 'done:' T2 cell=a checkpoint_every=3 strategy=onebit

@@ -158,7 +158,7 @@ def test_wrong_settings_are_one_line() -> None:
         "scaling=both: allowed are strong, weak",
         "study='a/b': names a directory under runs_dir; allowed are letters, digits and "
         ". , = + _ - (not first a dot), and no secret",
-        "settings: overlap is a name of the lab's; choose another",
+        "settings: overlap is a name that the lab uses; choose another",
         "settings: must map names to numbers, texts, and lists and dicts of them: Value 'object' "
         "is not a supported primitive type",
     ]

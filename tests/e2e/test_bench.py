@@ -65,7 +65,9 @@ def test_reduce_scatter_compares_the_labs_with_torchs(
 @pytest.mark.usefixtures("forked")
 def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["collective", "exchange=none", "sizes=[4KiB]", "device=cpu"]) == 2
-    assert capfd.readouterr().err.startswith("lab.bench: error: exchange=none: delivers no mean")
+    assert capfd.readouterr().err.startswith(
+        "lab.bench: error: exchange=none: does not average gradients"
+    )
 
 
 def test_codec_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The list in docs/measuring.md of what graph=true refuses, made from the rules.
+"""The list in docs/how-to/cuda_graph.md of what graph=true refuses, made from the rules.
 
 python -m tests.support.refused
 """
@@ -14,7 +14,7 @@ from lab.settings.files import choices_of
 from lab.sync.pattern import pattern_of
 from lab.training.graph import REFUSALS, no_graph
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "measuring.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/cuda_graph.md"
 HEADER = ["| `graph=true` with | is refused, as |", "|---|---|"]
 TABLE = re.compile(r"@@TABLE@@|" + re.escape(HEADER[0]) + r"\n(?:\|.*\n)+")
 

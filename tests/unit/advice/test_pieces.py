@@ -138,14 +138,18 @@ def cells(path: str, line: str) -> list[str]:
 def test_accuracies_are_those_that_the_documents_record() -> None:
     names = ["allreduce", "fp16", "int8", "signsgd_ef", "topk", "randomk", "powersgd"]
     for model in ("MLP", "LeNet"):
-        recorded = dict(zip(names, cells("docs/strategies.md", f"{model} |"), strict=True))
+        recorded = dict(
+            zip(names, cells("docs/exchanges/compression.md", f"{model} |"), strict=True)
+        )
         for name, trials in TRIALS.items():
             for trial in trials:
                 if (trial.source, trial.model) == (CODECS, model):
                     assert float(recorded[name]) == trial.percent
                     assert float(recorded["allreduce"]) == trial.reference
     for model, line in (("LeNet", "LeNet, 337 steps |"), ("MLP", "`model=mlp optim.lr=0.02")):
-        reference, local, outer = [float(x) for x in cells("docs/strategies.md", line)[-7:][:3]]
+        reference, local, outer = [
+            float(x) for x in cells("docs/exchanges/schedules.md", line)[-7:][:3]
+        ]
         for name, percent in (("local_sgd", local), ("diloco", outer)):
             (trial,) = (t for t in TRIALS[name] if t.model == model)
             assert (trial.percent, trial.reference, trial.source) == (percent, reference, ROUNDS)

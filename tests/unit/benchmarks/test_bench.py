@@ -87,9 +87,9 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         ),
         (["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"], "others' turns"),
         (["step", "strategy=overlap,priority"], "others' turns"),
-        (["step", "strategy=ddp", "tf32=true,false"], "tf32: what is compared takes turns in one"),
-        (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: what is compared"),
-        (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: what is"),
+        (["step", "strategy=ddp", "tf32=true,false"], "tf32: candidates take turns in one"),
+        (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: candidates take"),
+        (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: candidates"),
         (
             ["collective", "sizes=[4KiB,6B]"],
             "'6B' is not a size; allowed are whole float32 values in KiB",
@@ -204,7 +204,7 @@ def test_one_wrong_value_is_counted_on_every_rank() -> None:
 
 def test_what_delivers_no_mean_is_refused() -> None:
     exchanges = {"none": build(load(["exchange=none"]).exchange)}
-    with pytest.raises(ConfigError, match="exchange=none: delivers no mean; allowed are"):
+    with pytest.raises(ConfigError, match="exchange=none: does not average gradients; allowed are"):
         run_ranks(2, lambda comm: collective.make_candidates(exchanges, comm))
 
 

@@ -30,7 +30,7 @@ from tests.support.cases import (
 
 ROWS, COLUMNS = 1024, 2048
 TABLE = {name: strategy_table.about(name)[1] for name in ALL_STRATEGIES}
-OTHERS = (ROOT / "docs/strategies.md").read_text().partition("### Other codecs")[2]
+OTHERS = (ROOT / "docs/exchanges/compression.md").read_text().partition("## Other codecs")[2]
 CODECS = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \| [^|]* \| [^|]* \|$", OTHERS, re.M))
 
 

@@ -19,7 +19,6 @@ CLICKS = 2
 LONGEST = 2000  # words of a page, without its code
 # Pages to be divided; none may join.
 LONG = {
-    *("strategies.md", "design.md", "measuring.md", "predicting.md", "layers.md", "reliability.md"),
     *("results/README.md", "results/kim2017.md", "results/beyond.md"),
     "results/nvidia.md",
     *("results/beyond_predictions.md", "results/links.md", "results/advice.md", "results/pays.md"),

@@ -69,7 +69,7 @@ def test_totals_are_read_by_the_names_of_their_events(tmp_path: Path) -> None:
 def test_files_without_caches_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "counts.1"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is no file of callgrind with caches"):
+    with pytest.raises(ValueError, match="is not a callgrind file with cache counts"):
         callgrind.read(path)
 
 
@@ -169,7 +169,7 @@ def test_what_all_metrics_names_share_is_written_once(
     ("content", "message"),
     [
         (None, "No such file or directory"),
-        (b"nothing", "is no trace: "),
+        (b"nothing", "is not a trace: "),
         (b"[]", "holds no metrics of kernels"),
         (json.dumps(EVENTS[:3]).encode(), "profiler_measure_per_kernel=True"),
         (b'[{"cat": "cuda_profiler_range", "name": "a", "args": {}}]', "holds no metrics"),

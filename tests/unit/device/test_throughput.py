@@ -96,7 +96,7 @@ def test_a_cell_has_four_gates_of_two_products() -> None:
 def test_a_module_of_encoder_and_decoder_takes_other_terms_than_printed(
     length: int, width: int
 ) -> None:
-    """Count torch's own layers, as docs/layers.md explains the difference."""
+    """Count torch's own layers, as docs/device.md explains the difference."""
     heads = 8
     with torch.device("meta"):
         encoder = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)

@@ -49,7 +49,7 @@ def test_commands_are_listed_each_in_a_line(capsys: pytest.CaptureFixture[str]) 
     assert [name for name, _ in listed] == sorted([*COMMANDS, "cluster", "gpu_report"])
     assert max(len(sentence) for _, sentence in listed) < 140
     assert lister.main(["trian"]) == 2
-    assert "trian: is no command; these are advise, bench" in capsys.readouterr().err
+    assert "trian: is not a command; commands are advise, bench" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strategy", some_of(choices_of("strategy"), every=3))
@@ -116,7 +116,7 @@ def test_a_hydra_application_may_use_it() -> None:
 
 
 def test_what_is_no_ddp_is_told_what_to_use() -> None:
-    with pytest.raises(ConfigError, match=r"Linear: is no Distr.*without it, use lab\.grad_sync"):
+    with pytest.raises(ConfigError, match=r"Linear: must be a Distr.*use lab\.grad_sync"):
         lab.attach(nn.Linear(2, 2), "onebit")
     module = nn.Linear(2, 2)
     module.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})  # as fully_shard does

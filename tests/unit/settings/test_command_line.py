@@ -146,7 +146,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
     [
         ("~batch_size", "~batch_size: a run needs it"),
         ("~exchange._target_", "~exchange._target_: a run needs it"),
-        ("++nope=1", r"++nope=1: nothing would read it"),
+        ("++nope=1", r"++nope=1: nothing reads this setting"),
         ("+batch_size=3", "+batch_size=3: Could not append to config"),
         ("hydra.searchpath=[a]", "hydra.searchpath=[a]: use --config-dir DIR"),
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
@@ -165,9 +165,9 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        (plot.COMMAND, ["runs/a", "--out", "figures"], "--out figures: is written out=figures"),
-        (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: is written format=svg"),
-        (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: is written runs=runs/k"),
+        (plot.COMMAND, ["runs/a", "--out", "figures"], "--out figures: use out=figures"),
+        (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: use format=svg"),
+        (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: use runs=runs/k"),
         (explain.COMMAND, ["runs/a", "--why"], "--why: flags are --help, --version, "),
         (plot.COMMAND, [], "(nothing): takes at least one STUDY[/CELL], as in python -m lab.plot"),
         (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: takes one STUDY[/CELL]"),
@@ -222,7 +222,7 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_data_names_the_labs_own_choices_alone(setting: str) -> None:
-    with pytest.raises(ConfigError, match="a file may name the lab's own choices alone"):
+    with pytest.raises(ConfigError, match="a file may name only the lab's own choices"):
         own_choices([setting])
 
 

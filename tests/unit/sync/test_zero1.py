@@ -301,7 +301,7 @@ OTHERS = ["torch.optim.Muon", "torch.optim.Adafactor"]
 
 @pytest.mark.parametrize("target", [*OTHERS, "tests.unit.sync.test_zero1.CountsCalls"])
 def test_optimizers_that_look_at_more_than_a_value_are_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"optim={target}: why, but treats a slice otherwise"):
+    with pytest.raises(ConfigError, match=f"optim={target}: why, but updates slices differently"):
         require_elementwise(optim(target, lr=0.01), "why")
 
 

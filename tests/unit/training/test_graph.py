@@ -1,4 +1,4 @@
-"""What graph=true refuses, a line each; the list of it in docs/measuring.md."""
+"""What graph=true refuses, a line each; the list of it in docs/how-to/cuda_graph.md."""
 
 from __future__ import annotations
 

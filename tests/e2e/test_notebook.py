@@ -1,0 +1,56 @@
+"""The notebook runs from its first cell to its last, and shows what its stored outputs show.
+
+    jupyter execute --inplace examples/notebook.ipynb
+
+stores new outputs, and leaves the study in examples/runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.conftest import ROOT
+
+NOTEBOOK = ROOT / "examples/notebook.ipynb"
+LARGEST = 600_000  # bytes
+SMALLER = {"repeats=3": "repeats=1", "steps=15": "steps=10", ', "overlap", "onebit"]': "]"}
+
+
+def shown(cell: Any) -> set[str]:
+    """Return the types of what a code cell shows: `stderr`, `text/html`, `image/png` …"""
+    found = (output.get("data", {output.get("name", "error"): ""}) for output in cell.outputs)
+    return {kind for each in found for kind in each}
+
+
+def code_of(notebook: Any) -> list[Any]:
+    """Return the code cells."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_a_smaller_study_shows_the_same_kinds_of_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    stored, fresh = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
+    sweep = next(cell for cell in code_of(fresh) if "api.sweep" in cell.source)
+    for now, smaller in SMALLER.items():
+        assert now in sweep.source
+        sweep.source = sweep.source.replace(now, smaller)
+    NotebookClient(fresh, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    assert [shown(cell) for cell in code_of(fresh)] == [shown(cell) for cell in code_of(stored)]
+
+
+def test_outputs_are_stored_in_order_and_stay_small() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    counts = [cell.execution_count for cell in code_of(notebook)]
+    assert counts == [*range(1, len(counts) + 1)]
+    assert all("error" not in shown(cell) for cell in code_of(notebook))
+    pictures = [cell for cell in code_of(notebook) if "image/png" in shown(cell)]
+    assert len(pictures) == 2
+    assert NOTEBOOK.stat().st_size < LARGEST
