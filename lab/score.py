@@ -20,20 +20,23 @@ class Settings:
     profile: str = setting("alexnet_titanx", "a file of conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("further hardware/ and profile/ files")
     out: Path | None = file_setting("FILE.md for the page; its figure goes to FILE.png", ".md")
+    terms: Path | None = file_setting("FILE.yaml for what `published` learns", ".yaml")
 
 
 COMMAND = Command(
     "lab.score",
     """\
 Fit hardware to a study's cells of one and two ranks; score predictions of all others. The advice
-that follows from them is scored where several strategies were measured alike.""",
+that follows from them is scored where several strategies were measured alike. `published` in place
+of a study fits terms of GPUs to published scaling, and scores each source by all others.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",
         "python -m lab.score runs/links out=links.md           and every cell, with a figure",
+        "python -m lab.score published out=page.md             published scaling, a few minutes",
     ),
     Settings,
-    word="runs/STUDY",
+    word="runs/STUDY|published",
 )
 
 
@@ -44,7 +47,12 @@ def main(arguments: list[str]) -> int:
 
 def _score(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
-    out = own.out
+    if line.word == "published":
+        from lab.claims import published_page
+
+        return published_page.report(own.out, own.terms, line.text)
+    if own.terms:
+        raise ConfigError(f"terms={own.terms}: is of `published`, not of a study")
     profile = read_file("profile", own.profile, own.config_dir)
     hardware = read_file("hardware", own.hardware, own.config_dir)
     # Imported here: a wrong setting is answered before pandas and Altair load.
@@ -58,7 +66,7 @@ def _score(line: CommandLine) -> int:
         mapped = advice.map_of(card.places, card.groups, card.floor)
         sections += advice.section(mapped)
         print("\n".join([*scorecard.summary(card), "", *sections]))
-        if out:
+        if out := own.out:
             drawn = advice.write_map(mapped, out.with_stem(f"{out.stem}_map"))
             pictures = [f"![map]({path.name})" for path in drawn if path.suffix == ".png"]
             scorecard.write(card, out, line.text, [*sections, *pictures, ""])

@@ -76,11 +76,11 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
         chart.write(figures / chart.name, ["png"])
         if chart.name in heads:
             lines += ["", f"![{heads[chart.name]}]({folder}/{chart.name}.png)"]
-    _write_csv(figures / "claims.csv", CLAIM, [_claim_values(each) for each in findings.verdicts])
+    write_csv(figures / "claims.csv", CLAIM, [_claim_values(each) for each in findings.verdicts])
     if findings.reproduced:
         scored = findings.reproduced.scored or ()
         rows = [row for cell in scored for row in _cell_values(cell)]
-        _write_csv(figures / "cells.csv", CELL, rows)
+        write_csv(figures / "cells.csv", CELL, rows)
         lines += _sections(findings.reproduced, folder)
     text = "\n".join(lines) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -202,7 +202,27 @@ def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
             lines += _conditions(found)
     counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
     evidence = f"Of the claims that are evidence ({' and '.join(EVIDENCE)})"
-    return [*lines, f"{evidence}: {counts or 'there are none'}."]
+    return [*lines, f"{evidence}: {counts or 'there are none'}.", *_skill(verdicts)]
+
+
+def _skill(verdicts: Sequence[Verdict]) -> list[str]:
+    """Compare predictions of emergent figures of scaling with the null model, if there are some."""
+    errors = [
+        (abs(each.predicted / each.claim.published - 1), abs(linear / each.claim.published - 1))
+        for each in verdicts
+        if each.claim.kind == "emergent" and each.claim.published and each.predicted is not None
+        if (linear := _of_linear(each)) is not None
+    ]
+    if not errors:
+        return []
+    predicted, linear = map(median, zip(*errors, strict=True))
+    skill = f"skill {1 - predicted / linear:.2f}" if linear else "no skill can be had"
+    return [
+        "",
+        f"Of {len(errors)} published figures of scaling, predictions miss by "
+        f"{100 * predicted:.1f} % in the median, N ranks being N times as fast by "
+        f"{100 * linear:.1f} %: {skill}.",
+    ]
 
 
 def _conditions(verdicts: Sequence[Verdict]) -> list[str]:
@@ -378,8 +398,8 @@ def _cell_values(cell: ScoredCell) -> list[list[object]]:
     ]
 
 
-def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write numbers to seven digits, and nothing for what is not known."""
+def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Write numbers to seven digits, and nothing for what is not known. OSError: it cannot."""
 
     def field(value: object) -> object:
         if isinstance(value, float):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from lab.measure.peaks import gpu_peak
 from lab.settings import checks
+from lab.simulate.collectives import Curve
 from lab.simulate.nccl import GENERATIONS
 
 THIS_CPU = "this CPU"
@@ -22,7 +23,9 @@ LEAST = {
     **dict.fromkeys(("codec_bytes_per_s", *OPTIONAL), 1),
     **dict.fromkeys(("codec_s", "contention", "overhead_s", "overhead_s_per_rank", "burst_s"), 0),
     **{"jitter": 0, "num_slow": 0, "slow_factor": 1, "codec_contention": 0},
+    **{"engage": 0, "incast": 0, "wire_passes": 0},
 }
+NOT_OF_A_FILE = ("learned", "measured")
 LINK = ("latency_s", "bandwidth_bytes_per_s")  # what a fit finds of a link
 LEAST_OF_LINK = {"latency_s": 0, "bandwidth_bytes_per_s": 1, "duplex": 0.1}
 RENAMED = {"alpha_s": "latency_s", "beta_bytes_per_s": "bandwidth_bytes_per_s"}  # of a link
@@ -158,6 +161,31 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Learned:
+    """Terms learned from published figures; their logarithms are jointly normal.
+
+    Attributes:
+        keys: of lab.simulate.terms.TERMS. means, covariance: of their logarithms.
+        residual: scale of the error that remains in the logarithm of a step.
+    """
+
+    keys: tuple[str, ...]
+    means: tuple[float, ...]
+    covariance: tuple[tuple[float, ...], ...]
+    residual: float
+
+    def without(self, given: Collection[str]) -> Learned:
+        """Leave out terms whose values are given."""
+        kept = [place for place, key in enumerate(self.keys) if key not in given]
+        return Learned(
+            tuple(self.keys[i] for i in kept),
+            tuple(self.means[i] for i in kept),
+            tuple(tuple(self.covariance[i][j] for j in kept) for i in kept),
+            self.residual,
+        )
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Nodes of several ranks, joined by a fabric.
 
@@ -168,6 +196,10 @@ class Hardware:
             computing thread, or a separate one) or nccl (on a stream).
         ranks_per_node: how many ranks `intra` joins.
         intra, inter: links within a node and between nodes; None where there are none.
+        incast: with each doubling of the nodes, bytes between them take so much longer, as a share
+            of their time: links vary, and several senders meet at a port.
+        server: links of a node's ranks to its CPUs, where these hold the weights of a star; None:
+            a rank holds them.
         codec_bytes_per_s: rate at which a codec reads and writes a rank's memory.
         codec_rates: of single exchanges, by class name; fits find them, because passes
             over memory say nothing of random access, sorting or matrix products.
@@ -175,6 +207,8 @@ class Hardware:
         reduce_bytes_per_s: rate at which ranks add what has arrived, while the links wait.
             None: no time.
         contention: compute takes 1 + contention times as long while an exchange is under way.
+        wire_passes: how often a library's kernels pass over a device's memory for a byte that they
+            send: compute beside them takes as much longer as that is of `codec_bytes_per_s`.
         codec_contention: share of a codec's time by which it delays compute beside it on a stream,
             because both use one device: of kernels that fill it, 1.
         overhead_s: time of a step besides forward, backward, exchange and update.
@@ -184,6 +218,8 @@ class Hardware:
             because the profile's layers or `overhead_s` include it.
         input_samples_per_s: rate at which a node prepares samples, beside the training. None: any.
         burst_s: seconds of its rate that a link saves up while it is idle, as a token bucket does.
+        engage: compute takes 1 + engage times as long in a step that exchanges gradients, on two
+            ranks and more: hooks, launches, and what kernels of a library take from a device.
         jitter: standard deviation of a rank's compute time from step to step, relative.
         num_slow, slow_factor: so many ranks take `slow_factor` times as long to compute; a run of
             one rank has none of them.
@@ -199,6 +235,10 @@ class Hardware:
         memory_bytes: memory of a rank's device. None: unknown.
         device: a rank's processor; None: estimates are refused, because nothing is known of it.
         assumed: ranges of the values that have no source.
+        published_terms: on a GPU, predictions start from the terms learned from published figures.
+        learned: these, once they are in; not of a file.
+        measured: a log's times of collectives; not of a file. Those that span nodes if they do, or
+            do not, are as many times longer or shorter than modelled as the log's.
     """
 
     name: str
@@ -218,6 +258,10 @@ class Hardware:
     update_bytes_per_s: float | None = None
     input_samples_per_s: float | None = None
     burst_s: float = 0.0
+    engage: float = 0.0
+    wire_passes: float = 0.0
+    incast: float = 0.0
+    server: Link | None = None
     jitter: float = 0.0
     num_slow: int = 0
     slow_factor: float = 1.0
@@ -230,6 +274,9 @@ class Hardware:
     memory_bytes: float | None = None
     device: Device | None = None
     assumed: tuple[Range, ...] = ()
+    published_terms: bool = True
+    learned: Learned | None = None
+    measured: tuple[Curve, ...] = ()
 
     @property
     def on_gpu(self) -> bool:
@@ -270,6 +317,8 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         given = {key: value for key, value in node.items() if key != "assumed"}
         for way in ("intra", "inter"):
             given[way] = node[way] and _link(f"{name}: {way}", node[way])
+        if node.get("server"):
+            given["server"] = _link(f"{name}: server", node["server"])
         given |= {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
         if given.get("num_cores") == HERE:
             given["num_cores"] = len(os.sched_getaffinity(0))
@@ -343,7 +392,7 @@ Kind = type[Hardware] | type[Link] | type[Host]
 
 
 def _check_keys(where: str, node: Mapping[str, Any], kind: Kind) -> None:
-    known = {field.name: field.default for field in fields(kind)}
+    known = {each.name: each.default for each in fields(kind) if each.name not in NOT_OF_A_FILE}
     for key, value in node.items():
         if key not in known:
             raise ValueError(f"{where}: {key}={value}: no such key; allowed are {', '.join(known)}")
@@ -360,6 +409,7 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
         if getattr(hardware, key) is not None or key not in OPTIONAL:
             checks.number(f"{name}: {key}", getattr(hardware, key), least)
     checks.whole(f"{name}: ranks_per_node", hardware.ranks_per_node, 1)
+    checks.truth(f"{name}: published_terms", hardware.published_terms)
     if hardware.num_cores is not None:
         checks.whole(f"{name}: num_cores", hardware.num_cores, 1)
     if hardware.ranks_per_node > 1 and hardware.intra is None:

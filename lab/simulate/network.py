@@ -73,10 +73,27 @@ class Network:
         self.inter = (hardware.inter if self.num_nodes > 1 else None) or NOWHERE
         if self.rates and self.num_nodes > 1:
             self.inter = replace(self.inter, bandwidth_bytes_per_s=min(self.rates))
+        if self.num_nodes > 1:
+            slower = 1 + hardware.incast * math.log2(self.num_nodes)
+            bandwidth = self.inter.bandwidth_bytes_per_s / slower
+            self.inter = replace(self.inter, bandwidth_bytes_per_s=bandwidth)
         if hardware.num_cores:  # whoever handles messages waits for a core
             latency_s = max(1.0, size / hardware.num_cores) * self.inter.latency_s
             self.inter = replace(self.inter, latency_s=latency_s)
         self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
+
+    @property
+    def contention(self) -> float:
+        """How much longer compute takes beside a collective, as a share; see Hardware.
+
+        What kernels of a library take of a device's memory follows from the rate of their bytes.
+        """
+        hardware, rate = self.hardware, self.intra.rate_of(self.local)
+        if self.num_nodes > 1:
+            rate = min(rate, self.inter.rate_of(self.num_nodes))
+        if self.size == 1:
+            return hardware.contention
+        return hardware.contention + hardware.wire_passes * rate / hardware.codec_bytes_per_s
 
     def tree(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
         """Return the cost of store and forward: 2 ceil(log2 N) transfers (Kim et al., slide 25).
@@ -116,7 +133,14 @@ class Network:
         return Cost(wire_s + added_s, steps * part, self._across(steps * part))
 
     def star(self, num_bytes: float) -> Cost:
-        """Return the cost of sending all to one rank and back, one rank after the other."""
+        """Return the cost of sending all to one rank and back, one rank after the other.
+
+        Where a node's CPUs hold the weights, its ranks share the links to them instead.
+        """
+        if (server := self.hardware.server) and 1 < self.size == self.local:
+            sharing = max(1.0, self.local / server.links_of(self.local))
+            seconds = 2 * server.seconds(sharing * num_bytes)
+            return Cost(seconds, num_bytes, self._across(math.nan))
         if self.rates:
             links = [(1, self.link(0, rank)) for rank in range(1, self.size)]
         else:
@@ -134,9 +158,9 @@ class Network:
         if not num_bytes:
             return Cost()
         ring = self.ring(num_bytes)
-        if self.hardware.library == "gloo":
-            return ring
-        return replace(ring, seconds=self._nccl_s(num_bytes, reduces=True))
+        if self.hardware.library == "nccl":
+            ring = replace(ring, seconds=self._nccl_s(num_bytes, reduces=True))
+        return self._as_measured("all_reduce", num_bytes, ring)
 
     def inside(self) -> Network:
         """Return the ranks of one node."""
@@ -171,6 +195,7 @@ class Network:
             intra=self.hardware.intra if local > 1 else None,
             inter=inter,
             node_rates=rates,
+            measured=(),  # of whole nodes
         )
         part = self._part(size, hardware)
         part.groups = self.groups * groups
@@ -186,11 +211,15 @@ class Network:
     def reduce_scatter(self, num_bytes: float) -> Cost:
         """Return the cost of a sum of `num_bytes` at each rank: over Gloo an all-to-all first."""
         if self.hardware.library == "nccl":
-            return self.all_gather(num_bytes)
+            gathered = self._gathered(num_bytes)
+            return self._as_measured("reduce_scatter", self.size * num_bytes, gathered)
         return self.all_to_all(num_bytes) + Cost(self._adding((self.size - 1) * num_bytes))
 
     def all_gather(self, num_bytes: float) -> Cost:
         """Return the cost of a ring that carries `num_bytes` of each rank."""
+        return self._as_measured("all_gather", self.size * num_bytes, self._gathered(num_bytes))
+
+    def _gathered(self, num_bytes: float) -> Cost:
         steps = self.size - 1
         if self.hardware.library == "nccl":
             seconds = self._nccl_s(num_bytes, reduces=False)
@@ -206,6 +235,32 @@ class Network:
         seconds = within * self.intra.seconds_both_ways(num_bytes) + outside
         across_bytes = self._across(self.local * beyond * num_bytes)
         return Cost(seconds, (self.size - 1) * num_bytes, across_bytes)
+
+    def _as_measured(self, operation: str, num_bytes: float, cost: Cost) -> Cost:
+        """Return the cost as many times longer as a log's collective takes than it is modelled.
+
+        Of as many ranks and bytes as the log has, it takes as long as there. Beyond its sizes the
+        ratio is that of the nearest.
+
+        Args:
+            num_bytes: as the log counts them.
+        """
+        hardware = self.hardware
+        for curve in hardware.measured if num_bytes and self.size > 1 else ():
+            spans = curve.ranks > hardware.ranks_per_node
+            if curve.operation == operation and spans == (self.num_nodes > 1):
+                size = curve.within(num_bytes)
+                other = Network(replace(hardware, measured=()), curve.ranks)
+                longer = curve.seconds(size) / other.collective_s(operation, size)
+                return replace(cost, seconds=longer * cost.seconds)
+        return cost
+
+    def collective_s(self, operation: str, num_bytes: float) -> float:
+        """Return the seconds of one of the library's collectives, of bytes as logs count them."""
+        if operation == "all_reduce":
+            return self.all_reduce(num_bytes).seconds
+        collective = {"all_gather": self.all_gather, "reduce_scatter": self.reduce_scatter}
+        return collective[operation](num_bytes / self.size).seconds
 
     def _across(self, num_bytes: float) -> float:
         """Return what leaves a node, if one group sends `num_bytes`: in a ring, one rank of it."""

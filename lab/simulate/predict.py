@@ -23,11 +23,13 @@ from lab.settings.files import read_file
 from lab.settings.names import AXES, class_name, root_of
 from lab.settings.overrides import config_dir_of
 from lab.settings.reading import escaped
+from lab.simulate.collectives import read_log
 from lab.simulate.hardware import Device, Hardware, draws, of_this_machine, places
 from lab.simulate.hardware import parse as parse_hardware
 from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell
 from lab.simulate.step import UPDATE_PASSES, Prediction, predict
-from lab.simulate.strategy import Strategy
+from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.terms import LEVELS, drawn, interval, learned
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROFILE = "alexnet_titanx"
 INPUT_PASSES = 2  # a batch is gathered from the data set
+LOG = "hardware.from"  # a setting
 ESTIMATE = "estimate"  # begins the source of such a profile
 HALF = ("bf16", "fp16")  # activations and products take two bytes a value
 COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
@@ -52,7 +55,9 @@ class OwnSettings:
     """The settings of lab.predict beside a grid's; hardware.KEY=... is read apart."""
 
     hardware: str = setting(
-        "titanx_x4", "a file of conf/hardware; hardware.KEY=... changes one figure of it"
+        "titanx_x4",
+        "a file of conf/hardware; hardware.KEY=... changes one figure of it, hardware.from=LOG "
+        "takes collectives from a log of nccl-tests or PARAM",
     )
     fit: Path | None = setting(
         None,
@@ -106,6 +111,10 @@ def read(arguments: Sequence[str]) -> Request:
     config_dir = config_dir_of(run)
     try:
         hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
+        if log := texts.get(LOG):
+            hardware = replace(hardware, measured=read_log(Path(log)))
+        if not fit:  # which has cells of this machine
+            hardware = learned(hardware, _given(texts))
         profiles = [_profile(cell) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -118,6 +127,13 @@ def read(arguments: Sequence[str]) -> Request:
         raise ConfigError(f"fit={fit} measured={own.measured}: a fit is scored on its own; set one")
     by_default = not any(map(_is_given, cells))
     return Request(cells, profiles, by_default, hardware, fit, own.measured, own.out, trace)
+
+
+def _given(texts: Mapping[str, str]) -> set[str]:
+    """Return the terms that a command line gives itself."""
+    keys = {key.removeprefix("hardware.") for key in texts}
+    keys |= {"wire_passes"} if "contention" in keys else set()
+    return keys | ({"wire", "incast"} if LOG in texts else set())  # the log has them
 
 
 def plain(node: Any) -> dict[str, Any]:
@@ -146,6 +162,7 @@ def _is_given(cell: Cell) -> bool:
 def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, Any]:
     """Read a file of conf/hardware and apply `hardware.key=value` to it."""
     changes = {key: text for key, text in texts.items() if key.startswith("hardware.")}
+    changes.pop(LOG, None)
     dotted = [f"{key.removeprefix('hardware.')}={text}" for key, text in changes.items()]
     try:
         node: Any = OmegaConf.create(escaped(read_file("hardware", name, config_dir)))
@@ -385,6 +402,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         "profiles": {name: profile.gradient_bytes for name, profile in known.items()},
         "sources": {name: profile.source for name, profile in known.items()},
         "by_default": request.by_default,
+        "logs": [str(curve) for curve in request.hardware.measured],
         "hardware": [{"conditions": g.conditions, **asdict(g.hardware)} for g in groups],
         "scores": scores,
         "fit": str(request.fit) if request.fit else None,
@@ -423,7 +441,7 @@ def groups_of(request: Request) -> tuple[Group, ...]:
         from lab.simulate.fit import calibrate
 
         hardware = calibrate(request.fit, hardware)
-    return (Group("", (), hardware, tuple(draws(hardware)), fitted=False),)
+    return (Group("", (), hardware, tuple(drawn(draws(hardware))), fitted=False),)
 
 
 def _predict(
@@ -433,9 +451,13 @@ def _predict(
     point = strategy, cell.world_size, cell.batch_size, cell.config.scaling == "weak"
     prediction = predict(source.on(group.hardware), group.hardware, *point)
     drawn = zip(places(len(group.draws)), group.draws, strict=True)
-    others = (predict(source.on(each).drawn(place), each, *point) for place, each in drawn)
-    all_of_them = [prediction, *others]
+    others = [predict(source.on(each).drawn(place), each, *point) for place, each in drawn]
     across_bytes = prediction.step.across_bytes
+    exchanging = cell.world_size > 1 and strategy != CEILING
+    prior = group.hardware.learned if exchanging else None
+    residual = prior.residual if prior else None
+    steps = [each.step.step_s for each in (prediction, *others)]
+    exposed = sorted(each.exposed_s for each in (prediction, *others))
     return prediction, {
         "conditions": group.conditions,
         "basis": source.basis,
@@ -445,20 +467,30 @@ def _predict(
         "per_rank_batch_size": _per_rank(cell),
         "scaling": cell.config.scaling,
         "step_s": prediction.step.step_s,
-        "step_s_interval": _ends(each.step.step_s for each in all_of_them),
+        **_intervals("step_s", steps, residual),
         "exposed_s": prediction.exposed_s,
-        "exposed_s_interval": _ends(each.exposed_s for each in all_of_them),
+        "exposed_s_interval": (exposed[0], exposed[-1]),
         "speedup": prediction.speedup,
-        "speedup_interval": _ends(each.speedup for each in all_of_them),
+        **_intervals("speedup", [each.speedup for each in (prediction, *others)], residual),
         "efficiency": prediction.efficiency,
         "payload_bytes": prediction.step.payload_bytes,
         "across_bytes": None if math.isnan(across_bytes) else across_bytes,
     }
 
 
-def _ends(values: Iterable[float]) -> tuple[float, float]:
-    known = sorted(values)
-    return known[0], known[-1]
+def _intervals(key: str, values: Sequence[float], residual: float | None) -> dict[str, Any]:
+    """Return the columns of a value's intervals.
+
+    Args:
+        values: as predicted, and with drawn values of what is open.
+        residual: what remains beside these, with the terms learned from published figures; None:
+            there are none, and all draws are inside.
+    """
+    if residual is None:
+        return {f"{key}_interval": (min(values), max(values))}
+    point, *others = values
+    wide, narrow = (tuple(interval(point, others, residual, level)) for level in LEVELS[::-1])
+    return {f"{key}_interval": wide, f"{key}_interval_80": narrow}
 
 
 def _measured(scored: ScoredCell | None) -> dict[str, Any]:

@@ -105,6 +105,8 @@ class ScoredCell:
         evidence: "fitted" if the model was fitted to this cell, "held out" if not.
         overlaps: exchanges run while the rank computes.
         conditions: as in Group.
+        linear_s: step time if N ranks are N times as fast as one without any exchange, the null
+            model: measured, or else predicted.
     """
 
     strategy: str
@@ -117,6 +119,12 @@ class ScoredCell:
     evidence: str
     overlaps: bool
     conditions: str
+    linear_s: float = math.nan
+
+    @property
+    def linear_error(self) -> float:
+        """Relative error of the null model's step."""
+        return self.linear_s / median(self.measured_s) - 1
 
     @property
     def error(self) -> float:
@@ -142,6 +150,7 @@ class Score:
     Attributes:
         step, exposed: median and worst error of the step time and of the exposed exchange.
         signed_error: mean error of the steps of strategies that overlap.
+        linear: median and worst error of the step if N ranks are N times as fast.
         num_exposed: how many cells have a score of their exposed exchange.
     """
 
@@ -150,6 +159,16 @@ class Score:
     exposed: tuple[float, float]
     num_exposed: int
     signed_error: float
+    linear: tuple[float, float] = (math.nan, math.nan)
+
+    @property
+    def skill(self) -> float:
+        """1 - median error of the step / that of linear scaling: 0 is no better, 1 is perfect."""
+        return 1 - self.step[0] / self.linear[0] if self.linear[0] else math.nan
+
+    def null_model(self) -> str:
+        """Compare with linear scaling, in a line."""
+        return f"N ranks N times as fast: {_percent(self.linear)}; skill {self.skill:.2f}"
 
     def __str__(self) -> str:
         text = f"{self.num_cells} cells without none, step time {_percent(self.step)}"
@@ -158,7 +177,7 @@ class Score:
             text += f"; {exposed} ({self.num_exposed} cells)"
         if not math.isnan(self.signed_error):
             text += f"; overlapped steps {100 * self.signed_error:+.1f} % on average"
-        return text
+        return text if math.isnan(self.skill) else f"{text}; {self.null_model()}"
 
 
 def scored_cell(group: Group, cell: Observation) -> ScoredCell:
@@ -178,7 +197,16 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
         evidence=group.evidence(cell),
         overlaps=cell.strategy.pattern.overlaps,
         conditions=group.conditions,
+        linear_s=_linear_s(group, cell),
     )
+
+
+def _linear_s(group: Group, cell: Observation) -> float:
+    batch_size = cell.world_size * cell.per_rank_batch_size
+    if alone := group.observed(cell.profile, NONE, 1, batch_size):
+        return alone.step_s / cell.world_size
+    alone_s = simulate(cell.profile, group.hardware, CEILING, 1, batch_size).step_s
+    return alone_s / cell.world_size
 
 
 def held_out(cells: Iterable[ScoredCell]) -> list[ScoredCell]:
@@ -205,6 +233,7 @@ def score(cells: Sequence[ScoredCell], least_exposed: float = 0.0) -> Score:
         exposed=_middle_and_worst(exposed),
         num_exposed=len(exposed),
         signed_error=mean(signed) if signed else math.nan,
+        linear=_middle_and_worst([abs(cell.linear_error) for cell in cells]),
     )
 
 

@@ -100,7 +100,9 @@ def summary(card: Scorecard) -> list[str]:
     else:
         scored = "exposed exchange is not scored: "
         scored += "no cell of none on as many ranks, or none above noise"
-    lines += [*fits, scored, ""]
+    whole = score(cells, card.least_exposed)
+    null = [] if math.isnan(whole.skill) else ["", f"held out: {whole.null_model()}"]
+    lines += [*fits, scored, *null, ""]
     lines += markdown(["held out, by links", *COLUMNS], [*table, ["**all**", *_score(card, cells)]])
     return [*lines, "", *markdown(["held out, by strategy", *COLUMNS], by_name)]
 

@@ -340,10 +340,10 @@ def _step(
 ) -> Step:
     """Simulate one step with the exchanges that run in it."""
     hardware, pattern = network.hardware, strategy.pattern
-    layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
+    layers = _layers(profile, network, strategy, per_rank_batch_size)
     in_turns = hardware.library == "gloo" and exchange_of(strategy.exchange).staged
     schedule = Turns() if in_turns and pattern.overlaps else Beside()
-    rank = Rank(hardware.contention, hardware.burst_s, hardware.codec_contention)
+    rank = Rank(_contention(network, strategy), hardware.burst_s, hardware.codec_contention)
     besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
     stages = [stage for each in planned for stage in each.stages]
     num_buckets = sum(bool(each.stages) for each in planned)
@@ -375,8 +375,8 @@ def _sharded_step(
     from lab.simulate.fsdp import Sharded, costs_of_units  # which is made of ranks as here
 
     hardware = network.hardware
-    layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
-    rank = Rank(hardware.contention, hardware.burst_s, hardware.codec_contention)
+    layers = _layers(profile, network, strategy, per_rank_batch_size)
+    rank = Rank(_contention(network, strategy), hardware.burst_s, hardware.codec_contention)
     units = costs_of_units(profile, strategy, network)
     sharded = Sharded(layers, units, rank, blocks=hardware.library == "gloo")
     sharded.run(strategy.accumulate)
@@ -391,10 +391,29 @@ def _sharded_step(
     return Step.of(step_s, stages, rank.spans)
 
 
-def _layers(profile: Profile, network: Network, micro_batch_size: int) -> list[Compute]:
-    """Return the layers' times on the slowest rank."""
-    shared = network.hardware.compute_factor(network.size, profile.num_threads)
-    slowest = network.slowest_factor * shared
+def _by_kernels(network: Network, strategy: Strategy) -> bool:
+    """Return whether kernels on the device exchange gradients: copies to servers need none."""
+    exchanges = strategy.pattern.gathers_units or strategy.exchange != CEILING.exchange
+    served = network.hardware.server is not None and network.num_nodes == 1
+    copied = served and class_of(strategy.exchange) == "Star"
+    return network.size > 1 and exchanges and not copied
+
+
+def _contention(network: Network, strategy: Strategy) -> float:
+    """Return the share by which an exchange beside compute slows it."""
+    by_kernels = _by_kernels(network, strategy)
+    return network.contention if by_kernels else network.hardware.contention
+
+
+def _layers(
+    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
+) -> list[Compute]:
+    """Return the layers' times on the slowest rank, of one micro-batch."""
+    hardware, pattern = network.hardware, strategy.pattern
+    micro_batch_size = per_rank_batch_size // strategy.accumulate
+    shared = hardware.compute_factor(network.size, profile.num_threads)
+    engaged = hardware.engage / pattern.every if _by_kernels(network, strategy) else 0.0
+    slowest = network.slowest_factor * shared * (1 + engaged)
     return [
         Compute(
             layer.name,

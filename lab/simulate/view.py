@@ -23,7 +23,17 @@ from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE
 from lab.simulate.score import NONE
 
 Row = dict[str, Any]
-HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "efficiency"]
+HEADER = [
+    "strategy",
+    "N",
+    "batch",
+    "times",
+    "step ms",
+    "exposed ms",
+    "speedup",
+    "80 %",
+    "efficiency",
+]
 SCORES = ["measured ms", "error %", "exposed error %", "evidence"]
 RATES = ("reduce_bytes_per_s", "codec_bytes_per_s")
 FITTED = (*LINK, *RATES, "contention", "overhead_s", "crowding")
@@ -39,7 +49,13 @@ def table(result: Row) -> str:
 def notes(result: Row) -> list[str]:
     """Say what was predicted, from what, and how far it may be trusted."""
     return [
-        *(_about(result), *_estimates(result), *_open(result, "in brackets")),
+        *(
+            _about(result),
+            *_logs(result),
+            *_estimates(result),
+            *_open(result, "in brackets"),
+            *_linear(result),
+        ),
         *(*_fitted(result), *_held_out(result)),
     ]
 
@@ -132,6 +148,7 @@ def _fixed_batch_size(row: Row) -> int:
 def _line(row: Row) -> list[str]:
     measured = "measured_s" in row
     low, high = row["step_s_interval"]
+    narrow = row.get("speedup_interval_80")
     # Of an estimated step; what a profile leaves open is in the speedup.
     interval = _interval((1e3 * low, 1e3 * high)) if row["basis"] == ESTIMATE else ""
     return [
@@ -142,6 +159,7 @@ def _line(row: Row) -> list[str]:
         f"{1e3 * row['step_s']:.2f}{interval}",
         f"{1e3 * row['exposed_s']:.2f}",
         f"{row['speedup']:.2f}{_interval(row['speedup_interval'])}",
+        _interval(narrow).strip() if narrow else "-",
         f"{row['efficiency']:.2f}",
         f"{1e3 * row['measured_s']:.2f}" if measured else "-",
         _percent(row["error"] if measured else math.nan),
@@ -164,8 +182,33 @@ def _open(result: Row, where: str) -> list[str]:
     if not any(row["basis"] == ESTIMATE for row in result["rows"]):
         keys = {key for key in keys if not key.startswith("device.")}  # a profile needs no device
     fitted = ["the fit"] if result["fit"] and not result["fit"].endswith(".json") else []
-    sources = [*fitted, *sorted(keys)]
+    terms = [
+        f"terms learned from published scaling ({', '.join(hardware['learned']['keys'])})"
+        for hardware in result["hardware"]
+        if hardware["learned"]
+    ]
+    sources = [*fitted, *terms, *sorted(keys)]
     return [f"{where}, 95 % of what stays open: {', '.join(sources)}"] if sources else []
+
+
+def _logs(result: Row) -> list[str]:
+    """Say which collectives a log gave."""
+    return [f"from the log: {text}" for text in result["logs"]]
+
+
+def _linear(result: Row) -> list[str]:
+    """Say where a prediction is no better than linear scaling, that N ranks are N times as fast."""
+    known = [row for row in result["rows"] if "speedup_interval_80" in row]
+    alike = [row for row in known if row["speedup_interval_80"][1] >= row["world_size"]]
+    if not known:
+        return []
+    sizes = ", ".join(str(size) for size in sorted({row["world_size"] for row in alike}))
+    if not alike:
+        return ["N times as fast on N ranks lies outside all 80 % intervals"]
+    return [
+        f"no better than linear scaling at N = {sizes}: N times as fast lies in the 80 % interval "
+        f"of {len(alike)} of {len(known)} predictions"
+    ]
 
 
 def _estimates(result: Row) -> list[str]:

@@ -50,6 +50,10 @@ class Node:
 
     def __init__(self, environment: dict[str, str], *options: str) -> None:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+        line += [
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+        ]  # any: free_port's may be in the range
         self._process = subprocess.Popen(
             [*line, "--disable-usage-stats", *options],
             env=environment,

@@ -1,0 +1,235 @@
+"""The page of published scaling: predictions of each source by terms fitted to all others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lab.claims.page import write_csv
+from lab.claims.published import Fit, HeldOut, Score, figures, fitted, held_out
+from lab.draw.altair import alt
+from lab.draw.chart import GREY, Chart
+from lab.draw.plots import ALONE, legend_columns
+from lab.draw.text import markdown
+from lab.settings.atomic import write_atomically
+from lab.settings.errors import ConfigError
+from lab.simulate.terms import FREEDOM, LEVELS, TERMS, reach
+
+WORST = 15  # figures on the page
+HEADER = ("origin", "source", "figure", "from_gpus", "gpus", "published", "predicted")
+HEADER += ("low_80", "high_80", "low_95", "high_95", "error", "linear_error")
+SCORES = ("figures", "median error", "worst", "bias", "error of N ×", "skill", "80 %", "95 %")
+
+
+def report(out: Path | None, terms: Path | None, command: str) -> int:
+    """Fit and score all published scaling; print the scores. Returns the exit code.
+
+    Args:
+        out: for the page. terms: for a file of conf/terms.
+
+    Raises:
+        ConfigError: a file cannot be read or written.
+    """
+    given = figures()
+    fit = fitted(given)
+    rows = held_out(given, fit.logarithms)
+    print("\n".join(summary(rows, fit)))
+    try:
+        written = write(rows, fit, out, command) if out else []
+        if terms:
+            write_terms(fit, terms, command)
+            written.append(terms)
+    except OSError as error:
+        raise ConfigError(str(error)) from None
+    if written:
+        print(f"wrote {', '.join(map(str, written))}")
+    return 0
+
+
+def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
+    """List the scores by origin, and the terms."""
+    origins = dict.fromkeys(row.figure.origin for row in rows)
+    table = [_scores(name, [row for row in rows if row.figure.origin == name]) for name in origins]
+    whole = Score.of(rows)
+    return [
+        *markdown(["left out", *SCORES], [*table, _scores("**all**", rows)]),
+        "",
+        "Skill: 1 − median error over that of linear scaling, that N GPUs are N times as fast; of "
+        f"mean errors ({100 * whole.mean:.1f} and {100 * whole.linear_mean:.1f} %) it is "
+        f"{whole.mean_skill:.2f}. Bias: mean of the signed errors. The last columns: the share of "
+        "published figures inside the interval.",
+        *_not_better(origins, rows),
+        "",
+        *terms_table(fit),
+    ]
+
+
+def _scores(name: str, rows: Sequence[HeldOut]) -> list[str]:
+    score = Score.of(rows)
+    inside = (sum(row.covered(level) for row in rows) / len(rows) for level in LEVELS)
+    return [
+        *(name, str(score.number), _percent(score.median), _percent(score.worst)),
+        *(_percent(score.bias, "+"), _percent(score.linear_median), f"{score.skill:.2f}"),
+        *(f"{100 * share:.0f} %" for share in inside),
+    ]
+
+
+def _not_better(origins: Sequence[str] | dict[str, None], rows: Sequence[HeldOut]) -> list[str]:
+    """Name the sources on which linear scaling is as good."""
+    worse = [
+        name
+        for name in origins
+        if Score.of([row for row in rows if row.figure.origin == name]).skill <= 0
+    ]
+    return ["", f"**No better than linear scaling: {', '.join(worse)}.**"] if worse else []
+
+
+def terms_table(fit: Fit) -> list[str]:
+    """Write each term as assumed and as learned, with the interval of a new source."""
+    level, rows = LEVELS[0], []
+    open_ = fit.of_a_new_source.diagonal()
+    learned = zip(TERMS.items(), fit.logarithms, open_, strict=True)
+    for (name, term), logarithm, variance in learned:
+        before = reach(term.median, term.spread, level)
+        after = reach(math.exp(logarithm), math.sqrt(variance), level)
+        values = (term.median, before), (math.exp(logarithm), after)
+        texts = [f"{point:.3g} [{low:.3g}, {high:.3g}]" for point, (low, high) in values]
+        rows.append([name, *texts, term.source])
+    host, link = fit.effects
+    return [
+        *markdown(["term", "assumed, 80 %", "learned, 80 % of a new source", "source"], rows),
+        "",
+        f"From source to source, factors of e^{host:.2f} on what hosts and kernels cost and of "
+        f"e^{link:.2f} on links (one standard deviation); what remains has Student's t errors of "
+        f"{100 * fit.residual:.1f} % with {FREEDOM:.0f} degrees of freedom.",
+    ]
+
+
+def write(rows: Sequence[HeldOut], fit: Fit, path: Path, command: str) -> list[Path]:
+    """Write the page, and its picture beside it.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    pictures = chart(rows).write(path.with_suffix(""), ["png"])
+    table = path.with_suffix(".csv")
+    write_csv(table, HEADER, [_values(row) for row in rows])
+    lines = [
+        "# Published scaling, predicted without its source",
+        "",
+        "Each source's figures are predicted by terms that were fitted to all other sources. The "
+        "input is the throughput on the fewest GPUs, and data sheets. The model's structure was "
+        "chosen with these figures in view, so a score on others may be worse.",
+        "",
+        *summary(rows, fit),
+        "",
+        f"![predicted and published]({pictures[0].name})",
+        "",
+        "## The worst figures",
+        "",
+        "Speedups over the fewest GPUs published, with 80 % intervals. All figures, with their "
+        f"sources, are in [{table.name}]({table.name}).",
+        "",
+        *_worst(rows),
+        "",
+        "Generated by",
+        "",
+        f"    {command}",
+    ]
+    text = "\n".join(lines) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return [path, *pictures, table]
+
+
+def write_terms(fit: Fit, path: Path, command: str) -> None:
+    """Write the terms as a file of conf/terms.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    prior = fit.prior
+    medians = (
+        f"  {key}: {math.exp(mean):.6g}\n"
+        for key, mean in zip(prior.keys, prior.means, strict=True)
+    )
+    covariance = (f"  - [{', '.join(f'{v:.6g}' for v in row)}]\n" for row in prior.covariance)
+    text = (
+        f"# Terms of GPUs, learned from published scaling by `{command}`\n"
+        "# (docs/results/published.md): medians, the covariance of their logarithms for a source\n"
+        "# that nothing is known of, and the scale of the error that remains in that of a step.\n"
+        f"medians:\n{''.join(medians)}covariance:\n{''.join(covariance)}"
+        f"residual: {prior.residual:.6g}\n"
+    )
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _worst(rows: Sequence[HeldOut]) -> list[str]:
+    header = ["source", "figure", "GPUs", "published", "predicted", "error", "error of N ×"]
+    table = []
+    for row in sorted(rows, key=lambda each: -abs(each.error))[:WORST]:
+        figure, ends = row.figure, "–".join(f"{end:.3g}" for end in row.ends(LEVELS[0]))
+        predicted = f"{figure.speedup(row.slowdown):.3g} [{ends}]"
+        published = f"{figure.speedup(figure.slowdown):.3g}"
+        errors = _percent(row.error, "+"), _percent(row.linear_error, "+")
+        where = figure.origin, figure.says.partition(":")[0], str(figure.at.ranks)
+        table.append([*where, published, predicted, *errors])
+    return markdown(header, table)
+
+
+def _values(row: HeldOut) -> list[object]:
+    figure, ends = row.figure, (end for level in LEVELS for end in row.ends(level))
+    speedups = map(figure.speedup, (figure.slowdown, row.slowdown))
+    about = figure.origin, figure.source, figure.says, figure.start.ranks, figure.at.ranks
+    return [*about, *speedups, *ends, row.error, row.linear_error]
+
+
+def chart(rows: Sequence[HeldOut]) -> Chart:
+    """Chart predicted over published efficiency, with 80 % intervals."""
+    data: Any = pd.DataFrame(
+        {
+            "source": row.figure.origin,
+            "figure": row.figure.says,
+            "published": _efficiency(row, row.figure.slowdown),
+            "predicted": _efficiency(row, row.slowdown),
+            "low": row.ends(LEVELS[0])[0] / _growth(row),
+            "high": row.ends(LEVELS[0])[1] / _growth(row),
+        }
+        for row in rows
+    )
+    ends = float(data[["published", "low"]].min().min()), float(data["high"].max())
+    scale = alt.Scale(domain=ends, nice=False)
+    x = alt.X("published:Q", scale=scale, title="published speedup over linear")
+    sources = list(dict.fromkeys(data["source"]))
+    legend = alt.Legend(columns=legend_columns(sources, ALONE), title=None, orient="bottom")
+    colour: Any = alt.Color("source:N", sort=sources, legend=legend)
+    base = alt.Chart(data).encode(x, colour)
+    line = alt.Chart(pd.DataFrame({"published": ends, "predicted": ends}))
+    y = alt.Y("predicted:Q", scale=scale, title="predicted, of sources left out")
+    body = alt.layer(
+        line.mark_line(color=GREY, strokeWidth=1).encode(x, y),
+        base.mark_rule(opacity=0.4).encode(alt.Y("low:Q", scale=scale), alt.Y2("high:Q")),
+        base.mark_point(filled=True, size=40, opacity=1).encode(y, tooltip=list(data.columns)),
+    ).properties(width=ALONE, height=ALONE)
+    score = Score.of(rows)
+    message = (
+        f"Predictions of published scaling miss by {100 * score.median:.1f} % in the median, where "
+        f"linear scaling misses by {100 * score.linear_median:.1f} %: skill {score.skill:.2f}"
+    )
+    about = f"{len(rows)} figures, each predicted without its source; bars: 80 % intervals"
+    return Chart("published", message, [about], body, ALONE)
+
+
+def _growth(row: HeldOut) -> float:
+    return row.figure.at.ranks / row.figure.start.ranks
+
+
+def _efficiency(row: HeldOut, slowdown: float) -> float:
+    return row.figure.speedup(slowdown) / _growth(row)
+
+
+def _percent(share: float, sign: str = "") -> str:
+    return f"{100 * share:{sign}.1f} %"

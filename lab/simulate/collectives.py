@@ -1,0 +1,163 @@
+"""Times of collectives from a user's log: of nccl-tests, or of PARAM's comms benchmark for torch.
+
+nccl-tests prints a table, and with -J a JSON (NVIDIA/nccl-tests, src/util.cu); PARAM prints a line
+COMMS-RES-OPERATION for each size (facebookresearch/param, train/comms/pt/comms.py). The size of a
+gather or scatter is that of all ranks together in both. Times are those out of place, or the median
+over ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.settings.reading import read_bytes
+
+MICRO, GIGA = 1e-6, 1e9
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+RANK = re.compile(r"^(?:\S+:\s*)?#\s+Rank\s+(\d+)\s", re.MULTILINE)
+PROGRAM = re.compile(r"\b(all_reduce|all_gather|reduce_scatter)_perf\b")
+NUMBER = r"([\d.]+(?:e[+-]?\d+)?)"
+# Of nccl-tests: bytes, values, type, operation, root in later versions, time, algbw, busbw.
+ROW = re.compile(
+    rf"^(?:\S+:\s)?\s*(\d+)\s+\d+\s+[a-z]\w*\s+[a-z]\w*\s+(?:-?\d+\s+)?{NUMBER}\s+{NUMBER}\s+{NUMBER}\s",
+    re.MULTILINE,
+)
+PARAM = re.compile(r"COMMS-RES-(all_reduce|all_gather|reduce_scatter)\w*(?:-\S*)?((?:\s+[\d.]+)+)")
+FULL = 9  # columns of PARAM: bytes, values, p50, p75, p95, least, most, algbw, busbw
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a collective by size, on so many ranks.
+
+    Attributes:
+        operation: one of OPERATIONS.
+        points: bytes and seconds, in ascending order; bytes are those of all ranks together, but
+            of an all-reduce those of one.
+    """
+
+    operation: str
+    ranks: int
+    points: tuple[tuple[float, float], ...]
+
+    def within(self, num_bytes: float) -> float:
+        """Return the nearest size between the smallest and the largest."""
+        return min(max(num_bytes, self.points[0][0]), self.points[-1][0])
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds at a size `within` those measured, logarithms interpolated."""
+        place = min(bisect_right(self.points, (num_bytes, math.inf)), len(self.points) - 1)
+        if place == 0:
+            return self.points[0][1]
+        (low, low_s), (high, high_s) = self.points[place - 1 : place + 1]
+        share = math.log(num_bytes / low) / math.log(high / low)
+        return low_s * (high_s / low_s) ** share
+
+    def lines(self) -> Iterator[tuple[float, float, float]]:
+        """Yield alpha and 1 / beta of α + bβ between neighbouring sizes: bytes, s and bytes / s.
+
+        Where a larger size is no slower, the rate is infinite.
+        """
+        for (low, low_s), (high, high_s) in zip(self.points, self.points[1:], strict=False):
+            beta = max(0.0, (high_s - low_s) / (high - low))
+            yield low, low_s - low * beta, 1 / beta if beta else math.inf
+
+    def __str__(self) -> str:
+        ends = [f"{_size(num_bytes)} in {1e6 * s:.4g} us" for num_bytes, s in self.points]
+        middle = [
+            f"{_size(num_bytes)}: alpha {1e6 * alpha:.4g} us, {rate / GIGA:.4g} GB/s"
+            for num_bytes, alpha, rate in list(self.lines())[:: max(1, len(self.points) // 4)]
+            if math.isfinite(rate)
+        ]
+        about = f"{self.operation} of {self.ranks} ranks, {ends[0]} to {ends[-1]}"
+        return "; ".join([about, *middle])
+
+
+def read_log(path: Path) -> tuple[Curve, ...]:
+    """Read the collectives of a log.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no such collective.
+    """
+    where = f"hardware.from={path}"
+    try:
+        text = read_bytes(path).decode("utf-8", "replace")
+    except OSError as error:
+        raise ValueError(f"{where}: {error.strerror or error}") from None
+    found = _of_json(where, text) if text.lstrip().startswith("{") else [*_of_text(text)]
+    if not found:
+        raise ValueError(
+            f"{where}: holds no line of nccl-tests or PARAM's comms benchmark of "
+            f"{', '.join(OPERATIONS)}"
+        )
+    return tuple(found)
+
+
+def _of_text(text: str) -> Iterator[Curve]:
+    rows = [tuple(map(float, row)) for row in ROW.findall(text)]
+    if rows:
+        program = PROGRAM.search(text)
+        ranks = {int(rank) for rank in RANK.findall(text)}
+        times = [(size, MICRO * us) for size, us, _, _ in rows]
+        rates = [(algbw, busbw) for *_, algbw, busbw in rows]
+        operation = program[1] if program else OPERATIONS[0]
+        yield _curve(operation, len(ranks) or _ranks(operation, rates), times)
+    by_operation: dict[str, list[list[float]]] = {}
+    for operation, columns in PARAM.findall(text):
+        by_operation.setdefault(operation, []).append([*map(float, columns.split())])
+    for operation, lines in by_operation.items():
+        whole = [columns for columns in lines if len(columns) >= FULL]
+        times = [(columns[0], MICRO * columns[2]) for columns in whole]
+        rates = [(columns[FULL - 2], columns[FULL - 1]) for columns in whole]
+        if whole:
+            yield _curve(operation, _ranks(operation, rates), times)
+
+
+def _of_json(where: str, text: str) -> list[Curve]:
+    try:
+        node = json.loads(text)
+        words = " ".join(map(str, node.get("args", [])))
+        program = PROGRAM.search(words)
+        times, rates = list[tuple[float, float]](), list[tuple[float, float]]()
+        for row in node["results"]:
+            measured: dict[str, Any] = row["out_of_place"] or row["in_place"]
+            us = measured["time"] if "time" in measured else measured["cpu_time"]
+            times.append((float(row["size"]), MICRO * float(us)))
+            rates.append((float(measured["alg_bw"]), float(measured["bus_bw"])))
+        operation = program[1] if program else OPERATIONS[0]
+        devices = len(node.get("config", {}).get("devices", []))
+        return [_curve(operation, devices or _ranks(operation, rates), times)] if times else []
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: is no JSON of nccl-tests ({error})") from None
+
+
+def _curve(operation: str, ranks: int, times: Iterable[tuple[float, float]]) -> Curve:
+    known = {size: seconds for size, seconds in times if size > 0 and seconds > 0}
+    if ranks < 2 or not known:
+        raise ValueError(f"{operation}: needs two ranks and a size; found {ranks} and {len(known)}")
+    return Curve(operation, ranks, tuple(sorted(known.items())))
+
+
+def _ranks(operation: str, rates: Iterable[tuple[float, float]]) -> int:
+    """Return the number of ranks that the largest bandwidths imply: bus over algorithm's.
+
+    It is 2(N-1)/N of an all-reduce, (N-1)/N of the others (nccl-tests, doc/PERFORMANCE.md).
+    """
+    algorithm, bus = max(rates)
+    passes = 2 if operation == "all_reduce" else 1
+    left = 1 - bus / algorithm / passes if algorithm else 0.0
+    return round(1 / left) if left > 0 else 0
+
+
+def _size(num_bytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes:.0f} B"

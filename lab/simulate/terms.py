@@ -1,0 +1,133 @@
+"""Terms of GPUs that no data sheet gives, learned from published scaling, and their uncertainty.
+
+`lab.score published` fits them (lab/claims/published.py) to all published figures at hand and
+writes conf/terms/published.yaml, which is the prior of every GPU's hardware: its median is the
+point of a prediction, and its covariance, which includes how much sources differ, makes the
+interval.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import fmean
+
+import numpy as np
+
+from lab.settings.files import read_file
+from lab.simulate.hardware import Hardware, Learned, Range, with_value
+
+# Degrees of freedom of errors: some figures have causes of their own, as a slow input pipeline.
+FREEDOM = 4.0
+LEVELS = (0.8, 0.95)
+LINKS = ("intra", "inter", "server")
+RATE = "bandwidth_bytes_per_s"
+WIRE = "wire"  # what the links' bytes take, in those of their nominal rate; the rest is of Hardware
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term before any figure is seen: its logarithm is normal.
+
+    Attributes:
+        median: of the prior. spread: standard deviation of its logarithm.
+        varies: which random effect of a source multiplies it: "host" or "link".
+        source: of the prior.
+    """
+
+    median: float
+    spread: float
+    varies: str
+    source: str
+
+
+TERMS = {
+    "engage": Term(0.03, 0.6, "host", "PyTorch's DDP benchmark: 3 to 6 % from one GPU to two"),
+    "wire_passes": Term(1.0, 0.7, "host", "a sum reads two values and writes one for each sent"),
+    "jitter": Term(0.01, 0.7, "host", "declared range of the presets, 0 to 2 %"),
+    "incast": Term(0.05, 0.8, "link", "assumed: little, and open by a factor of two"),
+    WIRE: Term(1.15, 0.2, "link", "nccl-tests reach 70 to 100 % of nominal rates"),
+}
+EFFECTS = ("host", "link")
+
+
+def with_terms(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
+    """Return the hardware with values of terms; `wire` divides the rates of its links."""
+    own = {key: value for key, value in values.items() if key != WIRE}
+    changed = replace(hardware, **own)
+    for way in LINKS:
+        link = getattr(changed, way)
+        if link and WIRE in values:
+            rate = link.bandwidth_bytes_per_s / values[WIRE]
+            changed = with_value(changed, f"{way}.{RATE}", rate)
+    return changed
+
+
+def learned(hardware: Hardware, given: Collection[str] = ()) -> Hardware:
+    """Return a GPU's hardware with the learned terms, but for those that are `given`.
+
+    They stand for the contention and the jitter that its file assumes.
+    """
+    if not (hardware.on_gpu and hardware.published_terms):
+        return hardware
+    prior = published().without(given)
+    values = {key: math.exp(mean) for key, mean in zip(prior.keys, prior.means, strict=True)}
+    wire = values.get(WIRE, 1.0)
+    replaced = {"contention"} if "wire_passes" in values else set[str]()
+    replaced |= values.keys()
+    assumed = tuple(
+        Range(each.key, each.low / wire, each.high / wire) if each.key.endswith(RATE) else each
+        for each in hardware.assumed
+        if each.key not in replaced
+    )
+    if "contention" in replaced:
+        hardware = replace(hardware, contention=0.0)
+    return replace(with_terms(hardware, values), assumed=assumed, learned=prior)
+
+
+def drawn(hardware: Iterable[Hardware]) -> Iterator[Hardware]:
+    """Draw the learned terms of each anew, jointly, the same each time."""
+    chance = random.Random(3)
+    for each in hardware:
+        if (prior := each.learned) is None:
+            yield each
+            continue
+        normal = np.array([chance.gauss(0, 1) for _ in prior.keys])
+        moved = np.linalg.cholesky(np.array(prior.covariance)) @ normal
+        values = dict(zip(prior.keys, np.exp(np.array(prior.means) + moved).tolist(), strict=True))
+        if WIRE in values:  # the links have its median already
+            values[WIRE] /= math.exp(prior.means[prior.keys.index(WIRE)])
+        yield with_terms(each, values)
+
+
+@cache
+def published() -> Learned:
+    """Read conf/terms/published.yaml. ConfigError: there is none."""
+    node = read_file("terms", "published")
+    covariance = tuple(tuple(map(float, row)) for row in node["covariance"])
+    means = (math.log(value) for value in node["medians"].values())
+    return Learned(tuple(node["medians"]), tuple(means), covariance, float(node["residual"]))
+
+
+def interval(point: float, others: Iterable[float], residual: float, level: float) -> list[float]:
+    """Return the interval of a prediction: what is open, and what the model misses.
+
+    Args:
+        point: the prediction, which is the median.
+        others: the same with drawn values of what is open.
+        residual: scale of the logarithm's error that remains.
+        level: share of values inside.
+    """
+    variance = fmean(math.log(each / point) ** 2 for each in others) + residual**2
+    return reach(point, math.sqrt(variance), level)
+
+
+def reach(point: float, scale: float, level: float) -> list[float]:
+    """Return the ends around a median whose logarithm has Student's t errors of such a scale."""
+    from scipy.special import stdtrit  # takes longer to load than a setting to be read
+
+    factor = math.exp(float(stdtrit(FREEDOM, (1 + level) / 2)) * scale)
+    return [point / factor, point * factor]

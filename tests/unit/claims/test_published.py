@@ -1,0 +1,86 @@
+"""Terms learned from published scaling: the fit, what is kept of it, and predictions from it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lab.claims.published import Score, _of_lines, figures, fitted, held_out
+from lab.settings.files import read_file
+from lab.simulate.hardware import parse
+from lab.simulate.predict import predicted, read
+from lab.simulate.terms import LEVELS, TERMS, learned, published
+
+PAGE = Path(__file__).parents[3] / "docs/results/published.md"
+
+
+def test_a_fit_finds_the_terms_that_made_its_figures() -> None:
+    chance = np.random.default_rng(0)
+    slopes = chance.uniform(0, 0.2, (120, len(TERMS)))
+    true = np.log([0.05, 2.0, 0.012, 0.06, 1.1])
+    of_figure = np.repeat(np.arange(8), 15)
+    member = (of_figure[:, None] == np.arange(8)).astype(float)
+    found = _of_lines(slopes @ true + 0.002 * chance.standard_t(4, 120), slopes, member)
+    spread = np.sqrt(found.of_a_new_source.diagonal())
+    assert np.abs(found.logarithms - true).max() < 3 * spread.max()
+    assert np.abs(found.logarithms - true).mean() < 0.1
+    assert found.residual == pytest.approx(0.002, rel=0.5)
+
+
+def test_an_outlier_bends_little() -> None:
+    chance = np.random.default_rng(1)
+    slopes, member = chance.uniform(0, 0.2, (60, len(TERMS))), np.ones((60, 1))
+    aim = slopes @ np.log([0.05, 2.0, 0.012, 0.06, 1.1]) + 0.002 * chance.standard_t(4, 60)
+    clean = _of_lines(aim, slopes, member).logarithms
+    aim[0] += 0.5
+    assert np.abs(_of_lines(aim, slopes, member).logarithms - clean).max() < 0.05
+
+
+def test_figures_of_other_devices_start_at_what_was_published() -> None:
+    known = {figure.says: figure for figure in figures()}
+    ddp = known["ResNet-50, batch 32: 16 GPUs"]
+    assert math.exp(ddp.slowdown) == pytest.approx(104 / 97) and ddp.linear == 0
+    assert ddp.speedup(ddp.slowdown) == pytest.approx(16 * 97 / 104)
+    strong = known["Eight nodes train 294800 images/s, 5.26 times as many"]
+    assert strong.speedup(strong.linear) == pytest.approx(8)
+    assert strong.speedup(strong.slowdown) == pytest.approx(5.259)
+    assert len({figure.origin for figure in known.values()}) == 7
+
+
+def test_predictions_start_from_the_terms_and_have_both_intervals() -> None:
+    words = (
+        "profile=resnet50_v100_fp32 hardware=v100_x8 strategy=overlap scaling=weak batch_size=32"
+    )
+    result, _ = predicted(read([*words.split(), "world_size=1,8"]))
+    alone, row = result["rows"]
+    assert alone["speedup"] == 1 and "speedup_interval_80" not in alone
+    (narrow, wide) = row["speedup_interval_80"], row["speedup_interval"]
+    assert wide[0] < narrow[0] < row["speedup"] < narrow[1] < wide[1]
+    # The point is the median: as far from either end, in factors.
+    assert row["speedup"] ** 2 == pytest.approx(wide[0] * wide[1])
+    given, _ = predicted(read([*words.split(), "world_size=8", "hardware.engage=0"]))
+    assert given["rows"][0]["speedup"] > row["speedup"]
+
+
+def test_terms_are_of_gpus_and_of_presets_that_take_them() -> None:
+    for name, takes in (("v100_x8", True), ("titanx_x4", False), ("emulated_1gbit", False)):
+        hardware = learned(parse(read_file("hardware", name)))
+        assert (hardware.learned is not None) == takes
+        assert (hardware.engage > 0) == takes
+
+
+@pytest.mark.slow
+def test_the_page_and_the_terms_are_those_of_today() -> None:
+    given = figures()
+    fit = fitted(given)
+    assert fit.prior.means == pytest.approx(published().means, abs=0.02)
+    rows = held_out(given, fit.logarithms)
+    score = Score.of(rows)
+    line = next(line for line in PAGE.read_text().splitlines() if line.startswith("| **all**"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    inside = [sum(row.covered(level) for row in rows) / len(rows) for level in LEVELS]
+    assert cells[1:3] == [str(len(rows)), f"{100 * score.median:.1f} %"]
+    assert cells[6:] == [f"{score.skill:.2f}", *(f"{100 * share:.0f} %" for share in inside)]
