@@ -210,7 +210,7 @@ def let_first_rank_report() -> None:
     An error that all ranks have is reported by rank 0, with which a launcher ends the others.
     """
     if not is_first_rank():
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a run would stop only after its step
         time.sleep(REPORT_S)
 
@@ -226,12 +226,20 @@ def reports_for_host() -> bool:
     return local == "0"
 
 
+def in_main_thread() -> bool:
+    """Return whether this is the only thread in which Python lets a program handle signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def end_on_signals(command: str) -> None:
     """End at SIGTERM or SIGUSR1 with a line, until a run's watchdog takes these signals.
 
     A torchrun that dies sends SIGTERM too. A handler would not run while the main thread waits in
-    a library for other ranks, so a thread of its own reads signals from the wake-up pipe.
+    a library for other ranks, so a thread of its own reads signals from the wake-up pipe. A command
+    that runs in another thread, as in Ray Train's workers, leaves signals to the process's owner.
     """
+    if not in_main_thread():
+        return
     signal.set_wakeup_fd(_pipe_to_end(command), warn_on_full_buffer=False)
     for number in ENDING:  # last: from now on a signal only fills the pipe
         signal.signal(number, lambda *_: None)

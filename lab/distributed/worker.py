@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.distributed.comm import Collective
+from lab.distributed.launcher import in_main_thread
 from lab.distributed.world import LIBRARY_MARGIN_S, World
 
 Job = Callable[[], Iterator[Collective]]  # yields what it begins; resumed when complete
@@ -380,7 +381,12 @@ class Watchdog:
         threading.Thread(target=self._look_for_silence, name="store", daemon=True).start()
 
     def listen_to_signals(self) -> None:
-        """Let a signal stop training at the end of a step; a second SIGINT stops it at once."""
+        """Let a signal stop training at the end of a step; a second SIGINT stops it at once.
+
+        Outside the main thread signals belong to the process's owner, and nothing changes.
+        """
+        if not in_main_thread():
+            return
         interrupts = 0
 
         def on_signal(number: int, _frame: object) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class SweepSettings:
     """The settings of a sweep itself."""
 
-    launcher: str = setting("local", "what starts the ranks of a cell", ("local", "slurm"))
+    launcher: str = setting("local", "what starts the ranks of a cell", ("local", "slurm", "ray"))
     world_size: tuple[int, ...] = setting((1,), "numbers of ranks (a list)", at_least=1)
     repeats: int = setting(
         1, "how many times to measure the whole grid, one after the other", at_least=1

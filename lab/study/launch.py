@@ -81,7 +81,11 @@ def _record(directory: Path) -> Record | None:
 
 
 def run_cells(
-    root: Path, cells: Sequence[Cell], turns: int | None, timeout_s: float, lock: int
+    root: Path,
+    cells: Sequence[Cell],
+    turns: int | None,
+    timeout_s: float,
+    lock: int | None = None,
 ) -> list[Record]:
     """Run cells in `root` under one fresh torchrun or horovodrun; return their records.
 
@@ -92,7 +96,8 @@ def run_cells(
         cells: one, or several of one start (lab.study.run).
         turns: steps of a turn; None: the only cell takes none.
         timeout_s: seconds for each cell.
-        lock: descriptor of the study's lock, which the launcher holds if this process dies.
+        lock: descriptor of the study's lock, which the launcher holds if this process dies; None:
+            on another host, which cannot hold it.
     """
     directories = [make_directory(root, cell) for cell in cells]
     log, one = directories[0] / "output.log", cells[0]
@@ -113,7 +118,9 @@ def run_cells(
     ]
 
 
-def _outcome(command: list[str], log: Path, timeout_s: float, lock: int) -> tuple[Status, str]:
+def _outcome(
+    command: list[str], log: Path, timeout_s: float, lock: int | None
+) -> tuple[Status, str]:
     """Run a command; return how a run ended that left no record, and why."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -123,7 +130,7 @@ def _outcome(command: list[str], log: Path, timeout_s: float, lock: int) -> tupl
             stderr=subprocess.STDOUT,
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
-            pass_fds=[lock],
+            pass_fds=[] if lock is None else [lock],
             preexec_fn=end_with_parent,
         )
         try:

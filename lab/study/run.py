@@ -1,4 +1,4 @@
-"""Run the missing cells of a study: here, one fresh torchrun per cell, or as SLURM job arrays."""
+"""Run the missing cells of a study: one fresh torchrun per cell, here, on SLURM or on Ray."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     _check_launcher(study)
     root = _make_root(study)
     print(source, flush=True)
-    run_missing = _run_on_slurm if study.launcher == "slurm" else _run_here
+    run_missing = _run_here if study.launcher == "local" else _run_by_scheduler
     try:
         with _alone(root) as lock, serve(study, root) if study.live else _unseen() as ended:
             saved.save(root, study)
@@ -116,12 +116,16 @@ def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator
             yield record.status
 
 
-def _run_on_slurm(study: Study, root: Path, _lock: int, ended: CellEnded) -> Iterator[str]:
+def _run_by_scheduler(study: Study, root: Path, _lock: int, ended: CellEnded) -> Iterator[str]:
     """Submit every cell that has no record yet; yield the status of each as it ends."""
     from lab.study.launch import already, recorded
-    from lab.study.slurm import run_cells
 
-    positions = itertools.count(1)  # jobs end in any order
+    if study.launcher == "ray":
+        from lab.study.ray import run_cells
+    else:
+        from lab.study.slurm import run_cells
+
+    positions = itertools.count(1)  # cells end in any order
 
     def label(cell: Cell) -> str:
         return f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
@@ -151,23 +155,25 @@ def _outcome(record: Record) -> str:
 
 
 def _check_launcher(study: Study) -> None:
-    """Refuse cells that cannot be started, for lack of SLURM, Horovod or GPUs, before any runs."""
-    on_slurm = study.launcher == "slurm"
+    """Refuse cells that cannot be started, for lack of a program or of GPUs, before any runs."""
+    launcher = study.launcher
     if any(cell.over_horovod for cell in study.cells):
-        if on_slurm:
+        if launcher == "slurm":
             raise ConfigError("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
         if importlib.util.find_spec("horovod") is None:
             raise ConfigError("comm=horovod: Horovod is not installed; make horovod")
     clusters = set(filter(None, (cell.cluster for cell in study.cells)))
-    if study.turns and on_slurm:
-        raise ConfigError(f"turns={study.turns}: launcher=slurm starts each cell by itself")
-    if clusters and on_slurm:
-        raise ConfigError("launcher=slurm: starts no emulated clusters; leave cluster= out")
+    if study.turns and launcher != "local":
+        raise ConfigError(f"turns={study.turns}: launcher={launcher} starts each cell by itself")
+    if clusters and launcher != "local":
+        raise ConfigError(f"launcher={launcher}: starts no emulated clusters; leave cluster= out")
     for cluster in clusters:
         sandbox.find(cluster)
-    if on_slurm:
-        if shutil.which("sbatch") is None:
-            raise ConfigError("launcher=slurm: there is no sbatch on the PATH")
+    if launcher == "slurm" and shutil.which("sbatch") is None:
+        raise ConfigError("launcher=slurm: there is no sbatch on the PATH")
+    if launcher == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("launcher=ray: Ray is not installed: pip install 'scaling-lab[ray]'")
+    if launcher != "local":
         return
     from lab.distributed.world import check_gpus
 

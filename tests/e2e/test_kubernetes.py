@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from typing import Any
 
+import kubeflow_trainer_api.models as trainer_models
 import pytest
 import yaml
 from kubeflow.training import models
@@ -58,15 +59,31 @@ def check(manifest: dict[str, Any]) -> None:
     as_model(MODELS[manifest["kind"]], manifest)
 
 
+def check_v2(manifest: dict[str, Any]) -> None:
+    """Parse a manifest of Trainer v2 as its published type, which drops what it does not know."""
+    model = getattr(trainer_models, f"TrainerV1alpha1{manifest['kind']}")
+    assert model.from_dict(manifest).to_dict() == manifest
+
+
+def read_v2() -> tuple[dict[str, Any], dict[str, Any]]:
+    runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    return runtime, job
+
+
+def replicated_job(runtime: dict[str, Any]) -> dict[str, Any]:
+    (found,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    return found
+
+
 def pod(job: dict[str, Any]) -> dict[str, Any]:
     return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
 
 
 def test_all_manifests_are_applied_and_keep_to_their_types() -> None:
     resources = read("kustomization.yaml")["resources"]
-    assert sorted([*resources, "kustomization.yaml"]) == sorted(
+    assert {*resources, "kustomization.yaml", "trainjob.yaml"} == {
         str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")
-    )
+    }
     for name in resources:
         check(read(name))
 
@@ -119,8 +136,45 @@ def test_arguments_suit_every_number_of_pods() -> None:
     assert config.cell and config.checkpoint_every
 
 
-def test_pod_fits_its_image_and_its_claim() -> None:
-    spec = pod(read("pytorchjob.yaml"))
+def test_trainjob_and_its_runtime_keep_to_their_types_and_names() -> None:
+    runtime, job = read_v2()
+    for manifest in (runtime, job):
+        check_v2(manifest)
+    reference = job["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    node = replicated_job(runtime)
+    (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+    assert node["name"] == container["name"] == "node"  # which Trainer's torch plugin looks for
+    labels = node["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    (tag,) = (image["newTag"] for image in read("kustomization.yaml")["images"])
+    trainer = job["spec"]["trainer"]
+    assert trainer["image"] == f"scaling-lab:{tag}"
+    config = load(trainer["args"])
+    check_batch(config, trainer["numNodes"] * trainer["numProcPerNode"])
+    assert config.resume == "auto" and config.cell and config.checkpoint_every
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong"),
+    [("spec", {"nodes": 2}), ("spec trainer", {"numNodes": "2"}), ("spec runtimeRef", {"name": 1})],
+)
+def test_wrong_trainjob_is_refused(where: str, wrong: dict[str, Any]) -> None:
+    _, job = read_v2()
+    node = job
+    for key in where.split():
+        node = node[key]
+    node |= wrong
+    with pytest.raises((AssertionError, ValueError)):
+        check_v2(job)
+
+
+OF_V1 = pod(read("pytorchjob.yaml"))
+OF_V2 = replicated_job(read_v2()[0])["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("spec", [OF_V1, OF_V2], ids=["PyTorchJob", "TrainJob"])
+def test_pod_fits_its_image_and_its_claim(spec: dict[str, Any]) -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
     assert f"USER {spec['securityContext']['runAsUser']}\n" in dockerfile
     wait = re.search(r"PET_SHUTDOWN_TIMEOUT=(\d+)", dockerfile)

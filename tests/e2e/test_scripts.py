@@ -8,11 +8,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from tests.conftest import ROOT, Finished
 from tests.support import HANG_S
 
+TEXT, OBJECT, WHOLE = {"type": "string"}, {"type": "object"}, {"type": "integer"}
+# Of SkyPilot 0.14.1 (Apache-2.0), sky/utils/schemas.py: all keys of a task and some of those of its
+# resources, with the types of those that a recipe may use.
+SKYPILOT_TASK = {
+    "additionalProperties": False,
+    "properties": {
+        **dict.fromkeys(("name", "event_callback", "setup", "run"), TEXT),
+        **dict.fromkeys(("file_mounts", "service", "pool", "file_mounts_mapping"), OBJECT),
+        **dict.fromkeys(("inputs", "outputs", "config", "_metadata"), OBJECT),
+        "num_nodes": WHOLE,
+        "workdir": {"anyOf": [TEXT, {**OBJECT, "required": ["url"]}]},
+        "resources": {
+            **OBJECT,
+            "properties": {"accelerators": {"anyOf": [TEXT, {**OBJECT, "maxProperties": 1}]}},
+        },
+        "envs": {
+            **OBJECT,
+            "patternProperties": {"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
+            "additionalProperties": False,
+        },
+        "volumes": OBJECT,
+        "volume_mounts": {"type": "array"},
+        "secrets": {"oneOf": [OBJECT, {"type": "array"}]},
+        "managed_secrets": {"type": "array"},
+        "api_server_access": {"type": "boolean"},
+    },
+}
 NODE = ("node.sh", "--rendezvous", "a:1", "--job", "a", "--nodes", "1", "--ranks", "1")
 
 
@@ -164,3 +193,25 @@ def test_help(name: str) -> None:
     done = run(name, "--help", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert done.code == 0
     assert f"launch/{name}" in done.out
+
+
+def test_skypilot_recipe_keeps_to_its_schema_and_starts_node_sh(
+    launchers: str, tmp_path: Path
+) -> None:
+    task = yaml.safe_load((ROOT / "launch/skypilot.yaml").read_text())
+    jsonschema.validate(task, SKYPILOT_TASK)
+    for wrong in ({"nodes": 2}, {"num_nodes": "2"}, {"envs": {"SETTINGS": 1}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(task | wrong, SKYPILOT_TASK)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    of_node = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8"}
+    variables = {f"SKYPILOT_{name}": text for name, text in of_node.items()}
+    variables |= {"PATH": launchers, "SKYPILOT_TASK_ID": "t1", "SETTINGS": "steps=2 device=cpu"}
+    line = ["bash", "-c", task["run"]]
+    done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    words = " ".join(done.stdout.split())
+    assert "--nnodes 2 --nproc-per-node 8 " in words, done.stderr
+    assert "--rdzv-endpoint 10.0.0.1:29400 --rdzv-id t1 " in words
+    assert words.endswith("-m lab.train runs_dir=/runs steps=2 device=cpu")
