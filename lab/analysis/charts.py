@@ -81,8 +81,8 @@ def speedup_bars(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     facet = alt.Facet("series:N", title=None, sort=[*titles.values()], header=header)
     body = panel.facet(facet=facet, columns=columns, spacing=GAP)
     about = [f"Speedup over {baselines(points)}, {_scaling(points)}. {repeats(points)}."]
-    about += _notes(points, "Pale")
-    return Chart("speedup_bars", _fastest(points), about, body, width)
+    notes = _notes(points, "Pale")
+    return Chart("speedup_bars", _fastest(points), about, body, width, notes)
 
 
 def scaling(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -99,7 +99,7 @@ def speedup(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         f"Speedup over {baselines(points)}, {_scaling(points)}. Dotted: ideal. {repeats(points)}."
     ]
     drawn = _over_ranks(points, looks, width, "speedup", ideal="ranks")
-    return Chart("speedup", _fastest(points), [*about, *_notes(points)], *drawn)
+    return Chart("speedup", _fastest(points), about, *drawn, _notes(points))
 
 
 def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -112,7 +112,7 @@ def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     )
     about = [f"Efficiency: speedup / ranks, {_scaling(points)}. {repeats(points)}."]
     drawn = _over_ranks(points, looks, width, "efficiency", ideal="one")
-    return Chart("efficiency", message, [*about, *_notes(points)], *drawn)
+    return Chart("efficiency", message, about, *drawn, _notes(points))
 
 
 def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -125,7 +125,7 @@ def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     about = [f"Throughput of all ranks, {_scaling(points)}. {repeats(points)}."]
     about += [f"A {unit} has {each} {best['prediction']}s."] if each > 1 else []
     drawn = _over_ranks(points, looks, width, "samples_per_s", f"{unit}s per second")
-    return Chart("throughput", message, [*about, *_notes(points)], *drawn)
+    return Chart("throughput", message, about, *drawn, _notes(points))
 
 
 def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -181,8 +181,8 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         panels=lambda size: f"{batch} {size}",
         columns=columns,
     )
-    about = [f"{what} {runs}.", *_notes(points, "Pale")]
-    return Chart("step_time", _exposed(points, shares), about, body, width)
+    notes = _notes(points, "Pale")
+    return Chart("step_time", _exposed(points, shares), [f"{what} {runs}."], body, width, notes)
 
 
 def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -216,7 +216,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         ideal="ring" if parameters > 0 else "",
         logarithmic=True,
     )
-    return Chart("payload", message, [*about, *_notes(sent)], *drawn)
+    return Chart("payload", message, about, *drawn, _notes(sent))
 
 
 CHARTS: dict[str, Callable[[Frame, Looks, int], Chart]] = {

@@ -66,6 +66,7 @@ class Chart:
         about: what is drawn, and of which runs: lines below the title.
         body: the chart itself, with its data.
         width: pixels of its panels together, for lines of text.
+        notes: more lines, which charts of one study share: a page says them once.
     """
 
     name: str
@@ -73,15 +74,18 @@ class Chart:
     about: Sequence[str]
     body: Any
     width: int
+    notes: Sequence[str] = ()
 
     @property
     def caption(self) -> str:
         """Message and notes as sentences."""
-        return " ".join(f"{text.rstrip('.')}." for text in (self.message, *self.about))
+        texts = (self.message, *self.about, *self.notes)
+        return " ".join(f"{text.rstrip('.')}." for text in texts)
 
     def with_title(self) -> Any:
         """Return the chart of Altair with its title, which notebooks show."""
-        wrapped = [line for text in self.about for line in wrap(text, self.width, SUBTITLE_PX)]
+        below = (*self.about, *self.notes)
+        wrapped = [line for text in below for line in wrap(text, self.width, SUBTITLE_PX)]
         title = alt.TitleParams(text=wrap(self.message, self.width, TITLE_PX), subtitle=wrapped)
         return self.body.properties(title=title).configure(**CONFIG)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,20 +13,41 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
+from lab.analysis.charts import NothingToDraw
 from lab.analysis.compare import noise_floor
 from lab.analysis.places import Place, Where, columns_of, places_of
 from lab.analysis.points import points_of
 from lab.analysis.records import commits_of, load_study
-from lab.draw.chart import GREY, GRID, Chart
+from lab.draw.chart import GREY, GRID, WIDTH, Chart
 from lab.draw.looks import LineStyle, looks_of, order
-from lab.draw.plots import ALONE, GAP, MOST_COLUMNS, PANEL, legend_columns, round_values
+from lab.draw.plots import (
+    ALONE,
+    GAP,
+    MOST_COLUMNS,
+    PANEL,
+    Axis,
+    legend_columns,
+    lines,
+    round_values,
+)
 from lab.draw.text import markdown
 from lab.model.profile import Profile
 from lab.record.files import write_json
 from lab.settings.atomic import write_atomically
 from lab.simulate.fit import fitted_groups
 from lab.simulate.hardware import parse
-from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell, with_exposed
+from lab.simulate.score import (
+    LARGEST_FITTED,
+    NONE,
+    Group,
+    Observation,
+    ScoredCell,
+    held_out,
+    score,
+    scored_cell,
+    with_exposed,
+)
+from lab.simulate.step import predict
 from lab.simulate.view import at, fitted_values
 
 COLUMNS = (
@@ -33,6 +55,7 @@ COLUMNS = (
     "overlapped steps, on average",
 )
 
+BEYOND = (2, 4, 8)  # times the most ranks that were measured
 BAND = 0.3  # relative error up to which a prediction lies in the figure's band
 SHAPES: dict[LineStyle, str] = {"-": "circle", "--": "square", ":": "triangle", "-.": "diamond"}
 
@@ -180,6 +203,67 @@ def chart(card: Scorecard) -> Chart:
     )
     about = f"held-out cells of {card.study}; the line: as measured; the band: ± {100 * BAND:.0f} %"
     return Chart("scores", message, [about], body, columns * (side + GAP))
+
+
+def beyond(card: Scorecard, width: int = WIDTH) -> Chart:
+    """Chart speedup at the largest batch: measured, and predicted on more ranks than were measured.
+
+    Each of these ranks has a machine of its own, also if those measured shared one's cores.
+
+    Raises:
+        NothingToDraw: no cell on several ranks was measured.
+    """
+    group = max(card.groups, key=lambda each: len(each.observations))
+    largest = max(map(_batch_size, group.observations))
+    cells = [one for one in group.observations if _batch_size(one) == largest]
+    (profile, _), *_ = Counter(one.profile for one in cells).most_common()
+    cells = [one for one in cells if one.profile == profile]
+    alone = [one.step_s for one in cells if one.world_size == 1]
+    measured = max(one.world_size for one in cells)
+    if not alone or measured == 1:
+        raise NothingToDraw("predicted beyond what was measured: nothing was, on several ranks")
+    more = [measured * factor for factor in BEYOND if not largest % (measured * factor)]
+    rows = [row for one in cells for row in _rows(group, one, median(alone), more)]
+    data: Any = pd.DataFrame(rows)
+    sizes = sorted(set(data["x"]))
+    last = data[(data["x"] == sizes[-1]) & (data["series"] != NONE)]
+    best = last.loc[last["value"].idxmax()]
+    message = (
+        f"Predicted: {best['series']} is the fastest on {sizes[-1]} ranks, with "
+        f"{best['value']:.3g} × one rank"
+    )
+    about = [
+        f"Global batch {largest}. Filled: measured. Hollow: predicted, each rank on its own "
+        f"machine; upright: what the fit to cells of 1 and {LARGEST_FITTED} ranks leaves open. "
+        "Dotted: ideal."
+    ]
+    x, y = (Axis(name, log=2, ticks=sizes) for name in ("ranks", "speedup"))
+    drawn = lines(data, x, y, looks_of(data["series"]), reference="ideal", width=width)
+    return Chart("beyond", message, about, *drawn)
+
+
+def _batch_size(one: Observation) -> int:
+    return one.world_size * one.per_rank_batch_size
+
+
+def _rows(
+    group: Group, one: Observation, alone_s: float, more: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the measured speedup of a cell, and beyond the last one the predicted ones."""
+    point = {"series": one.name, "low": math.nan, "high": math.nan}
+    measured = alone_s / one.step_s
+    rows = [point | {"x": one.world_size, "value": measured, "hollow": False}]
+    for size in more if 2 * one.world_size in more else ():
+        best, *others = (
+            predict(
+                one.profile, replace(each, num_cores=None), one.strategy, size, _batch_size(one)
+            )
+            for each in (group.hardware, *group.draws)
+        )
+        ends = sorted([best.speedup, *(other.speedup for other in others)])
+        known = {"x": size, "value": best.speedup, "low": ends[0], "high": ends[-1]}
+        rows.append(point | known | {"hollow": True})
+    return [row | {"ideal": float(row["x"])} for row in rows]
 
 
 def _panel(data: Any, what: str, side: int) -> Any:

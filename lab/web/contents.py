@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,22 +16,24 @@ from lab.analysis.points import Point
 from lab.analysis.records import Study
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
-from lab.analysis.summary import leader_lines, shared_runs
+from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
-from lab.diagnosis.rules import Verdict, judge, remedies
-from lab.diagnosis.view import full, headline, reason
+from lab.diagnosis.rules import Remedy, Verdict, judge, remedies
+from lab.diagnosis.split import time_split
+from lab.diagnosis.view import MAX_REMEDIES, full, headline
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.reading import DamagedFile, read_json
 from lab.simulate.predict import DEFAULT_PROFILE
 from lab.web.drawing import WIDTH, Drawing, drawing
-from lab.web.sentences import verdict
-from lab.web.tables import Table, TableCell, of_texts, percent_text, points_table
+from lab.web.sentences import Finding, finding
+from lab.web.tables import Table, TableCell, number_text, of_texts, percent_text, points_table
 
 CHARTS = ("speedup", "efficiency", "throughput", "step_time", "payload", "convergence")
 HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score
 MOST_SERIES = 40  # of a chart; more look alike
 MOST_TIMELINES = 8  # of a study: first repeats of as many breakdowns
+ABOUT = ("runs", "model", "data", "device", "measured")
 MACHINE = ("hostname", "cpu", "num_cores", "memory_gib", "gpus", "os", "python", "torch", "nccl")
 
 
@@ -43,14 +45,33 @@ class Explanation:
     text: str
 
 
+@dataclass(frozen=True)
+class Help:
+    """A change to try.
+
+    Attributes:
+        change: settings as typed, or a number of ranks.
+        gain: the most that it may save; empty: unknown.
+    """
+
+    change: str
+    why: str
+    gain: str
+
+
 @dataclass
 class Contents:
     """A study as a page shows it.
 
     Attributes:
-        verdict: two sentences.
-        facts: what was run, and on what, by name.
+        finding: what it found.
+        about: what was run, on what and when, in a line.
+        facts: the same in full, by name.
         notes: on reading tables and charts.
+        helps: what would help the fastest point most, the best first.
+        split: where the time of steps goes; None: nothing to explain.
+        beyond: predicted on more ranks than were measured; None: nothing is known of the layers.
+        charts: the first is the one to look at.
         left_out: what the study cannot show, and why.
         records: every record, as its file has it.
     """
@@ -58,15 +79,25 @@ class Contents:
     study: Study
     points: Sequence[Point]
     floor: float
-    verdict: Sequence[str]
+    finding: Finding
+    about: str
     facts: dict[str, str]
     notes: Sequence[str]
     tables: list[Table]
     charts: list[Drawing]
     timelines: list[Drawing]
+    helps: Sequence[Help]
     explanations: list[Explanation]
     records: list[dict[str, Any]]
-    left_out: list[str] = field(default_factory=list[str])
+    left_out: list[str]
+    split: Drawing | None = None
+    beyond: Drawing | None = None
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        """All charts, in no order."""
+        more = (self.split, self.beyond)
+        return [*self.charts, *self.timelines, *(each for each in more if each)]
 
 
 @dataclass(frozen=True)
@@ -94,25 +125,32 @@ def contents_of(folder: Path, prefix: str) -> Contents:
     """
     results, left_out = load(folder), list[str]()
     study, points, floor = results.study, results.points, results.floor
-    explained = [(each, judge(each)) for each in _evidence(results, left_out)]
-    notes = (*leader_lines(points, floor), floor_text(floor), shared_runs(points))
+    explained = {e.point.place: (e, judge(e)) for e in _evidence(results, left_out)}
+    found, facts = finding(points, floor, explained), _facts(study)
+    split = [explained[p.place] for p in (found.best, found.baseline) if p and p.place in explained]
+    charts = _charts(results, prefix, left_out)
+    notes = [floor_text(floor), shared_runs(points), *(charts[0].shared if charts else ())]
     made = Contents(
         study=study,
         points=points,
         floor=floor,
-        verdict=verdict(points, floor, {e.point.place: reason(e, v) for e, v in explained}),
-        facts=_facts(study),
+        finding=found,
+        about=" · ".join(facts[key] for key in ABOUT if key in facts),
+        facts=facts,
         notes=[note for note in notes if note],
         tables=[points_table(points, f"{prefix}points")],
-        charts=_charts(results, prefix, left_out),
+        charts=charts,
         timelines=_timelines(study, prefix, left_out),
-        explanations=[_explanation(e, v) for e, v in explained],
+        helps=_helps(*split[0], points) if found.best and found.best.place in explained else (),
+        explanations=[_explanation(*each) for each in explained.values()],
         records=[read_json(c.folder / "record.json") for c in study.cells],
         left_out=left_out,
     )
-    for find in (predictions_table, claims_tables):
+    if split:
+        made.split = drawing(f"{prefix}split", time_split([e for e, _ in split], WIDTH))
+    for add in (_add_predictions, _add_claims):
         try:
-            made.tables += find(folder, study, prefix)
+            add(made, prefix)
         except ValueError as why:
             left_out.append(str(why))
     made.tables += _troubles(study, prefix)
@@ -138,17 +176,37 @@ def _explanation(evidence: Evidence, found: Verdict) -> Explanation:
     return Explanation(headline(evidence, found), text.partition("\n\n")[2])
 
 
+def _helps(evidence: Evidence, found: Verdict, points: Sequence[Point]) -> list[Help]:
+    """List what would help a point, without strategies that were measured in its place."""
+    measured = {
+        f"strategy={point.strategy}"
+        for point in points
+        if (point.context, point.world_size) == (evidence.point.context, evidence.one.world_size)
+    }
+    rest = [one for one in remedies(evidence, found) if one.switch not in measured]
+    rest.sort(key=lambda one: -one.saves_s if one.saves_s > 0 else math.inf)
+    return [Help(one.text, one.why, _gain(one, evidence)) for one in rest[:MAX_REMEDIES]]
+
+
+def _gain(one: Remedy, evidence: Evidence) -> str:
+    if math.isnan(one.saves_s):
+        return ""
+    share = number_text(100 * one.saves_s / evidence.step_s, digits=2)
+    return f"up to {number_text(one.saves_s, 1e3)} ms of a step, {share} %"
+
+
 def _charts(results: Results, prefix: str, left_out: list[str]) -> list[Drawing]:
     found = list[Drawing]()
-    names = [(scaling, each) for scaling in results.scalings for each in CHARTS]
+    names = [(scaling, each) for each in CHARTS for scaling in results.scalings]
     names = [] if len(results.looks) > MOST_SERIES else names
+    names[1:1] = [("strong", "map_of_strategies")] * results.has_map
     commands = {
         point.place: sweep_command(
             results.study, point.one, point.one.strategy, str(point.one.world_size)
         )
         for point in results.points
     }
-    for scaling, name in [("strong", "map_of_strategies")] * results.has_map + names:
+    for scaling, name in names:
         try:
             chart = results.chart(name, scaling, WIDTH, commands)
             found.append(drawing(f"{prefix}{scaling}-{name}", chart))
@@ -178,8 +236,8 @@ def _facts(study: Study) -> dict[str, str]:
     done = sum(cell.status == "done" for cell in cells)
     times = sorted(cell.started_at for cell in cells if cell.started_at)
     facts = {
-        "runs": f"{done} of {len(cells)} done",
-        "measured": " to ".join(dict.fromkeys([times[0][:16], times[-1][:16]])) if times else "",
+        "runs": f"{done} runs" if done == len(cells) else f"{done} of {len(cells)} runs done",
+        "measured": " to ".join(dict.fromkeys([times[0][:10], times[-1][:10]])) if times else "",
         "commits": _values(cell.commit[:10] or "changed files" for cell in cells),
     }
     for key in ("model", "data", "precision", "device"):
@@ -218,46 +276,48 @@ def _worded(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def predictions_table(folder: Path, study: Study, prefix: str) -> list[Table]:
-    """Fit hardware to a study's cells of one and two ranks, and predict all of its cells.
+def _add_predictions(to: Contents, prefix: str) -> None:
+    """Fit hardware to a study's cells of one and two ranks, predict all of its cells, and more.
 
     Raises:
         ValueError: it cannot be fitted.
     """
-    if not any(cell.profile for cell in study.cells):
-        return []  # real layers, which only a profile of them would tell apart
-    from lab.simulate.scorecard import of_study
+    if not any(cell.profile for cell in to.study.cells):
+        return  # real layers, which only a profile of them would tell apart
+    from lab.simulate.scorecard import beyond, of_study
 
     profile, hardware = (
         read_file(group, name, None)
         for group, name in (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
     )
-    card = of_study(folder, profile, hardware)
+    card = of_study(to.study.folder, profile, hardware)
     header = ["strategy", "profile", "links", "ranks", "batch", "measured ms", "predicted ms"]
     rows = [
         [
             *(cell.strategy, cell.profile, cell.conditions),
             *(str(cell.world_size), str(cell.batch_size)),
-            *(f"{1e3 * median(cell.measured_s):.4g}", f"{1e3 * cell.predicted_s:.4g}"),
-            *(f"{100 * cell.error:+.1f} %", cell.evidence),
+            *(number_text(each, 1e3) for each in (median(cell.measured_s), cell.predicted_s)),
+            *(f"{100 * cell.error:+.1f}", cell.evidence),
         ]
         for cell in card.cells
     ]
-    title = "Predicted beside measured steps; of fitted cells the error says little"
-    return [of_texts(f"{prefix}predicted", title, [*header, "error", "cell"], rows)]
+    title = "Predicted and measured steps; the error of cells that were fitted says little"
+    header += ["error %", "cell"]
+    to.tables.append(of_texts(f"{prefix}predicted", title, header, rows))
+    to.beyond = drawing(f"{prefix}beyond", beyond(card, WIDTH))
 
 
-def claims_tables(folder: Path, study: Study, prefix: str) -> list[Table]:
+def _add_claims(to: Contents, prefix: str) -> None:
     """Judge the published claims that the study measures, if there are claims of its name."""
-    if study.name not in choices_of("claims"):
-        return []
+    if to.study.name not in choices_of("claims"):
+        return
     from lab.claims.findings import verify  # imports torch
     from lab.claims.page import claim_line, header_of
 
-    found = verify(study.name, folder)
+    found = verify(to.study.name, to.study.folder)
     rows = [claim_line(verdict) for verdict in found.verdicts]
     title = f"Published claims: {found.paper.title}"
-    return [of_texts(f"{prefix}claims", title, header_of(found.verdicts), rows)]
+    to.tables.append(of_texts(f"{prefix}claims", title, header_of(found.verdicts), rows))
 
 
 def compare(first: Contents, second: Contents) -> Compared:

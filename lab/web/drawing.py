@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,12 +28,14 @@ class Drawing:
         name: identifies it on the page.
         title: what it shows.
         note: how to read it: number of runs, kind of intervals.
+        shared: notes that the study's other charts have too.
         spec: Vega-Lite, with its data inside.
     """
 
     name: str
     title: str
     note: str
+    shared: Sequence[str]
     spec: dict[str, Any]
 
     def svg(self) -> str:
@@ -46,7 +49,7 @@ def drawing(name: str, chart: Chart) -> Drawing:
     spec = chart.spec(title=False)
     del spec["$schema"]  # the page's own library reads it
     spec["config"] |= {"background": None, "aria": False, "padding": 2}
-    return Drawing(name, chart.message, " ".join(chart.about), spec)
+    return Drawing(name, chart.message, " ".join(chart.about), chart.notes, spec)
 
 
 def bundle() -> str:

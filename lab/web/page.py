@@ -102,7 +102,7 @@ def render(parts: Parts, progress: Progress | None = None) -> str:
     charts = [
         replace(chart, spec=clean(chart.spec))
         for study in parts.studies
-        for chart in (*study.charts, *study.timelines)
+        for chart in study.drawings
     ]
     script = "\n".join([bundle(), (ASSETS / "page.js").read_text()])
     style = (ASSETS / "page.css").read_text()

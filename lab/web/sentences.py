@@ -1,85 +1,171 @@
-"""The verdict on a study: two sentences with figures."""
+"""What a study found: a sentence that anyone understands, three figures, and how sure they are."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lab.analysis.compare import leaders
 from lab.analysis.points import CEILING, Place, Point
-from lab.measure.intervals import ENOUGH_REPEATS, of_ratio
-from lab.web.tables import interval_text, percent_text
+from lab.diagnosis.evidence import Evidence
+from lab.diagnosis.rules import Verdict
+from lab.diagnosis.view import reason
+from lab.measure.intervals import ENOUGH_REPEATS, Interval
+from lab.web.tables import number_text
 
-Reasons = Mapping[Place, str]
+BASELINES = ("allreduce", "ddp", "horovod", "tree")  # what people use, the most common first
+LIMITS = {
+    "input": "Waiting for data",
+    "straggler": "A slow rank",
+    "exchange": "Exchange",
+    "fixed": "Compute",
+}
+Explained = Mapping[Place, tuple[Evidence, Verdict]]
 
 
-def verdict(points: Sequence[Point], floor: float, reasons: Reasons) -> list[str]:
-    """Say what is fastest, how sure that is, and why it is not faster.
+@dataclass(frozen=True)
+class Figure:
+    """A large figure: what it is, its value, and a line on how to read it."""
+
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a study found, at its most ranks and largest batch.
+
+    Attributes:
+        verdict: a sentence for anyone.
+        more: sentences on how sure it is, and on what was not told apart.
+        figures: the best strategy, its speedup, and what limits it; empty: nothing to judge.
+        best: the fastest point; None: nothing to judge.
+        baseline: the usual strategy at the same place; None: it was not measured, or is the best.
+    """
+
+    verdict: str
+    more: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    best: Point | None = None
+    baseline: Point | None = None
+
+
+def finding(points: Sequence[Point], floor: float, explained: Explained) -> Finding:
+    """Say what is fastest, how sure that is, and what limits it.
 
     The place is that with the most ranks, of those the largest batch, and of several models or
     links there that with the most series.
 
     Args:
         floor: the study's noise floor.
-        reasons: what holds a point back.
+        explained: why points take as long as they do.
     """
     running = [point for point in points if point.num_repeats and point.strategy != CEILING]
     if not running:
         of_none = sum(point.num_repeats > 0 for point in points)
         if not of_none:
-            return ["No run has finished."]
-        return [f"Only {CEILING} was measured, at {of_none} points: there is no exchange to judge."]
+            return Finding("No run has finished.")
+        only = f"Only {CEILING} was measured, at {of_none} points."
+        return Finding(f"{only} It exchanges nothing, so there is no exchange to judge.")
     size = max((point.world_size, point.fixed_batch_size) for point in running)
     here = [point for point in running if (point.world_size, point.fixed_batch_size) == size]
     context = Counter(point.context for point in here).most_common(1)[0][0]
-    here = [point for point in here if point.context == context]
-    return [_fastest(here, floor), *_why(here, reasons)]
+    here = sorted((p for p in here if p.context == context), key=lambda point: point.step_s)
+    best = here[0]
+    usual = [p for name in BASELINES for p in here if p.strategy == name and p is not best]
+    baseline = usual[0] if usual and best.strategy != BASELINES[0] else None
+    why = explained.get(best.place)  # one rank has none, nor has a run whose files are damaged
+    figures = [_best(here), _speed(best), *([_limit(*why)] if why else [])]
+    return Finding(_verdict(best, baseline), _certainty(here, floor), figures, best, baseline)
 
 
-def _fastest(points: Sequence[Point], floor: float) -> str:
-    ordered = sorted(points, key=lambda point: point.step_s)
-    best, first = ordered[0], leaders(points, floor)
-    ranks = f"{best.world_size} rank{'s' if best.world_size > 1 else ''}"
-    batch = "batch" if best.scaling == "strong" else "a per-rank batch of"
-    place = f"On {ranks} at {batch} {best.fixed_batch_size}"
-    speed = f"{1e3 * best.step_s:.3g} ms a step{_speedup(best)}, n = {best.num_repeats}"
-    if len(ordered) == 1:
-        return f"{place}, {best.label} takes {speed}; nothing else was measured there."
+def _verdict(best: Point, baseline: Point | None) -> str:
+    ranks = ranks_text(best.world_size)
+    if math.isnan(best.speedup.mid) or best.world_size == 1:
+        time = f"{number_text(best.step_s, 1e3)} ms"
+        return f"{best.label} is the fastest way that was measured on {ranks}: {time} a step."
+    times = best.speedup.mid
+    speed = f"{number_text(times)} times as fast as one"
+    gain = ""
+    if baseline and (more := number_text(baseline.step_s / best.step_s)) != "1.00":
+        gain = f", and {more} times as fast as with {baseline.label}"
+    if times > 1:
+        return f"With {best.label}, {ranks} train {speed}{gain}."
+    return f"{ranks} train no faster than one: with {best.label}, the fastest, {speed}{gain}."
+
+
+def _certainty(here: Sequence[Point], floor: float) -> list[str]:
+    """Say whether the best of points, the fastest first, may be so by chance."""
+    best, count = here[0], len(here)
+    where = f"{batch_text(best)}, {ranks_text(best.world_size)}"
+    if count == 1:
+        return [f"Nothing else was measured there ({where})."]
     if best.num_repeats < ENOUGH_REPEATS:
-        return (
-            f"{place}, {best.label} was the fastest of {len(ordered)} ({speed}), but fewer than "
-            f"{ENOUGH_REPEATS} repeats cannot tell whether by chance."
-        )
-    others = [point.label for point in points if point.series in first and point is not best]
+        runs = "once" if best.num_repeats == 1 else f"{best.num_repeats} times"
+        return [f"Each ran {runs}, so this may be chance; {ENOUGH_REPEATS} repeats would tell."]
+    first = leaders(here, floor)
+    others = [point.label for point in here if point.series in first and point is not best]
     if others:
-        return (
-            f"{place}, {best.label} was the fastest of {len(ordered)} ({speed}), "
-            f"not distinguishable from {_listed(others)}."
-        )
-    second = ordered[1]
-    shared = [key for key in best.steps_s if key in second.steps_s]
-    gain = of_ratio([second.steps_s[k] for k in shared], [best.steps_s[k] for k in shared])
-    return (
-        f"{place}, {best.label} is the fastest of {len(ordered)} ({speed}): "
-        f"the step of {second.label}, the next, takes {percent_text(gain)} longer."
-    )
+        verb = "is" if len(others) == 1 else "are"
+        return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can tell."]
+    second = here[1]
+    slower = number_text(100 * (second.step_s / best.step_s - 1), digits=2)
+    return [f"The next, {second.label}, takes {slower} % longer, which is more than chance."]
 
 
-def _speedup(point: Point) -> str:
-    if math.isnan(point.speedup.mid) or point.world_size == 1:
-        return ""
-    text = interval_text(point.speedup, digits=3)
-    return f", {text} times as fast as one rank"
+def _best(here: Sequence[Point]) -> Figure:
+    best, count = here[0], len(here)
+    of = f"of {count} measured" if count > 1 else "alone"
+    return Figure("Best strategy", best.label, f"{of} at {batch_text(best)}")
 
 
-def _why(points: Sequence[Point], reasons: Reasons) -> list[str]:
-    best = min(points, key=lambda point: point.step_s)
-    reason = reasons.get(best.place)
-    return [f"Why it is not faster: {reason}."] if reason else []
+def _speed(best: Point) -> Figure:
+    ranks, speedup = ranks_text(best.world_size), best.speedup
+    if math.isnan(speedup.mid) or best.world_size == 1:
+        return Figure(f"Step on {ranks}", f"{number_text(best.step_s, 1e3)} ms", _spread(best))
+    value = f"{number_text(speedup.mid)}\u2009×"
+    return Figure(f"Speedup on {ranks}", value, f"{_ends(speedup)}; ideal is {best.world_size}")
+
+
+def _spread(best: Point) -> str:
+    runs = "run" if best.num_repeats == 1 else "runs"
+    return f"mean of {best.num_repeats} {runs}; no run of one rank to compare with"
+
+
+def _ends(value: Interval) -> str:
+    if math.isnan(value.lo):
+        return "one run, so no interval"
+    return f"95 % interval {number_text(value.lo)} to {number_text(value.hi)}"
+
+
+def _limit(evidence: Evidence, found: Verdict) -> Figure:
+    name = "What limits it"
+    if not found.decided:
+        return Figure(name, "Unknown", "nothing tells exchange from compute yet")
+    if not found.losses:
+        return Figure(name, "Compute", reason(evidence, found))
+    first, *others = found.named
+    shares = [f"{100 * loss.seconds / evidence.step_s:.0f} %" for loss in found.named]
+    more = [f"{share} {loss.what}" for share, loss in zip(shares[1:], others, strict=True)]
+    note = "; ".join([f"of the step {first.what}", *more])
+    return Figure(name, f"{LIMITS[first.part]}, {shares[0]}", note)
+
+
+def ranks_text(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def batch_text(point: Point) -> str:
+    """Name the batch size that stays as ranks are added."""
+    batch = "batch" if point.scaling == "strong" else "per-rank batch"
+    return f"{batch} {point.fixed_batch_size}"
 
 
 def _listed(names: Sequence[str]) -> str:
     most = 4
-    more = f" and {len(names) - most} others" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} others"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -19,8 +19,10 @@
         head.setAttribute("aria-sort", down ? "descending" : "ascending");
         const rows = [...body.rows].sort((a, b) => compare(value(a, column), value(b, column)));
         body.append(...(down ? rows.reverse() : rows));
+        merge(body);
       });
     });
+    merge(body);
     if (body.rows.length > 5) table.parentNode.before(filterOf(table, body));
   }
 
@@ -29,6 +31,19 @@
     if (typeof a === "number") return -1;  // what is unknown comes last
     if (typeof b === "number") return 1;
     return a.localeCompare(b, "en", { numeric: true });
+  }
+
+  // A line's first cells are blank as long as they say what those of the line above do.
+  function merge(body) {
+    let above = [];
+    for (const row of [...body.rows].filter((row) => !row.hidden)) {
+      let same = true;
+      [...row.cells].slice(0, 3).forEach((cell, at) => {
+        same = same && at + 1 < row.cells.length && above[at] === cell.textContent;
+        cell.classList.toggle("again", same);
+      });
+      above = [...row.cells].map((cell) => cell.textContent);
+    }
   }
 
   function filterOf(table, body) {
@@ -43,6 +58,7 @@
         const text = row.textContent.toLowerCase();
         row.hidden = !words.every((word) => text.includes(word));
       }
+      merge(body);
     });
     return label;
   }
