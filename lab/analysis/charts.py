@@ -280,7 +280,7 @@ def _over_ranks(
     )
     if ideal:
         data[ideal] = {"ranks": data["x"], "one": 1.0}.get(ideal, points.get(ideal))
-    x = Axis("ranks", ticks=sizes, domain=(sizes[0] - 0.4 * aside, sizes[-1] + aside))
+    x = Axis("ranks", ticks=sizes, domain=(sizes[0] - 0.5 * aside, sizes[-1] + aside))
     y = Axis(title or value, log=10 if logarithmic else 0)
     ends: Frame = data[["value", "low", "high", *([ideal] if logarithmic and ideal else [])]]
     low, high = float(ends.min().min()), float(ends.max().max())
@@ -395,7 +395,8 @@ def _lead(points: Frame, best: Point) -> str:
     if not best["leads"] or best["num_repeats"] < ENOUGH_REPEATS or len(others) > 3:
         return f"{best['label']} reaches most"
     if others:
-        return f"{', '.join([best['label'], *others])} lead, not told apart"
+        names = f"{', '.join([best['label'], *others[:-1]])} and {others[-1]}"
+        return f"{names} lead, with no significant difference"
     return f"{best['label']} is fastest"
 
 

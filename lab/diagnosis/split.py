@@ -8,33 +8,43 @@ from typing import Any
 
 import pandas as pd
 
+from lab.analysis.charts import NothingToDraw
 from lab.diagnosis.evidence import Evidence
 from lab.draw.chart import GREY, LABEL_PX, LETTER, WIDTH, Chart
 from lab.draw.looks import BLUE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import bars
 
 PARTS = {  # of a step, and their colours
-    **{"compute, divided evenly": BLUE, "compute that did not shrink": SKY},
-    **{"exchange that compute does not hide": VERMILLION, "waiting for data": GREY},
-    **{"waiting for a slow rank": PURPLE, "all else": "#C8C8C8"},
+    **{"even compute": BLUE, "compute that did not shrink": SKY, "exposed exchange": VERMILLION},
+    **{"waiting for data": GREY, "waiting for a slow rank": PURPLE, "all else": "#C8C8C8"},
 }
 
 
 def time_split(several: Sequence[Evidence], width: int = WIDTH) -> Chart:
-    """Chart the parts of a step of some points: a bar for each, the first one's on top."""
+    """Chart the parts of a step of some points: a bar for each, the first one's on top.
+
+    Raises:
+        NothingToDraw: no part of the first one's step is known.
+    """
+    first, parts = several[0], _parts(several[0])
+    if [*parts] == ["all else"]:
+        raise NothingToDraw("where the time goes: no run of one rank or of none to compare with")
     names = [f"{e.point.label}  N={e.one.world_size}" for e in several]
     room = LETTER * LABEL_PX * max(map(len, names))
     data: Any = pd.DataFrame(
-        {"name": name, "part": part, "value": 1e3 * seconds, "text": _text(e)}
+        {"name": name, "part": part, "value": 1e3 * seconds, "text": _text(e) if at == 1 else ""}
         for name, e in zip(names, several, strict=True)
-        for part, seconds in _parts(e).items()
+        for at, (part, seconds) in enumerate(reversed(_parts(e).items()), start=1)
     )
     used = {part: colour for part, colour in PARTS.items() if part in set(data["part"])}
     body, _ = bars(data, "step time (ms)", used, width=int(width - room))
-    first, parts = several[0], _parts(several[0])
-    shares = [f"{100 * seconds / first.step_s:.0f} % {part}" for part, seconds in parts.items()]
-    message = f"A step of {first.point.label} is {', '.join(shares)}"
-    about = ["Even compute is the step of one rank, divided by the number of ranks."]
+    shares = {part: f"{100 * seconds / first.step_s:.0f} %" for part, seconds in parts.items()}
+    told = [f"{share} {part}" for part, share in shares.items() if share != "0 %"]
+    message = f"A step of {first.point.label} is {', '.join(told)}"
+    about = [
+        "Even compute is a step of one rank, divided by the number of ranks. Exposed exchange is "
+        "what compute does not hide."
+    ]
     return Chart("time_split", message, about, body, width)
 
 

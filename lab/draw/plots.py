@@ -198,7 +198,8 @@ def bars(
         legend=alt.Legend(columns=legend_columns(parts, width)) if len(parts) > 1 else None,
     )
     base = alt.Chart().encode(down)
-    across = alt.X("value:Q", title=title, scale=scale, stack="zero")
+    few = alt.Axis(tickCount=max(4, min(12, width // 60)))
+    across = alt.X("value:Q", title=title, scale=scale, stack="zero", axis=few)
     hollow = alt.condition("datum.hollow", alt.value(0.35), alt.value(1.0))
     bar = base.mark_bar(height=BAR - 6).encode(
         across, color=colour, order="order:Q", tooltip=shown, opacity=hollow

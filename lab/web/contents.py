@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from lab.analysis.charts import NothingToDraw
@@ -18,16 +17,16 @@ from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
 from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
-from lab.diagnosis.rules import Remedy, Verdict, judge, remedies
+from lab.diagnosis.finding import Finding, finding
+from lab.diagnosis.rules import judge
 from lab.diagnosis.split import time_split
-from lab.diagnosis.view import MAX_REMEDIES, full, headline
+from lab.diagnosis.view import best_remedies, headline, in_full
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.reading import DamagedFile, read_json
 from lab.simulate.predict import DEFAULT_PROFILE
 from lab.web.drawing import WIDTH, Drawing, drawing
-from lab.web.sentences import Finding, finding
-from lab.web.tables import Table, TableCell, number_text, of_texts, percent_text, points_table
+from lab.web.tables import Table, TableCell, of_texts, percent_text, points_table
 
 CHARTS = ("speedup", "efficiency", "throughput", "step_time", "payload", "convergence")
 HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score
@@ -35,28 +34,6 @@ MOST_SERIES = 40  # of a chart; more look alike
 MOST_TIMELINES = 8  # of a study: first repeats of as many breakdowns
 ABOUT = ("runs", "model", "data", "device", "measured")
 MACHINE = ("hostname", "cpu", "num_cores", "memory_gib", "gpus", "os", "python", "torch", "nccl")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a point takes as long as it does: in a line, and with evidence and remedies."""
-
-    headline: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Help:
-    """A change to try.
-
-    Attributes:
-        change: settings as typed, or a number of ranks.
-        gain: the most that it may save; empty: unknown.
-    """
-
-    change: str
-    why: str
-    gain: str
 
 
 @dataclass
@@ -68,7 +45,8 @@ class Contents:
         about: what was run, on what and when, in a line.
         facts: the same in full, by name.
         notes: on reading tables and charts.
-        helps: what would help the fastest point most, the best first.
+        helps: what would help the fastest point most, a change and why, the best first.
+        explanations: why each point takes as long as it does: in a line, and in full.
         split: where the time of steps goes; None: nothing to explain.
         beyond: predicted on more ranks than were measured; None: nothing is known of the layers.
         charts: the first is the one to look at.
@@ -86,8 +64,8 @@ class Contents:
     tables: list[Table]
     charts: list[Drawing]
     timelines: list[Drawing]
-    helps: Sequence[Help]
-    explanations: list[Explanation]
+    helps: Sequence[tuple[str, str]]
+    explanations: Sequence[tuple[str, str]]
     records: list[dict[str, Any]]
     left_out: list[str]
     split: Drawing | None = None
@@ -127,9 +105,9 @@ def contents_of(folder: Path, prefix: str) -> Contents:
     study, points, floor = results.study, results.points, results.floor
     explained = {e.point.place: (e, judge(e)) for e in _evidence(results, left_out)}
     found, facts = finding(points, floor, explained), _facts(study)
-    split = [explained[p.place] for p in (found.best, found.baseline) if p and p.place in explained]
+    why = explained.get(found.best.place) if found.best else None
     charts = _charts(results, prefix, left_out)
-    notes = [floor_text(floor), shared_runs(points), *(charts[0].shared if charts else ())]
+    notes = floor_text(floor), shared_runs(points)
     made = Contents(
         study=study,
         points=points,
@@ -141,18 +119,18 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         tables=[points_table(points, f"{prefix}points")],
         charts=charts,
         timelines=_timelines(study, prefix, left_out),
-        helps=_helps(*split[0], points) if found.best and found.best.place in explained else (),
-        explanations=[_explanation(*each) for each in explained.values()],
+        helps=best_remedies(*why, points) if why else (),
+        explanations=[(headline(*each), in_full(*each)) for each in explained.values()],
         records=[read_json(c.folder / "record.json") for c in study.cells],
         left_out=left_out,
     )
-    if split:
-        made.split = drawing(f"{prefix}split", time_split([e for e, _ in split], WIDTH))
-    for add in (_add_predictions, _add_claims):
+    shown = [each.place for each in (found.best, found.baseline) if each]
+    split = [explained[place][0] for place in shown if place in explained]
+    for add in (_add_split, _add_predictions, _add_claims):
         try:
-            add(made, prefix)
-        except ValueError as why:
-            left_out.append(str(why))
+            add(made, prefix, split)
+        except ValueError as reason:
+            left_out.append(str(reason))
     made.tables += _troubles(study, prefix)
     if (number := len(results.looks)) > MOST_SERIES:
         left_out.append(f"charts by series: {number} series could not be told apart")
@@ -169,30 +147,6 @@ def _evidence(results: Results, left_out: list[str]) -> list[Evidence]:
         except ValueError:  # a failed run, one rank, or no timed step: nothing to explain
             continue
     return found
-
-
-def _explanation(evidence: Evidence, found: Verdict) -> Explanation:
-    text = full(evidence, found, remedies(evidence, found))
-    return Explanation(headline(evidence, found), text.partition("\n\n")[2])
-
-
-def _helps(evidence: Evidence, found: Verdict, points: Sequence[Point]) -> list[Help]:
-    """List what would help a point, without strategies that were measured in its place."""
-    measured = {
-        f"strategy={point.strategy}"
-        for point in points
-        if (point.context, point.world_size) == (evidence.point.context, evidence.one.world_size)
-    }
-    rest = [one for one in remedies(evidence, found) if one.switch not in measured]
-    rest.sort(key=lambda one: -one.saves_s if one.saves_s > 0 else math.inf)
-    return [Help(one.text, one.why, _gain(one, evidence)) for one in rest[:MAX_REMEDIES]]
-
-
-def _gain(one: Remedy, evidence: Evidence) -> str:
-    if math.isnan(one.saves_s):
-        return ""
-    share = number_text(100 * one.saves_s / evidence.step_s, digits=2)
-    return f"up to {number_text(one.saves_s, 1e3)} ms of a step, {share} %"
 
 
 def _charts(results: Results, prefix: str, left_out: list[str]) -> list[Drawing]:
@@ -276,38 +230,25 @@ def _worded(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _add_predictions(to: Contents, prefix: str) -> None:
-    """Fit hardware to a study's cells of one and two ranks, predict all of its cells, and more.
+def _add_split(to: Contents, prefix: str, several: Sequence[Evidence]) -> None:
+    if several:
+        to.split = drawing(f"{prefix}split", time_split(several, WIDTH))
 
-    Raises:
-        ValueError: it cannot be fitted.
-    """
+
+def _add_predictions(to: Contents, prefix: str, _: object) -> None:
+    """Fit hardware to a study's cells of one and two ranks, predict all of its cells, and more."""
     if not any(cell.profile for cell in to.study.cells):
         return  # real layers, which only a profile of them would tell apart
-    from lab.simulate.scorecard import beyond, of_study
+    from lab.simulate.scorecard import beyond, of_study, rows_of
 
-    profile, hardware = (
-        read_file(group, name, None)
-        for group, name in (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
-    )
-    card = of_study(to.study.folder, profile, hardware)
-    header = ["strategy", "profile", "links", "ranks", "batch", "measured ms", "predicted ms"]
-    rows = [
-        [
-            *(cell.strategy, cell.profile, cell.conditions),
-            *(str(cell.world_size), str(cell.batch_size)),
-            *(number_text(each, 1e3) for each in (median(cell.measured_s), cell.predicted_s)),
-            *(f"{100 * cell.error:+.1f}", cell.evidence),
-        ]
-        for cell in card.cells
-    ]
+    files = (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
+    card = of_study(to.study.folder, *(read_file(group, name, None) for group, name in files))
     title = "Predicted and measured steps; the error of cells that were fitted says little"
-    header += ["error %", "cell"]
-    to.tables.append(of_texts(f"{prefix}predicted", title, header, rows))
+    to.tables.append(of_texts(f"{prefix}predicted", title, *rows_of(card.cells)))
     to.beyond = drawing(f"{prefix}beyond", beyond(card, WIDTH))
 
 
-def _add_claims(to: Contents, prefix: str) -> None:
+def _add_claims(to: Contents, prefix: str, _: object) -> None:
     """Judge the published claims that the study measures, if there are claims of its name."""
     if to.study.name not in choices_of("claims"):
         return

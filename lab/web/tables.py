@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from lab.analysis.compare import leaders
 from lab.analysis.points import Point, together
 from lab.analysis.summary import runs_text, unit_of
+from lab.draw.text import UNKNOWN_TEXT, number_text
 from lab.measure.intervals import ENOUGH_REPEATS, Interval, of_level
 from lab.task.metrics import heading, main_metric
-
-UNKNOWN_TEXT = "–"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ def points_table(points: Sequence[Point], name: str) -> Table:
         "runs": [TableCell(runs_text(point)) for point in points],
         "emulated": [TableCell(some[point]) for point in points],
     }
-    return _table(name, "Every point; brackets are 95 % intervals over n repeats", columns)
+    title = "Brackets are 95 % intervals over n repeats. Fastest: none is significantly faster"
+    return _table(name, title, columns)
 
 
 def _table(name: str, title: str, columns: Mapping[str, Sequence[TableCell]]) -> Table:
@@ -118,23 +118,10 @@ def _interval(value: Interval, scale: float = 1.0) -> TableCell:
     return TableCell(interval_text(value, scale), None if math.isnan(value.mid) else value.mid)
 
 
-def number_text(value: float, scale: float = 1.0, digits: int = 3) -> str:
-    """Write a value to so many digits, or all before its point, and never with an exponent."""
-    return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, digits)
-
-
 def interval_text(value: Interval, scale: float = 1.0) -> str:
     """Write a value with its interval, if it has one."""
     middle, low, high = (number_text(each, scale) for each in (value.mid, value.lo, value.hi))
     return middle if UNKNOWN_TEXT in (middle, low) else f"{middle} [{low}, {high}]"
-
-
-def _digits(value: float, count: int) -> str:
-    rounded = float(f"{value:.{count}g}")
-    if rounded == 0:
-        return "0"
-    decimals = max(0, count - 1 - math.floor(math.log10(abs(rounded))))
-    return f"{value:,.{min(decimals, 9)}f}"
 
 
 def percent_text(ratio: Interval) -> str:

@@ -170,11 +170,17 @@
   }
 
   // Records: one click saves all of them.
-  const save = document.createElement("a");
-  save.textContent = `Save ${records.length} records as JSON`;
-  save.download = "records.json";
-  save.href = URL.createObjectURL(new Blob([JSON.stringify(records, null, 1)], { type: "application/json" }));
-  const line = document.createElement("p");
-  line.append(save);
-  document.querySelector("footer").append(line);
+  async function saveRecords() {
+    const packed = Uint8Array.from(atob(records), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const found = JSON.parse(await new Response(stream).text());
+    const save = document.createElement("a");
+    save.textContent = `Save ${found.length} records as JSON`;
+    save.download = "records.json";
+    save.href = URL.createObjectURL(new Blob([JSON.stringify(found, null, 1)], { type: "application/json" }));
+    const line = document.createElement("p");
+    line.append(save);
+    document.querySelector("footer").append(line);
+  }
+  saveRecords();
 })();

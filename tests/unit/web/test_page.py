@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -48,6 +50,10 @@ def page_of(*folders: Path) -> str:
     return render(parts_of(folders, "python -m lab.report made"))
 
 
+def records_of(data: dict[str, str]) -> list[dict[str, object]]:
+    return json.loads(gzip.decompress(base64.b64decode(data["records"])))
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_study(tmp_path_factory.mktemp("studies") / "made")
@@ -70,8 +76,14 @@ def test_a_page_of_150_runs_is_small(page: str) -> None:
 
 def test_it_says_first_what_is_fastest_and_how_sure_that_is(page: str) -> None:
     (sentence,) = re.findall(r'<p class="verdict">([^<]*)', page)
-    assert sentence.startswith("On 4 ranks at batch 128, onebit ")
-    assert re.search(r"3\.\d+ \[3\.\d+, [34][.\d]*\] times as fast as one rank, n = 5", sentence)
+    said = r"With onebit, 4 ranks train 3\.\d\d times as fast as one, and 1\.\d\d times as fast as "
+    assert re.fullmatch(said + r"with allreduce\.", sentence)
+    figures = dict(re.findall(r"<dt>([^<]*)</dt><dd><strong>([^<]*)</strong>", page))
+    assert [*figures] == ["Best strategy", "Speedup on 4 ranks", "What limits it"]
+    assert figures["Best strategy"] == "onebit"
+    assert re.fullmatch(r"3\.\d\d\u2009×", figures["Speedup on 4 ranks"])
+    first = page.index("<figure")
+    assert page.index(sentence) < first < page.index("<table")
 
 
 def test_every_point_has_a_line_and_every_record_is_inside(page: str) -> None:
@@ -79,7 +91,7 @@ def test_every_point_has_a_line_and_every_record_is_inside(page: str) -> None:
     table = page.partition('<table id="s1-points">')[2].partition("</table>")[0]
     assert table.count("<tr>") == 1 + 5 * 3 * 2
     data = json.loads(read.scripts[0])
-    assert len(data["records"]) == 150
+    assert len(records_of(data)) == 150
     assert {name.rpartition("-")[2] for name in data["charts"]} >= {"speedup", "efficiency"}
     assert read.tags["svg"] >= len(data["charts"])  # drawn without JavaScript
 
@@ -141,7 +153,7 @@ def test_names_of_others_stay_text(tmp_path: Path) -> None:
     names = {name for _, name, _ in found.attributes}
     assert names == {name for _, name, _ in expected.attributes}
     assert not [name for name in names if name.startswith("on")]
-    assert len(json.loads(found.scripts[0])["records"]) == 150
+    assert len(records_of(json.loads(found.scripts[0]))) == 150
 
 
 @pytest.mark.slow

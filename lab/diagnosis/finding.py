@@ -1,4 +1,4 @@
-"""What a study found: a sentence that anyone understands, three figures, and how sure they are."""
+"""Say what a study found: a sentence that anyone understands, three figures, how sure they are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lab.analysis.points import CEILING, Place, Point
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Verdict
 from lab.diagnosis.view import reason
+from lab.draw.text import number_text
 from lab.measure.intervals import ENOUGH_REPEATS, Interval
-from lab.web.tables import number_text
 
 BASELINES = ("allreduce", "ddp", "horovod", "tree")  # what people use, the most common first
 LIMITS = {
@@ -36,7 +36,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a study found, at its most ranks and largest batch.
+    """The outcome of a study, at its most ranks and largest batch.
 
     Attributes:
         verdict: a sentence for anyone.
@@ -79,7 +79,8 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
     baseline = usual[0] if usual and best.strategy != BASELINES[0] else None
     why = explained.get(best.place)  # one rank has none, nor has a run whose files are damaged
     figures = [_best(here), _speed(best), *([_limit(*why)] if why else [])]
-    return Finding(_verdict(best, baseline), _certainty(here, floor), figures, best, baseline)
+    more = [*_certainty(here, floor), *_on_fewer_ranks(best, running, floor)]
+    return Finding(_verdict(best, baseline), more, figures, best, baseline)
 
 
 def _verdict(best: Point, baseline: Point | None) -> str:
@@ -114,6 +115,17 @@ def _certainty(here: Sequence[Point], floor: float) -> list[str]:
     second = here[1]
     slower = number_text(100 * (second.step_s / best.step_s - 1), digits=2)
     return [f"The next, {second.label}, takes {slower} % longer, which is more than chance."]
+
+
+def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list[str]:
+    """Say whether fewer ranks train faster than the best point's."""
+    least = best.speedup.mid * (1 + (0.0 if math.isnan(floor) else floor))
+    faster = [p for p in running if p.context == best.context and p.speedup.mid > least]
+    if best.world_size == 1 or not faster:
+        return []
+    first = max(faster, key=lambda point: point.speedup.mid)
+    times = number_text(first.speedup.mid)
+    return [f"Fewer are faster: with {first.label}, {ranks_text(first.world_size)} reach {times}."]
 
 
 def _best(here: Sequence[Point]) -> Figure:
