@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lab.analysis.compare import leaders
 from lab.analysis.points import CEILING, Place, Point
@@ -42,6 +42,7 @@ class Finding:
         verdict: a sentence for anyone.
         more: sentences on how sure it is, and on what was not told apart.
         figures: the best strategy, its speedup, and what limits it; empty: nothing to judge.
+        names: short ones of the points that were judged: the strategy, where this is enough.
         best: the fastest point; None: nothing to judge.
         baseline: the usual strategy at the same place; None: it was not measured, or is the best.
     """
@@ -49,6 +50,7 @@ class Finding:
     verdict: str
     more: Sequence[str] = ()
     figures: Sequence[Figure] = ()
+    names: Mapping[Place, str] = field(default_factory=dict[Place, str])
     best: Point | None = None
     baseline: Point | None = None
 
@@ -77,28 +79,30 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
     best = here[0]
     usual = [p for name in BASELINES for p in here if p.strategy == name and p is not best]
     baseline = usual[0] if usual and best.strategy != BASELINES[0] else None
+    count = Counter(point.strategy for point in here)
+    names = {p.place: p.strategy if count[p.strategy] == 1 else p.label for p in here}
     why = explained.get(best.place)  # one rank has none, nor has a run whose files are damaged
-    figures = [_best(here), _speed(best), *([_limit(*why)] if why else [])]
-    more = [*_certainty(here, floor), *_on_fewer_ranks(best, running, floor)]
-    return Finding(_verdict(best, baseline), more, figures, best, baseline)
+    figures = [_best(here, names), _speed(best), *([_limit(*why)] if why else [])]
+    more = [*_certainty(here, floor, names), *_on_fewer_ranks(best, running, floor)]
+    return Finding(_verdict(best, baseline, names), more, figures, names, best, baseline)
 
 
-def _verdict(best: Point, baseline: Point | None) -> str:
-    ranks = ranks_text(best.world_size)
+def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) -> str:
+    name, ranks = names[best.place], ranks_text(best.world_size)
     if math.isnan(best.speedup.mid) or best.world_size == 1:
         time = f"{number_text(best.step_s, 1e3)} ms"
-        return f"{best.label} is the fastest way that was measured on {ranks}: {time} a step."
+        return f"{name} is the fastest way that was measured on {ranks}: {time} a step."
     times = best.speedup.mid
     speed = f"{number_text(times)} times as fast as one"
     gain = ""
     if baseline and (more := number_text(baseline.step_s / best.step_s)) != "1.00":
-        gain = f", and {more} times as fast as with {baseline.label}"
+        gain = f", and {more} times as fast as with {names[baseline.place]}"
     if times > 1:
-        return f"With {best.label}, {ranks} train {speed}{gain}."
-    return f"{ranks} train no faster than one: with {best.label}, the fastest, {speed}{gain}."
+        return f"With {name}, {ranks} train {speed}{gain}."
+    return f"{ranks} train no faster than one: with {name}, the fastest, {speed}{gain}."
 
 
-def _certainty(here: Sequence[Point], floor: float) -> list[str]:
+def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) -> list[str]:
     """Say whether the best of points, the fastest first, may be so by chance."""
     best, count = here[0], len(here)
     where = f"{batch_text(best)}, {ranks_text(best.world_size)}"
@@ -108,13 +112,13 @@ def _certainty(here: Sequence[Point], floor: float) -> list[str]:
         runs = "once" if best.num_repeats == 1 else f"{best.num_repeats} times"
         return [f"Each ran {runs}, so this may be chance; {ENOUGH_REPEATS} repeats would tell."]
     first = leaders(here, floor)
-    others = [point.label for point in here if point.series in first and point is not best]
+    others = [names[point.place] for point in here if point.series in first and point is not best]
     if others:
         verb = "is" if len(others) == 1 else "are"
         return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can tell."]
     second = here[1]
     slower = number_text(100 * (second.step_s / best.step_s - 1), digits=2)
-    return [f"The next, {second.label}, takes {slower} % longer, which is more than chance."]
+    return [f"The next, {names[second.place]}, takes {slower} % longer, which is more than chance."]
 
 
 def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list[str]:
@@ -128,10 +132,12 @@ def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list
     return [f"Fewer are faster: with {first.label}, {ranks_text(first.world_size)} reach {times}."]
 
 
-def _best(here: Sequence[Point]) -> Figure:
+def _best(here: Sequence[Point], names: Mapping[Place, str]) -> Figure:
     best, count = here[0], len(here)
     of = f"of {count} measured" if count > 1 else "alone"
-    return Figure("Best strategy", best.label, f"{of} at {batch_text(best)}")
+    shared = [word for word in best.label.split(" ") if all(word in p.label.split() for p in here)]
+    where = ", ".join([batch_text(best), *shared]) if count > 1 else batch_text(best)
+    return Figure("Best strategy", names[best.place], f"{of} at {where}")
 
 
 def _speed(best: Point) -> Figure:
@@ -144,7 +150,7 @@ def _speed(best: Point) -> Figure:
 
 def _spread(best: Point) -> str:
     runs = "run" if best.num_repeats == 1 else "runs"
-    return f"mean of {best.num_repeats} {runs}; no run of one rank to compare with"
+    return f"{best.num_repeats} {runs}; no run of one rank to compare with"
 
 
 def _ends(value: Interval) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
+from lab.analysis.points import Place
 from lab.diagnosis.evidence import Evidence
 from lab.draw.chart import GREY, LABEL_PX, LETTER, WIDTH, Chart
 from lab.draw.looks import BLUE, PURPLE, SKY, VERMILLION
@@ -20,8 +21,13 @@ PARTS = {  # of a step, and their colours
 }
 
 
-def time_split(several: Sequence[Evidence], width: int = WIDTH) -> Chart:
+def time_split(
+    several: Sequence[Evidence], called: Mapping[Place, str], width: int = WIDTH
+) -> Chart:
     """Chart the parts of a step of some points: a bar for each, the first one's on top.
+
+    Args:
+        called: short names of the points.
 
     Raises:
         NothingToDraw: no part of the first one's step is known.
@@ -29,7 +35,7 @@ def time_split(several: Sequence[Evidence], width: int = WIDTH) -> Chart:
     first, parts = several[0], _parts(several[0])
     if [*parts] == ["all else"]:
         raise NothingToDraw("where the time goes: no run of one rank or of none to compare with")
-    names = [f"{e.point.label}  N={e.one.world_size}" for e in several]
+    names = [f"{called[e.point.place]}  N={e.one.world_size}" for e in several]
     room = LETTER * LABEL_PX * max(map(len, names))
     data: Any = pd.DataFrame(
         {"name": name, "part": part, "value": 1e3 * seconds, "text": _text(e) if at == 1 else ""}
@@ -40,7 +46,7 @@ def time_split(several: Sequence[Evidence], width: int = WIDTH) -> Chart:
     body, _ = bars(data, "step time (ms)", used, width=int(width - room))
     shares = {part: f"{100 * seconds / first.step_s:.0f} %" for part, seconds in parts.items()}
     told = [f"{share} {part}" for part, share in shares.items() if share != "0 %"]
-    message = f"A step of {first.point.label} is {', '.join(told)}"
+    message = f"A step of {called[first.point.place]} is {', '.join(told)}"
     about = [
         "Even compute is a step of one rank, divided by the number of ranks. Exposed exchange is "
         "what compute does not hide."

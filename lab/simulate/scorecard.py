@@ -233,9 +233,9 @@ def beyond(card: Scorecard, width: int = WIDTH) -> Chart:
         f"{best['value']:.3g} × one rank"
     )
     about = [
-        f"Global batch {largest}. Filled: measured. Hollow: predicted, each rank on its own "
-        f"machine; upright: what the fit to cells of 1 and {LARGEST_FITTED} ranks leaves open. "
-        "Dotted: ideal."
+        f"Global batch {largest}, layers of {profile.name}{at(group.conditions)}. Filled: "
+        "measured. Hollow: predicted, each rank on its own machine; upright: what the fit to "
+        f"cells of 1 and {LARGEST_FITTED} ranks leaves open. Dotted: ideal."
     ]
     x, y = (Axis(name, log=2, ticks=sizes) for name in ("ranks", "speedup"))
     drawn = lines(data, x, y, looks_of(data["series"]), reference="ideal", width=width)

@@ -232,7 +232,7 @@ def _worded(value: object) -> str:
 
 def _add_split(to: Contents, prefix: str, several: Sequence[Evidence]) -> None:
     if several:
-        to.split = drawing(f"{prefix}split", time_split(several, WIDTH))
+        to.split = drawing(f"{prefix}split", time_split(several, to.finding.names, WIDTH))
 
 
 def _add_predictions(to: Contents, prefix: str, _: object) -> None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from vl_convert import javascript_bundle
@@ -16,7 +15,6 @@ from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
 from lab.settings.atomic import write_atomically
 
 WIDTH = 1250  # pixels of a page's charts; a narrower page makes them smaller
-LICENSE = Path(__file__).parent / "assets" / "vega_license.txt"
 ROLE = re.compile(r' (?:role|aria-roledescription|aria-label)="[^"]*"')
 
 
@@ -53,7 +51,7 @@ def drawing(name: str, chart: Chart) -> Drawing:
 
 
 def bundle() -> str:
-    """Return the script that makes charts interactive, with its license.
+    """Return the script that makes charts interactive.
 
     vl-convert makes it in two seconds, so it is kept in the user's cache.
     """
@@ -61,4 +59,4 @@ def bundle() -> str:
     if not path.exists():
         made = javascript_bundle(vl_version=VL_VERSION)  # pyright: ignore[reportCallIssue]
         write_atomically(path, lambda temporary: temporary.write_text(made, encoding="utf-8"))
-    return f"/*\n{LICENSE.read_text()}*/\n{path.read_text(encoding='utf-8')}"
+    return path.read_text(encoding="utf-8")

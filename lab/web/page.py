@@ -105,16 +105,18 @@ def render(parts: Parts, progress: Progress | None = None) -> str:
         for study in parts.studies
         for chart in study.drawings
     ]
-    script = "\n".join([bundle(), (ASSETS / "page.js").read_text()])
+    library, script = bundle(), (ASSETS / "page.js").read_text()
+    license_ = (ASSETS / "vega_license.txt").read_text()
     style = (ASSETS / "page.css").read_text()
     return environment.get_template("page.html").render(
         parts=parts,
         progress=progress,
         svgs={chart.name: Markup(chart.svg()) for chart in charts},
-        data=_data(charts, parts.studies),
+        data=_data(charts, parts.studies, library),
+        license=Markup(license_),
         script=Markup(script),
         style=Markup(style),
-        policy=Markup(_policy(script, style, "'self'" if progress else "'none'")),
+        policy=Markup(_policy(library, script, style, "'self'" if progress else "'none'")),
     )
 
 
@@ -123,24 +125,34 @@ def write(page: str, path: Path) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
 
 
-def _data(charts: Iterable[Drawing], studies: Iterable[Contents]) -> Markup:
-    """Write charts, and records as JSON that gzip has made a tenth as long, for the script."""
+def _data(charts: Iterable[Drawing], studies: Iterable[Contents], library: str) -> Markup:
+    """Write charts for the script; and records, and the script that draws, a third as long."""
     records = [clean(record) for study in studies for record in study.records]
-    packed = base64.b64encode(gzip.compress(_json(records).encode(), mtime=0)).decode()
-    text = _json({"charts": {chart.name: chart.spec for chart in charts}, "records": packed})
+    text = _json(
+        {
+            "charts": {chart.name: chart.spec for chart in charts},
+            "library": _packed(library),
+            "records": _packed(_json(records)),
+        }
+    )
     return Markup(text.translate(IN_SCRIPT))
+
+
+def _packed(text: str) -> str:
+    """Pack a text as browsers unpack it: gzip, in base64."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
-def _policy(script: str, style: str, server: str) -> str:
+def _policy(library: str, script: str, style: str, server: str) -> str:
     return "; ".join(
         [
             "default-src 'none'",
             "img-src data:",
-            f"script-src {_hash(script)}",
+            f"script-src {_hash(library)} {_hash(script)}",
             f"style-src {_hash(style)}",
             "base-uri 'none'",
             f"connect-src {server}",

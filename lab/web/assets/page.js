@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { charts, records } = JSON.parse(document.getElementById("data").textContent);
+  const { charts, library, records } = JSON.parse(document.getElementById("data").textContent);
 
   // Tables: a button in each head sorts, a field above filters.
   for (const table of document.querySelectorAll("table")) {
@@ -63,6 +63,19 @@
     return label;
   }
 
+  // Undoes gzip and base64.
+  function unpacked(text) {
+    const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).text();
+  }
+
+  const ready = unpacked(library).then((source) => {  // the page's policy admits it by its hash
+    const script = document.createElement("script");
+    script.textContent = source;
+    document.head.append(script);
+  });
+
   // Charts: each drawing becomes interactive when it comes into view.
   const tip = document.createElement("div");
   tip.className = "tip";
@@ -90,13 +103,14 @@
     const drawing = figure.querySelector(".drawing");
     const isTimeline = figure.classList.contains("timeline");
     const place = document.createElement("div");
-    const isNarrow = !isTimeline && drawing.clientWidth < 600;
+    const isNarrow = !isTimeline && !figure.classList.contains("wide") && drawing.clientWidth < 600;
     const chart = charts[figure.dataset.chart];
     const spec = isNarrow ? narrowed(chart, drawing.clientWidth) : chart;
     const options = {
       mode: "vega-lite", actions: false, ast: true, defaultStyle: false, tooltip: showTip,
       renderer: isTimeline ? "canvas" : "svg",
     };
+    await ready;
     const { view } = await vegaEmbed(place, spec, options);
     for (const name of ["role", "aria-roledescription", "aria-label"]) {  // the figure is named instead
       for (const part of place.querySelectorAll(`[${name}]`)) part.removeAttribute(name);
@@ -170,17 +184,12 @@
   }
 
   // Records: one click saves all of them.
-  async function saveRecords() {
-    const packed = Uint8Array.from(atob(records), (letter) => letter.charCodeAt(0));
-    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const found = JSON.parse(await new Response(stream).text());
-    const save = document.createElement("a");
+  unpacked(records).then((text) => {
+    const found = JSON.parse(text), save = document.createElement("a"), line = document.createElement("p");
     save.textContent = `Save ${found.length} records as JSON`;
     save.download = "records.json";
     save.href = URL.createObjectURL(new Blob([JSON.stringify(found, null, 1)], { type: "application/json" }));
-    const line = document.createElement("p");
     line.append(save);
     document.querySelector("footer").append(line);
-  }
-  saveRecords();
+  });
 })();
