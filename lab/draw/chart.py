@@ -183,11 +183,13 @@ def look_of_series(looks: Mapping[str, Look], labels: Mapping[str, str]) -> dict
     }
 
 
-def spread(places: Sequence[float], gap: float, most: float = math.inf) -> list[float]:
+def spread(
+    places: Sequence[float], gap: float, most: float = math.inf, least: float = -math.inf
+) -> list[float]:
     """Move places apart, each as little as possible, so that neighbours are `gap` from each other.
 
     Labels at the ends of lines are put there: the order stays, and groups stay around their mean,
-    but none lies beyond `most`.
+    but none lies beyond `most`, nor below `least` unless there is no other room.
     """
     order = sorted(range(len(places)), key=lambda at: places[at])
     groups: list[tuple[float, list[int]]] = []  # mean of their places, and who they are
@@ -201,6 +203,8 @@ def spread(places: Sequence[float], gap: float, most: float = math.inf) -> list[
     for middle, members in groups:
         for rank, at in enumerate(members):
             moved[at] = middle + (rank - (len(members) - 1) / 2) * gap
+    for rank, at in enumerate(order):
+        moved[at] = max(moved[at], least + rank * gap)
     for rank, at in enumerate(reversed(order)):
         moved[at] = min(moved[at], most - rank * gap)
     return moved

@@ -381,10 +381,10 @@ def _ends(data: Frame, domain: tuple[float, float], log: bool, height: int) -> F
         values = [float(value) for value in panel["value"]]
         if log:
             reach = math.log(high / low)
-            places = spread([math.log(v / low) for v in values], gap * reach, reach)
+            places = spread([math.log(v / low) for v in values], gap * reach, reach, 0.0)
             ends = [low * math.exp(place) for place in places]
         else:
-            ends = spread(values, gap * (high - low), high)
+            ends = spread(values, gap * (high - low), high, low)
         names = panel["series"]
         rows.append(panel[["series", "panel"]].assign(at=data["at"].max(), end=ends, name=names))
     return pd.concat(rows)

@@ -15,7 +15,12 @@ from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
 from lab.settings.atomic import write_atomically
 
 WIDTH = 1250  # pixels of a page's charts; a narrower page makes them smaller
-ROLE = re.compile(r' (?:role|aria-roledescription|aria-label)="[^"]*"')
+DIGITS = re.compile(r"(\.\d\d)\d{3,}")  # of places in a drawing, whose labels have fewer
+# Attributes that a page needs not: its figures have names, and its style says the rest.
+SAID = re.compile(
+    r' (?:(?:role|aria-[a-z]+|font-family|pointer-events|stroke-miterlimit)="[^"]*"'
+    r'|font-size="11px"|opacity="1")'
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Drawing:
 
     def svg(self) -> str:
         """Draw the chart, as it is without JavaScript."""
-        svg = ROLE.sub("", drawn(self.spec, "svg").decode())  # the figure around it has a name
+        svg = DIGITS.sub(r"\1", SAID.sub("", drawn(self.spec, "svg").decode()))
         return CLIP.sub(lambda found: f"{self.name}-{found[0]}", svg)  # a page has one name space
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from lab.web.benched import Benched
 
 ASSETS = Path(__file__).parent / "assets"
-# As entities nothing in a script element can end it; JSON reads them as the same characters.
-IN_SCRIPT = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 @dataclass(frozen=True)
@@ -126,16 +124,14 @@ def write(page: str, path: Path) -> None:
 
 
 def _data(charts: Iterable[Drawing], studies: Iterable[Contents], library: str) -> Markup:
-    """Write charts for the script; and records, and the script that draws, a third as long."""
+    """Write charts, records, and the script that draws, packed: a third as long."""
     records = [clean(record) for study in studies for record in study.records]
-    text = _json(
-        {
-            "charts": {chart.name: chart.spec for chart in charts},
-            "library": _packed(library),
-            "records": _packed(_json(records)),
-        }
-    )
-    return Markup(text.translate(IN_SCRIPT))
+    texts = {
+        "charts": _json({chart.name: chart.spec for chart in charts}),
+        "library": library,
+        "records": _json(records),
+    }
+    return Markup(_json({name: _packed(text) for name, text in texts.items()}))
 
 
 def _packed(text: str) -> str:

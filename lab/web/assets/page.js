@@ -70,6 +70,7 @@
     return new Response(stream).text();
   }
 
+  const drawable = unpacked(charts).then(JSON.parse);
   const ready = unpacked(library).then((source) => {  // the page's policy admits it by its hash
     const script = document.createElement("script");
     script.textContent = source;
@@ -104,7 +105,7 @@
     const isTimeline = figure.classList.contains("timeline");
     const place = document.createElement("div");
     const isNarrow = !isTimeline && !figure.classList.contains("wide") && drawing.clientWidth < 600;
-    const chart = charts[figure.dataset.chart];
+    const chart = (await drawable)[figure.dataset.chart];
     const spec = isNarrow ? narrowed(chart, drawing.clientWidth) : chart;
     const options = {
       mode: "vega-lite", actions: false, ast: true, defaultStyle: false, tooltip: showTip,

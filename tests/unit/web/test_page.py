@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,8 +51,9 @@ def page_of(*folders: Path) -> str:
     return render(parts_of(folders, "python -m lab.report made"))
 
 
-def records_of(data: dict[str, str]) -> list[dict[str, object]]:
-    return json.loads(gzip.decompress(base64.b64decode(data["records"])))
+def packed(read: Reader, name: str) -> dict[str, Any] | list[Any]:
+    """Return the charts or the records that a page holds."""
+    return json.loads(gzip.decompress(base64.b64decode(json.loads(read.scripts[0])[name])))
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +91,10 @@ def test_every_point_has_a_line_and_every_record_is_inside(page: str) -> None:
     read = Reader(page)
     table = page.partition('<table id="s1-points">')[2].partition("</table>")[0]
     assert table.count("<tr>") == 1 + 5 * 3 * 2
-    data = json.loads(read.scripts[0])
-    assert len(records_of(data)) == 150
-    assert {name.rpartition("-")[2] for name in data["charts"]} >= {"speedup", "efficiency"}
-    assert read.tags["svg"] >= len(data["charts"])  # drawn without JavaScript
+    charts = packed(read, "charts")
+    assert len(packed(read, "records")) == 150
+    assert {name.rpartition("-")[2] for name in charts} >= {"speedup", "efficiency"}
+    assert read.tags["svg"] >= len(charts)  # drawn without JavaScript
 
 
 def test_results_in_a_study_are_shown_with_it(tmp_path: Path) -> None:
@@ -150,9 +152,10 @@ def test_names_of_others_stay_text(tmp_path: Path) -> None:
             del tags[each]
     assert found.tags == expected.tags
     names = {name for _, name, _ in found.attributes}
-    assert names == {name for _, name, _ in expected.attributes}
+    pale = {"opacity"}  # of marks, which another legend may have
+    assert names - pale == {name for _, name, _ in expected.attributes} - pale
     assert not [name for name in names if name.startswith("on")]
-    assert len(records_of(json.loads(found.scripts[0]))) == 150
+    assert len(packed(found, "records")) == 150
 
 
 @pytest.mark.slow
