@@ -157,7 +157,10 @@ def test_without_javascript_it_holds_all_numbers_and_charts(browser: Browser, re
     assert drawings.count() == opened.page.locator("figure").count() >= 6
 
 
-def test_it_prints(opened: Opened) -> None:
-    opened.page.emulate_media(media="print")
+def test_it_prints_on_white(opened: Opened) -> None:
+    opened.page.emulate_media(media="print", color_scheme="dark")
+    for part, expected in {".verdict": "rgb(0, 0, 0)", ".note": "rgb(89, 89, 89)"}.items():
+        colour = opened.page.locator(part).first.evaluate("part => getComputedStyle(part).color")
+        assert colour == expected
     assert not opened.page.locator(".filter").first.is_visible()
     assert len(opened.page.pdf()) > 10_000
