@@ -1,4 +1,4 @@
-# make run | test | test-all | attack | zoo | fuzz | stale | results | curves | lint | format | lock | horovod | gpu | gpu-first-hour
+# make run | test | test-all | attack | zoo | fuzz | stale | results | curves | docs | lint | format | lock | horovod | gpu | gpu-report
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -19,14 +19,14 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log 
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
 
-.PHONY: run test test-all attack zoo fuzz stale results curves lint format lock horovod gpu gpu-first-hour
+.PHONY: run test test-all attack zoo fuzz stale results curves docs lint format lock horovod gpu gpu-report
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, each of which would compile the lab anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 run: $(VENV)/.run
-	$(BIN)/torchrun --nproc-per-node $(RANKS) -m lab.train strategy=onebit
+	$(BIN)/torchrun --nproc-per-node $(RANKS) -m lab.train strategy=onebit model=alexnet_small steps=120
 
 curves: $(VENV)/.run
 	$(BIN)/python -m lab.sweep study=demo
@@ -55,6 +55,11 @@ stale: $(VENV)/.dev
 # Pages and figures of docs/results, from the records and results that lie there; minutes.
 results: $(VENV)/.dev
 	$(BIN)/python -m tests.support.results
+
+# The documentation as a site, in site/. A broken link, or a page that no menu has, is an error.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --quiet --strict
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -85,8 +90,8 @@ gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu tests/unit/codec/test_kernels.py tests/unit/codec/test_gpu_kernels.py -v \
 	  > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
 
-gpu-first-hour: $(VENV)/.dev
-	$(BIN)/python -m lab.first_hour
+gpu-report: $(VENV)/.run
+	$(BIN)/python -m lab.gpu_report
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -109,7 +114,7 @@ $(VENV)/.run: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt constraints-dev.txt
-	$(PIP_INSTALL_DEV) --editable '.[dev,report,wandb,tensorboard]'
+	$(PIP_INSTALL_DEV) --editable '.[dev,docs,report,wandb,tensorboard]'
 	$(COMPILE)
 	@touch $@ $(VENV)/.run
 

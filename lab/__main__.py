@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         0; 2 for a word that names no command. A command that runs ends the process itself.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    if words and (name := f"lab.{words[0]}") in _modules():
+    if words and (name := f"lab.{words[0]}") in modules():
         sys.argv = [name, *words[1:]]
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     lists = {"-h", "--help"} & {*words}
@@ -40,20 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _list(line: CommandLine) -> int:
     if line.settings:
-        named = ", ".join(name.removeprefix("lab.") for name in _modules())
+        named = ", ".join(name.removeprefix("lab.") for name in modules())
         raise ConfigError(f"{line.settings[0]}: is no command; these are {named}")
     print(f"scaling-lab {__version__}; python -m COMMAND --help tells more\n")
-    print(f'{_listing()}\n\nin a program of your own: "import lab", see docs/your_own.md')
+    print(f'{_listing()}\n\nin a program of your own: "import lab", see docs/how-to/own_loop.md')
     return 0
 
 
 def _listing() -> str:
-    modules = (importlib.import_module(module) for module in _modules().values())
-    commands: Iterator[Command] = (module.COMMAND for module in modules)
+    imported = (importlib.import_module(module) for module in modules().values())
+    commands: Iterator[Command] = (module.COMMAND for module in imported)
     return "\n".join(f"  {each.name:<20} {_sentence(each.purpose)}" for each in commands)
 
 
-def _modules() -> dict[str, str]:
+def modules() -> dict[str, str]:
     """Return the module of each command: of each file in lab/, and of each package that is one."""
     folder = Path(__file__).parent
     files = {f"lab.{path.stem}" for path in folder.glob("*.py") if path.stem[0] != "_"}

@@ -46,8 +46,11 @@ def main(arguments: list[str]) -> int:
 
 def _explain(line: CommandLine) -> int:
     out = own_settings(Settings, line.settings).out
+    # Imported here: help and a wrong setting are answered before pandas loads.
+    from lab.diagnosis.view import explained
+
     try:
-        text = _explanation(Path(line.word))
+        _, text = explained(Path(line.word))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     print(text)
@@ -55,24 +58,6 @@ def _explain(line: CommandLine) -> int:
         out.write_text(text + "\n", encoding="utf-8")
         print(f"wrote {out}")
     return 0
-
-
-def _explanation(path: Path) -> str:
-    # Imported here: help and a wrong setting are answered before pandas loads.
-    from lab.analysis.records import load_study
-    from lab.diagnosis import view
-    from lab.diagnosis.evidence import gather, gather_all
-    from lab.diagnosis.rules import judge, remedies
-
-    if (path / "record.json").is_file():
-        study = load_study(path.resolve().parent)
-        evidence = gather(study, next(c for c in study.cells if c.name == path.resolve().name))
-        verdict = judge(evidence)
-        return view.full(evidence, verdict, remedies(evidence, verdict))
-    lines = [view.headline(each, judge(each)) for each in gather_all(load_study(path))]
-    more = f"evidence, and what to try: python -m lab.explain {path}/CELL"
-    others = f"what was not run, predicted: python -m lab.advise fit={path} hardware=..."
-    return "\n".join([*lines, "", more, others])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lab.cluster import sandbox
-from lab.cluster.settings import cluster_of, num_launched, straggler_of
+from lab.cluster.settings import adopt_ranks, cluster_of, num_launched, straggler_of
 from lab.distributed import launcher
 from lab.settings.command import Command, CommandLine, answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
@@ -39,6 +39,7 @@ def main(arguments: list[str]) -> int:
 
 def _train(line: CommandLine) -> int:
     # torch is imported only where it is needed: wrong settings are answered without it.
+    adopt_ranks()
     if line.is_multirun:
         if launcher.was_launched():
             raise ConfigError("--multirun: starts its own ranks; leave the launcher out")

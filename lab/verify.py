@@ -29,48 +29,51 @@ COMMAND = Command(
     "Check a paper's claims against counts, predictions, and what measured them.",
     (
         "python -m lab.verify all                              every paper: how many claims hold",
-        "python -m lab.verify kim2017                          published and predicted",
-        "python -m lab.sweep study=kim2017                     measures them (root, 30 minutes)",
+        "python -m lab.sweep study=kim2017                     measures one (root, 30 minutes)",
         "python -m lab.verify kim2017 runs=runs/kim2017        and measured",
         "python -m lab.verify kim2017 runs=runs/kim2017 out=page.md     all cells, and figures",
         "python -m lab.verify zhao2016 benches=results         one device: results of lab.bench",
+        "python -m lab.verify mlperf nccl_tests out=page.md    several papers on one page",
     ),
     Settings,
     word="|".join([*choices_of("claims"), "FILE.yaml", ALL]),
+    several=True,
 )
 
 
 def main(arguments: list[str]) -> int:
     """Print the table of claims.
 
-    Returns:
-        0 if no claim fails, by measurements or else by predictions; 1 if one does; 2 for a wrong
-        setting.
+    Returns: 0 if no claim fails, by measurements or else predictions; 1; 2 for a wrong setting.
     """
     return answer(COMMAND, arguments, _verify)
 
 
 def _verify(line: CommandLine) -> int:
-    own = own_settings(Settings, line.settings)
+    own, words = own_settings(Settings, line.settings), line.words
     runs, benches, out, folder = own.runs, own.benches, own.out, own.config_dir
-    if out and line.word == ALL:
-        raise ConfigError(f"out={out}: a page is about one paper, not {ALL}")
+    if ALL in words and (out or len(words) > 1):
+        raise ConfigError(f"{' '.join(words)}: name the papers of a page, or {ALL} without one")
     from lab.claims import page
     from lab.claims.findings import verify, verify_all
 
     try:
-        if line.word == ALL:
-            every = verify_all(choices_of("claims", folder), runs, benches, folder)
+        if ALL in words or len(words) > 1:
+            names = choices_of("claims", folder) if ALL in words else words
+            every = verify_all(names, runs, benches, folder)
             print("\n".join(page.overview(every)))
-            return int(any(findings.any_claim_fails for findings in every.values()))
-        findings = verify(line.word, runs, benches, out is not None, folder)
-        print("\n".join(page.summary(findings)))
-        if out:
-            page.write(findings, out, out.with_suffix(""), line.text)
-            print(f"wrote {out}")
+            if out:
+                page.write_several(every, out, out.with_suffix(""), line.text)
+        else:
+            every = {line.word: verify(line.word, runs, benches, out is not None, folder)}
+            print("\n".join(page.summary(every[line.word])))
+            if out:
+                page.write(every[line.word], out, out.with_suffix(""), line.text)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
-    return int(findings.any_claim_fails)
+    if out:
+        print(f"wrote {out}")
+    return int(any(findings.any_claim_fails for findings in every.values()))
 
 
 if __name__ == "__main__":

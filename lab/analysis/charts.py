@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from lab.analysis.points import CEILING
+from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, WIDTH, Chart, wrap
 from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION, Look
 from lab.draw.plots import GAP, Axis, bars, fitted, joined, lines

@@ -187,6 +187,7 @@ def load(folder: str | Path, *more: str | Path, baseline: str | None = None) -> 
 
     Args:
         folder: such as runs/demo.
+        more: folders of further studies.
         baseline: the strategy whose 1-rank runs speedup is measured from; None: `none` or, without
             it, each series' own.
 

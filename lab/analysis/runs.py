@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
 from lab.analysis.charts import PHASE_LOOKS, Frame, Looks, NothingToDraw, batch_name
 from lab.analysis.points import CEILING
 from lab.analysis.records import Cell
+from lab.draw.altair import alt
 from lab.draw.chart import INK, LABEL_PX, LETTER, WIDTH, Chart
 from lab.draw.looks import ORANGE
 from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, round_values

@@ -220,7 +220,7 @@ BENCHES = {
         "processor time that strategy=A,B,... adds to the training thread, beside torch's DDP",
         "rounds",
         default="overlap,onebit,int8,topk,powersgd",
-        only_words=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision seed",
+        only_words=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
     ),
     "recording": Bench(
         "what the lab's own book-keeping adds to a step", "world_size", default="none", num_ranks=1

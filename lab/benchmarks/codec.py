@@ -1,4 +1,4 @@
-"""Encode and decode rates, as ratios to a memory-bound operation on the same tensors.
+"""Rates of encoding, reducing and decoding, as ratios to a memory-bound operation.
 
 That is torch.add(a, b, out=c) on a CPU and a device copy on a GPU, timed right before or after each
 operation it is compared with. All tensors are written before anything is timed.
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import altair as alt
 import pandas as pd
 import torch
 from torch import Tensor
@@ -39,15 +38,16 @@ from lab.codec import build
 from lab.codec.base import Reference
 from lab.codec.codecs import OneBit
 from lab.distributed.world import check_gpus
+from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER
-from lab.draw.looks import BLUE, ORANGE
+from lab.draw.looks import BLUE, GREEN, ORANGE
 from lab.draw.plots import BARS, round_values
 from lab.measure.environment import num_cores
 from lab.settings.config import ConfigError
 
 BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # seconds of one operation: a slow one takes part in fewer rounds
 TOLERANCE = 1e-6  # relative: a few roundings of float32
-COLOURS = {"encode, with any residual": BLUE, "decode": ORANGE}
+COLOURS = {"encode, with any residual": BLUE, "reduce": GREEN, "decode": ORANGE}
 
 
 @dataclass
@@ -129,6 +129,8 @@ def _measure_all(
         for kind, call, passes in zip(("encode", "decode"), calls, codec.passes, strict=True):
             moved = passes * VALUE_BYTES * gradient.numel() + codec.payload_bytes
             operations.append(Operation(name, kind, call, moved, together))
+        if reduction := codec.reduction():
+            operations.insert(-1, Operation(name, "reduce", *reduction, together))
     against, reference_bytes, run = _reference(gradient, residual, out)
     takes = [partial(operation.take_turn, run, device) for operation in operations]
     harness.take_turns(takes, num_rounds, wants=harness.within(BUDGET_S / together, FEWEST_ROUNDS))
@@ -290,7 +292,8 @@ def chart(result: dict[str, Any]) -> Drawn:
 
 def _marks(rows: list[dict[str, Any]], names: list[str], title: str, hollow: bool) -> Any:
     """Draw each ratio with its interval and its number, and a bar from 1 to it."""
-    kinds = dict(zip(("encode", "decode"), COLOURS, strict=True))
+    kinds = dict(zip(("encode", "reduce", "decode"), COLOURS, strict=True))
+    there = [text for kind, text in kinds.items() if kind in {row["operation"] for row in rows}]
     data: Any = pd.DataFrame(
         {
             **{"name": row["codec"], "operation": kinds[row["operation"]], "one": 1.0},
@@ -304,11 +307,11 @@ def _marks(rows: list[dict[str, Any]], names: list[str], title: str, hollow: boo
     domain = min(0.5, low / 1.2), 2 * high
     scale = alt.Scale(type="log", domain=domain, nice=False)
     axis = alt.Axis(values=round_values(*domain), format="~g")
-    order = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
+    order = alt.Scale(domain=there, range=[COLOURS[text] for text in there])
     colour: Any = alt.Color("operation:N", scale=order, legend=alt.Legend(symbolOpacity=1))
     base = alt.Chart(data).encode(
         alt.Y("name:N", title=None, sort=names, axis=alt.Axis(labelLimit=420, ticks=False)),
-        alt.YOffset("operation:N", sort=list(COLOURS)),
+        alt.YOffset("operation:N", sort=there),
     )
     value = alt.X("value:Q", title=title, scale=scale, axis=axis)
     bar = base.mark_rule(strokeWidth=4, opacity=0.3, strokeCap="butt")

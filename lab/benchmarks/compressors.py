@@ -24,6 +24,7 @@ from lab.exchange import powersgd, randomk
 from lab.exchange.layout import num_sent
 
 RANDOMK_RATIO, RANK = 0.3, 2  # the exchanges' defaults
+NUM_MESSAGES = 8  # that a reduction adds up, each of a share of the rows, as on so many ranks
 IN_TORCH = "_reference"  # ends the name of a codec's definition in plain torch
 
 
@@ -47,6 +48,13 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, out: Tensor) -> None:
         """Decode the message into `out`, or add it there."""
+
+    def reduction(self) -> tuple[Callable[[], None], int] | None:
+        """Return what adds up messages and encodes their sum, and the bytes that it moves at least.
+
+        None: no exchange needs that of this codec.
+        """
+        return None
 
     def definition(self) -> Codec | None:
         """Return the codec that defines this one, with room for its own message; None: nothing."""
@@ -92,6 +100,19 @@ class Messages(Codec):
 
     def decode(self, out: Tensor) -> None:
         self.kernels.add_up(self.layout, self.message[None], out.view(-1), 1, self.finite)
+
+    def reduction(self) -> tuple[Callable[[], None], int]:
+        rows, columns, device = self.shape
+        share = max(1, rows // NUM_MESSAGES), columns
+        values = torch.randn(share, device=device).view(-1)
+        layout = self.codec.layout({"matrix": share}, len(values), 1)
+        messages = self.message.new_zeros(NUM_MESSAGES, layout.num_bytes)
+        for message in messages:
+            self.kernels.encode(layout, values, None, message)
+        kept = torch.zeros_like(values) if self.feedback else None
+        out = torch.empty_like(messages[0])
+        moved = messages.nbytes + out.nbytes + (0 if kept is None else 2 * kept.nbytes)
+        return partial(self.kernels.reduce, layout, messages, kept, out), moved
 
     def definition(self) -> Codec:
         return type(self)(self.codec, True, *self.shape, feedback=self.feedback)

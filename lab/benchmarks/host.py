@@ -1,9 +1,10 @@
-"""Host time of an exchange: what a strategy adds to the thread that trains, without a device.
+"""Host time of an exchange: what a strategy adds to the thread that trains.
 
 It is rank 0 of NUM_RANKS, of which no other exists: collectives of torch's `fake` process group end
-at once, and codecs' compiled kernels do nothing. Parameters are the model's at a small scale, and
-backward gives them gradients and does nothing else, so what takes time is to launch work rather
-than to do it.
+at once, and on CPUs codecs' compiled kernels do nothing. Parameters are the model's at a small
+scale, and backward gives them gradients and does nothing else, so what takes time is to launch work
+rather than to do it. On a GPU kernels are launched for these few values, on the side stream of a
+run, and backward has a thread of its own, so the time is that of all threads of the process.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lab.benchmarks.harness import here, level, middle, ratio, take_turns
+from lab.benchmarks.harness import here, level, middle, ratio, take_turns, wait_for
 from lab.benchmarks.present import Column, Drawn, ends, intervals, machine, span, text
 from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
-from lab.distributed.worker import InlineWorker
+from lab.distributed.worker import InlineWorker, StreamWorker
+from lab.distributed.world import check_gpus
 from lab.draw.looks import BLUE
 from lab.draw.plots import bars
 from lab.problem.build import blueprint
@@ -42,7 +44,6 @@ NUM_RANKS = 8
 SCALE = 64  # a matrix has 1 of so many rows, and of so many columns
 WARMUP, STEPS = 6, 4  # steps before any is timed, and those that are timed together
 DDP, BUCKET_MB = "DDP, gradients as views", 25.0  # torch's own size of a bucket
-CPU = torch.device("cpu")
 
 Step = Callable[[], None]
 
@@ -53,14 +54,15 @@ def measure(request: Request) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         with ExitStack() as stack:
-            comm = stack.enter_context(_fake_comm())
-            stack.enter_context(_no_work())
             first = request.variants[0].config
-            candidates = [Candidate(DDP, _ddp(first), _plain(first))]
+            device = _device_of(first)
+            comm = stack.enter_context(_fake_comm(device))
+            stack.enter_context(_no_work())
+            candidates = [Candidate(DDP, _ddp(first, device), _plain(first, device))]
             for variant in request.variants:
                 step = stack.enter_context(_exchanging(variant, comm))
-                candidates.append(Candidate(variant.label, step, _plain(variant.config)))
-            times = _in_turns(candidates, request.own["rounds"])
+                candidates.append(Candidate(variant.label, step, _plain(variant.config, device)))
+            times = _in_turns(candidates, request.own["rounds"], device)
     finally:
         torch.set_num_threads(threads)
     added = times[:, 0] - times[:, 1]
@@ -71,7 +73,8 @@ def measure(request: Request) -> dict[str, Any]:
         ],
         "plain_s": middle(times[0, 1]),
         "num_rounds": times.shape[2],
-        "num_parameters": sum(p.requires_grad for p in _skeleton(first).parameters()),
+        "num_parameters": sum(p.requires_grad for p in _skeleton(first, device).parameters()),
+        "device": device.type,
         "num_ranks": NUM_RANKS,
         **here(f"{NUM_RANKS} ranks of which one exists, and 1/{SCALE**2} of the values"),
     }
@@ -85,7 +88,14 @@ class Candidate(NamedTuple):
     plain: Step
 
 
-def _skeleton(config: DictConfig) -> nn.Module:
+def _device_of(config: DictConfig) -> torch.device:
+    try:
+        return torch.device("cuda" if check_gpus(config.device, 1) else "cpu")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _skeleton(config: DictConfig, device: torch.device) -> nn.Module:
     """Return a model of smaller parameters, whose output adds up all of them.
 
     All shrink alike, as matrices do: so buckets hold what those of the real model hold, and what is
@@ -97,16 +107,18 @@ def _skeleton(config: DictConfig) -> nn.Module:
     for module in model.modules():
         for name, whole in module.named_parameters(recurse=False):
             if id(whole) not in small:
-                small[id(whole)] = nn.Parameter(torch.randn(_scaled(whole)), whole.requires_grad)
+                values = torch.randn(_scaled(whole), device=device)
+                small[id(whole)] = nn.Parameter(values, whole.requires_grad)
             setattr(module, name, small[id(whole)])
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros(1, dtype=buffer.dtype))
+            setattr(module, name, torch.zeros(1, dtype=buffer.dtype, device=device))
     trained = [p for p in model.parameters() if p.requires_grad]
     built: Any = model
     built.bytes_scale = sum(p.numel() for p in trained) / before  # buckets are the real model's
     built.on_gpu = True  # on the machines that a device keeps busy meanwhile
 
-    def forward(total: Tensor) -> Tensor:
+    def forward() -> Tensor:
+        total = torch.zeros((), device=device)
         for parameter in trained:
             total = total + parameter.sum()
         return total
@@ -124,11 +136,11 @@ def _scaled(whole: Tensor) -> list[int]:
 
 
 @contextmanager
-def _fake_comm() -> Iterator[TorchComm]:
+def _fake_comm(device: torch.device) -> Iterator[TorchComm]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     try:
         groups = [cast(dist.ProcessGroup, dist.new_group()) for _ in range(2)]
-        yield TorchComm(groups[0], groups[1], CPU)
+        yield TorchComm(groups[0], groups[1], device)
     finally:
         dist.destroy_process_group()
 
@@ -142,7 +154,7 @@ class _Idle:
 
 @contextmanager
 def _no_work() -> Iterator[None]:
-    """Let compiled kernels of codecs be launched, and do nothing."""
+    """Let compiled kernels of codecs for CPUs be launched, and do nothing."""
     before = kernels.load
     kernels.load = lambda name, level: _Idle()
     try:
@@ -153,10 +165,11 @@ def _no_work() -> Iterator[None]:
 
 @contextmanager
 def _exchanging(variant: Variant, comm: TorchComm) -> Iterator[Step]:
-    config, model = variant.config, _skeleton(variant.config)
+    config, model = variant.config, _skeleton(variant.config, comm.device)
+    worker = StreamWorker(comm.device) if comm.device.type == "cuda" else InlineWorker()
     try:
         parts = SyncParts(
-            *(model, model, build(config.exchange), comm, InlineWorker()),
+            *(model, model, build(config.exchange), comm, worker),
             *(config.overlap, config.bucket_mb, config.precision),
         )
         sync = build(config.sync, parts)
@@ -165,7 +178,7 @@ def _exchanging(variant: Variant, comm: TorchComm) -> Iterator[Step]:
 
     def step() -> None:
         with sync.micro_batch(last=True):
-            (sync.module(torch.zeros(())) * sync.loss_factor).backward()
+            (sync.module() * sync.loss_factor).backward()
         sync.finish()
         sync.step += 1
 
@@ -173,19 +186,19 @@ def _exchanging(variant: Variant, comm: TorchComm) -> Iterator[Step]:
         yield _cleared(model, step)
 
 
-def _plain(config: DictConfig) -> Step:
-    model = _skeleton(config)
-    return _cleared(model, lambda: model(torch.zeros(())).backward())
+def _plain(config: DictConfig, device: torch.device) -> Step:
+    model = _skeleton(config, device)
+    return _cleared(model, lambda: model().backward())
 
 
-def _ddp(config: DictConfig) -> Step:
-    model: Any = _skeleton(config)
+def _ddp(config: DictConfig, device: torch.device) -> Step:
+    model: Any = _skeleton(config, device)
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=BUCKET_MB * model.bytes_scale, gradient_as_bucket_view=True
     )
     # Its own all-reduce cannot run over the fake group; a hook that sends nothing takes as long.
     wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
-    return _cleared(model, lambda: wrapped(torch.zeros(())).backward())
+    return _cleared(model, lambda: wrapped().backward())
 
 
 def _cleared(model: nn.Module, step: Step) -> Step:
@@ -199,18 +212,22 @@ def _cleared(model: nn.Module, step: Step) -> Step:
     return run
 
 
-def _in_turns(candidates: list[Candidate], num_rounds: int) -> np.ndarray:
+def _in_turns(candidates: list[Candidate], num_rounds: int, device: torch.device) -> np.ndarray:
     """Return processor seconds of a step: [candidates, with and without exchange, rounds]."""
     steps = [step for candidate in candidates for step in candidate[1:]]
     for step in steps:
         for _ in range(WARMUP):
             step()
 
+    # A GPU's backward runs in a thread of autograd's, for which this one waits without working.
+    clock = time.process_time if device.type == "cuda" else time.thread_time
+
     def seconds(step: Step) -> float:
-        began = time.thread_time()
+        wait_for(device)
+        began = clock()
         for _ in range(STEPS):
             step()
-        return (time.thread_time() - began) / STEPS
+        return (clock() - began) / STEPS
 
     gc.collect()
     gc.freeze()  # what the collector looks at would grow with each candidate
@@ -232,8 +249,9 @@ def columns(_result: dict[str, Any]) -> dict[str, Column]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the figures."""
+    threads = "all threads" if result.get("device") == "cuda" else "the training thread"
     return [
-        f"processor time of the training thread in a step of {result['num_parameters']} "
+        f"processor time of {threads} in a step of {result['num_parameters']} "
         f"parameters on {result['num_ranks']} ranks, less that of backward alone "
         f"({1e6 * result['plain_s']['median']:.0f} us)",
         f"medians of {result['num_rounds']} rounds in turns; [95 % intervals] draw whole rounds",

@@ -1,4 +1,4 @@
-"""Measure what the marks of own times add to a step: a step with them and one without, in turns."""
+"""Measure what the marks of own times add to a step: steps with them and without, in turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lab.distributed.comm import Done
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.spans import PHASES
-from lab.measure.statistics import least_warmup
 from lab.training.assemble import assembled
 
 NAMES = ("with marks", "without")
@@ -27,9 +26,9 @@ EMPTY_STEPS = 2000
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure whole turns, as the clock also works between steps.
+    """Measure steps with what the host does between them, as the clock also works there.
 
-    On GPUs, which the host runs ahead of, turns are steps alone.
+    On GPUs, which the host runs ahead of, steps alone.
     """
     config = request.only_config
     with ExitStack() as stack:
@@ -37,10 +36,9 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         _, without = (part.trainer for part in parts)
         # It marks nothing but the ends of its steps.
         without.clock = without.sync.clock = Clock(world.device, breakdown=False, own=False)
-        turn_s, step_s = in_turns(parts, world)
+        _, turn_s, step_s = in_turns(parts, world)
         num_buckets = parts[0].trainer.clock.own_times().ready_seconds().shape[1]
-    slowest = (step_s if world.device.type == "cuda" else turn_s).max(axis=1)
-    times = slowest[:, least_warmup(config.warmup_steps) :]
+    times = step_s if world.device.type == "cuda" else turn_s
     return {
         "rows": [
             {"name": name, "step_s": middle(each)} for name, each in zip(NAMES, times, strict=True)

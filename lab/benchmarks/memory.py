@@ -123,7 +123,7 @@ def sizes_of(sync: Any, world: World) -> Sizes:
 def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
     """Measure the peak bytes of each step after the warm-up and any trials: [ranks, steps]."""
     loop, warmup = trainer.steps(), least_warmup(trainer.config.warmup_steps)
-    while trainer.progress.step < warmup or trainer.sync.settled_at is None:
+    while trainer.progress.step < warmup or trainer.settled_at is None:
         if next(loop, None) is None:
             break
     peaks = []

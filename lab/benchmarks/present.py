@@ -198,7 +198,7 @@ def ranks_of(result: Result) -> str:
 
 def on_ranks_of(result: Result) -> str:
     """Write on which ranks medians were taken, as notes do."""
-    return f"on {result['world_size']} ranks ({result['backend']})"
+    return f"on {ranks_of(result)} ({result['backend']})"
 
 
 def span(values: Sequence[float], digits: str = ".3g") -> str:

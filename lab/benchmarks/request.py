@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # Settings that hold for a whole process: torch and NCCL have one value of each.
-OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
+OF_A_PROCESS = ("deterministic", "tf32", "benchmark_limit", "comm.deterministic")
 LETTERED = re.compile(r"[a-z]=")
 
 

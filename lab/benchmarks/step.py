@@ -1,12 +1,17 @@
-"""Measure step times of two or more sets of settings, a step of each in every round."""
+"""Measure step times of two or more sets of settings, some steps of each in every round.
+
+A turn's first step does not count: it begins on a device that has nothing to do, so the host is not
+ahead of it as it is in training, and finds what the others have left in the caches.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,18 +23,22 @@ from lab.benchmarks.request import Request
 from lab.distributed.world import World
 from lab.draw.looks import looks_of
 from lab.draw.plots import dots
-from lab.measure.statistics import least_warmup, round_means
+from lab.measure.statistics import Turns, least_warmup, round_means
 from lab.settings.config import ConfigError
 from lab.training.assemble import Assembly, assembled
-from lab.training.outcome import steps_of_trials
 from lab.training.trainer import Trainer
 
 BASELINE, REFERENCE = "none", "ddp"  # without communication, and torch's own
+TURN = 10  # steps of a turn, where there are enough for several
+ALONE = (
+    "1 rank skips what travels: exact exchanges return at once, lossy ones only encode and decode, "
+    "while ddp copies gradients into buckets and calls its library"
+)
 
 
 @harness.on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all variants. Rounds have as many steps as a strategy's rounds."""
+    """Measure all variants. Turns have whole rounds, of as many steps as a strategy's rounds."""
     with ExitStack() as stack:
         parts = [
             stack.enter_context(assembled(variant.config, joined))
@@ -37,26 +46,26 @@ def measure(request: Request, world: World) -> dict[str, Any]:
                 request.variants, harness.worlds_of(request, world), strict=True
             )
         ]
-        _, step_s = in_turns(parts, world)
-    warmup = max(_warmup(part.trainer) for part in parts)
-    every = math.lcm(*(part.trainer.sync.every for part in parts))
-    times = {
-        variant.label: round_means(seconds[:, warmup:], warmup, every).max(axis=0)
-        for variant, seconds in zip(request.variants, step_s, strict=True)
-    }
+        turns, _, step_s = in_turns(parts, world)
+    labels = [variant.label for variant in request.variants]
+    times = dict(zip(labels, step_s, strict=True))
     rows = compare(times)
     for row, part in zip(rows, parts, strict=True):
         row["num_parameters"] = part.sizes["num_parameters"]
         row["comm_settings"] = part.trainer.world.comm.settings
-    num_pairs = len(times[request.variants[0].label])
-    return {"rows": rows, "num_pairs": num_pairs, "steps_per_round": every}
+    return {
+        "rows": rows,
+        "num_pairs": step_s.shape[1],
+        "steps_per_round": turns.every,
+        "steps_per_turn": turns.size,
+    }
 
 
 def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Compute a row for each label: its ratio to the last, and its exposed communication.
 
     Args:
-        times: seconds of the timed rounds by label; equal positions ran one after the other.
+        times: a step's seconds in each turn, by label; equal positions ran one after the other.
             Exposed communication is a step's time less that of "none", if it is among the labels,
             and is compared with that of "ddp".
     """
@@ -86,43 +95,79 @@ def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
     return exposed
 
 
-def _warmup(trainer: Trainer) -> int:
-    """Return how many first steps are left out: warm-up, and any in which others were tried.
-
-    Raises:
-        ConfigError: none is left.
-    """
-    config, trials = trainer.config, steps_of_trials(trainer)
-    warmup = max(least_warmup(config.warmup_steps), trials)
-    if warmup + trainer.sync.every > trainer.total_steps:
-        raise ConfigError(
-            f"steps={trainer.total_steps}: too few: strategy={config.strategy} leaves out the "
-            f"first {warmup}, and tries others in {trials}"
-        )
-    return warmup
-
-
-def in_turns(parts: list[Assembly], world: World) -> tuple[np.ndarray, np.ndarray]:
-    """Train all parts in turns, a step of each in every round, which all ranks begin together.
+def in_turns(parts: list[Assembly], world: World) -> tuple[Turns, np.ndarray, np.ndarray]:
+    """Train all parts, first each alone until it is warm, then in turns that all ranks begin.
 
     Returns:
-        Seconds of whole turns, with what the host does between steps, and of steps alone: each
-        [parts, ranks, steps].
+        The turns. Seconds of a step in each, by the slowest rank, [parts, turns]: with what the
+        host does until the next step, and alone.
+
+    Raises:
+        ConfigError: too few steps.
     """
-    align = harness.aligner(world)
+    trainers = [part.trainer for part in parts]
+    loops = [trainer.steps() for trainer in trainers]
+    for trainer, loop in zip(trainers, loops, strict=True):
+        _warm_up(trainer, loop)
+    num_turns, turns = _planned(trainers)
+    for trainer, loop in zip(trainers, loops, strict=True):
+        _advance(loop, turns.alone - trainer.progress.step)
+        trainer.end_turn()
+    align, num_counted = harness.aligner(world), turns.size - turns.every
 
-    def turn_s(loop: Iterator[object]) -> float:
+    def turn_s(trainer: Trainer, loop: Iterator[object]) -> float:
         align()
+        _advance(loop, turns.every)
         began = time.perf_counter()
-        next(loop)
-        return time.perf_counter() - began
+        _advance(loop, num_counted)
+        took = (time.perf_counter() - began) / num_counted
+        trainer.end_turn()
+        return took
 
-    takes = [partial(turn_s, part.trainer.steps()) for part in parts]
-    turns = harness.take_turns(takes, parts[0].trainer.total_steps, shows=world.rank == 0)
-    steps = np.stack([part.trainer.clock.step_seconds() for part in parts])
-    both = world.gather(torch.from_numpy(np.stack([np.array(turns), steps])))
-    of_turns, of_steps = both.permute(1, 2, 0, 3).numpy()
-    return of_turns, of_steps
+    takes = [partial(turn_s, *each) for each in zip(trainers, loops, strict=True)]
+    taken = harness.take_turns(takes, num_turns, shows=world.rank == 0)
+    of_turns = world.gather(torch.tensor(taken, dtype=torch.float64)).amax(dim=0)
+    steps = torch.from_numpy(np.stack([each.clock.step_seconds() for each in trainers]))
+    counted = turns.counted(steps.shape[1])
+    rounds = (
+        round_means(each[:, counted], 0, turns.every)
+        for each in world.gather(steps).transpose(0, 1).numpy()
+    )
+    return turns, of_turns.numpy(), np.array([turns.seconds(each) for each in rounds])
+
+
+def _warm_up(trainer: Trainer, loop: Iterator[object]) -> None:
+    """Train until the warm-up is over and no exchange tries others any more."""
+    progress, warmup = trainer.progress, least_warmup(trainer.config.warmup_steps)
+    while progress.step < warmup or trainer.sync.settled_at is None:
+        if next(loop, None) is None:
+            raise ConfigError(
+                f"steps={trainer.total_steps}: too few: strategy={trainer.config.strategy} leaves "
+                f"out the first {warmup}, and those in which it tries others"
+            )
+
+
+def _planned(trainers: Sequence[Trainer]) -> tuple[int, Turns]:
+    """Return the number of turns, and how all trainers, which are warm, spend their steps.
+
+    There are as many turns as intervals need, if that leaves two rounds for each: one that counts.
+    """
+    every = math.lcm(*(trainer.sync.every for trainer in trainers))
+    alone = every * math.ceil(max(trainer.progress.step for trainer in trainers) / every)
+    steps = min(trainer.total_steps for trainer in trainers)
+    num_rounds = (steps - alone) // every
+    if num_rounds < 2:
+        raise ConfigError(
+            f"steps={steps}: too few: the first {alone} are warm-up, and a turn has at least "
+            f"{2 * every}"
+        )
+    size = every * min(max(2, num_rounds // harness.ENOUGH_ROUNDS), max(2, TURN // every))
+    return (steps - alone) // size, Turns(alone, size, every)
+
+
+def _advance(loop: Iterator[object], num_steps: int) -> None:
+    for _ in islice(loop, num_steps):
+        pass
 
 
 def columns(result: dict[str, Any]) -> dict[str, present.Column]:
@@ -140,12 +185,17 @@ def columns(result: dict[str, Any]) -> dict[str, present.Column]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
-    every = result["steps_per_round"]
-    round_ = "a step of each in every round" if every == 1 else f"rounds of {every} steps of each"
+    """Explain the columns, and say what one rank alone leaves out."""
+    every, size = result["steps_per_round"], result.get("steps_per_turn")
+    first = "first" if every == 1 else f"first {every}"
+    turn = f"a turn of {size} steps of each in every round, without its {first}"
+    if size is None:  # a result of before there were turns
+        turn = "a step of each in every round" if every == 1 else f"rounds of {every} steps of each"
+    alone = [ALONE] if result["world_size"] == 1 else []
     return [
-        f"medians of {result['num_pairs']} rounds {present.on_ranks_of(result)}, {round_}; a step "
+        f"medians of {result['num_pairs']} rounds {present.on_ranks_of(result)}, {turn}; a step "
         "lasts as long as on its slowest rank",
+        *alone,
         "[95 % intervals] draw whole rounds; exposed exchange: step - step of none, same run",
     ]
 

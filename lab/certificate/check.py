@@ -140,6 +140,11 @@ class Check:
         self._is_told = True
         return self.certificate
 
+    @property
+    def is_over(self) -> bool:
+        """True if it looks at no later step."""
+        return True
+
     def __enter__(self) -> Self:
         return self
 
@@ -162,6 +167,10 @@ class GradientCheck(Check):
         super().__init__()
         self._model, self._sync, self._about = model, sync, about
         self._observer: Observer | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._observer is None
 
     def __enter__(self) -> Self:
         if self.certificate is None:

@@ -57,7 +57,8 @@ EQUAL = 1e-12  # relative difference of equal weights, whose images kinds of dev
 class CertificateError(RuntimeError):
     """Gradients are not exchanged as they should be.
 
-    Attributes: certificate: what was found.
+    Attributes:
+        certificate: what was found.
     """
 
     def __init__(self, certificate: Certificate) -> None:

@@ -148,6 +148,9 @@ class Reproduction:
         bytes_scale: scales gradients, which keeps the ratio of compute to communication.
         strategies, world_sizes, batch_sizes: the figures show these; batches are global.
         rate_crossover: two strategies: below which rate of the links is the first faster?
+        setup: how it is measured, in words.
+        cures: lines of the figure that shows the finding, the paper's own way first: each a name,
+            a strategy, and, where they differ, the profile and the strategy of published figures.
     """
 
     study: str
@@ -157,6 +160,8 @@ class Reproduction:
     world_sizes: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     rate_crossover: tuple[str, str] | None = None
+    setup: str = ""
+    cures: tuple[Mapping[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.rate_crossover is not None and len(self.rate_crossover) != 2:
@@ -206,12 +211,13 @@ class Paper:
         claims = [_claim(entry) for entry in node.get("claims", ())]
         try:
             claims += [_claim(one) for line in node.get("series", ()) for one in expand(line)]
+            claims += [_claim(one) for line in node.get("sizes", ()) for one in by_size(line)]
             study = node.get("reproduction")
             reproduction = Reproduction(**_frozen(study)) if study else None
             if reproduction:
                 check_types(reproduction)
             fit = tuple(node.get("fit", ()))
-            given = {key: value for key, value in node.items() if key != "series"}
+            given = {key: value for key, value in node.items() if key not in ("series", "sizes")}
             own = {"claims": tuple(claims), "reproduction": reproduction, "fit": fit}
             made = cls(**{**given, **own})
             check_types(made)
@@ -227,7 +233,7 @@ def _frozen(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
     try:
-        check, at = Check(**entry["check"]), entry.get("at", {})
+        check, at = Check(**entry["check"]), _frozen(entry.get("at", {}))
         of_device = entry["quantity"] in OF_DEVICE
         where = {"at": Point(), "arguments": at} if of_device else {"at": Point(**at)}
         grid = _frozen(entry.get("grid", {}))
@@ -321,7 +327,8 @@ def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Args:
         entry: `says`, `source`, `strategy`, `profile`, `per_rank_batch_size`, `within`, and
-            `samples_per_s` by number of ranks, one rank first.
+            `samples_per_s` by number of ranks, one rank first. It may have `hardware` and `values`,
+            as a point has, the `unit` of a sample if it is no image, and `conditions`.
 
     Raises:
         KeyError: one of these is missing.
@@ -329,9 +336,10 @@ def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     rates = dict(entry["samples_per_s"])
     alone = rates.pop(1)
     batch_size = entry["per_rank_batch_size"]
+    where = {key: entry[key] for key in ("profile", "hardware", "values") if key in entry}
 
     def claim(says: str, strategy: str, size: int, figure: float, within: float) -> dict[str, Any]:
-        at = {"profile": entry["profile"], "strategy": strategy, "world_size": size}
+        at = {**where, "strategy": strategy, "world_size": size}
         return {
             "source": entry["source"],
             "says": f"{entry['says']}: {says}",
@@ -340,12 +348,40 @@ def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "at": {**at, "batch_size": size * batch_size},
             "published": figure,
             "check": {"about": figure, "within": within},
+            "conditions": "" if size == 1 else entry.get("conditions", ""),
         }
 
-    yield claim(f"one GPU trains {alone} images/s", "none", 1, alone, 0.02)
+    unit = entry.get("unit", "images")
+    yield claim(f"one GPU trains {alone} {unit}/s", "none", 1, alone, 0.02)
     for size, rate in rates.items():
         says = f"{size} GPUs {rate}, {rate / alone:.2f} times as many"
         yield claim(says, entry["strategy"], size, rate / alone, entry["within"])
+
+
+def by_size(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the claims of one entry of `sizes`: bus bandwidths of all-reduces.
+
+    Args:
+        entry: `says`, `source`, `hardware`, `world_size`, `within`, and `gb_per_s` by MiB; those of
+            `fitted` were fitted to, so they are calibrated.
+
+    Raises:
+        KeyError: one of these is missing.
+    """
+    for mib, figure in entry["gb_per_s"].items():
+        yield {
+            "source": entry["source"],
+            "says": f"{entry['says']}: {mib} MiB at {figure} GB/s",
+            "kind": "calibrated" if mib in entry.get("fitted", ()) else "emergent",
+            "quantity": "bus_gb_per_s",
+            "at": {
+                "hardware": entry["hardware"],
+                "world_size": entry["world_size"],
+                "num_bytes": mib * 2**20,
+            },
+            "published": figure,
+            "check": {"about": figure, "within": entry["within"]},
+        }
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from lab.claims.claims import EVIDENCE, KINDS, Check, Verdict, tally
@@ -14,9 +14,11 @@ from lab.claims.device import GPUS, Network
 from lab.claims.findings import Reproduced
 from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap
+from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
-from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, looks_of
+from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, Look, looks_of
 from lab.draw.plots import BAR, GAP, PANEL, Axis, legend_columns, lines, round_values
+from lab.simulate.score import ScoredCell
 
 COLUMNS = 3
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of ranks, few to many
@@ -29,7 +31,75 @@ MACHINES = (  # machine, column, colour, what the legend says
     ("desktop", 1, SKY, "published: desktop, 2 threads"),
     ("gpu", GPUS.index("GTX 1080"), BLUE, "published: GTX 1080"),
 )
+CURES = (GREEN, SKY, ORANGE, VERMILLION, BLUE)  # colours of a finding's lines
 HERE = {1: ("circle", "here, 1 thread"), 2: ("square", "here, 2 threads")}
+
+
+def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> Chart | None:
+    """Chart the finding in one panel: measured speedup of the most workers over the batch size.
+
+    A line for each of the reproduction's cures with the range of its repeats, a diamond where the
+    paper publishes a figure. None if no such cell was measured.
+    """
+    cures, most = reproduced.grid.cures, max(reproduced.grid.world_sizes)
+    data: Any = pd.DataFrame(
+        {
+            "series": cure["name"],
+            "x": batch,
+            **dict(zip(("low", "value", "high"), ends, strict=True)),
+        }
+        for cure in cures
+        for batch, ends in _speedups(cells, cure, most)
+    )
+    if data.empty:
+        return None
+    best = data.groupby("series", sort=False)["value"].max()
+    is_slower = data[data["series"] == best.index[0]].sort_values("x")["value"].iloc[0] < 1
+    styles = zip(cures, CURES, strict=False)
+    looks = {cure["name"]: Look(colour, "-", "o") for cure, colour in styles}
+    published: Any = pd.DataFrame(
+        [
+            (cell.at.batch_size, value, looks[cure["name"]].colour, f"published: {value:g}")
+            for cell in reproduced.cells
+            for value in cell.published
+            for cure in cures
+            if cell.at.strategy == cure.get("published", cure["strategy"])
+            and (cell.at.world_size, cure.get("profile")) == (most, None)
+        ],
+        columns=["x", "value", "colour", "series"],
+    )
+    of_published = zip(published["series"], published["colour"], strict=True)
+    looks |= {name: Look(colour, "-", "D") for name, colour in of_published}
+    data = pd.concat([data, published]).assign(one=1.0)
+    batches = sorted(set(data["x"]))
+    x = Axis("images a step, all workers together", log=2, ticks=batches)
+    y = Axis(f"speedup of {most} workers over one", ticks=range(most + 1), domain=(0, most))
+    body, width = lines(data, x, y, looks, reference="one", size=(560, 330))
+    mark = alt.Chart(published).mark_point(shape="diamond", filled=True, size=140, opacity=1)
+    mark = mark.encode(alt.X("x:Q"), alt.Y("value:Q"), alt.Color("colour:N", scale=None))
+    message = (
+        f"With a {best.index[0]} {most} workers are at most {best.iloc[0]:.1f} times as fast as "
+        f"one{', and slower at small batches' if is_slower else ''}; "
+        f"cures reach {best.iloc[1:].min():.1f} to {best.iloc[1:].max():.1f} times"
+    )
+    about = [
+        f"{title}; measured, {reproduced.grid.setup}.",
+        "Upright: all repeats. Diamonds: published. Dotted: as fast as one worker.",
+    ]
+    return Chart("finding", message, about, alt.layer(body, mark), width)
+
+
+def _speedups(
+    cells: Sequence[ScoredCell], cure: Mapping[str, str], most: int
+) -> Iterator[tuple[int, tuple[float, float, float]]]:
+    """Yield for each batch size the least, the median and the largest speedup of the repeats."""
+    own = [cell for cell in cells if cell.strategy == cure["strategy"]]
+    own = [cell for cell in own if cell.profile == cure.get("profile", cells[0].profile)]
+    alone = {cell.batch_size: median(cell.measured_s) for cell in own if cell.world_size == 1}
+    for cell in own:
+        if cell.world_size == most and cell.batch_size in alone:
+            values = sorted(alone[cell.batch_size] / each for each in cell.measured_s)
+            yield cell.batch_size, (values[0], median(values), values[-1])
 
 
 def speedup_bars(

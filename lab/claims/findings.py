@@ -145,9 +145,10 @@ def _find(
     counts = counts_of_model(paper.model) if paper.model else None
     hardware = parse(read_file("hardware", paper.hardware))
     predicted = Predicted(paper.profile, hardware, counts=counts)
+    drawn = enumerate(zip(draws(hardware), places(), strict=True))
     others = [
-        Predicted(paper.profile, each, counts=counts, place=place)
-        for each, place in zip(draws(hardware), places(), strict=True)
+        Predicted(paper.profile, each, counts=counts, place=place, number=number)
+        for number, (each, place) in drawn
     ]
     measured = None
     if runs:

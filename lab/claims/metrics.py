@@ -38,6 +38,10 @@ class Point:
         profile: replaces the paper's.
         layer: the layer whose operations are counted, as lab.model.work.Counts names it.
         rate_gbit: rate of the links between nodes; None: the hardware's.
+        hardware: replaces the paper's.
+        values: KEY=VALUE of the hardware, where the source's differ from the file's.
+        over_ranks: a speedup is over so many ranks of the same strategy; 1: over one without it.
+        num_bytes: of a tensor that is all-reduced.
     """
 
     strategy: str = "none"
@@ -46,10 +50,16 @@ class Point:
     profile: str | None = None
     layer: str | None = None
     rate_gbit: float | None = None
+    hardware: str | None = None
+    values: tuple[str, ...] = ()
+    over_ranks: int = 1
+    num_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "batch_size"):
+        for name in ("world_size", "batch_size", "over_ranks"):
             checks.whole(f"at.{name}", getattr(self, name), 1)
+        if self.num_bytes is not None:
+            checks.whole("at.num_bytes", self.num_bytes, 1)
         if self.rate_gbit is not None:
             checks.number("at.rate_gbit", self.rate_gbit, above=0)
 
@@ -63,6 +73,10 @@ class Facts(Protocol):
 
     def payload_bytes(self, at: Point) -> float:
         """Return the bytes that the busiest rank sends in a step."""
+        ...
+
+    def all_reduce_s(self, at: Point) -> float:
+        """Return the seconds of an all-reduce of `num_bytes` by the library."""
         ...
 
     def counts(self) -> Counts:
@@ -123,6 +137,10 @@ class Measured:
         """Return the bytes that the busiest rank handed to the network in a step."""
         return self._median(at, lambda cell: max(cell.payload_bytes_per_step, default=math.nan))
 
+    def all_reduce_s(self, at: Point) -> float:
+        """Raise Missing: runs time steps."""
+        raise Missing
+
     def counts(self) -> Counts:
         """Return the counts of the paper's network."""
         return self._counts
@@ -145,7 +163,12 @@ class Measured:
 
 
 def speedup(facts: Facts, at: Point) -> float:
-    """Compute the speedup over one rank, which exchanges nothing, at the same global batch."""
+    """Compute the speedup over one rank, which exchanges nothing, at the same global batch.
+
+    Or over `over_ranks` ranks, which exchange as the others do.
+    """
+    if at.over_ranks > 1:
+        return facts.step_s(replace(at, world_size=at.over_ranks)) / facts.step_s(at)
     return facts.step_s(Point(batch_size=at.batch_size)) / facts.step_s(at)
 
 
@@ -160,6 +183,34 @@ def weak_speedup(facts: Facts, at: Point) -> float:
 def gain(over: str, facts: Facts, at: Point) -> float:
     """Divide the step time of the strategy `over` by this one's."""
     return facts.step_s(replace(at, strategy=over)) / facts.step_s(at)
+
+
+def added_s(facts: Facts, at: Point) -> float:
+    """Return the time that a strategy adds to a step."""
+    return facts.step_s(at) - facts.step_s(replace(at, strategy="none"))
+
+
+def bus_gb_per_s(facts: Facts, at: Point) -> float:
+    """Compute an all-reduce's bus bandwidth as nccl-tests does: what a link of a ring would carry.
+
+    Raises:
+        Missing: the point says no size.
+    """
+    if at.num_bytes is None:
+        raise Missing
+    share = 2 * (at.world_size - 1) / at.world_size
+    return share * at.num_bytes / facts.all_reduce_s(at) / 1e9
+
+
+def of_linear_scaling(quantity: str, at: Point) -> float | None:
+    """Return what a quantity is if N ranks are N times as fast, the null model of scaling.
+
+    Returns:
+        None: the quantity is none of scaling.
+    """
+    if quantity in ("speedup", "weak_speedup"):
+        return at.world_size / at.over_ranks
+    return 1.0 if quantity == "weak_efficiency" else None
 
 
 def transfer_s(facts: Facts, at: Point) -> float:
@@ -259,6 +310,8 @@ QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "gain_over_tree": partial(gain, "tree"),
     "gain_over_allreduce": partial(gain, "allreduce"),
     "gain_over_overlap": partial(gain, "overlap"),
+    "added_s": added_s,
+    "bus_gb_per_s": bus_gb_per_s,
     "transfer_s": transfer_s,
     "transfers": transfers,
     "transfer_share": transfer_share,

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from statistics import median
 
 import numpy as np
@@ -19,7 +20,8 @@ from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.overrides import own_choices
 from lab.simulate.fit import START, least_squares
-from lab.simulate.hardware import Hardware, slowest, with_rate, with_value
+from lab.simulate.hardware import Hardware, draws, parse, slowest, with_rate, with_value
+from lab.simulate.network import Network
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING, Strategy
 
@@ -39,6 +41,7 @@ class Predicted:
         bytes_scale: multiplies the parameters of all profiles.
         counts: of the paper's network; None: as far as the profile gives them.
         place: where in their ranges the values lie that profiles assume; None: as they are given.
+        number: of the draw that `hardware` is of what its file leaves open; None: it is none.
 
     Raises:
         ConfigError: there is no such file.
@@ -51,7 +54,9 @@ class Predicted:
         bytes_scale: float = 1.0,
         counts: Counts | None = None,
         place: float | None = None,
+        number: int | None = None,
     ) -> None:
+        self._number = number
         self.profile, self.hardware, self.bytes_scale = profile, hardware, bytes_scale
         self._counts, self._place = counts, place
 
@@ -66,6 +71,11 @@ class Predicted:
     def payload_bytes(self, at: Point) -> float:
         """Return the bytes that the busiest rank sends in a step."""
         return self._step(at)[1]
+
+    def all_reduce_s(self, at: Point) -> float:
+        """Return the seconds of an all-reduce of `num_bytes` by the library."""
+        network = Network(self._hardware(at), at.world_size)
+        return network.all_reduce(at.num_bytes or 0).seconds
 
     def counts(self) -> Counts:
         """Return the counts of the network, or else of the profile before it is scaled.
@@ -89,15 +99,26 @@ class Predicted:
         profile = profile_of(at.profile or self.profile, self.bytes_scale)
         if self._place is not None:
             profile = profile.drawn(self._place)
-        strategy = strategy_of(at.strategy)
-        hardware = self.hardware
-        if at.rate_gbit is not None:
-            hardware = with_rate(hardware, at.rate_gbit * 1e9 / 8)
+        strategy, hardware = strategy_of(at.strategy), self._hardware(at)
         try:
             step = simulate(profile, hardware, strategy, at.world_size, per_rank_batch)
         except ValueError as error:
             raise Missing(str(error)) from None
         return step.step_s, step.payload_bytes
+
+    def _hardware(self, at: Point) -> Hardware:
+        """Return the hardware at a point."""
+        hardware = hardware_of(at.hardware, self._number) if at.hardware else self.hardware
+        if at.rate_gbit is not None:
+            hardware = with_rate(hardware, at.rate_gbit * 1e9 / 8)
+        for text in at.values:
+            key, _, value = text.partition("=")
+            try:
+                hardware = with_value(hardware, key, float(value))
+            except (AttributeError, TypeError, ValueError):
+                where = f"at.values={text}"
+                raise ValueError(f"{where}: must be KEY=VALUE of {hardware.name}") from None
+        return hardware
 
 
 # Cached: reading settings takes longer than simulating a step.
@@ -105,6 +126,13 @@ class Predicted:
 def profile_of(name: str, bytes_scale: float = 1.0) -> Profile:
     """Read a file of conf/profile. ConfigError: there is none."""
     return Profile.parse(read_file("profile", name)).scaled(bytes_scale)
+
+
+@cache
+def hardware_of(name: str, number: int | None = None) -> Hardware:
+    """Read a file of conf/hardware, or make a draw of what it leaves open. ConfigError: no file."""
+    hardware = parse(read_file("hardware", name))
+    return hardware if number is None else next(islice(draws(hardware), number, None))
 
 
 @cache

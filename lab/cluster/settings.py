@@ -112,6 +112,18 @@ class Cluster:
         return text
 
 
+def adopt_ranks() -> None:
+    """Take ranks of mpirun and srun as such (lab.distributed.launcher.adopt).
+
+    Raises:
+        ConfigError: they cannot meet.
+    """
+    try:
+        launcher.adopt()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def num_launched() -> int:
     """Return the number of ranks that a launcher has started; 1 without one."""
     try:

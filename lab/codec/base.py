@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lab.codec.kernels import Reading, native, on_gpu
+from lab.codec.kernels import Peers, Reading, native, on_gpu, push
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
 
 MANY = 2**20  # values, of which a header is a small part
@@ -50,8 +50,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def reduce(self, layout: Layout, messages: Tensor, residual: Residual, out: Tensor) -> None:
-        """Fill the message `out` with the sum of messages, in their order, + residual."""
+    def reduce(
+        self, layout: Layout, messages: Tensor | Peers, residual: Residual, out: Tensor | Peers
+    ) -> None:
+        """Fill the message `out` with the sum of messages, in their order, + residual.
+
+        Args:
+            out: Peers: each receives it. They must not overlap `messages`.
+        """
         ...
 
 
@@ -168,11 +174,15 @@ class Reference:
             torch.div(_sum_of_floats(messages, at, count), divisor, out=own)
         finite.copy_(out.isfinite().all())
 
-    def reduce(self, layout: Layout, messages: Tensor, residual: Residual, out: Tensor) -> None:
+    def reduce(
+        self, layout: Layout, messages: Tensor | Peers, residual: Residual, out: Tensor | Peers
+    ) -> None:
+        first = out[0] if isinstance(out, Peers) else out
         for piece in layout.pieces:
-            self._encode(piece, self._sum(piece, messages), residual, out)
+            self._encode(piece, self._sum(piece, messages), residual, first)
         for _, count, at in layout.copies:
-            _floats(out, at, count).copy_(_sum_of_floats(messages, at, count))
+            _floats(first, at, count).copy_(_sum_of_floats(messages, at, count))
+        push(out)
 
     def _encode(self, piece: Piece, rows: Tensor, residual: Residual, message: Tensor) -> None:
         written = self._parts(piece, message)
@@ -184,7 +194,7 @@ class Reference:
         self._codec.write(rows, *written)
         torch.sub(rows, self._codec.read(*written, piece.columns), out=kept)
 
-    def _sum(self, piece: Piece, messages: Tensor) -> Tensor:
+    def _sum(self, piece: Piece, messages: Tensor | Peers) -> Tensor:
         total = self._codec.read(*self._parts(piece, messages[0]), piece.columns)
         for message in messages[1:]:
             total += self._codec.read(*self._parts(piece, message), piece.columns)
@@ -206,7 +216,7 @@ def _floats(message: Tensor, at: int, count: int) -> Tensor:
     return message[at : at + count * FLOAT_BYTES].view(torch.float32)
 
 
-def _sum_of_floats(messages: Tensor, at: int, count: int) -> Tensor:
+def _sum_of_floats(messages: Tensor | Peers, at: int, count: int) -> Tensor:
     total = _floats(messages[0], at, count).clone()
     for message in messages[1:]:
         total += _floats(message, at, count)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.gpu_kernels import add_magnitudes, decode_rows, encode_rows
-from lab.codec.kernels import Reading
+from lab.codec.kernels import Peers, Reading
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece
 
 TILE = 2048  # values of a program of short rows
@@ -115,9 +115,14 @@ class Triton:
         self._encode(layout, (values, 0, 0), residual, message, finite)
 
     def reduce(
-        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
+        self,
+        layout: Layout,
+        messages: Tensor | Peers,
+        residual: Tensor | None,
+        out: Tensor | Peers,
     ) -> None:
-        self._encode(layout, (messages, len(messages), messages.stride(0)), residual, out, None)
+        apart = messages.offsets if isinstance(messages, Peers) else messages.stride(0)
+        self._encode(layout, (messages[0], len(messages), apart), residual, out, None)
 
     def add_up(
         self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
@@ -131,19 +136,21 @@ class Triton:
     def _encode(
         self,
         layout: Layout,
-        source: tuple[Tensor, int, int],
+        source: tuple[Tensor, int, int | Tensor],
         residual: Tensor | None,
-        out: Tensor,
+        out: Tensor | Peers,
         finite: Tensor | None,
     ) -> None:
-        tables, sums = self._tables(layout, out.device), source[1] > 0
-        with torch.cuda.device_of(out):
+        first, apart = (out[0], out.offsets) if isinstance(out, Peers) else (out, None)
+        tables, sums = self._tables(layout, first.device), source[1] > 0
+        with torch.cuda.device_of(first):
             if tables.spans is not None:
                 form = self._form.tile(TILE)
                 arguments = *source, residual, tables.sums, tables.spans, sums, form
                 add_magnitudes[(len(tables.spans),)](*arguments, **form.options)
             for form, table in tables.encode:
-                arguments = *source, residual, out, table, tables.sums, finite, sums, form
+                where = residual, first, apart, table
+                arguments = *source, *where, tables.sums, finite, sums, form
                 encode_rows[(len(table),)](*arguments, **form.options)
 
     def _tables(self, layout: Layout, device: torch.device) -> Tables:

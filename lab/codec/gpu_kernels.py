@@ -1,7 +1,8 @@
 """Kernels of codecs in Triton: see lab.codec.gpu, which launches them and has the words used here.
 
 `FORM` is a Form, `program` a Program; `origin` is what is encoded: a gradient, or messages to sum,
-their number and their stride in bytes; and the residual, or None.
+their number and how far apart they are (see _message); and the residual, or None. `target` is where
+a message goes: the first of as many as are summed, and how far these are apart, or None for one.
 """
 
 # Triton reads annotations as code, and takes plain values where its kernels say constexpr.
@@ -167,28 +168,68 @@ def _loaded(message, program, first, FORM: tl.constexpr):
 
 
 @triton.jit
-def _store(codes, out, program, first, FORM: tl.constexpr):
-    """Store a tile's codes in a message."""
+def _message(first, apart, index):
+    """Return one of several messages, `apart` bytes from each other.
+
+    Args:
+        apart: a number; or an address of as many distances from `first`, which are whole words.
+    """
+    # Without `else` what follows would be compiled, too.
+    if apart is None:
+        return first
+    elif apart.dtype.is_ptr():  # noqa: RET505
+        return first + tl.load(apart + index) // 16 * 16
+    else:
+        return first + index * apart
+
+
+@triton.jit
+def _store(codes, target, program, first, FORM: tl.constexpr):
+    """Store a tile's codes in a message, or in each of several."""
+    out, number, apart = target
     place, there = _units(program, first, FORM)
-    own = _payload(out, program, FORM)
     if FORM.per_unit == 1:
         units = tl.reshape(codes, (FORM.rows, FORM.units))
     else:
         shifts = tl.arange(0, FORM.per_unit) * (8 // FORM.per_unit)
         units = tl.sum(codes << shifts[None, None, :], 2)
-    tl.store(own + place, units.to(own.dtype.element_ty), mask=there)
+    for index in range(0, 1 if apart is None else number):
+        own = _payload(_message(out, apart, index), program, FORM)
+        tl.store(own + place, units.to(own.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _store_header(one, two, stores, target, program, FORM: tl.constexpr):
+    """Store the numbers of each row in a message, or in each of several."""
+    out, number, apart = target
+    for index in range(0, 1 if apart is None else number):
+        own = (_message(out, apart, index) + program[3]).to(tl.pointer_type(tl.float32))
+        own += FORM.scales * tl.arange(0, FORM.rows)
+        if FORM.scales > 0:
+            tl.store(own, one, mask=stores)
+        if FORM.scales > 1:
+            tl.store(own + 1, two, mask=stores)
+
+
+@triton.jit
+def _store_copied(values, there, target, program, SIZE: tl.constexpr):
+    """Store values that travel as they are in a message, or in each of several."""
+    out, number, apart = target
+    for index in range(0, 1 if apart is None else number):
+        own = (_message(out, apart, index) + program[3]).to(tl.pointer_type(tl.float32))
+        tl.store(own + tl.arange(0, SIZE), values, mask=there)
 
 
 @triton.jit
 def _decoded(messages, number, stride, program, first, FORM: tl.constexpr):
-    """Decode a tile of each of `number` messages, `stride` bytes apart, and add in their order."""
+    """Decode a tile of each of `number` messages, and add in their order."""
     ROWS: tl.constexpr = FORM.rows
     UNITS: tl.constexpr = FORM.units
     PER: tl.constexpr = FORM.per_unit
     # Negative zero changes no sum, not even the sign of one that is zero.
     total = tl.full((ROWS, UNITS, PER), NEGATIVE, tl.int32).to(tl.float32, bitcast=True)
     for index in range(0, number):
-        message = messages + index * stride
+        message = _message(messages, stride, index)
         codes = _loaded(message, program, first, FORM)
         one = _scale(message, program, 0, FORM)
         two = _scale(message, program, 1, FORM)
@@ -319,25 +360,20 @@ def _numbers(origin, program, values, sums, SUM: tl.constexpr, FORM: tl.constexp
 
 
 @triton.jit
-def _encoded(origin, program, out, sums, SUM: tl.constexpr, FORM: tl.constexpr):
+def _encoded(origin, program, target, sums, SUM: tl.constexpr, FORM: tl.constexpr):
     """Encode the rows of a program, or the part of one that it takes alone."""
     start, rows, columns, begin = program[0], program[1], program[2], program[5]
     row, residual = tl.arange(0, FORM.rows), origin[3]
     values = _values(origin, program, begin, SUM, FORM)
     split, one, two = _numbers(origin, program, values, sums, SUM, FORM)
-    header = (out + program[3]).to(tl.pointer_type(tl.float32)) + FORM.scales * row
-    stores = (row < rows) & (begin == 0)
-    if FORM.scales > 0:
-        tl.store(header, one, mask=stores)
-    if FORM.scales > 1:
-        tl.store(header + 1, two, mask=stores)
+    _store_header(one, two, (row < rows) & (begin == 0), target, program, FORM)
     for further in range(0, FORM.width if FORM.on_chip else columns, FORM.width):
         first = begin + further
         if not FORM.on_chip:
             values = _values(origin, program, first, SUM, FORM)
         at, there = _tile(first, rows, columns, FORM)
         codes = _codes(values, there, split, one, two, FORM)
-        _store(codes, out, program, first, FORM)
+        _store(codes, target, program, first, FORM)
         if residual is not None:
             lost = values - _read(codes, one, two, FORM)
             place = start + row[:, None, None] * columns + at
@@ -352,7 +388,8 @@ def _copied(source, number, stride, program, SUM: tl.constexpr, SIZE: tl.constex
     if SUM:
         values = tl.full((SIZE,), NEGATIVE, tl.int32).to(tl.float32, bitcast=True)
         for index in range(0, number):
-            message = (source + index * stride + program[3]).to(tl.pointer_type(tl.float32))
+            message = _message(source, stride, index) + program[3]
+            message = message.to(tl.pointer_type(tl.float32))
             values += tl.load(message + place, mask=there, other=0.0)
     else:
         values = tl.load(source + program[0] + place, mask=there, other=0.0)
@@ -389,6 +426,7 @@ def encode_rows(
     stride,
     residual,
     out,
+    apart,
     table,
     sums,
     finite,
@@ -396,18 +434,18 @@ def encode_rows(
     FORM: tl.constexpr,
 ):
     program, origin = _program(table), (source, number, stride, residual)
+    target = out, number, apart
     # The first condition is known when the kernel is compiled, the second is not.
     if finite is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
             tl.store(finite, 1)
     if program[1] == 0:
         values, there = _copied(source, number, stride, program, SUM, FORM.rows * FORM.width)
-        place = (out + program[3]).to(tl.pointer_type(tl.float32))
-        tl.store(place + tl.arange(0, FORM.rows * FORM.width), values, mask=there)
+        _store_copied(values, there, target, program, FORM.rows * FORM.width)
     elif program[6] != 0:
-        _encoded(origin, _aligned(program, FORM), out, sums, SUM, FORM)
+        _encoded(origin, _aligned(program, FORM), target, sums, SUM, FORM)
     else:
-        _encoded(origin, program, out, sums, SUM, FORM)
+        _encoded(origin, program, target, sums, SUM, FORM)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,19 @@ def native(name: str, option: int) -> Native | None:
     """Return the C++ kernels of a codec for this processor; None: there are none, or none built."""
     found = library(name)
     return None if found is None else Native(found, name, option)
+
+
+class Peers(tuple[Tensor, ...]):
+    """Messages, uint8 [bytes] each, that lie apart: in the memory of several ranks of a node.
+
+    Each begins at a multiple of 16 bytes.
+    """
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Bytes from the first message to each, int64 [messages], where the messages are."""
+        addresses = [message.data_ptr() for message in self]
+        return torch.tensor(addresses, device=self[0].device) - addresses[0]
 
 
 class Native:
@@ -68,13 +82,31 @@ class Native:
         )
 
     def reduce(
-        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
+        self,
+        layout: Layout,
+        messages: Tensor | Peers,
+        residual: Tensor | None,
+        out: Tensor | Peers,
     ) -> None:
         kept = None if residual is None else residual.data_ptr()
+        rows, first = together(messages), out[0] if isinstance(out, Peers) else out
         self._reduce(
-            *(messages.data_ptr(), kept, out.data_ptr(), *layout.addresses),
-            *(messages.shape[0], messages.stride(0), self._option, torch.get_num_threads()),
+            *(rows.data_ptr(), kept, first.data_ptr(), *layout.addresses),
+            *(rows.shape[0], rows.stride(0), self._option, torch.get_num_threads()),
         )
+        push(out)
+
+
+def together(messages: Tensor | Peers) -> Tensor:
+    """Return messages one behind the other, [messages, bytes]; a copy of those that lie apart."""
+    return torch.stack(messages) if isinstance(messages, Peers) else messages
+
+
+def push(messages: Tensor | Peers) -> None:
+    """Copy the first of several messages to all others."""
+    if isinstance(messages, Peers) and len(messages) > 1:
+        first, *others = messages
+        torch._foreach_copy_(others, [first] * len(others))
 
 
 def bound(library: ctypes.CDLL, name: str, tensors: int, numbers: int) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import altair as alt
 import pandas as pd
 import torch
 from omegaconf import DictConfig
@@ -21,6 +20,7 @@ from lab.convolution.layer import calls_of, convolutions_of
 from lab.convolution.problem import Algorithm, Pass, Problem
 from lab.device.formats import implementation
 from lab.distributed.world import World
+from lab.draw.altair import alt
 from lab.draw.chart import INK, LABEL_PX, LETTER
 from lab.draw.looks import BLACK, BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import GAP, Axis, legend_columns

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from lab.benchmarks.harness import joined
@@ -26,6 +25,7 @@ from lab.benchmarks.present import Drawn, Row, decimals, machine, number, tabula
 from lab.benchmarks.request import Request
 from lab.device import callgrind
 from lab.device.trace import about_trace, adds_up, kernels_of, left_out, read_events, read_from
+from lab.draw.altair import alt
 from lab.draw.chart import LABEL_PX, LETTER
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY
 from lab.draw.plots import BAR, GAP, bars

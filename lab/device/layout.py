@@ -11,7 +11,6 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 import torch
@@ -32,6 +31,7 @@ from lab.device.formats import (
     moves,
 )
 from lab.distributed.world import World
+from lab.draw.altair import alt
 from lab.draw.chart import GREY
 from lab.draw.looks import BLACK, SKY
 from lab.draw.plots import bars

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import altair as alt
 import pandas as pd
 import torch
 from omegaconf import DictConfig
@@ -22,6 +21,7 @@ from lab.benchmarks.present import Column, Drawn, Row, decimals, number, text, t
 from lab.benchmarks.request import Request
 from lab.device.profile import measured
 from lab.distributed.world import World
+from lab.draw.altair import alt
 from lab.draw.chart import LABEL_PX
 from lab.draw.looks import BLACK, BLUE, VERMILLION
 from lab.draw.plots import Axis

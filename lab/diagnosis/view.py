@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
 
 from lab.analysis.compare import floor_text
 from lab.analysis.points import Point
-from lab.diagnosis.evidence import Evidence
-from lab.diagnosis.rules import Remedy, Verdict, worded_phase
-from lab.diagnosis.rules import remedies as remedies_of
+from lab.analysis.records import load_study
+from lab.diagnosis.evidence import Evidence, gather, gather_all
+from lab.diagnosis.rules import Remedy, Verdict, judge, remedies, worded_phase
 from lab.measure.stragglers import Slow
 from lab.record.schema import worded
 
@@ -22,6 +25,35 @@ LOOK_AT = {
 LOOK_AT_DEVICE = "the clock, temperature and other users of its device, and the shapes of its batch"
 
 
+def explained(path: Path) -> tuple[pd.DataFrame, str]:
+    """Explain a run by its remedies, best first, or a study by the verdict of each point.
+
+    Raises:
+        ValueError, OSError: it cannot be read, or the run cannot be explained.
+    """
+    if (path / "record.json").is_file():
+        study = load_study(path.resolve().parent)
+        evidence = gather(study, next(c for c in study.cells if c.name == path.resolve().name))
+        verdict = judge(evidence)
+        changes = remedies(evidence, verdict)
+        rows = [{"change": one.text, "why": one.why, "saves_s": one.saves_s} for one in changes]
+        frame = pd.DataFrame(rows, columns=["change", "why", "saves_s"])
+        return frame, full(evidence, verdict, changes)
+    found = [(each, judge(each)) for each in gather_all(load_study(path))]
+    frame = pd.DataFrame(
+        {
+            **{"series": each.one.series, "world_size": each.one.world_size},
+            **{"fixed_batch_size": each.one.fixed_batch_size, "verdict": verdict.name},
+            "reason": reason(each, verdict),
+        }
+        for each, verdict in found
+    )
+    lines = [headline(each, verdict) for each, verdict in found]
+    more = f"evidence, and what to try: python -m lab.explain {path}/CELL"
+    others = f"what was not run, predicted: python -m lab.advise fit={path} hardware=..."
+    return frame, "\n".join([*lines, "", more, others])
+
+
 def headline(evidence: Evidence, verdict: Verdict) -> str:
     """Write the verdict in a line."""
     one = evidence.one
@@ -30,14 +62,14 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
     return f"{run}: {verdict.name}: {reason(evidence, verdict)}"
 
 
-def full(evidence: Evidence, verdict: Verdict, remedies: list[Remedy]) -> str:
+def full(evidence: Evidence, verdict: Verdict, changes: list[Remedy]) -> str:
     """Write the verdict, its evidence, changes to try, and runs that would tell more."""
-    return "\n\n".join([headline(evidence, verdict), *_blocks(evidence, remedies)])
+    return "\n\n".join([headline(evidence, verdict), *_blocks(evidence, changes)])
 
 
 def in_full(evidence: Evidence, verdict: Verdict) -> str:
     """Write all that follows the headline."""
-    return "\n\n".join(_blocks(evidence, remedies_of(evidence, verdict)))
+    return "\n\n".join(_blocks(evidence, remedies(evidence, verdict)))
 
 
 def best_remedies(e: Evidence, verdict: Verdict, points: Sequence[Point]) -> list[tuple[str, str]]:
@@ -48,7 +80,7 @@ def best_remedies(e: Evidence, verdict: Verdict, points: Sequence[Point]) -> lis
     """
     here = [p for p in points if (p.context, p.world_size) == (e.point.context, e.one.world_size)]
     measured = {f"strategy={point.strategy}" for point in here}
-    rest = [one for one in remedies_of(e, verdict) if one.switch not in measured]
+    rest = [one for one in remedies(e, verdict) if one.switch not in measured]
     rest.sort(key=lambda one: -one.saves_s if one.saves_s > 0 else 0.0)
     return [(one.text, _because(one, e)) for one in rest[:MAX_REMEDIES]]
 
@@ -59,8 +91,8 @@ def _because(one: Remedy, e: Evidence) -> str:
     return f"{one.why}. It saves up to {_ms(one.saves_s)} of a step, {_share(one.saves_s, e)}."
 
 
-def _blocks(evidence: Evidence, remedies: list[Remedy]) -> list[str]:
-    sections = (_evidence_lines(evidence), _remedy_lines(remedies), _unknown_lines(evidence))
+def _blocks(evidence: Evidence, changes: list[Remedy]) -> list[str]:
+    sections = (_evidence_lines(evidence), _remedy_lines(changes), _unknown_lines(evidence))
     blocks = ["\n".join(f"  {name:<11} {text}" for name, text in lines) for lines in sections]
     return [block for block in blocks if block]
 
@@ -130,8 +162,8 @@ def _payload(e: Evidence) -> str:
     return f"{sent}: {e.payload_bytes / e.exposed_s / 1e6:.4g} MB/s of what is not hidden"
 
 
-def _remedy_lines(remedies: list[Remedy]) -> Lines:
-    for number, remedy in enumerate(remedies[:MAX_REMEDIES]):
+def _remedy_lines(changes: list[Remedy]) -> Lines:
+    for number, remedy in enumerate(changes[:MAX_REMEDIES]):
         saves = "" if math.isnan(remedy.saves_s) else f" (up to {_ms(remedy.saves_s)} less)"
         yield "or" if number else "try", f"{remedy.text}: {remedy.why}{saves}"
 

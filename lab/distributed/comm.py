@@ -129,6 +129,24 @@ class _Waited:
         return self._handle.is_completed()
 
 
+class NoWindow(Exception):  # noqa: N818  # nothing went wrong: there are other ways
+    """Ranks cannot read each other's memory; says why. All ranks of a comm raise it alike."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Memory of each rank that all ranks read and write, without a message.
+
+    Attributes:
+        rows: uint8 [bytes] of each rank, zeros at first, in rank order: a tensor [ranks, bytes], or
+            as many tensors, where each rank has the memory at addresses of its own.
+        handle: what the library knows it by.
+    """
+
+    rows: Tensor | Sequence[Tensor]
+    handle: Any = None
+
+
 class Comm(ABC):
     """Collectives over `size` ranks, on contiguous tensors.
 
@@ -148,6 +166,7 @@ class Comm(ABC):
         backend: the library that carries the tensors, as a record names it.
         no_send_recv: the reason why send and recv are not available; None if they are.
         no_split: the reason why `split` is not available; None if it is.
+        no_windows: the reason why `window` is not available, even on one node; None if it may be.
         asynchronous: the i-methods run on the library's own threads.
         settings: environment variables that the library was given, as a record shows them.
         before_sending: called before tensors are handed to the network, to emulate a rank that is
@@ -159,6 +178,7 @@ class Comm(ABC):
     backend: str
     no_send_recv: str | None = None
     no_split: str | None = None
+    no_windows: str | None = "their library shares no memory"
     asynchronous = False
     times_waits = True
 
@@ -298,6 +318,36 @@ class Comm(ABC):
         part.before_sending = self._announce
         return part
 
+    def window(self, num_bytes: int, device: torch.device) -> Window:
+        """Return memory of `num_bytes` for each rank; all ranks call this, and wait for each other.
+
+        Raises:
+            NoWindow: there is none, as where ranks are on several nodes.
+        """
+        if self.size == 1:
+            return Window(torch.zeros(1, num_bytes, dtype=torch.uint8, device=device))
+        several = f"they are on {len(self.nodes)} nodes" if len(self.nodes) > 1 else None
+        if reason := several or self.no_windows:
+            raise NoWindow(reason)
+        return self._window(num_bytes, device)
+
+    def imeet(self, window: Window, num_bytes: int, last: bool) -> Collective:
+        """Begin to wait until all ranks have come: then each sees what others wrote before.
+
+        Two in turn divide the use of a window: what is written before one of them is read before
+        the next one, by others or by its owner, and not overwritten meanwhile.
+
+        Args:
+            num_bytes: that each rank writes for each other one before this, or reads after it.
+            last: of the two. This one is for iall_gather what the other is for iall_reduce: they
+                have connections of their own.
+        """
+        if self.size == 1:
+            return Done()
+        self._announce()
+        self._count_pairs(num_bytes)
+        return self._begin(self._imeet, window, num_bytes, last)
+
     def beside(self, name: str) -> Comm:
         """Return a Comm of the same ranks over connections of its own, the same for each `name`.
 
@@ -355,6 +405,12 @@ class Comm(ABC):
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)
 
+    def _window(self, num_bytes: int, device: torch.device) -> Window:
+        raise NotImplementedError(self.no_windows)
+
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective:
+        raise NotImplementedError(self.no_windows)
+
     def _split(self, color: int) -> tuple[Comm, list[int]]:
         """Return the group of `color`, and which of this comm's ranks it has."""
         raise NotImplementedError(self.no_split)
@@ -375,6 +431,7 @@ class SilentComm(Comm):
     def __init__(self, like: Comm) -> None:
         super().__init__(like.rank, like.size)
         self.nodes, self.no_send_recv = like.nodes, like.no_send_recv
+        self.no_windows = like.no_windows
 
     def _iall_reduce(self, tensor: Tensor) -> Done:
         return Done()
@@ -393,6 +450,13 @@ class SilentComm(Comm):
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         for tensor, _ in receives:
             tensor.zero_()
+        return Done()
+
+    def _window(self, num_bytes: int, device: torch.device) -> Window:
+        own = torch.zeros(1, num_bytes, dtype=torch.uint8, device=device)
+        return Window(own.expand(self.size, num_bytes))
+
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Done:
         return Done()
 
 
@@ -418,6 +482,7 @@ class ThreadComm(Comm):
     """One rank among `size` threads, made by `run_ranks`. Sums add in rank order."""
 
     backend = "threads"
+    no_windows = None
 
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         super().__init__(rank, size)
@@ -455,6 +520,17 @@ class ThreadComm(Comm):
             self.meeting.mail[self.rank, to].put(tensor.clone())
         mail = self.meeting.mail
         return Expected((tensor, mail[source, self.rank]) for tensor, source in receives)
+
+    def _window(self, num_bytes: int, device: torch.device) -> Window:
+        self.meeting.slots[self.rank] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.meeting.barrier.wait()
+        rows = tuple(self.meeting.slots)
+        self.meeting.barrier.wait()
+        return Window(rows)
+
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Done:
+        self.meeting.barrier.wait()
+        return Done()
 
     def _split(self, color: int) -> tuple[ThreadComm, list[int]]:
         colors = [int(other) for other in self._everyones(torch.tensor(color))]

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
 Nodes = Sequence[Sequence[int]]  # the ranks of each node, in rank order
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
+# Launchers that know no torch, and their variables: a rank, the number of ranks, and both on its
+# host. The first that has set them is the one: Intel's mpiexec starts its processes by srun.
+FOREIGN = {
+    "mpirun": (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+OF_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+PORTS = (20000, 12000)  # the first that a job may meet at, and how many
 REPORT_S = 10.0  # for rank 0 to report an error
 TOLD_S = 1.0  # for the first rank of a host to report one that all ranks know
 
@@ -32,8 +45,8 @@ class RankInfo:
     """One rank among those started together.
 
     Attributes:
-        launcher: "torchrun", "horovodrun", "python" (no launcher, one rank), or "env" (something
-            else set RANK and the like, such as srun in launch/slurm.sbatch).
+        launcher: "torchrun", "horovodrun", "mpirun", "mpiexec", "srun", "python" (no launcher, one
+            rank), or "env" (something else set RANK and the like).
         store: key-value store that all ranks reach.
     """
 
@@ -117,6 +130,70 @@ def _read(name: str, least: int = 1, end: int = 10**6) -> int:
     return int(text)
 
 
+def started_by() -> str:
+    """Return the launcher that has set RANK and the like, as `RankInfo` names it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return _foreign() or "env"
+
+
+def _foreign() -> str:
+    return next((name for name, own in FOREIGN.items() if all(map(os.environ.get, own))), "")
+
+
+def adopt() -> None:
+    """Let ranks that mpirun, mpiexec or srun started meet: set RANK and the like from theirs.
+
+    Otherwise each would train alone, as one of several runs of one rank. Ranks of one host meet at
+    a port that follows from the job; on several hosts MASTER_ADDR has to name rank 0's, which only
+    srun tells.
+
+    Raises:
+        ValueError: it does not, or the launcher's variables are no numbers of ranks.
+    """
+    name = _foreign()
+    if not name or "HOROVOD_RANK" in os.environ or "RANK" in os.environ:
+        return
+    rank, size, local_rank, local_size = FOREIGN[name]
+    if _read(size) == 1:
+        return
+    on_host = _read(local_size) if name != "srun" else _tasks_here(os.environ[local_size])
+    address = "127.0.0.1" if on_host == _read(size) else _first_host()
+    if not os.environ.setdefault("MASTER_ADDR", address):
+        raise ValueError(
+            f"MASTER_ADDR=: {name} started ranks on several hosts; it must name rank 0's, as in "
+            "mpirun -x MASTER_ADDR=node1"
+        )
+    job = " ".join(os.environ.get(variable, "") for variable in OF_JOB).strip() or str(os.getppid())
+    first, count = PORTS
+    os.environ.setdefault("MASTER_PORT", str(first + zlib.crc32(job.encode()) % count))
+    os.environ.update(
+        RANK=os.environ[rank],
+        WORLD_SIZE=os.environ[size],
+        LOCAL_RANK=os.environ[local_rank],
+        LOCAL_WORLD_SIZE=str(on_host),
+    )
+
+
+def _tasks_here(per_node: str) -> int:
+    """Return the number of a step's tasks on this node, of a list such as "4(x2),3"."""
+    counts = list[str]()
+    for part in per_node.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        counts += [found[1]] * int(found[2] or 1) if found else []
+    node = os.environ.get("SLURM_NODEID", "0")
+    if not node.isdecimal() or int(node) >= len(counts):
+        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={per_node}: says nothing of node {node}")
+    return int(counts[int(node)])
+
+
+def _first_host() -> str:
+    """Return the first host of SLURM's list, such as "gpu[03-05,9],login" or "a,b"."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+    found = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodes)
+    return f"{found[1]}{found[2] or ''}{found[3] or ''}" if found else ""
+
+
 def was_launched() -> bool:
     """Return whether a launcher started this process as a rank."""
     return "HOROVOD_RANK" in os.environ or "RANK" in os.environ
@@ -133,6 +210,8 @@ def let_first_rank_report() -> None:
     An error that all ranks have is reported by rank 0, with which a launcher ends the others.
     """
     if not is_first_rank():
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a run would stop only after its step
         time.sleep(REPORT_S)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from lab.distributed.comm import Collective, Comm, Transfer
+from lab.distributed.comm import Collective, Comm, Done, Transfer, Window
 from lab.distributed.launcher import RankInfo
+from lab.distributed.window import in_file, symmetric
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree")
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -41,13 +43,17 @@ class Works(list[dist.Work]):
 class TorchComm(Comm):
     """Collectives over the ranks of a torch process group.
 
-    Under NCCL a call returns once the current stream waits for it; under Gloo, once it is complete.
+    Under NCCL a collective runs in the current stream, the worker's own: in one of NCCL's it would
+    wait for that stream, and that stream for it. Transfers to one rank run in NCCL's stream, since
+    several may be under way. Under Gloo a wait returns once the call is complete.
 
     Args:
         second: under Gloo another group of the same ranks, for all_gather and for sends to lower
             ranks; under NCCL the same as `group`.
         limit: timeout of a collective; `split` gives it to its groups.
     """
+
+    no_windows = None
 
     def __init__(
         self,
@@ -65,14 +71,17 @@ class TorchComm(Comm):
         self.backend = dist.get_backend(group)
         self.asynchronous = self.backend == "gloo" and device.type == "cpu"
         self.times_waits = self.backend == "gloo"  # NCCL's calls return, and streams wait
+        self._in_stream = self.backend == "nccl"
         if self.backend == "gloo" and device.type == "cuda":
             self.no_send_recv = "Gloo has none for tensors on GPUs; use backend=nccl"
 
     def _iall_reduce(self, tensor: Tensor) -> Collective:
-        return self.group.allreduce([tensor])
+        return self._begun(self.group.allreduce([tensor], *self._options(dist.AllreduceOptions)))
 
     def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
-        return all_gather_flat(self._second, output.view(-1), tensor.view(-1))
+        options = self._options(distributed_c10d.AllgatherOptions)
+        work = all_gather_flat(self._second, output.view(-1), tensor.view(-1), *options)
+        return self._begun(work)
 
     def _iall_gather_rows(self, rows: Tensor) -> Collective:
         if self.backend == "nccl" or self.no_send_recv:
@@ -86,7 +95,21 @@ class TorchComm(Comm):
     def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         if self.backend == "gloo" and tensor[0].nbytes >= TWO_WAY_BYTES:
             return self._both_ways(output, tensor)
-        return all_to_all_flat(self.group, output, tensor, [], [])
+        options = self._options(dist.AllToAllOptions)
+        return self._begun(all_to_all_flat(self.group, output, tensor, [], [], *options))
+
+    def _options(self, kind: Callable[[], Any]) -> list[Any]:
+        """Return options of a collective that runs in the current stream; [] for the defaults."""
+        if not self._in_stream:
+            return []
+        options = kind()
+        options.asyncOp = False
+        return [options]
+
+    @staticmethod
+    def _begun(work: dist.Work | None) -> Collective:
+        """Return what to wait for: nothing, where the current stream does all."""
+        return Done() if work is None else work
 
     def _both_ways(self, output: Tensor, tensor: Tensor) -> Works:
         """Begin an all_to_all over two sets of connections, one to higher and one to lower ranks.
@@ -109,12 +132,15 @@ class TorchComm(Comm):
     def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
         if self.backend != "nccl":
             return super()._ireduce_scatter(output, tensor, parts)
-        return reduce_scatter_flat(self.group, output.view(-1), tensor.view(-1))
+        options = self._options(dist.ReduceScatterOptions)
+        work = reduce_scatter_flat(self.group, output.view(-1), tensor.view(-1), *options)
+        return self._begun(work)
 
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return self.group.broadcast([tensor], options)
+        options.asyncOp = not self._in_stream
+        return self._begun(self.group.broadcast([tensor], options))
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
         if self.backend == "nccl":
@@ -135,6 +161,22 @@ class TorchComm(Comm):
             for tensor, peer in sends
         ]
         return Works(filter(None, works))  # only ranks outside the group get None
+
+    def _window(self, num_bytes: int, device: torch.device) -> Window:
+        if device.type == "cuda":
+            return symmetric(self, self.group, num_bytes, device)
+        return in_file(self, num_bytes)
+
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective:
+        if window.handle is not None:
+            limit = timedelta() if self._limit is None else self._limit
+            window.handle.barrier(0, timeout_ms=int(1000 * limit.total_seconds()))
+            return Done()
+        # No rank has the result before all have begun.
+        words = torch.zeros(self.size, dtype=torch.uint8)
+        if last:
+            return all_gather_flat(self._second, words, words[self.rank : self.rank + 1].clone())
+        return self.group.allreduce([words])
 
     def _split(self, color: int) -> tuple[TorchComm, list[int]]:
         colors = torch.empty(self.size, dtype=torch.int64, device=self.device)
@@ -230,21 +272,30 @@ def _group(
 # call, which takes several times as long.
 
 
-def all_gather_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:
+def all_gather_flat(
+    group: dist.ProcessGroup, output: Tensor, tensor: Tensor, *options: Any
+) -> dist.Work:
     """Begin to fill `output` [ranks * n] with every rank's `tensor` [n]."""
-    return getattr(group, ALL_GATHER)(output, tensor)
+    return getattr(group, ALL_GATHER)(output, tensor, *options)
 
 
 def all_to_all_flat(
-    group: dist.ProcessGroup, output: Tensor, tensor: Tensor, come: list[int], go: list[int]
+    group: dist.ProcessGroup,
+    output: Tensor,
+    tensor: Tensor,
+    come: list[int],
+    go: list[int],
+    *options: Any,
 ) -> dist.Work:
     """Begin to send parts of `tensor` [n, ...] to ranks: `go` rows to each; [] as many to all."""
-    return getattr(group, ALL_TO_ALL)(output, tensor, come, go)
+    return getattr(group, ALL_TO_ALL)(output, tensor, come, go, *options)
 
 
-def reduce_scatter_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:
+def reduce_scatter_flat(
+    group: dist.ProcessGroup, output: Tensor, tensor: Tensor, *options: Any
+) -> dist.Work:
     """Begin to fill `output` [n] with the sum of a part of the ranks' `tensor` [ranks * n]."""
-    return getattr(group, REDUCE_SCATTER)(output, tensor)
+    return getattr(group, REDUCE_SCATTER)(output, tensor, *options)
 
 
 def nccl_variables(

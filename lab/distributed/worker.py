@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -60,6 +61,13 @@ class Worker(ABC):
         Raises:
             Exception: the first error of a job.
         """
+
+    def captured(self) -> AbstractContextManager[None]:
+        """Enclose jobs that a graph captures and which do not run: nothing watches them."""
+        return contextlib.nullcontext()
+
+    def watch_stream(self, label: str) -> None:
+        """Count all that the current stream has queued, named `label`, as a job in flight."""
 
     def close(self) -> None:
         """Release threads and streams."""
@@ -242,6 +250,7 @@ class StreamWorker(Worker):
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._queued: deque[tuple[str, Event]] = deque()
+        self._watched = self._queued  # by another thread
         self._head_since = 0.0  # the host may queue a job long before it runs
 
     def submit(self, label: str, job: Job) -> None:
@@ -249,17 +258,28 @@ class StreamWorker(Worker):
         with torch.cuda.stream(self._stream):
             for collective in job():
                 collective.wait()
-            if not self._queued:
-                self._head_since = time.monotonic()
-            self._queued.append((label, self._stream.record_event()))
+            self.watch_stream(label)
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        # Nobody may ask a captured event whether it has passed: that would end the capture.
+        self._queued = deque()
+        yield
+        self._queued = self._watched
+
+    def watch_stream(self, label: str) -> None:
+        if not self._queued:
+            self._head_since = time.monotonic()
+        event = torch.cuda.current_stream(self._device).record_event()
+        self._queued.append((label, event))
 
     def oldest(self) -> tuple[str, float] | None:
-        while self._queued and self._queued[0][1].query():
-            self._queued.popleft()
+        while self._watched and self._watched[0][1].query():
+            self._watched.popleft()
             self._head_since = time.monotonic()
-        if not self._queued:
+        if not self._watched:
             return None
-        return self._queued[0][0], time.monotonic() - self._head_since
+        return self._watched[0][0], time.monotonic() - self._head_since
 
     def wait(self, left: int = 0) -> None:
         if len(self._queued) > left:  # else the device has finished the others
@@ -300,7 +320,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor.to("cpu", non_blocking=True)
+        self._copy = tensor.to("cpu", non_blocking=True, copy=True)
         on_gpu = tensor.device.type == "cuda"
         self._ready = torch.cuda.current_stream(tensor.device).record_event() if on_gpu else None
 

@@ -376,9 +376,8 @@ def _find_rank_info() -> RankInfo:
     except dist.DistNetworkError as error:
         where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
         raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
-    started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"
     store = _of_this_join(store, rank, size, local_size)
-    return RankInfo(started_by, rank, size, local_rank, local_size, store)
+    return RankInfo(launcher.started_by(), rank, size, local_rank, local_size, store)
 
 
 def _of_this_join(store: dist.Store, rank: int, size: int, local_size: int) -> dist.Store:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-import vl_convert
 from PIL import Image
 
+from lab.draw.altair import alt, vl_convert
 from lab.draw.looks import Look
 from lab.settings.atomic import write_atomically
 
@@ -119,14 +118,14 @@ class Chart:
 def drawn(spec: Mapping[str, Any], kind: str, width_in: float | None = None) -> bytes:
     """Draw a specification as a file of FORMATS; see `Chart.write`."""
     if width_in is None and kind == "png":
-        return _with_palette(vl_convert.vegalite_to_png(dict(spec), VL_VERSION, scale=SCALE))
+        return small(vl_convert.vegalite_to_png(dict(spec), VL_VERSION, scale=SCALE))
     if width_in is None and kind == "pdf":
         return vl_convert.vegalite_to_pdf(dict(spec), VL_VERSION)
     svg = vl_convert.vegalite_to_svg(dict(spec), VL_VERSION)
     if width_in is not None:
         svg = _sized(svg, width_in, "pt" if kind == "svg" else "")
     if kind == "png":
-        return _with_palette(vl_convert.svg_to_png(svg, ppi=PAPER_PPI))
+        return small(vl_convert.svg_to_png(svg, ppi=PAPER_PPI))
     if kind == "pdf":
         return vl_convert.svg_to_pdf(svg)
     # vl-convert counts these up from one chart to the next: files are to depend on data alone.
@@ -134,15 +133,13 @@ def drawn(spec: Mapping[str, Any], kind: str, width_in: float | None = None) -> 
     return CLIP.sub(lambda found: f"clip{numbers[found[0]]}", svg).encode()
 
 
-def _with_palette(png: bytes) -> bytes:
-    """Write a PNG with a palette of 256 colours, enough for a chart, in an eighth of its bytes."""
-    image = Image.open(BytesIO(png))
-    white = Image.new("RGBA", image.size, "white")
-    white.alpha_composite(image.convert("RGBA"))
-    few = white.convert("RGB").quantize(dither=Image.Dither.NONE)
-    written = BytesIO()
-    few.save(written, "png", optimize=True, dpi=image.info.get("dpi", (72, 72)))
-    return written.getvalue()
+def small(png: bytes) -> bytes:
+    """Return a PNG of 256 colours, an eighth as large; a chart has few besides soft edges."""
+    picture, made = Image.open(io.BytesIO(png)), io.BytesIO()
+    few = picture.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    resolution: dict[str, Any] = {"dpi": picture.info["dpi"]} if "dpi" in picture.info else {}
+    few.save(made, "PNG", optimize=True, **resolution)
+    return made.getvalue()
 
 
 def pixels_of(width_in: float | None) -> int:

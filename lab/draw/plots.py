@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
+from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, look_of_series, spread
 from lab.draw.looks import Look
 

@@ -32,6 +32,10 @@ class AllReduce(Staged):
         self.exact = self.dtype == torch.float32
         self.dtypes = ADDED if self.exact else COMPRESSED
 
+    @property
+    def steady_from(self) -> int | None:
+        return 0
+
     def error_bound(self, largest: float, size: int) -> float:
         return 0.0 if self.exact else rounding_bound(self.dtype, largest, size)
 
@@ -78,6 +82,10 @@ class NoExchange(Exchange):
     exact = False
     keeps_replicas_equal = False
     staged = True
+
+    @property
+    def steady_from(self) -> int | None:
+        return 0
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         """Move nothing."""

@@ -153,6 +153,14 @@ class Exchange(ABC):
         """The first step after any trials, in which choices are made; None: they go on."""
         return 0
 
+    @property
+    def steady_from(self) -> int | None:
+        """The first step from which on all launch the same work on the same memory; None: none is.
+
+        A CUDA graph may repeat one of these (lab.training.graph).
+        """
+        return None
+
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""
         return []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -50,6 +51,10 @@ class Lossy(Staged):
     @property
     def keeps_residuals(self) -> bool:
         return self.memory.keeps
+
+    @property
+    def steady_from(self) -> int | None:
+        return self.warmup_steps
 
     def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
         """Return what stays from step to step for `bucket`, made anew where residuals moved.
@@ -101,14 +106,26 @@ class Messages:
         finite: bool [], receives whether all values are.
     """
 
-    def __init__(self, codec: Codec, layout: Layout, comm: Ranks, like: Tensor) -> None:
-        self.layout, self.kernels = layout, codec.kernels(like.device)
-        self.message = like.new_zeros(layout.num_bytes, dtype=torch.uint8)
+    def __init__(
+        self,
+        codec: Codec,
+        layout: Layout,
+        comm: Ranks,
+        like: Tensor,
+        message: Tensor | None = None,
+    ) -> None:
+        if message is None:
+            message = like.new_zeros(layout.num_bytes, dtype=torch.uint8)
+        self.layout, self.kernels, self.size = layout, codec.kernels(like.device), comm.size
+        self.message = message
         self.lines = self.message.view(layout.parts, layout.line_bytes)
         self.line = self.message.view(1, layout.num_bytes)
-        self.received = self.message.new_empty(comm.size, layout.line_bytes)
         self.coded = sorted((p.start, p.stop) for p in layout.pieces)
         self.finite = torch.ones((), dtype=torch.bool, device=like.device)
+
+    @cached_property
+    def received(self) -> Tensor:
+        return self.message.new_empty(self.size, self.layout.line_bytes)
 
 
 class Coded(Lossy):
@@ -128,25 +145,33 @@ class Coded(Lossy):
         return bucket.plans[key]
 
 
-class _TwoStagePlan(Messages):
+class TwoStagePlan(Messages):
     """The same for a rank that sums one part of the bucket.
 
     Attributes:
         own: the layout of this part.
         reply: uint8 [bytes of a line], its sum.
+        sums: uint8 [ranks, bytes of a line], the sums of all parts.
     """
 
-    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
-        super().__init__(exchange.codec, exchange.layout(bucket, comm.size), comm, bucket.flat)
-        self.own = self.layout.part(comm.rank)
-        self.reply = self.message.new_zeros(self.layout.line_bytes)
+    def __init__(
+        self, exchange: Coded, bucket: GradBucket, comm: Ranks, message: Tensor | None = None
+    ) -> None:
+        layout = exchange.layout(bucket, comm.size)
+        super().__init__(exchange.codec, layout, comm, bucket.flat, message)
+        self.own, self.sums = self.layout.part(comm.rank), self.lines
         low = comm.rank * self.layout.line_bytes
-        pieces = [p for p in self.layout.pieces if low <= p.payload < low + len(self.reply)]
+        high = low + self.layout.line_bytes
+        pieces = [p for p in self.layout.pieces if low <= p.payload < high]
         owned = [
             (piece.start, own.start, piece.stop - piece.start)
             for piece, own in zip(pieces, self.own.pieces, strict=True)
         ]
         self.bound = exchange.memory.bind(bucket, self.coded, owned, self.own.num_values)
+
+    @cached_property
+    def reply(self) -> Tensor:
+        return self.message.new_zeros(self.layout.line_bytes)
 
 
 class TwoStage(Coded, Relayed):
@@ -176,17 +201,23 @@ class TwoStage(Coded, Relayed):
         return self.layout(bucket, size).num_bytes
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        plan = self.planned(bucket, comm, _TwoStagePlan)
-        yield from self._stages(plan, bucket.flat, comm, plan.lines)
-        plan.kernels.add_up(plan.layout, plan.line, bucket.flat, comm.size, plan.finite)
+        plan = self.plan(bucket, comm)
+        yield from self.sums(plan, bucket.flat, comm, plan.sums)
+        plan.kernels.add_up(
+            plan.layout, plan.sums.view_as(plan.line), bucket.flat, comm.size, plan.finite
+        )
         bucket.finite = plan.finite
 
     def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
-        plan = self.planned(bucket, comm, _TwoStagePlan)
-        return self._stages(plan, bucket.flat, comm, message.view_as(plan.lines))
+        plan = self.plan(bucket, comm)
+        return self.sums(plan, bucket.flat, comm, message.view_as(plan.lines))
 
-    def _stages(
-        self, plan: _TwoStagePlan, flat: Tensor, comm: Comm, sums: Tensor
+    def plan(self, bucket: GradBucket, comm: Comm) -> TwoStagePlan:
+        """Return what stays from step to step for `bucket`."""
+        return self.planned(bucket, comm, TwoStagePlan)
+
+    def sums(
+        self, plan: TwoStagePlan, flat: Tensor, comm: Comm, sums: Tensor
     ) -> Iterator[Collective]:
         """Fill `sums`, uint8 [ranks, line]; it may be the memory of what was sent."""
         plan.kernels.encode(plan.layout, flat, plan.bound.own, plan.message, plan.finite)

@@ -206,6 +206,10 @@ class Hierarchical(Staged):
     def settled_at(self) -> int | None:
         return self.inter.settled_at
 
+    @property
+    def steady_from(self) -> int | None:
+        return self.inter.steady_from
+
     def choices(self) -> list[dict[str, Any]]:
         return self.inter.choices()
 

@@ -75,6 +75,10 @@ class Path(Exchange):
         self.chunk_mb = chunk_mb
         self._chunks = Plans()  # those that arrive, of buckets of any size
 
+    @property
+    def steady_from(self) -> int | None:
+        return 0
+
 
 class Rooted(Path):
     """An exchange in two halves: reduce to rank 0, then broadcast.

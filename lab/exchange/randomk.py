@@ -49,6 +49,10 @@ class RandomK(Lossy):
         self.ratio = checks.number("exchange.ratio", ratio, above=0, at_most=1)
         self.seed = checks.whole("exchange.seed", seed)
 
+    @property
+    def steady_from(self) -> None:
+        """None: the host draws other places for each step."""
+
     def add_cost(self, costs: Costs) -> bool:
         n, sent = costs.n, sum(num_sent(shape, self.ratio) for shape in costs.shapes)
         costs.codec(12 * n + 8 * sent, in_torch=16 * n + 160 * sent)

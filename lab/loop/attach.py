@@ -72,7 +72,8 @@ def ddp_comm_hook(
         certificate: file for what it finds, as JSON; None: it is printed only.
         overrides: settings by dotted key: `**{"exchange.threshold": "mean"}`.
 
-    Returns: The hook's state, with `state_dict` and `load_state_dict`; and the hook.
+    Returns:
+        The hook's state, with `state_dict` and `load_state_dict`; and the hook.
 
     Raises:
         ConfigError: a setting, or a module, that a hook does not support, or that is another on
@@ -111,9 +112,11 @@ def attach(
 ) -> LoopState:
     """Let `ddp` exchange its gradients by `strategy`, in one line.
 
-    Returns: The hook's state, with `state_dict` and `load_state_dict`.
+    Returns:
+        The hook's state, with `state_dict` and `load_state_dict`.
 
-    Raises: ConfigError: see `ddp_comm_hook`.
+    Raises:
+        ConfigError: see `ddp_comm_hook`.
     """
     state, hook = ddp_comm_hook(
         strategy, ddp, scaler=scaler, check=check, certificate=certificate, **overrides
@@ -147,7 +150,7 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ConfigError(
             "FSDP: has no communication hook; use lab.fsdp_reduce_scatter with FSDP2 (docs/"
-            "your_own.md), or wrap the model in DistributedDataParallel"
+            "how-to/fsdp.md), or wrap the model in DistributedDataParallel"
         )
     if not isinstance(inner, DistributedDataParallel):
         raise ConfigError(
@@ -278,7 +281,9 @@ def grad_sync(
         strategy: a choice of strategy= or exchange= that averages gradients in every step.
         group: the ranks; None: all that a launcher started. The default process group is made if
             the program has not done so. All its ranks call this together.
-        scaler, check, certificate: see `lab.attach`.
+        scaler: see `lab.ddp_comm_hook`.
+        check: see there.
+        certificate: see there.
         overrides: settings by dotted key; also `overlap` and `bucket_mb`, which a strategy sets.
 
     Raises:
@@ -353,7 +358,8 @@ def fsdp_reduce_scatter(
             it is.
         overrides: settings by dotted key: `**{"exchange.block_size": 512}`.
 
-    Raises: ConfigError: a setting, or a model without FSDP modules.
+    Raises:
+        ConfigError: a setting, or a model without FSDP modules.
     """
     config = compose(exchange, overrides)
     settings: Any = OmegaConf.to_container(config.exchange, resolve=True)

@@ -66,7 +66,9 @@ class Run(Recording):
         sync: the result of `lab.attach` or `lab.grad_sync`; with it payloads are recorded, and that
             replicas are equal. None: the loop exchanges gradients by itself.
         settings: the loop's own settings that tell its runs apart, by name.
-        data, task, unit: names, for the record; a unit is that of one sample.
+        data: its name, for the record.
+        task: its name, for the record.
+        unit: the name of one sample, as "image".
         scaling: "strong" or "weak".
         precision: "fp32", "bf16" or "fp16".
         repeat: which repetition of the same settings this is.

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -45,11 +44,6 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def marker(device: torch.device) -> Callable[[], Mark]:
-    """Return what marks the current moment on `device`; a CPU's is no function of Python."""
-    return time.perf_counter if device.type == "cpu" else partial(mark, device)
-
-
 def seconds(begin: Mark, end: Mark) -> float:
     """Return the seconds between two marks, which on a GPU the stream must have reached."""
     if type(begin) is float:  # asked first: steps of a CPU have tens of marks
@@ -67,6 +61,32 @@ def since(begin: Mark, moments: Sequence[Mark]) -> list[float]:
 def passed(moment: Mark) -> bool:
     """Return whether the device has reached a mark; a host mark always has been."""
     return not isinstance(moment, torch.cuda.Event) or moment.query()
+
+
+class EventPool:
+    """CUDA events that are recorded again, once nobody needs their moments: a new one costs more.
+
+    Attributes:
+        used: those recorded since `used` was replaced.
+        free: to be recorded again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.used: list[torch.cuda.Event] = []
+        self.free: list[torch.cuda.Event] = []
+
+    def mark(self) -> Mark:
+        """Mark the current moment of the current stream."""
+        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.used.append(event)
+        return event
+
+
+def marker(pool: EventPool) -> Callable[[], Mark]:
+    """Return what marks the current moment on the pool's device; a CPU's is no Python function."""
+    return time.perf_counter if pool.device.type == "cpu" else pool.mark
 
 
 @dataclass
@@ -115,6 +135,7 @@ class StepMarks:
         ready: when each bucket's last gradient was ready; key: the bucket's number.
         pieces: of exchanges' own work.
         passes: of the model, with their layers, if these are marked.
+        events: all that were recorded from its begin to the next one's, of a GPU.
     """
 
     after: Mark | None
@@ -126,6 +147,7 @@ class StepMarks:
     ready: dict[int, Mark] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list[Pass])
+    events: list[torch.cuda.Event] = field(default_factory=list[torch.cuda.Event])
 
     def passed(self) -> bool:
         """Return whether the device has reached all marks; some may lie after the step's end."""
@@ -239,24 +261,28 @@ class Clock:
         waits_in: Collection[str] = (),
         own: bool = True,
     ) -> None:
-        self._device, self._mark = device, marker(device)
+        self._device, self._pool = device, EventPool(device)
         self.on_gpu = device.type == "cuda"  # marks are events in a stream
+        self._mark = marker(self._pool)
         self.passes: list[Pass] = []
         self._breakdown, self._own = breakdown, own
         self._current = StepMarks(None, 0.0)
         self._part: tuple[str, str, Mark] | None = None  # under way: phase, label, begin
         self._recent: deque[StepMarks] = deque()  # finished steps that still have marks
+        self._spent: list[torch.cuda.Event] = []  # of the step that was the last to leave these
         self._rows = array("d")  # earlier steps: see _row
         self._row_length = 2 + len(PHASES) * breakdown
         self._own_times = OwnTimes(waits_in)  # of the same steps
         self._seconds = 0.0  # total of these rows
         self._last_end: Mark | None = None
         self._paused: tuple[Mark, float] = 0.0, 0.0  # the same moment on the device and on the host
+        self.host_error_s = 0.0  # the most by which the latter may be wrong
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one optimizer step."""
-        self._current = step = StepMarks(self._last_end, self._mark())
+        self._pool.used = events = list[torch.cuda.Event]()
+        self._current = step = StepMarks(self._last_end, self._mark(), events=events)
         self.passes = step.passes
         yield
         self.passes = []
@@ -269,14 +295,22 @@ class Clock:
             self._rows.extend(row)
             self._seconds += row[0]
             self._own_times.add(done)
+            # The next step may still need marks of this one, as its `after`.
+            self._pool.free += self._spent
+            self._spent = done.events
 
     def pause(self) -> None:
         """Synchronise with the device and stop timing until the next step begins."""
         self._synchronize()
         if self._last_end is not None:
+            before_s = time.perf_counter()
             now = self._mark()
             self._synchronize()
-            self._paused, self._last_end = (now, time.perf_counter()), None
+            after_s = time.perf_counter()
+            if isinstance(now, float):  # of the host's own clock: exact, whoever ran in between
+                before_s = after_s = now
+            self._paused, self._last_end = (now, (before_s + after_s) / 2), None
+            self.host_error_s = (after_s - before_s) / 2
 
     @contextmanager
     def phase(self, name: str, label: str | None = None) -> Iterator[None]:
@@ -304,6 +338,13 @@ class Clock:
         begin = self._mark()
         yield
         self._current.overtime.append((begin, self._mark()))
+
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
+        """Mark nothing of what is enclosed, which runs later than the host calls it."""
+        own, self._own = self._own, False
+        yield
+        self._own = own
 
     def next_phase(self, name: str) -> None:
         """Begin a phase where the one before ends; the first one begins with its step.

@@ -84,7 +84,7 @@ GPUS = (
     _gpu(r"P100-SXM2-16GB", "NVIDIA Tesla P100 datasheet", 732, 10.6, fp16=21.2),
     _gpu(r"P100-PCIE-16GB", "NVIDIA Tesla P100 PCIe datasheet", 732, 9.3, fp16=18.7),
     _gpu(r"P100-PCIE-12GB", "NVIDIA Tesla P100 PCIe datasheet", 549, 9.3, fp16=18.7),
-    _gpu(r"V100-SXM2-\d+GB.*", "NVIDIA Tesla V100 datasheet", 900, 15.7, fp16=125),
+    _gpu(r"V100-SXM[23]-\d+GB.*", "NVIDIA Tesla V100 datasheet", 900, 15.7, fp16=125),
     _gpu(r"V100-PCIE-\d+GB", "NVIDIA Tesla V100 datasheet", 900, 14.0, fp16=112),
     _gpu(r"T4", "NVIDIA T4 datasheet", 320, 8.1, fp16=65),
     _gpu(r"A100-(SXM4|PCIE)-40GB", AMPERE, 1555, 19.5, 156, 312),

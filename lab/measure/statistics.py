@@ -130,7 +130,13 @@ def least_warmup(asked: int | None) -> int:
     return FIRST if asked is None else asked
 
 
-def warmup_of(step_s: np.ndarray, asked: int | None, every: int = 1, trials: int = 0) -> Warmup:
+def warmup_of(
+    step_s: np.ndarray,
+    asked: int | None,
+    every: int = 1,
+    trials: int = 0,
+    why: str = "the exchange tried others",
+) -> Warmup:
     """Decide how many of a run's first steps are warm-up.
 
     By the rule MSER-5 (K. P. White, An Effective Truncation Heuristic for Bias Reduction in
@@ -142,10 +148,11 @@ def warmup_of(step_s: np.ndarray, asked: int | None, every: int = 1, trials: int
         step_s: seconds, [ranks, steps]; a step lasts until the slowest rank has finished it.
         asked: number of steps that the user asked to leave out; None: until steady.
         every: steps from one exchange to the next; a batch holds whole rounds of them.
-        trials: first steps in which an exchange tried others; these are warm-up in any case.
+        trials: first steps that are unlike later ones; these are warm-up in any case.
+        why: they are so.
     """
     if trials > (asked or 0) and (asked is not None or trials >= step_s.shape[1]):
-        return Warmup(trials, f"the exchange tried others in the first {trials}")
+        return Warmup(trials, f"{why} in the first {trials}")
     if asked is not None:
         return Warmup(asked, f"warmup_steps={asked}")
     size = every * math.ceil(BATCH / every)

@@ -18,6 +18,7 @@ COLUMNS = range(1024, 2049)
 ALL, REST = "(all layers)", "(rest)"
 BOTH, STEP = "forward and backward", "step"
 ENDS = ("median", "low", "high")
+COUNTED = ("num_threads", "num_kernels")
 Interval = dict[str, float | None]
 
 T = TypeVar("T")
@@ -88,6 +89,7 @@ class Profile:
         step_ms: of a whole step without any clock on its layers, of which these are parts.
         num_threads: threads that computed, on CPU cores that ranks of one machine share; None: a
         device of the rank's own.
+        num_kernels: operations that forward and backward launch; None: not counted.
         fits: lines over several batches that gave the times, with their intervals; none: not known.
     """
 
@@ -101,6 +103,7 @@ class Profile:
     fixed_rest_ms: float = 0.0
     step_ms: float | None = None
     num_threads: int | None = None
+    num_kernels: int | None = None
     fits: tuple[Fit, ...] = ()
 
     @classmethod
@@ -164,8 +167,9 @@ class Profile:
         for key in ("rest_ms", "fixed_rest_ms", "step_ms"):
             if getattr(self, key) is not None:
                 head += f"{key}: {getattr(self, key):.4f}\n"
-        if self.num_threads is not None:
-            head += f"num_threads: {self.num_threads}\n"
+        for key in COUNTED:
+            if getattr(self, key) is not None:
+                head += f"{key}: {getattr(self, key)}\n"
         head += "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
         return head + ("fits:\n" if self.fits else "") + "".join(map(str, self.fits))
 
@@ -327,8 +331,9 @@ def _check_rest(where: str, profile: Profile) -> None:
     fixed, rest = profile.fixed_rest_ms, profile.rest_ms or 0.0
     if not checks.is_number(fixed) or not 0 <= fixed <= rest:
         raise ValueError(f"{where}: fixed_rest_ms={fixed}: must be from 0 to rest_ms={rest}")
-    if profile.num_threads is not None:
-        checks.whole(f"{where}: num_threads", profile.num_threads, 1)
+    for key in COUNTED:
+        if (count := getattr(profile, key)) is not None:
+            checks.whole(f"{where}: {key}", count, 1)
 
 
 def _check_layer(where: str, layer: Layer) -> None:

@@ -215,6 +215,8 @@ class Record:
         model_source: hash of the source code of the model's classes.
         precision: "fp32", "bf16" or "fp16".
         compile: how torch.compile is used: "whole", "regions", or null for not at all.
+        graph_from: the first step that a CUDA graph replayed, from 0, and with it all later ones
+            (graph=true); null: none did.
         measure: "throughput", "breakdown" or "noise".
         launcher: the program that started the ranks.
         device: "cpu" or "cuda".
@@ -260,6 +262,7 @@ class Record:
         idle: settings that did nothing in this run, a line each (lab.sync.pattern).
         choices: choices that exchange and sync made by themselves: `auto` for each bucket, with
             the seconds of a step in each configuration and the step since when it holds;
+            `path=symmetric` which way how many parameters took, and why if not its own;
             exchanges with moments after how many steps they froze the variance (null: not yet).
         attempts: every start of the run: first step, world size, time and, if another one followed,
             its end.
@@ -294,6 +297,7 @@ class Record:
     task: str | None = None
     precision: str | None = None
     compile: str | None = None
+    graph_from: int | None = None
     measure: str = "throughput"
     launcher: str | None = None
     device: str | None = None

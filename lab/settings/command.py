@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,7 +223,17 @@ def report_error(command: str, error: Exception) -> None:
             line = f"{type(error).__name__}: {one_line(error)} ({found.place})"
     if len(line) > LONGEST_ERROR:  # a file's value is in it
         line = f"{line[:LONGEST_ERROR]}…"
-    print(visible(without_secrets(f"{command}: error: {line}")), file=sys.stderr)
+    say_error(f"{command}: error: {line}")
+
+
+def say_error(line: str) -> None:
+    """Print the one line of an error, and hand it to torchrun, whose own report ends with it."""
+    line = visible(without_secrets(line))
+    print(line, file=sys.stderr)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": said}))
 
 
 def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:

@@ -73,10 +73,14 @@ class Settings:
     deterministic: bool = setting(False, "bit-identical reruns, at the price of speed")
     precision: str = setting("fp32", "fp32, or autocast to", ("fp32", "bf16", "fp16"))
     tf32: bool = setting(False, "TF32 in fp32 products and convolutions on GPUs; false: IEEE fp32")
+    benchmark_limit: int = setting(
+        10, "algorithms of cuDNN that are tried for a convolution; 0: all", at_least=0, at_most=1000
+    )
     accumulate: int = setting(1, "micro-batches per step; one exchange for all", at_least=1)
     clip_grad_norm: float | None = setting(None, "largest norm of the averaged gradient", above=0)
     channels_last: bool = setting(False, "channels-last memory format")
     compile: bool = setting(False, "torch.compile the model; with overlap by regions of bucket_mb")
+    graph: bool = setting(False, "replay whole steps as one CUDA graph (GPUs with NCCL)")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
     threads: int | None = setting(
         None, "threads of a rank on a CPU; null: OMP_NUM_THREADS", at_least=1, at_most=1024

@@ -66,15 +66,24 @@ def columns(fields: Iterable[Field[Any]]) -> list[str]:
     """Return lines of help: each setting with its default, its help, its unit and its range."""
     lines = list[str]()
     for field in fields:
-        about, limits = field.metadata, field.metadata["limits"]
-        if (limits.at_most or 0) >= ENDLESS:
-            limits = dataclasses.replace(limits, at_most=None)
-        allowed = " | ".join(about["choices"]) or str(limits).strip()
-        notes = ", ".join(filter(None, (about["unit"], allowed)))
-        default = {} if field.default is dataclasses.MISSING else field.default
-        shown = f"{field.name}={as_text(default)}"
+        about, notes = field.metadata, allowed(field)
+        shown = f"{field.name}={default_text(field)}"
         lines.append(f"  {shown:<28} {about['help']}" + (f" ({notes})" if notes else ""))
     return ["", "settings, with their defaults:", *lines] if lines else []
+
+
+def default_text(field: Field[Any]) -> str:
+    """Return the default of a setting, as it is written on a command line."""
+    return as_text({} if field.default is dataclasses.MISSING else field.default)
+
+
+def allowed(field: Field[Any]) -> str:
+    """Return the unit of a setting, and its words or its range; empty if it has neither."""
+    about, limits = field.metadata, field.metadata["limits"]
+    if (limits.at_most or 0) >= ENDLESS:
+        limits = dataclasses.replace(limits, at_most=None)
+    words = " | ".join(about["choices"]) or str(limits).strip()
+    return ", ".join(filter(None, (about["unit"], words)))
 
 
 def parsed(kind: type[T], texts: Mapping[str, str]) -> T:

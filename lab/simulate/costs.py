@@ -52,6 +52,7 @@ class Stage:
         inside: only links inside nodes are busy, so that those between nodes may be as well.
         codec: whose rate it takes to compute, by the exchange's class name.
         across_bytes: bytes that a node's ranks together send to other nodes; NaN: not known.
+        calls: of a codec, which a host makes.
     """
 
     row: str
@@ -60,6 +61,7 @@ class Stage:
     inside: bool = False
     codec: str = ""
     across_bytes: float = 0.0
+    calls: float = 0
 
     def scaled(self, share: float) -> Stage:
         """Return a share of the stage, as of one step or one leg."""
@@ -68,6 +70,7 @@ class Stage:
             seconds=self.seconds * share,
             payload_bytes=self.payload_bytes * share,
             across_bytes=self.across_bytes * share,
+            calls=self.calls * share,
         )
 
 
@@ -139,7 +142,7 @@ class Load:
             num_bytes = in_torch
         seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(self.rate)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
-        self.stages.append(Stage("codec", factor * seconds, codec=self.rate))
+        self.stages.append(Stage("codec", factor * seconds, codec=self.rate, calls=calls))
 
     def products(self, operations: Sequence[float]) -> None:
         """Add a stage of matrix products, of so many operations on each rank.
@@ -150,7 +153,7 @@ class Load:
         dearest = max(max(operations), sum(operations) / (hardware.num_cores or self.N))
         rate = OPERATIONS_PER_BYTE[hardware.library] * hardware.codec_rate(self.rate)
         seconds = self.network.slowest_factor * dearest / rate
-        self.stages.append(Stage("codec", seconds, codec=self.rate))
+        self.stages.append(Stage("codec", seconds, codec=self.rate, calls=1))
 
     def wire(self, cost: Cost, inside: bool = False) -> None:
         """Add a stage that waits for a collective, of all ranks or inside each node."""

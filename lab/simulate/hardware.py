@@ -11,6 +11,7 @@ from typing import Any
 
 from lab.measure.peaks import gpu_peak
 from lab.settings import checks
+from lab.simulate.nccl import GENERATIONS
 
 THIS_CPU = "this CPU"
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %
@@ -20,7 +21,7 @@ OPTIONAL = ("reduce_bytes_per_s", "update_bytes_per_s", "input_samples_per_s", "
 LEAST = {
     **dict.fromkeys(("codec_bytes_per_s", *OPTIONAL), 1),
     **dict.fromkeys(("codec_s", "contention", "overhead_s", "overhead_s_per_rank", "burst_s"), 0),
-    **{"jitter": 0, "num_slow": 0, "slow_factor": 1},
+    **{"jitter": 0, "num_slow": 0, "slow_factor": 1, "codec_contention": 0},
 }
 LINK = ("latency_s", "bandwidth_bytes_per_s")  # what a fit finds of a link
 LEAST_OF_LINK = {"latency_s": 0, "bandwidth_bytes_per_s": 1, "duplex": 0.1}
@@ -119,7 +120,8 @@ class Device:
         cache_bytes: an operation that moves less finds it all in a cache, at
         `cache_bytes_per_s`; 0: no cache is considered.
         op_efficiency: factors on `compute_efficiency` for the products of single operations, by
-            torch's name.
+            torch's name, of one precision (`tf32`), or of both (`tf32.convolution`, which counts
+            instead of `convolution`).
         op_rates: bytes per second of single operations, that neither memory nor products bound.
         num_threads: threads of a rank on CPU cores that ranks share; None: a device of its own.
     """
@@ -136,6 +138,23 @@ class Device:
     op_efficiency: tuple[tuple[str, float], ...] = ()
     op_rates: tuple[tuple[str, float], ...] = ()
     num_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds of the thread that trains, which launches a GPU's work; none of it depends on sizes.
+
+    Attributes:
+        kernel_s: to launch an operation of the model.
+        parameter_s: of each parameter's hook.
+        bucket_s: of each bucket of an exchange: its collectives, and what they wait for.
+        codec_s: of each call of a codec.
+    """
+
+    kernel_s: float = 0.0
+    parameter_s: float = 0.0
+    bucket_s: float = 0.0
+    codec_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,6 +175,8 @@ class Hardware:
         reduce_bytes_per_s: rate at which ranks add what has arrived, while the links wait.
             None: no time.
         contention: compute takes 1 + contention times as long while an exchange is under way.
+        codec_contention: share of a codec's time by which it delays compute beside it on a stream,
+            because both use one device: of kernels that fill it, 1.
         overhead_s: time of a step besides forward, backward, exchange and update.
         overhead_s_per_rank: what each rank of a node beyond the first adds to that, where one
             process drives all GPUs of a node in turn.
@@ -168,6 +189,9 @@ class Hardware:
             one rank has none of them.
         node_rates: bytes per second of each node's link, where they differ; empty: as `inter`.
         protocols: that NCCL may choose from, keys of PROTOCOLS.
+        nccl: the generation of GPUs, one of lab.simulate.nccl.GENERATIONS: NCCL's collectives then
+            take what its own tuning says, and of the links only rates count. None: by `protocols`.
+        host: a step takes no less than its host needs to launch it. None: no time.
         num_cores: cores that ranks share where they are emulated on one machine; codecs, messages
             and the update then take (ranks per core) times as long. None: every rank has its own.
         crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,
@@ -188,6 +212,7 @@ class Hardware:
     codec_s: float = 0.0
     reduce_bytes_per_s: float | None = None
     contention: float = 0.0
+    codec_contention: float = 0.0
     overhead_s: float = 0.0
     overhead_s_per_rank: float = 0.0
     update_bytes_per_s: float | None = None
@@ -198,6 +223,8 @@ class Hardware:
     slow_factor: float = 1.0
     node_rates: tuple[float, ...] = ()
     protocols: tuple[str, ...] = ("LL", "Simple")
+    nccl: str | None = None
+    host: Host | None = None
     num_cores: int | None = None
     crowding: float | None = None
     memory_bytes: float | None = None
@@ -247,6 +274,7 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         if given.get("num_cores") == HERE:
             given["num_cores"] = len(os.sched_getaffinity(0))
         given["device"] = parse_device(name, node["device"]) if node.get("device") else None
+        given["host"] = _host(name, node["host"]) if node.get("host") else None
         hardware = Hardware(**given)
         _check_hardware(name, hardware)
         assumed = tuple(
@@ -304,7 +332,17 @@ def with_rate(hardware: Hardware, rate: float) -> Hardware:
     return with_value(hardware, f"{kind}.bandwidth_bytes_per_s", rate)
 
 
-def _check_keys(where: str, node: Mapping[str, Any], kind: type[Hardware] | type[Link]) -> None:
+def _host(name: str, node: Mapping[str, Any]) -> Host:
+    _check_keys(f"{name}: host", node, Host)
+    for key, value in node.items():
+        checks.number(f"{name}: host.{key}", value, 0)
+    return Host(**node)
+
+
+Kind = type[Hardware] | type[Link] | type[Host]
+
+
+def _check_keys(where: str, node: Mapping[str, Any], kind: Kind) -> None:
     known = {field.name: field.default for field in fields(kind)}
     for key, value in node.items():
         if key not in known:
@@ -331,6 +369,8 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
     if not hardware.protocols or set(hardware.protocols) - set(PROTOCOLS):
         allowed = ", ".join(PROTOCOLS)
         raise ValueError(f"{name}: protocols={hardware.protocols}: must be some of {allowed}")
+    if hardware.nccl is not None:
+        checks.one_of(f"{name}: nccl", hardware.nccl, GENERATIONS)
 
 
 def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:

@@ -14,6 +14,7 @@ from functools import cache
 from statistics import NormalDist
 
 from lab.exchange.grouping import binomial_node
+from lab.simulate import nccl
 from lab.simulate.hardware import PROTOCOLS, Hardware, Link
 
 NOWHERE = Link(0.0, math.inf)  # joins a rank with itself
@@ -221,6 +222,11 @@ class Network:
         size = self.local * nodes  # a last node that is not full counts as full
         if size == 1:
             return 0.0
+        if self.hardware.nccl:
+            rates = self.intra.rate_of(self.local), self.inter.rate_of(nodes)
+            ranks = nccl.Ranks(self.hardware.nccl, self.local, nodes, *rates)
+            chosen = nccl.all_reduce if reduces else nccl.all_gather
+            return chosen(ranks, num_bytes).seconds
         # The slowest stretch bounds a ring; each adapter of a node carries a ring.
         rate = self.intra.rate_of(self.local)
         rate = min(rate, self.inter.rate_of(nodes)) if nodes > 1 else rate

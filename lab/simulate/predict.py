@@ -238,6 +238,7 @@ class Estimate:
             rest_ms=rest_ms,
             fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
             num_threads=device.num_threads,
+            num_kernels=sum(len(each.forward) + len(each.backward) for each in work.layers),
         )
 
 
@@ -254,10 +255,13 @@ def _milliseconds(
     """Return the time of operations one after the other, by the roofline of a device."""
     efficiencies, rates = dict(device.op_efficiency), dict(device.op_rates)
     peak_flops_per_s = dict(device.peak_flops_per_s)[precision] * device.compute_efficiency
+    peak_flops_per_s *= efficiencies.get(precision, 1.0)
     seconds = []
     for operation in operations:
         num_bytes = operation.num_bytes.at(batch) / (2 if precision in HALF else 1)
-        flops_per_s = peak_flops_per_s * efficiencies.get(operation.name, 1.0)
+        in_general = efficiencies.get(operation.name, 1.0)
+        factor = efficiencies.get(f"{precision}.{operation.name}", in_general)
+        flops_per_s = peak_flops_per_s * factor
         rate = device.bandwidth_bytes_per_s * device.memory_efficiency
         if num_bytes < device.cache_bytes:
             rate = device.cache_bytes_per_s

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lab.codec.base import Codec
+from lab.codec.kernels import Peers
 from lab.codec.layout import Layout
-from lab.distributed.comm import Collective, Comm, Done, Handle, Transfer
+from lab.distributed.comm import Collective, Comm, Done, Handle, Transfer, Window
 from lab.exchange.base import Exchange, Relayed, iter_nested
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.compressed import Coded
@@ -218,6 +219,12 @@ class Recorder(Comm):
         self.events.append(Posted(sizes, sources, self._batches))
         return _Batch(self._batches, self.events)
 
+    def window(self, num_bytes: int, device: torch.device) -> Window:
+        return Window(torch.empty(self.size, num_bytes, dtype=torch.uint8, device=device))
+
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective:
+        return self._noted("all_gather" if last else "all_to_all", num_bytes)
+
     def _noted(self, call: str, num_bytes: float) -> Done:
         self.events.append(Collected(call, num_bytes))
         return Done()
@@ -279,7 +286,11 @@ class Noting:
         self._moved(moved, lambda write, read: (count * read + 12 * (count - 1)) * n)
 
     def reduce(
-        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
+        self,
+        layout: Layout,
+        messages: Tensor | Peers,
+        residual: Tensor | None,
+        out: Tensor | Peers,
     ) -> None:
         n, count, keeps = layout.num_values, len(messages), residual is not None
         moved = 8 * keeps * n + (count + 1) * layout.num_bytes

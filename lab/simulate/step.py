@@ -31,6 +31,7 @@ from lab.simulate.strategy import (
     Bucket,
     Strategy,
     messages_of_fragments,
+    parameters,
     ranks_of_a_copy,
 )
 from lab.sync.pattern import Begin, Leg, gradsync, send_order
@@ -66,7 +67,7 @@ class Rank:
     """The clock of the computing thread, and the spans so far.
 
     Attributes:
-        contention, burst_s: see Hardware.
+        contention, burst_s, codec_contention: see Hardware.
         now_s: the time on that thread.
         free_s: when the links, or the thread or stream of exchanges, are free; and, where stages
             inside nodes go their own way, when the links there are.
@@ -74,6 +75,7 @@ class Rank:
 
     contention: float
     burst_s: float = 0.0
+    codec_contention: float = 0.0
     now_s: float = 0.0
     free_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     spans: list[Span] = field(default_factory=list)
@@ -124,8 +126,11 @@ class Beside:
 
     def submit(self, exchange: Exchange, rank: Rank) -> None:
         """Start the exchange of a full bucket; earlier buckets have been submitted."""
+        ready_s = rank.now_s
         for stage in exchange.stages:
-            rank.beside(stage, exchange.name, rank.now_s)
+            rank.beside(stage, exchange.name, ready_s)
+            if stage.row == "codec":  # wherever it runs, compute has that much less of the device
+                rank.now_s += rank.codec_contention * stage.seconds
         self._ends_s.append(rank.busy_until_s)
 
     def advance(self, rank: Rank) -> None:
@@ -338,13 +343,17 @@ def _step(
     layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
     in_turns = hardware.library == "gloo" and exchange_of(strategy.exchange).staged
     schedule = Turns() if in_turns and pattern.overlaps else Beside()
-    rank = Rank(hardware.contention, hardware.burst_s)
+    rank = Rank(hardware.contention, hardware.burst_s, hardware.codec_contention)
     besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
-    input_s = _input_s(network, per_rank_batch_size)
     stages = [stage for each in planned for stage in each.stages]
+    num_buckets = sum(bool(each.stages) for each in planned)
+    least_s = max(
+        _input_s(network, per_rank_batch_size),
+        _host_s(profile, hardware, strategy.accumulate, stages, num_buckets),
+    )
     if pattern.waits_in_forward:
         passes_s, spans = steady(layers, planned, schedule, rank, besides_s, strategy.accumulate)
-        return Step.of(max(passes_s, input_s), stages, spans)
+        return Step.of(max(passes_s, least_s), stages, spans)
     both_passes(rank, layers, planned, schedule, strategy.accumulate)
     schedule.finish(rank)
     back: Sequence[Exchange] = []  # exchanges of weights after the update
@@ -357,7 +366,7 @@ def _step(
         schedule.submit(exchange, rank)
         stages += exchange.stages
     schedule.finish(rank)
-    return Step.of(max(rank.now_s + besides_s, input_s), stages, rank.spans)
+    return Step.of(max(rank.now_s + besides_s, least_s), stages, rank.spans)
 
 
 def _sharded_step(
@@ -367,13 +376,19 @@ def _sharded_step(
 
     hardware = network.hardware
     layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
-    rank = Rank(hardware.contention, hardware.burst_s)
+    rank = Rank(hardware.contention, hardware.burst_s, hardware.codec_contention)
     units = costs_of_units(profile, strategy, network)
     sharded = Sharded(layers, units, rank, blocks=hardware.library == "gloo")
     sharded.run(strategy.accumulate)
     besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
-    step_s = max(rank.now_s + besides_s, _input_s(network, per_rank_batch_size))
-    return Step.of(step_s, sharded.stages(strategy.accumulate), rank.spans)
+    stages = sharded.stages(strategy.accumulate)
+    collectives = sum(stage.row == "exchange" for stage in stages)
+    step_s = max(
+        rank.now_s + besides_s,
+        _input_s(network, per_rank_batch_size),
+        _host_s(profile, hardware, strategy.accumulate, stages, collectives),
+    )
+    return Step.of(step_s, stages, rank.spans)
 
 
 def _layers(profile: Profile, network: Network, micro_batch_size: int) -> list[Compute]:
@@ -412,6 +427,30 @@ def _input_s(network: Network, per_rank_batch_size: int) -> float:
     """Return the time in which a node prepares the samples of a step, while it trains."""
     rate = network.hardware.input_samples_per_s
     return network.local * per_rank_batch_size / rate if rate else 0.0
+
+
+def _host_s(
+    profile: Profile,
+    hardware: Hardware,
+    micro_batches: int,
+    stages: Iterable[Stage],
+    num_buckets: int,
+) -> float:
+    """Return the seconds in which a host launches a step, while its device works; see Host.
+
+    Args:
+        num_buckets: of the step's exchanges; 0: gradients have no hooks either.
+    """
+    host = hardware.host
+    if host is None:
+        return 0.0
+    hooked = len(parameters(profile)) if num_buckets else 0
+    return (
+        host.kernel_s * micro_batches * (profile.num_kernels or 0)
+        + host.parameter_s * hooked
+        + host.bucket_s * num_buckets
+        + host.codec_s * sum(stage.calls for stage in stages)
+    )
 
 
 def stages_of_step(profile: Profile, strategy: Strategy, network: Network) -> list[Stage]:

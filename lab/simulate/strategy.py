@@ -232,9 +232,15 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "Zero1": lambda s, sync, e: 4 * s.gathered + scatter_of(exchange_of(e)).memory_bytes(s),
     # A second gradient, which is under way during the step.
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
-    # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
-    "DDPSync": lambda s, sync, e: 4 * s.n if sync.get("hook", "none") == "none" else math.nan,
+    "DDPSync": lambda s, sync, e: _ddp(s, sync),
 }
+
+
+def _ddp(s: Sizes, sync: Settings) -> float:
+    """Count DDP's buckets, if gradients are copied to them; the memory of its hooks is torch's."""
+    if sync.get("hook", "none") != "none":
+        return math.nan
+    return 0 if sync.get("gradient_as_bucket_view") else 4 * s.n
 
 
 def scatter_of(exchange: Exchange) -> Exact | InCodec:

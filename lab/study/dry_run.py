@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lab.draw.text import aligned
 from lab.record.schema import Record, read_record
 from lab.settings.names import root_of
 from lab.study.grid import Cell, Study
-from lab.study.launch import already, recorded
+from lab.study.launch import recorded
 
-UNKNOWN = "unknown: no cell of the same model, data and steps is done"
+UNKNOWN = "minutes unknown, as no cell of the same model, data and steps is done"
 # Settings that say what is computed and for how long; in these, a similar cell has to be equal.
 OF_WORK = (
     *("model", "profile", "data", "task", "steps", "epochs", "accumulate"),
@@ -21,21 +23,58 @@ OF_WORK = (
 
 
 def lines(study: Study) -> Iterator[str]:
-    """Describe the cells in order, done or to run, then the sum of minutes and bytes.
+    """Describe a study as a table: a line for each strategy, what it lacks and needs, and the sum.
 
     Raises:
         ConfigError: a file in the study's folder is no record.
     """
     root = Path(study.runs_dir) / study.name
-    measured = measured_in(root)
-    likes = list[Measured | None]()
-    for number, cell in enumerate(study.cells, start=1):
-        record = recorded(root, cell, study.retries)
-        if record is None:
-            likes.append(most_similar(cell, measured))
-        outcome = already(record) if record else f"would run: {likes[-1] or UNKNOWN}"
-        yield f"[{number}/{len(study.cells)}] {cell.name}: {outcome}"
+    measured, differs = measured_in(root), _differing(study.cells)
+    likes, parts = list[Measured | None](), defaultdict[str, _Part](_Part)
+    for cell in study.cells:
+        own = [f"{key}={value}" for key, value in cell.variant.items() if key in differs]
+        part, record = parts[" ".join([cell.strategy, *own])], recorded(root, cell, study.retries)
+        part.cells.append(cell)
+        if record:
+            part.outcomes[record.status] += 1
+        else:
+            part.likes.append(most_similar(cell, measured))
+            likes.append(part.likes[-1])
+    head = ["strategy", "ranks", "batch", "cells", "done", "to run", "minutes", "MB"]
+    yield from aligned([head, *(part.row(name) for name, part in parts.items())])
+    others = sum((part.outcomes for part in parts.values()), Counter[str]())
+    for status, count in others.items():
+        if status != "done":
+            yield f"{count} {status} already (to try again: retry=failed)"
     yield f"would run {len(likes)} of {len(study.cells)} cells: {_sum(likes)}"
+
+
+@dataclass
+class _Part:
+    """The cells of one strategy, by outcome; of those to run the most similar one that is done."""
+
+    cells: list[Cell] = field(default_factory=list[Cell])
+    outcomes: Counter[str] = field(default_factory=Counter[str])
+    likes: list[Measured | None] = field(default_factory=list["Measured | None"])
+
+    def row(self, name: str) -> list[str]:
+        ranks = sorted({cell.world_size for cell in self.cells})
+        batches = sorted({cell.batch_size for cell in self.cells})
+        known, asked = [like for like in self.likes if like], len(self.likes)
+        minutes, megabytes = "", ""
+        if asked:
+            minutes = _short(sum(like.duration_s for like in known) / 60) if known else "?"
+            megabytes = _short(sum(like.num_bytes for like in known) / 1e6) if known else "?"
+        counts = [str(len(self.cells)), str(self.outcomes["done"]), str(asked)]
+        axes = [",".join(map(str, values)) for values in (ranks, batches)]
+        return [name, *axes, *counts, minutes, megabytes]
+
+
+def _differing(cells: Sequence[Cell]) -> set[str]:
+    """Return the settings, other than a study's axes, in which cells differ."""
+    variants = [cell.variant for cell in cells]
+    keys = {key for variant in variants for key in variant}
+    return {key for key in keys if len({variant.get(key) for variant in variants}) > 1}
 
 
 def _sum(likes: list[Measured | None]) -> str:
@@ -46,7 +85,8 @@ def _sum(likes: list[Measured | None]) -> str:
         return UNKNOWN
     total = needs(sum(k.duration_s for k in known), sum(k.num_bytes for k in known))
     rest = len(likes) - len(known)
-    return f"{total}, start-up not counted" + (f"; {rest} of them {UNKNOWN}" if rest else "")
+    alike = "as the most similar cells that are done took, start-up not counted"
+    return f"{total}, {alike}" + (f"; {rest} of them {UNKNOWN}" if rest else "")
 
 
 def needs(seconds: float, num_bytes: int) -> str:
@@ -69,9 +109,6 @@ class Measured:
     def duration_s(self) -> float:
         """Seconds from the ranks' start to the record."""
         return self.record.duration_s or 0.0
-
-    def __str__(self) -> str:
-        return f"{needs(self.duration_s, self.num_bytes)}, as {self.record.cell}"
 
 
 def measured_in(root: Path) -> list[Measured]:

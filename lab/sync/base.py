@@ -92,10 +92,13 @@ class Sync(ABC):
         needs_like_gpus: the sync itself must compute the same bits on all ranks; see Exchange.
         shards: the slices that this rank's optimizer updates, by parameter name; {}: it updates
             whole parameters.
+        eager_steps: steps before one is captured as a graph: they plan buckets, and find kernels.
 
     Raises:
         ValueError: the pattern refuses `overlap` or `precision`.
     """
+
+    eager_steps = 3
 
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
         if parts.overlap and pattern.no_overlap:
@@ -222,6 +225,10 @@ class Sync(ABC):
         """Return the results of drift_every, for the record; None: nothing is observed."""
         return None
 
+    def needs_host(self) -> str:
+        """Return why the host must see values of steps such as the last one; empty: it need not."""
+        return ""
+
     def idle(self) -> list[str]:
         """List this sync's settings that change nothing in the run; see lab.sync.pattern."""
         return []
@@ -309,6 +316,7 @@ class Reached:
         self._exchange = exchange
         self._all = torch.ones(len(self._index), device=device)
         self._lacking: dict[str, None] = {}
+        self.lacked: list[str] = []  # on this rank, in the last step
         self._kept: dict[str, dict[str, Tensor]] = {}  # by kind and lacking parameter
         self._counts: Tensor | None = None
 
@@ -340,6 +348,7 @@ class Reached:
         """Return the parameters that no rank has reached, once all exchanges have ended."""
         lacking, self._lacking = self._lacking, {}
         kept, self._kept = self._kept, {}
+        self.lacked = [*lacking]
         if not lacking:
             return []
         assert self._counts is not None  # `begin` came first

@@ -287,17 +287,20 @@ class DDPSync(LibrarySync):
             nothing, for timing alone: replicas drift apart. "powersgd" is its PowerSGD of rank 1
             after two exact steps; its errors are DDP's own, and not in checkpoints. "lab" is the
             lab's hook (lab.sync.ddp), for any exchange.
-        find_unused_parameters, static_graph: DDP's own.
+        gradient_as_bucket_view, find_unused_parameters, static_graph: DDP's own.
 
     Raises:
         ValueError: settings that DDP or its hook does not support.
     """
+
+    eager_steps = 11  # torch's manual, "CUDA Graphs": DDP needs so many before one is captured
 
     def __init__(
         self,
         parts: SyncParts,
         *,
         hook: str,
+        gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
     ) -> None:
@@ -319,6 +322,7 @@ class DDPSync(LibrarySync):
             parts.module,
             bucket_cap_mb=parts.bucket_mb,
             process_group=parts.comm.group,
+            gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
         )

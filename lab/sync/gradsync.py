@@ -176,6 +176,14 @@ class GradSync(Sync):
     def drift_found(self) -> list[dict[str, Any]] | None:
         return self.drift.results() if self.drift else None
 
+    def needs_host(self) -> str:
+        if lacked := self._reached.lacked if self._reached else []:
+            return (
+                f"{lacked[0]}: has no gradient on rank {self.comm.rank}, and the host must ask "
+                "others in each step whether they have one; freeze it, or use it in the loss"
+            )
+        return ""
+
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
         return [self.exchange.moves_as(bucket.shapes) for bucket in self.buckets]
 

@@ -72,6 +72,8 @@ class Pattern:
         no_overlap: why `overlap=true` is refused; empty: it is accepted.
         no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
             accepted.
+        no_graph: why `graph=true`, which repeats one step without the host, is refused; empty: it
+            is accepted.
         only_sgd: why optimizers other than SGD are refused; empty: they are accepted.
         only_elementwise: why optimizers that treat a tensor as a whole are refused; empty: they are
             accepted.
@@ -90,6 +92,7 @@ class Pattern:
     waits_in_forward: bool = False
     no_overlap: str = ""
     no_fp16: str = ""
+    no_graph: str = "nobody has shown that its steps need no host"
     only_sgd: str = ""
     only_elementwise: str = ""
 
@@ -133,15 +136,16 @@ class Pattern:
 def gradsync(overlap: bool, *legs: Leg) -> Pattern:
     """Average gradients in every step."""
     begins = Begin.DURING_BACKWARD if overlap else Begin.AFTER_BACKWARD
-    return Pattern(begins, legs or (Leg.MEAN_OF_GRADIENTS,))
+    return Pattern(begins, legs or (Leg.MEAN_OF_GRADIENTS,), no_graph="")
 
 
 def priority(overlap: bool) -> Pattern:
     """Average gradients in every step; with `overlap` the next forward waits, layer by layer."""
     if not overlap:
         return gradsync(overlap)
+    no_graph = "the next step's forward ends a step"
     no_fp16 = "a step cannot be skipped once the next forward has applied parts of it"
-    return replace(gradsync(overlap), waits_in_forward=True, no_fp16=no_fp16)
+    return replace(gradsync(overlap), waits_in_forward=True, no_fp16=no_fp16, no_graph=no_graph)
 
 
 def local(every: int) -> Pattern:
@@ -152,6 +156,7 @@ def local(every: int) -> Pattern:
         every,
         no_overlap="must be false; weights are exchanged after the update",
         no_fp16="each rank would skip other steps",
+        no_graph="weights are exchanged in some steps only, and a graph repeats one step",
     )
 
 
@@ -181,6 +186,7 @@ def root_update(overlap: bool) -> Pattern:
     return replace(
         gradsync(overlap, Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
         no_fp16="only the root would know which steps to skip",
+        no_graph="emulates a framework that had none",
         only_sgd="emulates a framework that updates by SGD on the root",
     )
 
@@ -196,7 +202,10 @@ def double_buffer(buffered: bool) -> Pattern:
     if buffered:
         no_fp16 = "a step cannot be skipped once the next one is under way"
         no_fp16 += " (sync.double_buffer=true)"
-        return Pattern(Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16)
+        no_graph = "an exchange outlasts its step (sync.double_buffer=true)"
+        return Pattern(
+            Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16, no_graph=no_graph
+        )
     no_overlap = "must be sync.double_buffer, which is false; nothing is exchanged during backward"
     return replace(gradsync(overlap=False), no_overlap=no_overlap)
 
@@ -207,7 +216,16 @@ def ddp(hook: str) -> Pattern:
     Its hook "noop" moves nothing; "lab" hands its buckets to one of the lab's exchanges.
     """
     legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
-    return Pattern(Begin.DURING_BACKWARD, legs, by_library=hook != "lab", waits_in_backward=True)
+    no_graph = f"torch's hook goes on in threads of its own (sync.hook={hook})"
+    if hook == "lab":
+        no_graph = "the hook waits on the host (sync.hook=lab); strategy=onebit needs no DDP"
+    return Pattern(
+        Begin.DURING_BACKWARD,
+        legs,
+        by_library=hook != "lab",
+        waits_in_backward=True,
+        no_graph="" if hook in ("none", "noop") else no_graph,
+    )
 
 
 def fsdp(reduce_scatter: str, shard_size: int | str | None) -> Pattern:
@@ -219,17 +237,21 @@ def fsdp(reduce_scatter: str, shard_size: int | str | None) -> Pattern:
         shard_size=shard_size,
         by_library=reduce_scatter == "torch",
         waits_in_backward=True,
+        no_graph="units' weights are gathered and freed by the host",
     )
 
 
 def horovod() -> Pattern:
     """Leave gradients to Horovod's DistributedOptimizer."""
-    return Pattern(Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True)
+    no_graph = "a thread of Horovod's sends"
+    return Pattern(
+        Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_graph=no_graph
+    )
 
 
 def none() -> Pattern:
     """Exchange nothing."""
-    return Pattern(Begin.NEVER, ())
+    return Pattern(Begin.NEVER, (), no_graph="")
 
 
 # A user's own sync is treated as one with its own schedule.

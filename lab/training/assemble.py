@@ -30,6 +30,7 @@ from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradientNoise, GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
+from lab.training import graph
 from lab.training.optim import make_optim, require_elementwise, require_piecewise
 from lab.training.rank_consistency import data_facts, parameters, settings_and_software
 from lab.training.trainer import Delay, Progress, Trainer, total_steps
@@ -58,7 +59,7 @@ def join(config: DictConfig) -> World:
     machine does not support.
     """
     try:
-        set_arithmetic(config.tf32, config.deterministic, config.threads)
+        set_arithmetic(config.tf32, config.deterministic, config.threads, config.benchmark_limit)
         return worlds.start(
             build(config.comm),
             config.device,
@@ -94,6 +95,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     seed = config.seed + config.repeat
+    if config.graph:
+        graph.use_own_stream(world.device)
     torch.manual_seed(seed)
     data = build_data(config.data, seed, world.device)
     task = build_task(config.task)
@@ -105,7 +108,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
     progress = Progress(total_steps(settings, data.num_train, batch_size))
-    optim = make_optim(config.optim, batch_size)
+    optim = make_optim(config.optim, batch_size, config.graph)
     exchange: Exchange = build(config.exchange)
     admitted(model, exchange)
     if world.size > 1:
@@ -148,6 +151,9 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     )
     _require_optimizer(config, sync, trainer.optimizer)
     _inject_delay(config, trainer)
+    if config.graph:
+        graph.refuse(trainer)
+        trainer.graph = graph.StepGraph(trainer, graph.CudaGraph())
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, sizes)
 
@@ -276,13 +282,16 @@ def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
                 replicas.require_like_gpus(type(part).__name__, world)
 
 
-def set_arithmetic(tf32: bool, deterministic: bool, threads: int | None = None) -> None:
+def set_arithmetic(
+    tf32: bool, deterministic: bool, threads: int | None = None, benchmark_limit: int = 10
+) -> None:
     """Set how products and convolutions round, whether runs are bit-identical, and CPU threads.
 
     Args: tf32: float32 operations on a GPU may round their inputs to TF32 (10 bits of mantissa).
     False is IEEE float32, in cuDNN too, where torch's default is TF32. deterministic: use slower
     algorithms that add in the same order in every run. threads: of an operation on a CPU; None: as
-    OMP_NUM_THREADS says.
+    OMP_NUM_THREADS says. benchmark_limit: algorithms that cuDNN tries for each convolution, 0 for
+    all; with `deterministic` it tries none.
 
     Raises: ValueError: the environment contradicts `tf32`.
     """
@@ -298,6 +307,8 @@ def set_arithmetic(tf32: bool, deterministic: bool, threads: int | None = None) 
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = not deterministic
+    if torch.backends.cudnn.is_available():
+        torch.backends.cudnn.benchmark_limit = benchmark_limit
     if deterministic:  # cuBLAS reads it when it starts; torch before 2.13 requires it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():

@@ -86,7 +86,7 @@ class InTurns:
         for at, turns in enumerate(plan):
             self._advance(at, parts[at], loops[at], turns.alone)
             trainer = parts[at].trainer
-            if trainer.sync.settled_at is None and not self.watch.stop_signal:
+            if trainer.settled_at is None and not self.watch.stop_signal:
                 raise RuntimeError(  # turns would include trials of other choices
                     f"strategy={trainer.config.strategy} has not chosen after "
                     f"{trainer.progress.step} steps; give it more steps"

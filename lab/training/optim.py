@@ -34,13 +34,14 @@ SHAPE = (6, 8)
 TOLERANCE = 1e-3  # of the largest change; rounding differs by the length of a vector register
 
 
-def make_optim(node: DictConfig, batch_size: int) -> Optim:
+def make_optim(node: DictConfig, batch_size: int, capturable: bool = False) -> Optim:
     """Read the settings of the group `optim`.
 
     Args:
         node: `_target_`, the optimizer's class or a function that makes one from parameters; its
             hyperparameters; `decay_vectors`; and the settings of Schedule.
         batch_size: global batch of the run.
+        capturable: see Optim.
 
     Raises:
         ConfigError: there is no such optimizer, or a setting is not one of its own, has another
@@ -51,7 +52,7 @@ def make_optim(node: DictConfig, batch_size: int) -> Optim:
     of_schedule = {field.name for field in fields(Schedule)} & settings.keys()
     schedule = Schedule(**{name: settings.pop(name) for name in of_schedule})
     decay_vectors = checks.truth("optim.decay_vectors", settings.pop("decay_vectors", True))
-    return Optim(target, settings, schedule, batch_size, decay_vectors)
+    return Optim(target, settings, schedule, batch_size, decay_vectors, capturable)
 
 
 class Optim:
@@ -64,6 +65,8 @@ class Optim:
         batch_size: global batch of the run.
         decay_vectors: False: weight decay only for parameters of two dimensions or more, and none
             for biases and the weights of norms.
+        capturable: steps may be part of a CUDA graph: the learning rate is a number on the device,
+            float32, and so are counts of steps, in optimizers that have the argument.
 
     Raises: ConfigError: see make_optim.
     """
@@ -75,6 +78,7 @@ class Optim:
         schedule: Schedule,
         batch_size: int,
         decay_vectors: bool = True,
+        capturable: bool = False,
     ) -> None:
         self.target, self.schedule, self.decay_vectors = target, schedule, decay_vectors
         self._make: Callable[..., Any] = callable_at(target, f"optim={target}")
@@ -94,9 +98,13 @@ class Optim:
         self.peak_lr = schedule.peak(lr, batch_size)
         tuples = {n: tuple[Any](v) for n, v in settings.items() if isinstance(v, list)}
         self._settings = {**settings, **tuples, "lr": self.peak_lr}
+        self._capturable = capturable
+        if capturable and "capturable" in self._own:
+            self._settings.setdefault("capturable", True)
         if not decay_vectors and "weight_decay" not in self._own:
             raise ConfigError(f"optim.decay_vectors=false: {target} has no weight_decay")
         self._groups: list[dict[str, Any]] = []
+        self._rates: list[Tensor] = []  # of each group, if they are on the device
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of `model`: one fused pass over all parameters where torch has it.
@@ -124,6 +132,9 @@ class Optim:
             )
         own = {*self._own, *self._settings}
         self._groups = [{k: v for k, v in g.items() if k in own} for g in optimizer.param_groups]
+        if self._capturable:
+            device = optimizer.param_groups[0]["params"][0].device
+            self._rates = [torch.zeros((), device=device) for _ in self._groups]
         return optimizer
 
     def prepare(self, optimizer: Optimizer, step: int, total_steps: int) -> None:
@@ -131,6 +142,8 @@ class Optim:
         for group, own in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(own)
             group["lr"] = self.schedule.rate(own["lr"], step, total_steps)
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate.fill_(group["lr"])
 
     def _parameter_groups(self, model: nn.Module) -> list[Any]:
         parameters = [p for p in model.parameters() if p.requires_grad]

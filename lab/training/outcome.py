@@ -133,15 +133,20 @@ def write_timeline(loop: Loop, record: Record, directory: RunDirectory) -> None:
     mine = loop.clock.spans(world.rank, loop.first_step, warmup.num_steps if warmup else 0)
     if not mine:
         return
-    texts = world.gather_text(json.dumps([world.clock_ahead_s(), *map(astuple, mine)]))
+    ahead_s, error_s = world.clock_ahead_s()
+    clock = ahead_s, error_s + loop.clock.host_error_s
+    texts = world.gather_text(json.dumps([clock, *map(astuple, mine)]))
     if world.rank:
         return
     spans: list[Span] = []  # of all ranks, on rank 0's clock
     clocks: list[str] = []
-    for number, ((ahead_s, error_s), *rows) in enumerate(map(json.loads, texts)):
+    everyones = [*map(json.loads, texts)]
+    first_error_s = everyones[0][0][1]
+    for number, ((ahead_s, error_s), *rows) in enumerate(everyones):
         for rank, row, name, start_s, end_s in rows:
             spans.append(Span(rank, row, name, start_s - ahead_s, end_s - ahead_s))
-        clocks.append(f"rank {number} {1e3 * ahead_s:+.3f} ms, within {1e3 * error_s:.3f} ms")
+        within_s = error_s + first_error_s
+        clocks.append(f"rank {number} {1e3 * ahead_s:+.3f} ms, within {1e3 * within_s:.3f} ms")
     several = f"clocks, compared with rank 0's: {', '.join(clocks[1:])}"
     about = {key: getattr(record, key) for key in TIMELINE_FACTS}
     about["emulation"] = worded(record.emulation) or "none"
@@ -153,6 +158,7 @@ def note_progress(loop: Loop, record: Record) -> None:
     """Record what this rank knows alone, also of a run that fails."""
     progress = loop.progress
     record.num_steps, record.num_skipped_steps = progress.step, progress.num_skipped_steps
+    record.graph_from = loop.captured_at
     record.certificate = loop.certificate
     record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
 
@@ -209,12 +215,16 @@ def warmup_in(loop: Loop, step_s: np.ndarray) -> Warmup:
             f"until it took turns of {turns.size} with other runs, whose first {first} not count"
         )
         return Warmup(turns.alone, reason)
-    return warmup_of(step_s, loop.config.warmup_steps, loop.sync.every, steps_of_trials(loop))
+    unlike = {} if loop.captured_at is None else {"why": "no graph was replayed"}
+    trials = steps_of_trials(loop)
+    return warmup_of(step_s, loop.config.warmup_steps, loop.sync.every, trials, **unlike)
 
 
 def steps_of_trials(loop: Loop) -> int:
-    """Count the first steps in which others were tried: all so far, if they still are."""
-    settled_at = loop.sync.settled_at
+    """Count the first steps that are unlike later ones, as exchanges try others or no graph is
+    captured yet: all so far, if they still are.
+    """
+    settled_at = loop.settled_at
     last = loop.progress.step if settled_at is None else settled_at
     return max(0, last - loop.first_step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -119,6 +120,7 @@ class Curves:
 
 
 def summary(record: Record, path: Path) -> str:
+    """Return what a person wants to know of a run, and what to do next; the record has the rest."""
     ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
     emulated, skipped = worded(record.emulation), record.num_skipped_steps
     metrics = record.final.items()
@@ -126,7 +128,11 @@ def summary(record: Record, path: Path) -> str:
         f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
         f"{record.device}), {record.num_steps} steps of {record.batch_size} {record.unit}s",
         *([f"skipped         {skipped} steps, which overflowed fp16"] if skipped else []),
-        *(f"{f'test {n}':<15} {shown(n, v)}" for n, v in metrics if n != "loss" and v is not None),
+        *(
+            f"{name:<15} {shown(name, value)} on test data"
+            for name, value in metrics
+            if name != "loss" and value is not None
+        ),
         *_step_lines(record),
         *_payload_lines(record),
         *_observed_lines(record),
@@ -135,28 +141,37 @@ def summary(record: Record, path: Path) -> str:
         *(f"{f'steps {each.steps}':<16}by {each.made_by}" for each in record.stretches),
         *([f"emulated        {emulated}"] if emulated else []),
     ]
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    lines.append(f"record          {path / 'record.json'}")
     if record.status == "interrupted":
-        lines.append("continue        the same command with resume=auto")
-    return "\n".join([*lines, f"record          {path / 'record.json'}"])
+        return "\n".join([*lines, "next            continue it: the same command with resume=auto"])
+    explain = f"python -m lab.explain {shlex.quote(str(path))}"
+    return "\n".join([*lines, f"next            what limits its speed? {explain}"])
+
+
+def _few(value: float) -> str:
+    """Write a number with three digits that count, and without an exponent."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
 def _step_lines(record: Record) -> Iterator[str]:
     if record.step_s and record.wall_samples_per_s and record.warmup:
-        step = record.step_s
-        stalls = f"{step.num_stalls} stall{'' if step.num_stalls == 1 else 's'}"
+        step, warmup, count = record.step_s, record.warmup, record.step_s.num_stalls or 0
+        stalls = f"; {count} stall{'s' if count > 1 else ''}" if count else ""
         yield (
-            f"step time       {1e3 * step.median:.2f} ms median (mad {1e3 * step.mad:.2f}), "
-            f"{1e3 * (step.mean or 0):.2f} mean, {1e3 * step.p95:.2f} p95; {stalls}"
+            f"step            {_few(1e3 * step.median)} ms, median after {warmup.num_steps} steps "
+            f"of warm-up; 95 % take at most {_few(1e3 * step.p95)} ms{stalls}"
         )
-        yield f"throughput      {record.rates(record.wall_samples_per_s)} by wall clock"
+        if "may not be steady" in warmup.reason:
+            yield f"not steady      {warmup.reason}: more steps would tell"
+        yield f"speed           {record.rates(record.wall_samples_per_s)}, wall clock"
         if record.compute and record.flops_per_s is not None:
             peak = f"peak ({record.compute.peak_source})"
-            share = f", {100 * record.mfu:.3g} % of the {peak}" if record.mfu is not None else ""
-            yield f"compute         {record.flops_per_s / 1e12:.3g} TFLOP/s{share}"
-        yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
+            share = f", {_few(100 * record.mfu)} % of the {peak}" if record.mfu is not None else ""
+            yield f"compute         {_few(record.flops_per_s / 1e12)} TFLOP/s{share}"
     elif record.num_steps:
         why = record.warmup.reason if record.warmup else "see warmup_steps"
-        yield f"step time       – none was timed: {why}"
+        yield f"step            not timed: {why}"
 
 
 def _observed_lines(record: Record) -> Iterator[str]:
@@ -188,8 +203,10 @@ def _payload_lines(record: Record) -> Iterator[str]:
     if record.payload_bytes_per_step and record.gradient_bytes is not None:
         sent = max(record.payload_bytes_per_step)
         ring = 2 * record.gradient_bytes * (record.world_size - 1) / record.world_size
-        saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
-        yield f"payload         {sent / 1e6:.3f} MB per step and rank{saving}"
+        saving = (
+            f", {_few(ring / sent)} times less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
+        )
+        yield f"sent            {_few(sent / 1e6)} MB a step and rank{saving}"
         across, hosts = record.across_bytes_per_step or [0], record.environment.get("num_hosts", 1)
         if any(across) and record.world_size > hosts:  # ranks share hosts
-            yield f"across hosts    {max(across) / 1e6:.3f} MB of it, of the rank that sends most"
+            yield f"across hosts    {_few(max(across) / 1e6)} MB of it, of the rank that sends most"

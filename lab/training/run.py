@@ -23,7 +23,7 @@ from lab.measure.layers import marked_layers
 from lab.record.files import decode
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Stretch, append_stretch, stretches_of
-from lab.settings.command import EXIT_INTERRUPTED
+from lab.settings.command import EXIT_INTERRUPTED, say_error
 from lab.settings.config import ConfigError, build
 from lab.settings.names import class_name
 from lab.settings.secrets import kept_words, without_secrets
@@ -333,8 +333,9 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 def tell(failure: Failure) -> None:
     """Print a failure, so that its line is the last."""
-    lines = [failure.traceback, f"lab.train: error: {failure.error}"]
-    print(without_secrets("\n".join(filter(None, lines))), file=sys.stderr)
+    if failure.traceback:
+        print(without_secrets(failure.traceback), file=sys.stderr)
+    say_error(f"lab.train: error: {failure.error}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from lab.record.schema import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
+from lab.training.graph import StepGraph
 from lab.training.optim import Optim
 
 DEFAULT_EPOCHS = 30
@@ -119,14 +120,24 @@ class Measured(Generic[S]):
         return self.progress.total_steps
 
     @property
+    def settled_at(self) -> int | None:
+        """The first step from which on all are made alike; None: that is still to come."""
+        return self.sync.settled_at
+
+    @property
+    def captured_at(self) -> int | None:
+        """The number of the step that is repeated as a CUDA graph; None: none is."""
+        return None
+
+    @property
     def certificate(self) -> Certificate | None:
         """The finding of an examination of its first exchanges; None: there is none."""
         return None
 
     def before_step(self) -> None:
-        """Begin to measure memory, once warm-up is over and no exchange tries others any more."""
+        """Begin to measure memory, once warm-up is over and steps are made alike."""
         is_warm = self.progress.step >= self.first_step + self._least_warmup
-        if is_warm and not self.memory.is_running and self.sync.settled_at is not None:
+        if is_warm and not self.memory.is_running and self.settled_at is not None:
             self.memory.resume()
 
     def count_step(self, before: Sent, after: Sent) -> None:
@@ -139,9 +150,10 @@ class Measured(Generic[S]):
         """Wait for the device; the time until the next step is not the loop's."""
         self.clock.pause()
         self.memory.pause()
-        self._check_last_step()
+        self.check_last_step()
 
-    def _check_last_step(self) -> None:
+    def check_last_step(self) -> None:
+        """Read the last step's loss."""
         self.losses.read_last()
 
 
@@ -180,6 +192,7 @@ class Trainer(Measured[Sync]):
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.sync.clock = self.clock
         self.delay: Delay | None = None  # set to delay a phase of each step
+        self.graph: StepGraph | None = None  # set to replay steps
 
     def steps(self) -> Generator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
@@ -231,6 +244,17 @@ class Trainer(Measured[Sync]):
         return self.progress.evaluations[-1]
 
     @property
+    def settled_at(self) -> int | None:
+        settled_at = super().settled_at
+        if self.graph is None or settled_at is None:
+            return settled_at
+        return None if self.captured_at is None else max(settled_at, self.captured_at + 1)
+
+    @property
+    def captured_at(self) -> int | None:
+        return self.graph.captured_at if self.graph else None
+
+    @property
     def certificate(self) -> Certificate | None:
         return self.check.certificate
 
@@ -243,10 +267,19 @@ class Trainer(Measured[Sync]):
         return self.progress.seconds + self.clock.total_seconds()
 
     def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        clock, sync, parts = self.clock, self.sync, self.config.accumulate
-        with clock.phase("data"):
+        with self.clock.phase("data"):
             inputs, targets = next(batches)
-            micro_batches = list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
+        step = self.train if self.graph is None else self.graph.step
+        self.losses.append(step(inputs, targets))
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Update the weights by a batch; return its loss, float32 [], NaN if a value is not finite.
+
+        The host waits for nothing but, in the middle, the loss of the step before, if that is
+        still to be read.
+        """
+        clock, sync, parts = self.clock, self.sync, self.config.accumulate
+        micro_batches = list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
         before = self.sync.exchange.snapshot() if self.loss_scale else {}
         sync.loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         total = torch.zeros((), device=self.world.device)
@@ -260,7 +293,7 @@ class Trainer(Measured[Sync]):
         with clock.phase("exchange"):  # the part that backward did not hide
             finite = sync.finish()
         self.check.after_gradients()
-        self._check_last_step()  # before the update, so that weights show the error
+        self.check_last_step()  # before the update, so that weights show the error
         with clock.phase("update"):
             self._update(finite, before)
         last = self.progress.step + 1 == self.total_steps
@@ -268,7 +301,7 @@ class Trainer(Measured[Sync]):
         with clock.phase("exchange"):  # of weights
             late = sync.after_update(last)
         self.check.after_weights()
-        self.losses.append(total, *() if self.loss_scale else (finite, late))
+        return total if self.loss_scale else marked(total, finite, late)
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:
@@ -281,8 +314,13 @@ class Trainer(Measured[Sync]):
                 return
         if self.config.clip_grad_norm is not None:
             clip_gradients(self.optimized, self.config.clip_grad_norm, self.sync.norm)
-        self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
+        if self.graph is None:  # which has done so
+            self.prepare_update()
         self.sync.update(self.optimizer)
+
+    def prepare_update(self) -> None:
+        """Set the optimizer's hyperparameters of this step."""
+        self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
 
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.
@@ -301,7 +339,11 @@ class Trainer(Measured[Sync]):
         self.pause()
         self.sync.clock = clock
 
-    def _check_last_step(self) -> None:
+    def check_last_step(self) -> None:
+        """Read the last step's loss.
+
+        Raises: FloatingPointError: the step was not finite.
+        """
         loss = self.losses.read_last()
         if loss is not None and self.loss_scale is None and not math.isfinite(loss):
             raise self._overflow()
@@ -384,8 +426,6 @@ def _sleeper(device: torch.device) -> Callable[[float], None]:
 class Losses:
     """Copies of each step's loss to the host, made while the next step is queued: no host waits.
 
-    The loss becomes NaN if an exchange found non-finite gradients: one check covers both.
-
     Attributes: read: the losses that have been read, in the order of steps.
     """
 
@@ -393,17 +433,9 @@ class Losses:
         self.read = array("d")
         self._coming: HostCopy | None = None
 
-    def append(self, loss: Tensor, *finite: Tensor | None) -> None:
-        """Begin to copy a step's loss to the host.
-
-        Args:
-            loss: float32 [], overwritten.
-            finite: bool [], whether gradients were finite; None: not checked.
-        """
+    def append(self, loss: Tensor) -> None:
+        """Begin to copy a step's loss, float32 [], to the host."""
         self.read_last()
-        for found in finite:
-            if found is not None:
-                loss.masked_fill_(found.logical_not(), torch.nan)
         self._coming = HostCopy(loss)
 
     def read_last(self) -> float | None:
@@ -413,6 +445,17 @@ class Losses:
         coming, self._coming = self._coming, None
         self.read.append(float(coming.read()))
         return self.read[-1]
+
+
+def marked(loss: Tensor, *finite: Tensor | None) -> Tensor:
+    """Return `loss`, float32 [], NaN if an exchange found other values: one check covers both.
+
+    Args: finite: bool [], whether gradients were finite; None: not checked.
+    """
+    for found in finite:
+        if found is not None:
+            loss.masked_fill_(found.logical_not(), torch.nan)
+    return loss
 
 
 def overflow(step: int, tensors: Iterable[tuple[str, Tensor]]) -> FloatingPointError:

@@ -253,12 +253,12 @@ def _add_claims(to: Contents, prefix: str, _: object) -> None:
     if to.study.name not in choices_of("claims"):
         return
     from lab.claims.findings import verify  # imports torch
-    from lab.claims.page import claim_line, header_of
+    from lab.claims.page import table_of
 
     found = verify(to.study.name, to.study.folder)
-    rows = [claim_line(verdict) for verdict in found.verdicts]
+    header, rows = table_of(found.verdicts)
     title = f"Published claims: {found.paper.title}"
-    to.tables.append(of_texts(f"{prefix}claims", title, header_of(found.verdicts), rows))
+    to.tables.append(of_texts(f"{prefix}claims", title, header, rows))
 
 
 def compare(first: Contents, second: Contents) -> Compared:

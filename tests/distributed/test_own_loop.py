@@ -1,4 +1,4 @@
-"""Loops of one's own: what the table in docs/your_own.md says works is run here.
+"""Loops of one's own: what the table in docs/reference/own_loop.md says works is run here.
 
 In each case two ranks train the same small model four times. DDP alone and DDP with the lab's
 all-reduce must agree to the bit; DDP with 1-bit SGD and lab.grad_sync with it, to 1e-6.
@@ -247,7 +247,7 @@ def test_on_two_ranks_any_exchange_gives_the_same_bits_in_any_buckets() -> None:
 
 
 def test_the_document_has_a_row_for_each_case_and_no_other() -> None:
-    text = (ROOT / "docs/your_own.md").read_text().partition("### The matrix")[2]
+    text = (ROOT / "docs/reference/own_loop.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| works \|", text.partition("\n#")[0], re.MULTILINE)
     assert set(rows) == {*CASES, *ELSEWHERE}
 

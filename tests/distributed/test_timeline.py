@@ -7,6 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig
@@ -76,9 +77,9 @@ def train_beside_another_clock(arguments: list[str], config: DictConfig) -> list
     ahead_s = int(os.environ["RANK"]) * AHEAD_S
     begun: list[float] = []
 
-    def noted(after: Mark | None, begin: float) -> StepMarks:
+    def noted(after: Mark | None, begin: float, **pooled: Any) -> StepMarks:
         begun.append(begin - ahead_s)
-        return StepMarks(after, begin)
+        return StepMarks(after, begin, **pooled)
 
     time.perf_counter = lambda: clock() + ahead_s
     clocks.StepMarks = noted

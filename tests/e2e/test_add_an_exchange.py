@@ -1,4 +1,4 @@
-"""The README's example exchange, added to a copy of the tree exactly as the README prints it."""
+"""The example exchange of the guide, added to a copy of the tree exactly as the guide prints it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GENERIC = {
         "test_costs_take_time_where_bytes_move[gossip]",
     ),
     "tests/unit/conventions/test_exchanges.py": (
-        "test_bytes_of_the_readme_are_those_of_the_card[gossip]",
+        "test_bytes_of_the_reference_are_those_of_the_card[gossip]",
         "test_an_exchange_claims_what_its_bytes_allow[gossip]",
     ),
 }
@@ -50,9 +50,8 @@ NAMES_WHO_LACKS = "tests/unit/conventions/test_exchanges.py::test_the_table_is_m
 
 
 def additions() -> list[tuple[str, str]]:
-    """Parse each block of the section: the path of a file, and its text."""
-    section = (ROOT / "README.md").read_text().partition("## Add an exchange")[2]
-    return FENCED.findall(section.partition("\n## ")[0])
+    """Parse each block of the guide: the path of a file, and its text."""
+    return FENCED.findall((ROOT / "docs/how-to/add_an_exchange.md").read_text())
 
 
 def tree_with(folder: Path, blocks: list[tuple[str, str]]) -> Path:
@@ -76,13 +75,13 @@ def run_pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_readme_says_all_that_a_new_exchange_needs(tmp_path: Path) -> None:
+def test_the_guide_says_all_that_a_new_exchange_needs(tmp_path: Path) -> None:
     blocks = additions()
     assert len(blocks) == 3
     tree = tree_with(tmp_path, blocks)
     expected = {f"{path}::{test}" for path, tests in GENERIC.items() for test in tests}
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    made = [sys.executable, "-m", "tests.support.readme"]
+    made = [sys.executable, "-m", "tests.support.strategy_table"]
     subprocess.run(made, cwd=tree, env=environment, check=True)
     done = run_pytest(tree, *sorted(expected), NAMES_WHO_LACKS)
     assert done.returncode == 0, done.stdout[-3000:]

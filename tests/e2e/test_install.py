@@ -56,7 +56,7 @@ def test_run_names_are_readable_and_never_reused(
 
 def test_bench_pairs_two_strategies(command: Callable[..., Finished], tmp_path: Path) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lab.bench")
-    small = ("batch_size=24", "data.size=16", "steps=8", "device=cpu")
+    small = ("batch_size=24", "data.size=16", "steps=11", "device=cpu")
     done = command(*launcher, "step", "strategy=overlap,ddp", "out=ratio.json", *small)
     assert done.code == 0, done.err
     ratio = json.loads((tmp_path / "ratio.json").read_text())

@@ -83,6 +83,23 @@ def test_a_task_is_a_rank_and_sees_all_gpus_that_the_job_has_on_its_node(
         assert lines.count(setting) == 1, setting
 
 
+def test_a_bare_srun_and_mpirun_start_ranks_of_one_run(
+    cluster: Callable[..., str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    line = (environment["PYTHON"], "-m", "lab.train", "strategy=onebit", *QUICK)
+    cluster("srun", "--ntasks=2", *line, "cell=srun")
+    found = record(tmp_path / "runs/default/srun")
+    expected = train(2, "strategy=onebit", *QUICK, f"runs_dir={tmp_path}/other")[0].record
+    assert (found["launcher"], found["world_size"]) == ("srun", 2)
+    assert found["replica_hash"] == expected["replica_hash"]
+    if not shutil.which("mpirun"):
+        pytest.skip("Open MPI is not installed here: there is no mpirun")
+    cluster("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *line, "cell=mpirun")
+    found = record(tmp_path / "runs/default/mpirun")
+    assert (found["launcher"], found["world_size"]) == ("mpirun", 2)
+    assert found["replica_hash"] == expected["replica_hash"]
+
+
 @pytest.mark.slow
 def test_a_job_preempted_by_a_signal_ends_as_an_undisturbed_one(
     cluster: Callable[..., str], tmp_path: Path

@@ -71,7 +71,7 @@ def test_a_terminal_of_ascii_gets_the_whole_summary_and_files_have_the_users_uma
     line = f"{TRAIN} cell=a checkpoint_every=3"
     done = shell(line, "", tmp_path, umask=0o027, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
-    assert done.stdout.startswith("done: ") and "record          /" in done.stdout
+    assert done.stdout.startswith("done: ") and "\nrecord          runs/" in done.stdout
     modes = {
         path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode)
         for path in (tmp_path / "runs").rglob("*")

@@ -102,7 +102,7 @@ def test_a_regression_learns_and_its_record_holds_its_metrics(
     # Angles are uniform within 45 degrees: a constant 0 has a mae of 0.39 radians.
     assert last["mae"] < 0.25 and last["loss"] < first["loss"]
     shown = progress.summary(Record.from_json(record), tmp_path)
-    assert f"test mae        {last['mae']:.4g}" in shown
+    assert f"mae             {last['mae']:.4g}" in shown
 
 
 def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
@@ -129,8 +129,8 @@ def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
     assert read.data_source and read.data_source.endswith(f" files, {ROOT}/docs")
     rate = read.wall_samples_per_s or 0
     shown = progress.summary(read, tmp_path)
-    assert f"test perplexity {last['perplexity']:.2f}" in shown
-    assert f"throughput      {rate:.0f} sequences/s, {32 * rate:.0f} tokens/s by wall" in shown
+    assert f"perplexity      {last['perplexity']:.2f} on test data" in shown
+    assert f"speed           {rate:.0f} sequences/s, {32 * rate:.0f} tokens/s, wall" in shown
     assert f"data            {read.data_source}" in shown
 
     checkpoint = "resume=runs/default/a/checkpoints/step_000020"

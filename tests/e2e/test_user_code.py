@@ -54,6 +54,7 @@ def test_one_rank_says_it_for_all(train: Callable[..., Finished], tmp_path: Path
     result = record(tmp_path / "runs/default/a")
     assert re.search(r"^rank 1: ZeroDivisionError: .*\(bugs\.py:\d+ in forward\)$", result["error"])
     assert done.error_lines == [OURS + result["error"]]
+    assert f"  traceback : {OURS}{result['error']}\n" in done.err  # in torchrun's own report
     assert done.err.count("return input / (1 // ZERO)") == 1
     assert "return input / (1 // ZERO)" in result["traceback"]
 

@@ -1,4 +1,4 @@
-"""docs/your_own.md as a user follows it: its listings are the examples, and its commands work."""
+"""Guides on code of your own, as a user follows them: listings are the examples, commands work."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from tests.conftest import ROOT, Finished
 from tests.support import HANG_S
 from tests.support.ranks import CREW
 
-PAGE = (ROOT / "docs/your_own.md").read_text()
+PAGES = [ROOT / f"docs/how-to/{name}.md" for name in ("own_model", "own_loop", "own_cluster")]
 EXAMPLES = ROOT / "examples"
 
 
-def sections() -> dict[str, str]:
-    """Return the text of each section that has an example, by the example's folder."""
-    texts = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
-    named = ((re.search(r"examples/(\w+)/", text), text) for text in texts)
-    return {match[1]: text for match, text in named if match}
+def text_by_example() -> dict[str, str]:
+    """Return the text of each page, by the folder of its example."""
+    texts = [page.read_text() for page in PAGES]
+    return {match[1]: text for text in texts if (match := re.search(r"examples/(\w+)/", text))}
 
 
-def commands(section: str) -> list[str]:
-    """Return the lines of a section's shell blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+def commands(page: str) -> list[str]:
+    """Return the lines of a page's shell blocks."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
-LINES = [(folder, line) for folder, text in sections().items() for line in commands(text)]
+LINES = [(folder, line) for folder, text in text_by_example().items() for line in commands(text)]
 
 
-def test_every_example_is_linked_or_listed_as_it_is() -> None:
-    listings = re.findall(r"^```\w+\n# (examples/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    linked = re.findall(r"\(\.\./(examples/[^)\s]+)\)", PAGE)
-    assert {*(name for name, _ in listings), *linked} == {
+def test_every_example_is_named_or_listed_as_it_is() -> None:
+    texts = "\n".join(text_by_example().values())
+    listings = re.findall(r"^```\w+\n# (examples/\S+)\n(.*?)^```$", texts, re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`(examples/\S+)`", texts)
+    assert {*(name for name, _ in listings), *named} == {
         str(path.relative_to(ROOT)) for path in EXAMPLES.rglob("*.*") if path.suffix != ".pyc"
     }
     for name, text in listings:
@@ -80,7 +80,7 @@ def shortened(word: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(5 * HANG_S)
 @pytest.mark.parametrize("folder", sorted({folder for folder, _ in LINES}))
-def test_the_commands_of_a_section_work_in_order(
+def test_the_commands_of_a_page_work_in_order(
     command: Callable[..., Finished],
     real_environment: dict[str, str],
     tmp_path: Path,

@@ -74,6 +74,7 @@ def _prepare(sharing: str) -> None:
     if sharing != APART:  # one GPU, also where there are several
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of several ranks
     if sharing == "nccl by host":
         os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
     if sharing == "nccl by switch":

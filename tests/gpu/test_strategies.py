@@ -58,6 +58,15 @@ def test_overlapped_is_blocking_bit_for_bit(exchange: str, sharing: str) -> None
     assert blocking[0].record["replica_hash"] == overlapped[0].record["replica_hash"]
 
 
+@pytest.mark.parametrize("codec", ["onebit", "int8", "signs", "topk"])
+def test_memory_of_ranks_gives_the_bits_of_messages(codec: str) -> None:
+    """Over Gloo, beside which symmetric memory needs nothing of the library."""
+    settings = ("strategy=overlap", f"codec={codec}", "deterministic=true", *RUN)
+    ours, theirs = (train(2, f"path={path}", *settings) for path in ("symmetric", "two_stage"))
+    assert [choice["path"] for choice in ours[0].record["choices"]] == ["symmetric"]
+    assert ours[0].record["replica_hash"] == theirs[0].record["replica_hash"]
+
+
 @pytest.mark.parametrize("strategy", ["overlap", "onebit"])
 def test_resumed_run_ends_in_the_same_bits(strategy: str, sharing: str) -> None:
     settings = (f"strategy={strategy}", "deterministic=true", "checkpoint_every=10", *RUN)

@@ -26,7 +26,8 @@ class Finished:
     @property
     def error_lines(self) -> list[str]:
         """Return the error lines that the lab, and not torchrun, has written."""
-        return [line[line.index("lab.") :] for line in self.err.splitlines() if ": error: " in line]
+        lines = [line for line in self.err.splitlines() if "  traceback : " not in line]
+        return [line[line.index("lab.") :] for line in lines if ": error: " in line]
 
 
 def run_module(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.codec import build
-from lab.codec.base import Codec, Kernels
+from lab.codec.base import Codec, Kernels, Peers
 from lab.codec.kernels import SOURCES, Native
 from lab.codec.layout import Layout
 
@@ -75,7 +75,11 @@ class OnGPU:
         self._call(self._kernels.add_up, layout, messages, out, divisor, finite)
 
     def reduce(
-        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
+        self,
+        layout: Layout,
+        messages: Tensor | Peers,
+        residual: Tensor | None,
+        out: Tensor | Peers,
     ) -> None:
         self._call(self._kernels.reduce, layout, messages, residual, out)
 

@@ -233,6 +233,8 @@ def _serve(rank: int, pipe: Connection) -> None:
             answer = pickle.dumps((job.rank_main(*job.arguments), None))
         except Exception:
             answer = pickle.dumps((None, traceback.format_exc()))
+        finally:
+            worlds.stop()  # else the next job would meet at this one's store, which ends with it
         pipe.send_bytes(answer)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -288,6 +289,70 @@ def test_without_none_nothing_is_exposed_and_no_number_is_made_up() -> None:
     (first, _) = step.compare({"a": np.ones(1), "b": np.ones(1)})
     assert first["exposed_exchange_s"] is None
     assert first["ratio"] == {"median": 1.0, "low": None, "high": None}
+
+
+class Loop:
+    """A trainer whose steps take a second, but where they follow a wait for the device 100."""
+
+    def __init__(self, total_steps: int, every: int, settled_at: int | None = 0) -> None:
+        self.total_steps, self.step_s = total_steps, list[float]()
+        self.sync = SimpleNamespace(every=every, settled_at=settled_at)
+        self.config = SimpleNamespace(warmup_steps=5, strategy="auto")
+        self.progress = SimpleNamespace(step=0)
+        self.clock = SimpleNamespace(step_seconds=lambda: np.array(self.step_s))
+        self.end_turn()
+
+    def steps(self) -> Iterator[int]:
+        while self.progress.step < self.total_steps:
+            self.step_s.append(100.0 if self.is_drained else 1.0)
+            self.is_drained = False
+            self.progress.step += 1
+            yield self.progress.step
+
+    def end_turn(self) -> None:
+        self.is_drained = True
+
+
+ALONE: Any = SimpleNamespace(
+    rank=1, device=CPU, barrier=lambda: None, gather=lambda each: each[None]
+)
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "every", "turn", "num_turns"),
+    [(9, (1, 1), 2, 2), (65, (1, 1), 10, 6), (500, (1, 1), 10, 49), (60, (1, 4), 8, 6)],
+)
+def test_a_turn_is_some_steps_of_which_the_first_round_does_not_count(
+    total_steps: int, every: tuple[int, int], turn: int, num_turns: int
+) -> None:
+    parts: Any = [SimpleNamespace(trainer=Loop(total_steps, each)) for each in every]
+    turns, with_host_s, step_s = step.in_turns(parts, ALONE)
+    assert (turns.size, turns.every) == (turn, max(every))
+    assert step_s.tolist() == [[1.0] * num_turns] * 2
+    assert with_host_s.shape == (2, num_turns)
+    for part in parts:
+        assert part.trainer.progress.step == turns.alone + num_turns * turn <= total_steps
+        assert part.trainer.step_s.count(100.0) == 1 + num_turns
+
+
+@pytest.mark.parametrize(
+    ("loop", "line"),
+    [
+        (Loop(6, 1), "steps=6: too few: the first 5 are warm-up, and a turn has at least 2"),
+        (Loop(9, 1, None), "steps=9: too few: strategy=auto leaves out the first 5, and those in"),
+    ],
+)
+def test_steps_that_leave_no_turn_are_too_few(loop: Loop, line: str) -> None:
+    part: Any = SimpleNamespace(trainer=loop)
+    with pytest.raises(ConfigError, match=line):
+        step.in_turns([part], ALONE)
+
+
+def test_one_rank_says_what_it_skips() -> None:
+    result = results()["step"] | {"world_size": 1, "steps_per_turn": 10}
+    said = text_of({"bench": "step", **result})
+    assert "on 1 rank (gloo), a turn of 10 steps of each in every round, without its first" in said
+    assert "1 rank skips what travels" in said
 
 
 def test_peak_sees_what_was_freed_before_it_is_read() -> None:

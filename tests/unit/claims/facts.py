@@ -30,6 +30,9 @@ class Table:
     def payload_bytes(self, at: Point) -> float:
         return self.PAYLOAD[at.strategy]
 
+    def all_reduce_s(self, at: Point) -> float:
+        raise Missing
+
     def counts(self) -> Counts:
         return Counts(62_500_000, 59_375_000, {"conv2": 1000})
 

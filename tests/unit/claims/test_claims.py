@@ -28,6 +28,9 @@ from tests.unit.claims.facts import Repeated, Table
         ("weak_speedup", Point("tree", 4), 4 * 200 / 230),
         ("weak_efficiency", Point("tree", 4), 200 / 230),
         ("samples_per_s", Point("tree", 4, 230), 1000.0),
+        ("speedup", Point("tree", 4, over_ranks=2), 190 / 230),
+        ("added_s", Point("tree", 4), 0.18),
+        ("bus_gb_per_s", Point(world_size=4, num_bytes=100), None),
         ("transfer_s", Point("tree", 4), 0.045),
         ("transfers", Point("tree", 4), 4.0),
         ("transfer_share", Point("tree", 4), 0.225),
@@ -210,3 +213,36 @@ def test_kinds_have_tables_of_their_own() -> None:
     lines = claims_tables(judge(Paper("t", tuple(claims), "p", "h"), Table(), None))
     assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
     assert lines[-1].endswith("holds 2.")  # calibrated, derived and own ones are no evidence
+
+
+def test_sizes_are_claims_on_bus_bandwidth_of_which_some_are_fitted() -> None:
+    sizes = {"says": "eight", "source": "s", "hardware": "h100_x8", "world_size": 8, "within": 0.1}
+    sizes |= {"gb_per_s": {1: 50, 1024: 480}, "fitted": [1]}
+    paper = Paper.parse({**PREDICTED, "claims": [], "sizes": [sizes]})
+    assert [claim.kind for claim in paper.claims] == ["calibrated", "emergent"]
+    facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
+    value = paper.claims[1].value(facts)
+    assert value == pytest.approx(14 / 8 * 2**30 / facts.all_reduce_s(paper.claims[1].at) / 1e9)
+    assert value == pytest.approx(480, rel=0.1)
+
+
+def test_a_point_may_have_other_hardware_and_values_of_it() -> None:
+    facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
+    there = Point("overlap", 8, 512, hardware="v100_x8")
+    assert facts.step_s(there) < facts.step_s(Point("overlap", 8, 512))
+    limited = Point("overlap", 8, 512, hardware="v100_x8", values=("input_samples_per_s=100",))
+    assert facts.step_s(limited) == pytest.approx(5.12)
+    for text in ("speed=1", "host.speed=1", "jitter=fast", "jitter"):
+        with pytest.raises(ValueError, match=f"at.values={text}: must be KEY=VALUE of v100_x8"):
+            facts.step_s(Point("overlap", 8, 512, hardware="v100_x8", values=(text,)))
+
+
+def test_linear_scaling_is_beside_each_claim_of_scaling() -> None:
+    series = {"says": "VGG", "source": "s", "strategy": "overlap", "profile": "vgg16_p100"}
+    series |= {"per_rank_batch_size": 64, "within": 0.1, "samples_per_s": {1: 154, 8: 1120}}
+    paper = Paper.parse({**PREDICTED, "claims": [], "series": [series]})
+    facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
+    emergent, calibrated = claims_tables(judge(paper, facts, None))[2:9:6]
+    assert "error of N ×" in emergent and "error of N ×" not in calibrated
+    line = next(line for line in claims_tables(judge(paper, facts, None)) if "8 GPUs" in line)
+    assert "+10.0 %" in line  # 8 over 1120 / 154

@@ -267,7 +267,7 @@ def test_all_papers_are_a_table(
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["nvidia2017", "shi2016", "**all**"]
     assert rows[3].split("|")[2:] == [f" {n} " for n in (13, 0, 0, 0, 0, 0, 0, 0, 13)] + [""]
     assert verify.main(["all", "out=page.md"]) == 2
-    assert "out=page.md: a page is about one paper" in capsys.readouterr().err
+    assert "all: name the papers of a page, or all without one" in capsys.readouterr().err
 
 
 def test_a_page_about_one_device(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lab.claims.predicted import Predicted, RateSpeedups, SpeedupMap, cell_speed
 from lab.draw.chart import Chart, drawn
 from lab.settings.files import read_file
 from lab.simulate.hardware import parse
+from lab.simulate.score import ScoredCell
 from tests.conftest import ROOT
 from tests.support import mutants
 from tests.support.mutants import INTACT, MUTANTS, Mutant
@@ -59,6 +60,27 @@ def test_bars_show_what_is_measured_predicted_and_published() -> None:
         "Speedup measured on 4 ranks: 0.43 (tree, batch 128) to 0.43 (tree, batch 128)"
     )
     assert chart.about[-1] == "note"
+
+
+def scored(strategy: str, ranks: int, batch: int, *seconds: float) -> ScoredCell:
+    return ScoredCell(strategy, "p", ranks, batch, seconds, 1.0, (1.0, 1.0), "held out", False, "")
+
+
+def test_the_finding_is_a_panel_of_measured_cures_and_published_figures() -> None:
+    cures = ({"name": "tree", "strategy": "tree"}, {"name": "cure", "strategy": "ring"})
+    found = reproduced(replace(GRID, setup="emulated", cures=cures))
+    cells = [scored(name, 1, batch, 1.0) for name in ("tree", "ring") for batch in (128, 512)]
+    cells += [scored("tree", 4, 128, 2.0, 2.0, 2.5), scored("tree", 4, 512, 0.8)]
+    cells += [scored("ring", 4, 128, 0.5), scored("ring", 4, 512, 0.25)]
+    chart = figures.finding(cells, found, "a paper")
+    assert chart and chart.message == (
+        "With a tree 4 workers are at most 1.2 times as fast as one, and slower at small batches; "
+        "cures reach 4.0 to 4.0 times"
+    )
+    rows = rows_of(chart)
+    assert [rows[0][key] for key in ("low", "value", "high")] == [0.4, 0.5, 0.5]
+    assert [row["value"] for row in rows if row["series"] == "published: 0.9"] == [0.9, None]
+    assert figures.finding(cells[:4], found, "nothing on four ranks") is None
 
 
 def test_without_measurements_bars_are_predicted() -> None:

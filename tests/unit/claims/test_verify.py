@@ -144,6 +144,13 @@ def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]
     assert "there is no study of Horovod" in capsys.readouterr().err
 
 
+def test_several_papers_are_one_page(tmp_path: Path) -> None:
+    assert verify.main(["mlperf", "nvidia2017", f"out={tmp_path}/page.md"]) == 0
+    text = (tmp_path / "page.md").read_text()
+    assert text.count("\n## ") == 2 and "| **all** |" in text
+    assert (tmp_path / "page/claims.png").stat().st_size > 10_000
+
+
 def test_wrong_paths_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main(["kim2017", f"runs={tmp_path}/no"]) == 2
     assert verify.main(["kim2017", f"out={tmp_path}/no/page.md"]) == 2

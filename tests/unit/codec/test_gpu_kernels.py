@@ -39,6 +39,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from lab.codec import gpu
 from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs
+from lab.codec.kernels import Peers
 
 class Driver:
     def get_current_device(self): return self.arch
@@ -74,10 +75,13 @@ def compiled(arch, name, codec, columns):
     kernels, finite = gpu.Triton(codec.reading), torch.ones((), dtype=torch.bool)
     kernels.encode(layout, values, values.clone(), message, finite)
     kernels.reduce(layout, message[None], values.clone(), message.clone())
+    peers = Peers(message.clone() for _ in range(4))
+    kernels.reduce(layout, Peers(peers[:2]), values.clone(), Peers(peers[2:]))
     kernels.add_up(layout, message[None], values, 2, finite)
-    names = ("encode", "sum", "decode")
-    if len(made) == 5:
-        names = ("magnitudes", "encode", "magnitudes of sums", "sum", "decode")
+    names = ("encode", "sum", "push", "decode")
+    if len(made) == 7:
+        sums = ("magnitudes of sums", "sum", "magnitudes of peers", "push")
+        names = ("magnitudes", "encode", *sums, "decode")
     return {f"{name} {kind} {columns} sm_{arch}": describe(k) for kind, k in zip(names, made)}
 
 TOOL = Path(nvidia.__file__).parent / "bin" / "cuobjdump"

@@ -1,4 +1,4 @@
-"""Every strategy has a true row in the README, and sends what its class says."""
+"""Every strategy has a true row in the reference, and sends what its class says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lab.simulate.network import Network
 from lab.simulate.strategy import sync_bytes
 from lab.sync.pattern import OF_CLASS, UNKNOWN, alike, pattern_of
 from tests.conftest import ROOT
-from tests.support import cases, readme
+from tests.support import cases, strategy_table
 from tests.support.cases import (
     ALL_STRATEGIES,
     EXCHANGES,
@@ -29,14 +29,14 @@ from tests.support.cases import (
 )
 
 ROWS, COLUMNS = 1024, 2048
-README = (ROOT / "README.md").read_text()
-TABLE = {name: readme.about(name)[1] for name in ALL_STRATEGIES}
+TABLE = {name: strategy_table.about(name)[1] for name in ALL_STRATEGIES}
 OTHERS = (ROOT / "docs/strategies.md").read_text().partition("### Other codecs")[2]
 CODECS = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \| [^|]* \| [^|]* \|$", OTHERS, re.M))
 
 
 def test_the_table_is_made_of_the_presets() -> None:
-    assert readme.table() in README, "python -m tests.support.readme writes it"
+    written = strategy_table.PAGE.read_text()
+    assert strategy_table.table() in written, "python -m tests.support.strategy_table writes it"
 
 
 def test_looks_and_cases_are_of_what_there_is() -> None:
@@ -111,7 +111,7 @@ EVALUATED = [s for s in ALL_STRATEGIES if s not in (*LIBRARIES, *cases.BY_THE_CL
 
 
 @pytest.mark.parametrize("strategy", EVALUATED)
-def test_bytes_of_the_readme_are_those_of_the_card(strategy: str) -> None:
+def test_bytes_of_the_reference_are_those_of_the_card(strategy: str) -> None:
     config = load([f"strategy={strategy}"])
     exchange, pattern = config.exchange, pattern_of(config)
     every = steps_of_a_round(strategy)

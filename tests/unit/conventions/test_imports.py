@@ -19,6 +19,7 @@ PACKAGES = {
     for layer, package, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
 }
 ONLY_IN = {
+    "altair": {"lab/draw/altair.py"},  # at its first use: machines that only measure lack it
     "triton": {"lab/codec/gpu_kernels.py"},
     "wandb": {"lab/record/recorders.py"},
     "hydra": {
@@ -81,7 +82,8 @@ def test_optional_and_central_libraries_have_one_place(library: str) -> None:
 
 
 def test_help_and_settings_need_no_torch() -> None:
-    light = ("settings.config", "settings.command", "study.grid", "cluster.__main__")
+    light = ("settings.config", "settings.command", "study.grid")
+    light += ("cluster.__main__", "gpu_report.__main__")
     modules = [f"lab.{name}" for name in (*light, *COMMANDS)]
     each = "print(name) if importlib.import_module(name) and 'torch' in sys.modules else None"
     check = f"import importlib, sys\nfor name in {modules}: {each}"

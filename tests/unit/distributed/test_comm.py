@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab.distributed import torch_comm
 from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.launcher import RankInfo
 from lab.distributed.torch_comm import TWO_WAY_BYTES, TorchComm
@@ -212,3 +213,43 @@ def test_what_nccl_does_not_know_is_one_line(
         connect(*settings)
     assert str(error.value).startswith(message)
     assert not library.made
+
+
+class Group:
+    """A process group of NCCL, which begins nothing, and notes where a collective would run."""
+
+    def __init__(self) -> None:
+        self.in_current_stream: list[bool] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def _note(self, *arguments: Any) -> None:
+        options = [each for each in arguments if hasattr(each, "asyncOp")]
+        self.in_current_stream += [not each.asyncOp for each in options] or [False]
+
+    allreduce = broadcast = _note
+
+
+for method in (torch_comm.ALL_GATHER, torch_comm.ALL_TO_ALL, torch_comm.REDUCE_SCATTER):
+    setattr(Group, method, Group._note)
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("nccl", True), ("fake", False)])
+def test_collectives_of_nccl_run_in_the_current_stream(
+    backend: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda _: backend)
+    group: Any = Group()
+    comm = TorchComm(group, group, torch.device("cpu"))
+    two, one = torch.ones(2, 3), torch.ones(3)
+    comm.all_reduce(one)
+    comm.all_gather(two, one)
+    comm.all_to_all(two, two.clone())
+    comm.broadcast(one, 0)
+    if backend == "nccl":
+        comm.reduce_scatter(one, two)
+    assert group.in_current_stream == [expected] * (4 + expected)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -120,3 +121,70 @@ def test_bytes_to_other_nodes_are_those_that_leave_along_each_path() -> None:
     inside, leaving = [0, pairs, whole], [ring, pairs, whole]
     assert run_ranks(4, rank_main, BLOCKS) == [inside, leaving] * 2
     assert run_ranks(4, rank_main, TURNS) == [[ring, pairs, 0]] * 4
+
+
+OMPI: dict[str, str] = dict(zip(launcher.FOREIGN["mpirun"], ("3", "4", "1", "2"), strict=True))
+SRUN: dict[str, str] = dict(zip(launcher.FOREIGN["srun"], ("3", "4", "1", "1,3"), strict=True))
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], tuple[str | None, ...]]:
+    """Return a function that adopts a rank with these variables, and returns torch's."""
+    others = [name for own in launcher.FOREIGN.values() for name in own]
+    for name in (*TORCH, *others, *launcher.OF_JOB, "SLURM_NODEID", "HOROVOD_RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def adopt(variables: dict[str, str]) -> tuple[str | None, ...]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        launcher.adopt()
+        return tuple(map(os.environ.get, TORCH))
+
+    return adopt
+
+
+Started = Callable[[dict[str, str]], tuple[str | None, ...]]
+
+
+def test_ranks_of_mpirun_on_one_host_meet_where_their_job_says(started: Started) -> None:
+    *place, address, port = started(OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert (place, address) == (["3", "4", "1", "4"], "127.0.0.1")
+    assert port and 20000 <= int(port) < 32000
+    assert launcher.started_by() == "mpirun"
+
+
+def test_on_several_hosts_the_first_has_to_be_named(started: Started) -> None:
+    with pytest.raises(ValueError, match="MASTER_ADDR=: mpirun started ranks on several hosts"):
+        started(OMPI)
+    assert started({"MASTER_ADDR": "a", "MASTER_PORT": "9"})[-2:] == ("a", "9")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("gpu[03-05,9]", "gpu03"), ("a,b", "a"), ("n[1,2].local", "n1.local")]
+)
+def test_srun_names_the_first_host_and_the_tasks_of_each(
+    started: Started, nodes: str, first: str
+) -> None:
+    *place, address, _ = started(SRUN | {"SLURM_STEP_NODELIST": nodes, "SLURM_NODEID": "1"})
+    assert (place, address) == (["3", "4", "1", "3"], first)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "node", "tasks"), [("4(x2),3", "1", "4"), ("4(x2),3", "2", "3")]
+)
+def test_counts_of_srun_are_repeated(
+    started: Started, per_node: str, node: str, tasks: str
+) -> None:
+    own = {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node, "SLURM_STEP_NODELIST": "a"}
+    assert started(SRUN | {"SLURM_STEP_NUM_TASKS": "11"} | own)[3] == tasks
+
+
+@pytest.mark.parametrize(
+    "more", [{"RANK": "0"}, {"HOROVOD_RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}]
+)
+def test_ranks_of_others_and_a_step_of_one_task_stay_what_they_are(
+    started: Started, more: dict[str, str]
+) -> None:
+    assert started(SRUN | more)[1:] == (None,) * 5

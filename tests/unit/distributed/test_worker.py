@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,3 +252,50 @@ def test_a_flushed_residual_stays_until_the_side_stream_has_read_it(
     assert flat.tolist() == [3.0] * 64
     assert not [*top_k.memory.kept(), *one_bit.memory.kept()]
     assert [residual.kept_for for residual in residuals] == [["side stream of cpu"]] * 3
+
+
+class Stream:
+    """A CUDA stream whose events nobody may ask about while it is captured."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.is_captured = False
+        self.waited_for: list[Any] = []
+
+    def wait_stream(self, _other: Stream) -> None: ...
+
+    def wait_event(self, event: Any) -> None:
+        self.waited_for.append(event)
+
+    def record_event(self) -> Any:
+        def query(captured: bool = self.is_captured) -> bool:
+            assert not captured, "the capture would end here"
+            return False
+
+        return SimpleNamespace(query=query)
+
+
+def test_nobody_asks_about_jobs_that_a_graph_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, main = Stream(), Stream()
+    streams = [main]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[-1])
+
+    @contextmanager
+    def queued_on(stream: Stream) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", queued_on)
+    one = StreamWorker(GPU_3)
+    side.is_captured = True
+    with one.captured():
+        one.submit("captured", lambda: iter(()))
+        assert one.oldest() is None
+        one.wait()
+        assert len(main.waited_for) == 1  # the graph has both streams
+    side.is_captured = False
+    assert one.oldest() is None
+    one.watch_stream("a replay")
+    oldest = one.oldest()
+    assert oldest and oldest[0] == "a replay"

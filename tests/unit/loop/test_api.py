@@ -46,7 +46,7 @@ def test_the_version_is_the_projects() -> None:
 def test_commands_are_listed_each_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lister.main([]) == 0
     listed = re.findall(r"^  lab\.(\w+) +(\S.*)\.$", capsys.readouterr().out, re.MULTILINE)
-    assert [name for name, _ in listed] == sorted([*COMMANDS, "cluster"])
+    assert [name for name, _ in listed] == sorted([*COMMANDS, "cluster", "gpu_report"])
     assert max(len(sentence) for _, sentence in listed) < 140
     assert lister.main(["trian"]) == 2
     assert "trian: is no command; these are advise, bench" in capsys.readouterr().err

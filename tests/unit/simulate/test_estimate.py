@@ -74,6 +74,16 @@ def test_single_operations_have_their_own_share_of_the_peak() -> None:
     assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / (0.25 * 5e8) * 1e3)
 
 
+def test_an_efficiency_may_be_of_one_precision_and_operation() -> None:
+    alike = replace(DEVICE, op_efficiency=(("product", 0.25), ("bf16", 0.5)))
+    own = replace(alike, op_efficiency=(*alike.op_efficiency, ("bf16.product", 1.0)))
+    for device, share in ((alike, 0.25 * 0.5), (own, 0.5)):
+        a, _ = Estimate(WORK, "bf16", (2, 8), "mine").profile_of(device).layers
+        assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / (share * 2e9) * 1e3)
+    fp32, _ = Estimate(WORK, "fp32", (2, 8), "mine").profile_of(own).layers
+    assert fp32.backward_ms == pytest.approx(1 + 8 * 1e7 / (0.25 * 5e8) * 1e3)
+
+
 def test_what_fits_into_the_cache_moves_at_its_rate() -> None:
     cached = replace(DEVICE, cache_bytes=3e5, cache_bytes_per_s=1e10)
     a, _ = Estimate(WORK, "fp32", (2, 2), "mine").profile_of(cached).layers  # batches of 2 and 4

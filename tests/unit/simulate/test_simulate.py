@@ -423,9 +423,9 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hardware=eth1g"], "hardware=eth1g: allowed are dgx1_p100,"),
-        (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed are dgx1_p100,"),
-        (["profile=vgg"], "profile=vgg: allowed are alexnet_p100, alexnet_titanx"),
+        (["hardware=eth1g"], "hardware=eth1g: allowed are a100_x8,"),
+        (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed are a100_x8,"),
+        (["profile=vgg"], "profile=vgg: allowed are alexnet_h100, alexnet_p100"),
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
         (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),

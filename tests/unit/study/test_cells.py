@@ -71,14 +71,14 @@ def test_a_dry_run_estimates_by_the_most_similar_cell_that_is_done(tmp_path: Pat
     leave(root, tree_2, "done", 90)
     (root / tree_2.name / "steps.parquet").write_bytes(bytes(5_000_000))
     leave(root, onebit_1, "failed")
-    *cells, total = dry_run.lines(study)
-    assert [line.partition(": ")[2] for line in cells] == [
-        "done already",
-        "failed already (to try again: retry=failed)",
-        "done already",
-        f"would run: about 1.5 min, 5 MB, as {tree_2.name}",
+    head, *rows, failed, total = dry_run.lines(study)
+    assert head.split("  ")[0] == "strategy"
+    assert [row.split() for row in rows] == [
+        ["tree", "1,2", "64", "2", "2", "0"],
+        ["onebit", "1,2", "64", "2", "0", "1", "1.5", "5"],
     ]
-    assert total == "would run 1 of 4 cells: about 1.5 min, 5 MB, start-up not counted"
+    assert failed == "1 failed already (to try again: retry=failed)"
+    assert total.startswith("would run 1 of 4 cells: about 1.5 min, 5 MB, as the most similar")
     *_, total = dry_run.lines(replace(study, retries=True))
     assert total.startswith("would run 2 of 4 cells: about 3.5 min, 5 MB")
 
@@ -89,13 +89,13 @@ def test_a_dry_run_knows_nothing_of_other_work(tmp_path: Path) -> None:
     study = read([*GRID[:-1], f"runs_dir={tmp_path}", "steps=8,9", "world_size=2"])
     *_, total = dry_run.lines(study)
     assert total.startswith("would run 4 of 4 cells: about 2 min")
-    assert total.endswith("; 2 of them unknown: no cell of the same model, data and steps is done")
+    assert total.endswith(f"; 2 of them {dry_run.UNKNOWN}")
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*GRID, f"runs_dir={tmp_path}", "dry_run=true", "device=cuda"]
     assert sweep.main(arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith("study=s: the grid of this command\n[1/4] tree-n1-b64-r0-")
-    assert "would run 4 of 4 cells: unknown" in out
+    assert out.startswith("study=s: the grid of this command\nstrategy  ranks")
+    assert f"would run 4 of 4 cells: {dry_run.UNKNOWN}" in out
     assert list(tmp_path.iterdir()) == []

@@ -1,1 +1,0 @@
-"""The checklist of the first hour on a GPU: commands, figures and their expected ranges."""

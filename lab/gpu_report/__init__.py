@@ -1,0 +1,1 @@
+"""Fifteen minutes on a GPU: items in order of value, each with its bound, and a page of them."""

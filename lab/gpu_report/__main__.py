@@ -1,0 +1,78 @@
+"""Fifteen minutes on a GPU: `python -m lab.gpu_report`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.gpu_report import run
+from lab.gpu_report.items import Sizes, chosen, items_of
+from lab.settings.command import Command, CommandLine, answer
+from lab.settings.fields import file_setting, own_settings, setting
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of lab.gpu_report."""
+
+    minutes: float = setting(15, "an item that would not fit any more is skipped", above=0)
+    items: tuple[str, ...] | None = setting(None, "keys, or how they begin; null: all")
+    again: bool = setting(False, "true measures again what the file has")
+    out: Path | None = file_setting(
+        "FILE.json, with its page FILE.md and figures; null: gpu_report.json", ".json"
+    )
+    page: Path | None = setting(None, "FILE.json of a report: only its page is written")
+    pretend: bool = setting(False, "true tries the report on a CPU, at tiny sizes")
+
+
+COMMAND = Command(
+    "lab.gpu_report",
+    """\
+Measure a GPU in fifteen minutes, each figure beside its bound. It measures steps of each strategy,
+codecs, host time, utilisation and one device's tables, in one process. The file is written as it
+goes, and another start measures what is not in it yet.""",
+    (
+        "python -m lab.gpu_report out=docs/results/gpu-h200.json",
+        "python -m lab.gpu_report items=steps,codecs-64 again=true minutes=5 out=mine.json",
+        "python -m lab.gpu_report page=mine.json",
+    ),
+    Settings,
+    stopped="stopped; the file has the items that ended, and the same command goes on",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and write a page.
+
+    Returns:
+        0; 1 if an item failed; 2 for a wrong setting, or without a GPU; 130 after Ctrl-C.
+    """
+    return answer(COMMAND, arguments, _report)
+
+
+def _report(line: CommandLine) -> int:
+    settings = own_settings(Settings, line.settings)
+    path = settings.page or settings.out or Path("gpu_report.json")
+    if settings.page:
+        report = run.opened("page", path)
+    else:
+        items = chosen(items_of(Sizes(settings.pretend)), settings.items)
+        report = run.begun(path, line.text, settings.pretend)
+        todo = run.left(items, report, settings.again)
+        from lab.gpu_report.measuring import measure  # imports torch
+
+        if not run.measure(todo, report, path, 60 * settings.minutes, _tell, measure):
+            _tell("this process has lost the GPU: the same command, started again, goes on")
+    from lab.gpu_report import page  # imports torch
+
+    print("\n".join(page.write(path.with_suffix(".md"), report)))
+    return int(any(entry["status"] == run.FAILED for entry in report["items"].values()))
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

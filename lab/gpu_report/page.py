@@ -1,0 +1,194 @@
+"""The report as a page: figures beside their bounds, tables of comparisons, all benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.present import chart_of, text_of
+from lab.draw.text import markdown
+from lab.gpu_report.items import LENGTHS, PRECISIONS, STRATEGIES, Figure
+from lab.gpu_report.run import DONE, Report, written
+from lab.settings.atomic import write_atomically
+
+NAMED = ("torch", "cuda", "cudnn", "nccl", "triton")  # of an environment
+PRETENDED = (
+    "**Pretended: a CPU went through this report at tiny sizes. No number here is a GPU's; the "
+    "page shows only what one looks like.**"
+)
+MODELS = ("alexnet", "resnet50", "vgg16", "gpt2")
+
+
+def write(path: Path, report: Report) -> list[str]:
+    """Write the page and its figures, which lie in a folder of its name.
+
+    Returns:
+        Lines to print. Without the libraries that draw, there are no figures.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder, pictures, missing = path.with_suffix(""), dict[str, list[Path]](), ""
+    for key, entry in _done(report):
+        try:
+            pictures[key] = _drawn(folder, key, entry) if entry["draws"] else []
+        except ImportError as error:
+            missing = f"without figures, as {error.name} is missing: {_elsewhere(path)}"
+            break
+    text = "\n\n".join(_parts(path, report, pictures, missing)) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+    return [f"wrote {path} and {path.with_suffix('.json')}", *([missing] if missing else [])]
+
+
+def _elsewhere(path: Path) -> str:
+    return f"python -m lab.gpu_report page={path.with_suffix('.json')} draws them elsewhere"
+
+
+def _done(report: Report) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, entry in report["items"].items():
+        if entry["status"] == DONE:
+            yield key, entry
+
+
+def _drawn(folder: Path, key: str, entry: dict[str, Any]) -> list[Path]:
+    paths = list[Path]()
+    for number, result in enumerate(entry["result"]["benches"], start=1):
+        if chart := chart_of(result):
+            folder.mkdir(exist_ok=True)
+            paths += chart.write(folder / (f"{key}_{number}" if number > 1 else key), ["png"])
+    return paths
+
+
+def _parts(
+    path: Path, report: Report, pictures: dict[str, list[Path]], missing: str
+) -> Iterator[str]:
+    about, commit = report["environment"], report["git_commit"]["commit"]
+    gpus = ", ".join(sorted(set(about["gpus"]))) or about["cpu"]
+    yield f"# Fifteen minutes on {gpus}"
+    if report["pretended"]:
+        yield PRETENDED
+    versions = [f"{name} {about[name]}" for name in NAMED if about.get(name)]
+    driver = [f"driver {each['driver']}" for each in (about["host_gpus"] or [])[:1]]
+    where = f"{about['cpu']}, {about['num_cores']} cores; {', '.join([*driver, *versions])}"
+    yield f"{where}; at commit {commit}. Made by:"
+    yield "```text\n" + "\n".join(report["commands"]) + "\n```"
+    yield from _bounds(report)
+    for title, table in TABLES.items():
+        if rows := [row for row in table(report) if any(row[1][1:])]:
+            yield f"## {title}{_mark(report)}"
+            yield "\n".join(markdown(rows[0][0], [row for _, row in rows]))
+    yield from _not_measured(report)
+    yield "## All benchmarks" + (f"\n\nThis page is {missing}." if missing else "")
+    for key, entry in _done(report):
+        yield from _benches(path, key, entry, report, pictures.get(key, []))
+
+
+def _mark(report: Report) -> str:
+    return " (pretended)" if report["pretended"] else ""
+
+
+def _bounds(report: Report) -> Iterator[str]:
+    rows, verdicts = list[list[str]](), list[str]()
+    for key, entry in _done(report):
+        for figure in (Figure(**each) for each in entry["figures"]):
+            verdict = figure.verdict
+            verdicts += [verdict] if verdict else []
+            shown = f"**{verdict}**" if verdict not in ("", "met") else verdict
+            if figure.bound:
+                value = written(figure, report["pretended"])
+                rows.append([key, figure.name, value, figure.bound, shown])
+    yield f"## Bounds\n\nOf {len(verdicts)} bounds {verdicts.count('met')} are met."
+    if rows:
+        yield "\n".join(markdown(["item", "figure", "measured", "bound", ""], rows))
+
+
+def _not_measured(report: Report) -> Iterator[str]:
+    rows = [
+        [key, entry["status"], entry["line"].replace("|", "\\|")]
+        for key, entry in report["items"].items()
+        if entry["status"] != DONE
+    ]
+    if rows:
+        yield "## What was not measured"
+        yield "\n".join(markdown(["item", "", "why"], rows))
+
+
+def _benches(
+    path: Path, key: str, entry: dict[str, Any], report: Report, pictures: Sequence[Path]
+) -> Iterator[str]:
+    old = "" if entry["commit"] == report["git_commit"]["commit"] else f", at {entry['commit']}"
+    yield f"### {key}{_mark(report)}\n\n{entry['about']}; {entry['seconds']:.0f} s{old}"
+    for result in entry["result"]["benches"]:
+        yield f"```text\n$ {result['command']}\n{text_of(result)}\n```"
+    refused = entry["result"].get("refused", {})
+    if refused:
+        yield "\n".join(f"* {name}: {line}" for name, line in refused.items())
+    yield from (f"![{key}]({each.relative_to(path.parent)})" for each in pictures)
+
+
+Row = tuple[list[str], list[str]]  # the header, and a line of the same length
+
+
+def _result(report: Report, key: str) -> dict[str, Any] | None:
+    entry = report["items"].get(key)
+    return entry["result"] if entry and entry["status"] == DONE else None
+
+
+def _keys(report: Report, start: str) -> list[str]:
+    return [key for key in report["items"] if key.startswith(start)]
+
+
+def _steps(report: Report) -> Iterator[Row]:
+    """Return a row for each strategy, plain and as one graph: milliseconds of a step by model."""
+    keys = [key.removeprefix("steps-") for key in _keys(report, "steps-")]
+    for strategy in STRATEGIES:
+        plain, graphs = [strategy], [f"{strategy}, graph"]
+        for key in keys:
+            found = (_result(report, f"steps-{key}") or {"benches": [{"rows": []}]})["benches"]
+            rows = {row["name"]: row for row in found[0]["rows"]}
+            plain.append(_ms(rows.get(strategy)))
+            ways = (_result(report, f"graph-{key}") or {"benches": []})["benches"]
+            captured = {way["strategy"]: way["rows"][1] for way in ways}
+            graphs.append(_ms(captured.get(strategy)))
+        header = ["ms a step", *keys]
+        yield header, plain
+        yield header, graphs
+
+
+def _ms(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{1e3 * row['step_s']['median']:.3g}"
+
+
+def _codecs(report: Report) -> Iterator[Row]:
+    """Return a row for each codec and operation: shares of a copy's rate by length of rows."""
+    shares = dict[tuple[str, str], dict[int, str]]()
+    for length in LENGTHS:
+        for found in (_result(report, f"codecs-{length}") or {"benches": []})["benches"]:
+            for row in found["rows"]:
+                share = f"{row['of_bandwidth']['median']:.2f}"
+                shares.setdefault((row["codec"], row["operation"]), {})[length] = share
+    header = ["share of a copy's rate", *(f"rows of {length}" for length in sorted(LENGTHS))]
+    for (codec, operation), of in shares.items():
+        yield header, [f"{codec} {operation}", *(of.get(length, "") for length in sorted(LENGTHS))]
+
+
+def _utilisations(report: Report) -> Iterator[Row]:
+    """Return a row for each model: its share of the peak by precision, and compiled."""
+    ways = [*PRECISIONS, "compiled"]
+    for model in MODELS:
+        cells = list[str]()
+        for way in ways:
+            found = _result(report, f"mfu-{model}-{way}")
+            row = found["benches"][0]["rows"][0] if found else {}
+            share, rate = row.get("utilisation"), row.get("flops_per_s")
+            of_peak = f" ({100 * share:.2g} %)" if share else ""
+            cells.append(f"{1e-12 * rate:.3g}{of_peak}" if rate else "")
+        yield ["TFLOP/s (of the peak)", *PRECISIONS, "bf16, compiled"], [model, *cells]
+
+
+TABLES: dict[str, Callable[[Report], Iterator[Row]]] = {
+    "Steps": _steps,
+    "Codecs": _codecs,
+    "Utilisation of the peak": _utilisations,
+}

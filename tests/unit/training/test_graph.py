@@ -1,0 +1,100 @@
+"""What graph=true refuses, a line each; the list of it in docs/measuring.md."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lab.settings.config import ConfigError, build, load
+from lab.sync.base import Sync
+from lab.sync.pattern import pattern_of
+from lab.training import graph
+from lab.training.optim import make_optim
+from lab.training.trainer import LossScale, Progress
+from tests.support import refused
+
+LINES = {
+    "precision=fp16": "precision=fp16: the host decides whether to skip a step that overflowed; "
+    "allowed are fp32, bf16",
+    "measure=breakdown": "measure=breakdown: the host marks phases within a step; allowed is "
+    "measure=throughput",
+    "measure=noise": "measure=noise: the host collects norms within a step; allowed is "
+    "measure=throughput",
+    "drift_every=5": "drift_every=N: the host compares buckets within a step; must be null",
+    "straggler=planted": "straggler=CHOICE: the host delays a phase of some steps; must be none",
+    "model=replay": "model=replay: it waits on the host instead of computing",
+    "strategy=randomk": "strategy=randomk: its steps differ, by their number, by trials or by what "
+    "values show, and a graph repeats one of them",
+    "strategy=local_sgd": "strategy=local_sgd: weights are exchanged in some steps only, and a "
+    "graph repeats one step",
+    "+optim.fused=false": "optim=torch.optim.SGD: must take its learning rate from the device; "
+    "allowed are optimizers with capturable, and fused SGD",
+    "optim=torch.optim.Adagrad": "optim=torch.optim.Adagrad: must take its learning rate from the "
+    "device; allowed are optimizers with capturable, and fused SGD",
+    "steps=3": "steps=3: the first 3 run without a graph; needs 4 steps or more",
+}
+
+
+def a_run(*settings: str, backend: str = "nccl") -> Any:
+    """A trainer on a GPU, as far as rules look at it."""
+    config = load(["graph=true", *settings])
+    sync = SimpleNamespace(
+        comm=SimpleNamespace(backend=backend),
+        pattern=pattern_of(config),
+        exchange=build(config.exchange),
+        eager_steps=Sync.eager_steps,
+    )
+    optimizer = make_optim(config.optim, 24, capturable=True).optimizer(nn.Linear(3, 2))
+    return SimpleNamespace(
+        config=config,
+        sync=sync,
+        loss_scale=LossScale() if config.precision == "fp16" else None,
+        optimizer=optimizer,
+        progress=Progress(total := config.steps or 20),
+        total_steps=total,
+    )
+
+
+@pytest.mark.parametrize("setting", LINES)
+def test_what_cannot_be_captured_is_refused_in_a_line(setting: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        graph.refuse(a_run(setting))
+    assert str(refusal.value) == f"graph=true {LINES[setting]}"
+
+
+def test_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="graph=true device=cpu or backend=gloo: a CUDA graph"):
+        graph.refuse(a_run(backend="gloo"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("strategy=onebit", "precision=bf16"),
+        ("strategy=overlap", "accumulate=2", "clip_grad_norm=1"),
+        ("strategy=ddp",),
+        ("optim=adamw",),
+        ("steps=4",),
+    ],
+)
+def test_other_runs_are_taken(settings: tuple[str, ...]) -> None:
+    graph.refuse(a_run(*settings))
+
+
+def test_the_page_lists_what_is_refused() -> None:
+    assert refused.table() in refused.PAGE.read_text(), "python -m tests.support.refused writes it"
+
+
+def test_a_rate_on_the_device_changes_in_place() -> None:
+    config = load(["optim.lr=0.5", "optim.warmup_steps=4"])
+    optim = make_optim(config.optim, 24, capturable=True)
+    optimizer = optim.optimizer(nn.Linear(3, 2))
+    (group,) = optimizer.param_groups
+    optim.prepare(optimizer, 0, 10)
+    first = group["lr"]
+    assert float(first) == 0.125
+    optim.prepare(optimizer, 1, 10)
+    assert group["lr"] is first and float(first) == 0.25
