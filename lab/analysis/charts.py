@@ -210,7 +210,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
     if parameters > 0:
         about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")
-    about += ["Upright: from the idlest rank to the busiest."] if differ.any() else []
+    about += ["Vertical lines: from the least to the most loaded rank."] if differ.any() else []
     drawn = _over_ranks(
         *(sent, looks, width, "payload", "MB a step, busiest rank"),
         ideal="ring" if parameters > 0 else "",
@@ -465,9 +465,10 @@ def emulation_text(emulations: Iterable[str]) -> str:
     clauses = {each for text in set(emulations) - {"none"} for each in text.split("; ")}
     alike: dict[str, list[list[str]]] = {}
     for clause in sorted(clauses):
-        alike.setdefault(NUMBER.sub("{}", clause), []).append(NUMBER.findall(clause))
+        text = NUMBER.sub("{}", clause).replace("{} host ", "{} hosts ")
+        alike.setdefault(text, []).append(NUMBER.findall(clause))
     merged = [
         text.format(*(", ".join(dict.fromkeys(place)) for place in zip(*numbers, strict=True)))
         for text, numbers in alike.items()
     ]
-    return "; ".join(merged)
+    return "; ".join(re.sub(r"^1 hosts ", "1 host ", each) for each in merged)

@@ -234,8 +234,8 @@ def beyond(card: Scorecard, width: int = WIDTH) -> Chart:
     )
     about = [
         f"Global batch {largest}, layers of {profile.name}{at(group.conditions)}. Filled: "
-        "measured. Hollow: predicted, each rank on its own machine; upright: what the fit to "
-        f"cells of 1 and {LARGEST_FITTED} ranks leaves open. Dotted: ideal."
+        "measured. Hollow: predicted, each rank on its own machine; vertical lines: what the fit "
+        f"to cells of 1 and {LARGEST_FITTED} ranks leaves open. Dotted: ideal."
     ]
     x, y = (Axis(name, log=2, ticks=sizes) for name in ("ranks", "speedup"))
     drawn = lines(data, x, y, looks_of(data["series"]), reference="ideal", width=width)
@@ -320,13 +320,14 @@ def rows_of(cells: Sequence[ScoredCell]) -> tuple[list[str], list[list[str]]]:
     rows = list[list[str]]()
     for cell in ordered:
         measured, predicted = cell.exposed_s
+        error = cell.exposed_error if cell.world_size > 1 else math.nan  # there is no exchange
         rows.append(
             [
                 *(cell.conditions, cell.strategy, cell.profile),
                 *(str(cell.world_size), str(cell.batch_size)),
                 *(f"{1e3 * median(cell.measured_s):.1f}", f"{1e3 * cell.predicted_s:.1f}"),
                 *(_percent(cell.error, "+"), _ms(measured), _ms(predicted)),
-                *(_percent(cell.exposed_error, "+"), cell.evidence),
+                *(_percent(error, "+"), cell.evidence),
             ]
         )
     return header, rows

@@ -32,8 +32,14 @@ CHARTS = ("speedup", "efficiency", "throughput", "step_time", "payload", "conver
 HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score
 MOST_SERIES = 40  # of a chart; more look alike
 MOST_TIMELINES = 8  # of a study: first repeats of as many breakdowns
-ABOUT = ("runs", "model", "data", "device", "measured")
-MACHINE = ("hostname", "cpu", "num_cores", "memory_gib", "gpus", "os", "python", "torch", "nccl")
+ABOUT = {
+    **{"runs": "{} runs", "model": "model {}", "data": "data {}", "device": "on {}"},
+    **{"measured": "measured {}"},
+}
+MACHINE = {
+    **{"hostname": "host", "cpu": "CPU", "num_cores": "cores", "memory_gib": "memory, GiB"},
+    **{"gpus": "GPUs", "os": "OS", "python": "Python", "torch": "torch", "nccl": "NCCL"},
+}
 
 
 @dataclass
@@ -113,7 +119,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         points=points,
         floor=floor,
         finding=found,
-        about=" · ".join(facts[key] for key in ABOUT if key in facts),
+        about=" · ".join(text.format(facts[key]) for key, text in ABOUT.items() if key in facts),
         facts=facts,
         notes=[note for note in notes if note],
         tables=[points_table(points, f"{prefix}points")],
@@ -190,29 +196,30 @@ def _facts(study: Study) -> dict[str, str]:
     done = sum(cell.status == "done" for cell in cells)
     times = sorted(cell.started_at for cell in cells if cell.started_at)
     facts = {
-        "runs": f"{done} runs" if done == len(cells) else f"{done} of {len(cells)} runs done",
+        "runs": str(done) if done == len(cells) else f"{done} finished, of {len(cells)}",
         "measured": " to ".join(dict.fromkeys([times[0][:10], times[-1][:10]])) if times else "",
         "commits": _values(cell.commit[:10] or "changed files" for cell in cells),
     }
     for key in ("model", "data", "precision", "device"):
         facts[key] = _values(cell.settings.get(key, "") for cell in cells)
-    for key in MACHINE:
-        facts[key] = _values(_worded(cell.environment.get(key)) for cell in cells)
+    for key, name in MACHINE.items():
+        facts[name] = _values(_worded(cell.environment.get(key)) for cell in cells)
     return {key: text for key, text in facts.items() if text}
 
 
 def _troubles(study: Study, prefix: str) -> list[Table]:
-    """Make tables of runs that failed, of what did nothing, and of steps that others made."""
+    """Make tables of runs that failed, of settings without effect, and of steps others made."""
     failed = [
         (study.name_of(c.folder), c.status, c.error or "no error was recorded")
         for c in study.cells
         if c.status != "done"
     ]
     failed += [(name, "missing", why) for name, why in study.missing.items()]
-    idle = dict.fromkeys((c.series, line) for c in study.cells for line in c.idle)
+    several = [c for c in study.cells if c.world_size > 1]  # one rank exchanges nothing anyway
+    idle = dict.fromkeys((c.series, line) for c in several for line in c.idle)
     title = "Runs that did not finish, and why"
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
-    tables += [of_texts(f"{prefix}idle", "Settings that did nothing", ["series", "which"], idle)]
+    tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
     made = [(c, each) for c in study.cells for each in c.stretches]
     title = "Runs whose steps were not all made alike"
     lines = [(study.name_of(c.folder), each.steps, each.made_by) for c, each in made]
@@ -293,6 +300,6 @@ def _differences_table(found: Sequence[Difference], first: str, second: str) -> 
         ]
         for each in found
     ]
-    title = f"Steps of {second}, compared with {first}; intervals hold for all lines together"
+    title = f"Steps of {second}, compared with {first}"
     header = ["series", "ranks", "batch", "step", "n", f"{second} is"]
-    return Table("differences", title, header, rows)
+    return Table("differences", title, "Intervals hold for all lines together.", header, rows)

@@ -32,11 +32,12 @@ class Table:
 
     Attributes:
         name: identifies it on the page.
-        title: its caption.
+        note: how to read it, and what all its lines share.
     """
 
     name: str
     title: str
+    note: str
     header: Sequence[str]
     rows: Sequence[Sequence[TableCell]]
 
@@ -75,11 +76,11 @@ def points_table(points: Sequence[Point], name: str) -> Table:
         "runs": [TableCell(runs_text(point)) for point in points],
         "emulated": [TableCell(some[point]) for point in points],
     }
-    title = "Brackets are 95 % intervals over n repeats. Fastest: none is significantly faster"
-    return _table(name, title, columns)
+    note = "Brackets are 95 % intervals over n repeats. Fastest: none is significantly faster."
+    return _table(name, "Every point", note, columns)
 
 
-def _table(name: str, title: str, columns: Mapping[str, Sequence[TableCell]]) -> Table:
+def _table(name: str, title: str, note: str, columns: Mapping[str, Sequence[TableCell]]) -> Table:
     told = {k: v for k, v in columns.items() if {c.text for c in v} - {UNKNOWN_TEXT, ""}}
     alike = {
         key: cells[0].text
@@ -89,14 +90,15 @@ def _table(name: str, title: str, columns: Mapping[str, Sequence[TableCell]]) ->
     shown = {key: cells for key, cells in told.items() if key not in alike}
     same = ", ".join(f"{key} {text}" for key, text in alike.items())
     rows = list(zip(*shown.values(), strict=True))
-    return Table(name, f"{title}. The same for all: {same}" if same else title, [*shown], rows)
+    notes = [note, f"The same for all: {same}." if same else ""]
+    return Table(name, title, " ".join(filter(None, notes)), [*shown], rows)
 
 
 def of_texts(name: str, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Make a table whose cells are texts; those that are numbers are sorted as such."""
     lines = [[_text(text) for text in row] for row in rows]
     columns = dict(zip(header, zip(*lines, strict=True), strict=True)) if lines else {}
-    return _table(name, title, columns)
+    return _table(name, title, "", columns)
 
 
 def _text(text: str) -> TableCell:

@@ -127,7 +127,7 @@
     const { datasets, ...rest } = chart;
     const fit = (key, value) => {
       if (key === "columns") return 1;
-      if (key === "labelLimit") return 180;
+      if (key === "labelLimit") return room - 60;
       return key === "width" && value > 100 ? Math.round(0.7 * room) : value;
     };
     return { ...JSON.parse(JSON.stringify(rest, fit)), datasets };
