@@ -15,7 +15,13 @@ from lab.diagnosis.view import reason
 from lab.draw.text import number_text
 from lab.measure.intervals import ENOUGH_REPEATS, Interval
 
-BASELINES = ("allreduce", "ddp", "horovod", "tree")  # what people use, the most common first
+BASELINES = (
+    "allreduce",
+    "ddp",
+    "horovod",
+    "tree",
+    "overlap",
+)  # what people use, the most common first
 LIMITS = {
     "input": "Waiting for data",
     "straggler": "A slow rank",
@@ -89,17 +95,17 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
 
 def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) -> str:
     name, ranks = names[best.place], ranks_text(best.world_size)
-    if math.isnan(best.speedup.mid) or best.world_size == 1:
-        time = f"{number_text(best.step_s, 1e3)} ms"
-        return f"{name} is the fastest way that was measured on {ranks}: {time} a step."
-    times = best.speedup.mid
-    speed = f"{number_text(times)} times as fast as one"
     gain = ""
     if baseline and (more := number_text(baseline.step_s / best.step_s)) != "1.00":
-        gain = f", and {more} times as fast as with {names[baseline.place]}"
+        gain = f"{more} times as fast as with {names[baseline.place]}"
+    times = best.speedup.mid
+    if math.isnan(times) or best.world_size == 1:
+        told = ", ".join(filter(None, (f"{number_text(best.step_s, 1e3)} ms a step", gain)))
+        return f"On {ranks}, {name} is the fastest strategy measured: {told}."
+    told = ", and ".join(filter(None, (f"{number_text(times)} times as fast as one", gain)))
     if times > 1:
-        return f"With {name}, {ranks} train {speed}{gain}."
-    return f"{ranks} train no faster than one: with {name}, the fastest, {speed}{gain}."
+        return f"With {name}, {ranks} train {told}."
+    return f"{ranks} train no faster than one: with {name}, the fastest, {told}."
 
 
 def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) -> list[str]:

@@ -265,7 +265,8 @@ def _add_claims(to: Contents, prefix: str, _: object) -> None:
     found = verify(to.study.name, to.study.folder)
     header, rows = table_of(found.verdicts)
     title = f"Published claims: {found.paper.title}"
-    to.tables.append(of_texts(f"{prefix}claims", title, header, rows))
+    lines = [[claim, verdict, *rest] for claim, *rest, verdict in (header, *rows)]
+    to.tables.append(of_texts(f"{prefix}claims", title, lines[0], lines[1:]))
 
 
 def compare(first: Contents, second: Contents) -> Compared:

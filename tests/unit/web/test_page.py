@@ -75,6 +75,15 @@ def test_a_page_of_150_runs_is_small(page: str) -> None:
     assert len(page.encode()) < 1.5e6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_batches", [2, 67])  # 30 points of 34 runs, and 1005 points of one
+def test_a_page_of_1000_runs_has_at_most_3_mb(tmp_path: Path, num_batches: int) -> None:
+    batches = [64 * number for number in range(1, num_batches + 1)]
+    page = page_of(make_study(tmp_path / "made", 1000, batches=batches))
+    assert len(packed(Reader(page), "records")) >= 1000
+    assert len(page.encode()) <= 3e6
+
+
 def test_it_says_first_what_is_fastest_and_how_sure_that_is(page: str) -> None:
     (sentence,) = re.findall(r'<p class="verdict">([^<]*)', page)
     said = r"With onebit, 4 ranks train 3\.\d\d times as fast as one, and 1\.\d\d times as fast as "
