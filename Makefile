@@ -72,7 +72,7 @@ lint: $(VENV)/.dev
 # and no torch but PyPI's.
 LOCK := $(BIN)/uv pip compile --quiet --python $(BIN)/python --python-version 3.11 --universal \
   --no-annotate --no-header pyproject.toml
-USERS := --extra report --extra wandb --extra tensorboard --extra horovod
+USERS := --extra report --extra wandb --extra mlflow --extra tensorboard --extra trainers --extra horovod
 
 lock: $(VENV)/bin/pip
 	$(PIP_INSTALL_DEV) uv
@@ -114,7 +114,7 @@ $(VENV)/.run: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt constraints-dev.txt
-	$(PIP_INSTALL_DEV) --editable '.[dev,docs,report,wandb,tensorboard]'
+	$(PIP_INSTALL_DEV) --editable '.[dev,docs,report,wandb,mlflow,tensorboard,trainers]'
 	$(COMPILE)
 	@touch $@ $(VENV)/.run
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lab.loop.attach import ddp_comm_hook as ddp_comm_hook
     from lab.loop.attach import fsdp_reduce_scatter as fsdp_reduce_scatter
     from lab.loop.attach import grad_sync as grad_sync
+    from lab.loop.configured import run as run
     from lab.loop.run import Run as Run
     from lab.settings.errors import ConfigError as ConfigError
 
@@ -33,6 +34,7 @@ _HOME = {
     "fsdp_reduce_scatter": "lab.loop.attach",
     "grad_sync": "lab.loop.attach",
     "Run": "lab.loop.run",
+    "run": "lab.loop.configured",
     "load": "lab.analysis.results",
     "CertificateError": "lab.certificate.examination",
     "ConfigError": "lab.settings.errors",
@@ -47,6 +49,7 @@ __all__ = [
     "fsdp_reduce_scatter",
     "grad_sync",
     "load",
+    "run",
 ]
 
 

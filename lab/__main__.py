@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lab import __version__
+import lab
 from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
 
@@ -33,6 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     if words and (name := f"lab.{words[0]}") in modules():
         sys.argv = [name, *words[1:]]
         runpy.run_module(name, run_name="__main__", alter_sys=True)
+    if words[-2:] == ["-sc", "query=bash"]:
+        from lab.settings.completion import of_line
+
+        print("\n".join(of_line(modules())))
+        return 0
     lists = {"-h", "--help"} & {*words}
     purpose = f"{COMMAND.purpose}\n\n{_listing()}" if lists else COMMAND.purpose
     return answer(replace(COMMAND, purpose=purpose), words, _list)
@@ -42,7 +47,7 @@ def _list(line: CommandLine) -> int:
     if line.settings:
         named = ", ".join(name.removeprefix("lab.") for name in modules())
         raise ConfigError(f"{line.settings[0]}: is no command; these are {named}")
-    print(f"scaling-lab {__version__}; python -m COMMAND --help tells more\n")
+    print(f"scaling-lab {lab.__version__}; python -m COMMAND --help tells more\n")
     print(f'{_listing()}\n\nin a program of your own: "import lab", see docs/how-to/own_loop.md')
     return 0
 

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 def _advise(line: CommandLine) -> int:
     advice = read(line.settings)
     if line.shows_settings:
-        show(cell.config for cell in advice.prediction.cells)
+        show((cell.config for cell in advice.prediction.cells), line.flags)
         return 0
     # Imported here: a wrong setting is answered before numpy, pandas and Altair load.
     from lab.advice import view

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 def _bench(line: CommandLine) -> int:
     request = read([line.word, *line.settings])
     if line.shows_settings:
-        show(variant.config for variant in request.variants)
+        show((variant.config for variant in request.variants), line.flags)
         return 0
     try:
         result = measure(request)

@@ -30,6 +30,7 @@ class Settings:
     target: float | None = setting(
         None, "value of the metric: print the time to reach it (needs eval_every=...)"
     )
+    recorder: str = setting("local", "wandb: also an artifact of the study", ("local", "wandb"))
 
 
 COMMAND = Command(
@@ -46,6 +47,7 @@ cell) too. Several studies, as of several machines, are shown as one.""",
         "python -m lab.plot runs/demo width_in=3.3 title=false format=pdf only=scaling,payload",
         "python -m lab.plot machine1/runs/demo machine2/runs/demo out=both",
         "python -m lab.plot runs/demo target=0.9            time to 90 % accuracy",
+        "WANDB_MODE=online python -m lab.plot runs/demo recorder=wandb",
     ),
     Settings,
     word="STUDY[/CELL]",
@@ -63,7 +65,7 @@ def _plot(line: CommandLine) -> int:
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.analysis.results import Sink, report
 
-    sink = Sink(own.out, own.format, own.only or (), own.width_in, own.title)
+    sink = Sink(own.out, own.format, own.only or (), own.width_in, own.title, own.recorder)
     try:
         report([Path(word) for word in line.words], sink, own.baseline, own.target)
     except (ValueError, OSError) as error:

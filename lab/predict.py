@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 def _predict(line: CommandLine) -> int:
     request = read(line.settings)
     if line.shows_settings:
-        show(cell.config for cell in request.cells)
+        show((cell.config for cell in request.cells), line.flags)
         return 0
     # Imported here: a wrong setting is answered before pandas and Altair load.
     from lab.simulate import view

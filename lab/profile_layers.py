@@ -55,7 +55,7 @@ def _profile(line: CommandLine) -> int:
     out = parsed(Settings, texts).out
     configs = read(settings)
     if line.shows_settings:
-        show(configs[:1])
+        show(configs[:1], line.flags)
         return 0
     # torch is imported only here: help and wrong settings are answered without it.
     from lab.device.profile import measure, present

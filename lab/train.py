@@ -56,7 +56,7 @@ def _train(line: CommandLine) -> int:
         from lab.training.assemble import check
 
         check(config)
-        show([config] if launcher.is_first_rank() else [])
+        show([config] if launcher.is_first_rank() else [], line.flags)
         return 0
     if cluster and not launcher.was_launched():
         return sandbox.run(cluster, ["run", "-m", "lab.train", *line.settings])

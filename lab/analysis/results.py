@@ -28,9 +28,11 @@ from lab.analysis.summary import (
 )
 from lab.draw.chart import WIDTH, Chart, pixels_of
 from lab.draw.looks import Look, looks_of
+from lab.record.recorders import WandbRecorder
 from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, read_trace
+from lab.settings.errors import one_line
 from lab.settings.reading import DamagedFile
 from lab.task.metrics import main_metric
 
@@ -208,6 +210,7 @@ class Sink:
         only: names of figures (ALL), or how they begin; empty: all.
         width_in: exact width in inches, as of a paper's column; None: a screen's.
         title: whether figures have title and notes; without, they are printed as a caption.
+        recorder: "wandb" keeps what was written there too, as an artifact of the study.
     """
 
     out: Path | None
@@ -215,13 +218,18 @@ class Sink:
     only: Sequence[str] = field(default=())
     width_in: float | None = None
     title: bool = True
+    recorder: str = "local"
 
     def wants(self, name: str) -> bool:
         """Return whether a figure of this name is to be drawn."""
         return not self.only or any(name.startswith(word) for word in self.only)
 
     def check(self) -> None:
-        """Refuse names that are no figure's. ValueError: names one, and those there are."""
+        """Refuse names that are no figure's. ValueError: names one, and those there are; or wandb
+        is not installed.
+        """
+        if self.recorder == "wandb":
+            WandbRecorder()
         for word in self.only:
             if not any(name.startswith(word) for name in ALL):
                 raise ValueError(f"only={word}: allowed are {', '.join(ALL)}")
@@ -239,6 +247,15 @@ class Sink:
         print(f"wrote {', '.join(map(str, paths))}")
         if not self.title:
             print(f"caption: {chart.caption}")
+
+    def keep(self, folder: Path, study: str) -> None:
+        """Hand the files in `folder` to the recorder. ValueError: it cannot take them."""
+        if self.recorder != "wandb":
+            return
+        try:
+            WandbRecorder().publish(folder, study)
+        except Exception as error:  # no network, or no account
+            raise ValueError(f"recorder=wandb: {one_line(error)}") from None
 
 
 def report(
@@ -285,6 +302,7 @@ def _report_study(results: Results, sink: Sink, target: float | None) -> None:
         if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
             stem = out / f"{TIMELINES}_{study.name_of(cell.folder).replace('/', '_')}"
             sink.draw(TIMELINES, stem, lambda width, at=cell.folder: _timeline(at, width))
+    sink.keep(out, "+".join(study.labels.values()) or study.folder.name)
 
 
 def _maker(results: Results, name: str, scaling: str) -> Callable[[int], Chart]:
@@ -314,6 +332,7 @@ def _report_cell(folder: Path, sink: Sink) -> None:
         sink.draw(RANKS, out / RANKS, lambda width: own_work_of_ranks(steps, record, width))
     if has_timeline:
         sink.draw(TIMELINES, out / TIMELINES, lambda width: _timeline(folder, width))
+    sink.keep(out, folder.parent.name)
 
 
 def _timeline(cell: Path, width: int) -> Chart:

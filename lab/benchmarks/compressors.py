@@ -142,7 +142,7 @@ class RandomKCodec(Codec):
         self.kernels = randomk.Reference() if in_torch else randomk.kernels(device)
         self.shape = rows, columns, device
         sent = num_sent((rows * columns,), RANDOMK_RATIO)
-        self.draws = randomk.Draws([rows * columns], [sent])
+        self.draws = randomk.Draws([rows * columns], [sent], [0])
         self.values, self.probe = torch.zeros(sent, device=device), torch.zeros((), device=device)
         self.payload_bytes = self.values.nbytes + self.probe.nbytes
 
@@ -151,7 +151,7 @@ class RandomKCodec(Codec):
         self.kernels.encode(self.draws, *flat, self.values, self.probe)
 
     def decode(self, out: Tensor) -> None:
-        self.kernels.decode(self.draws, self.values, out.view(-1))
+        self.kernels.decode(self.draws, self.values, out.view(-1), 1)
 
     def definition(self) -> Codec:
         return RandomKCodec(True, *self.shape)

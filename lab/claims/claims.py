@@ -143,7 +143,7 @@ class Reproduction:
     """The study that measures what a paper claims, on an emulated cluster.
 
     Attributes:
-        study: a file of conf/study.
+        study: a file of conf/studies.
         hardware: a file of conf/hardware: the emulated cluster before anything is fitted.
         bytes_scale: scales gradients, which keeps the ratio of compute to communication.
         strategies, world_sizes, batch_sizes: the figures show these; batches are global.

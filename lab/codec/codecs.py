@@ -38,7 +38,7 @@ class Cast(Codec):
 
     def __init__(self, dtype: str) -> None:
         self.dtype = SHORT[checks.one_of("exchange.dtype", dtype, SHORT)]
-        self.reading = Reading(dtype, 1)
+        self.reading = Reading(dtype, 1, 2)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(0, 2 * columns)
@@ -61,10 +61,11 @@ class Float8(Codec):
     """
 
     name = "float8"
-    reading = Reading("float8", 1)
 
     def __init__(self, block_size: int = 128) -> None:
         self.block_size = checks.whole("exchange.block_size", block_size, 8)
+        unit = 1 if block_size % 4 else 4
+        self.reading = Reading("float8", unit, unit, block=block_size)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(4, columns)
@@ -100,7 +101,7 @@ class Levels(Codec):
                 f"exchange.block_size={block_size}: must be a multiple of {least} above 0"
             )
         self.block_size = block_size
-        self.reading = Reading("levels", self.per_byte, self.num_levels)
+        self.reading = Reading("levels", 4 * self.per_byte, 4, self.num_levels, block_size)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(8, -(-columns // self.per_byte))
@@ -248,10 +249,10 @@ class TopK(Codec):
     """
 
     name = "topk"
-    in_torch = 16.0, 4.0
 
     def __init__(self, ratio: float = 0.01) -> None:
         self.ratio = checks.number("exchange.ratio", ratio, above=0, at_most=1)
+        self.reading = Reading("largest", share=self.ratio)
         (self.option,) = struct.unpack("<q", struct.pack("<d", ratio))
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from lab.codec.gpu_kernels import add_magnitudes, decode_rows, encode_rows
+from lab.codec.gpu_topk import TopK
 from lab.codec.kernels import Peers, Reading
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece
 
+READ = 4096
 TILE = 2048  # values of a program of short rows
 LONGEST = 4096  # values of a row that registers hold: 16 for each of 256 threads
 LONG_TILE = 4096  # values of a longer row that are read at once
@@ -33,6 +35,7 @@ FEW = 1 / 8  # a share of a bucket whose rows join wider ones: a launch costs mo
 VALUES_PER_THREAD = 16
 WARP = 32
 REGISTERS = 2**15  # of a program at most: half of a multiprocessor's, so that two run at once
+SPARED = 2**10  # of one that sums messages: with all of them ptxas puts some into memory
 READINGS = ("sides", "mean", "signs", "levels", "float8", "bfloat16", "float16")  # see _read
 NUM_SCALES = (2, 2, 1, 2, 1, 0, 0)  # float32 numbers in the header of a row, by reading
 
@@ -42,16 +45,18 @@ class Form(NamedTuple):
 
     Attributes:
         reading: the place in READINGS of how a value is read.
-        per_unit: values of a unit of the payload, which is a byte, or two of a cast.
+        per_unit, unit_bytes: values of a unit of the payload, and its bytes.
         num_levels: of the reading "levels".
         scales: float32 numbers in the header of a row.
         rows, units, width: of a tile; `width` values of a row are `units` of its payload.
+        block: values of each of the blocks that follow each other in a tile's one row; 0: none do.
         on_chip: a row has no more than `width` values, or the program takes no more of it.
         span: values that a program of `add_magnitudes` adds up.
     """
 
     reading: int
     per_unit: int
+    unit_bytes: int
     num_levels: int
     scales: int
     rows: int = 1
@@ -59,18 +64,29 @@ class Form(NamedTuple):
     width: int = 1
     on_chip: bool = True
     span: int = SPAN
+    per_thread: int = 16
+    block: int = 0
 
-    def tile(self, width: int, on_chip: bool = True) -> Form:
+    def tile(self, width: int, on_chip: bool = True, size: int = TILE) -> Form:
         """Return the same with tiles of `width` values of a row, a power of two."""
-        rows, units = max(1, TILE // width), width // self.per_unit
+        rows, units = max(1, size // width), width // self.per_unit
         return self._replace(rows=rows, units=units, width=width, on_chip=on_chip)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The launch's: threads, registers of each, and a rounding of products before sums."""
-        warps = max(4, self.rows * self.width // (VALUES_PER_THREAD * WARP))
-        most = REGISTERS // (warps * WARP) if warps > 4 else None  # few threads need no limit
+    def options(self, sums: bool = False) -> dict[str, Any]:
+        """Return the launch's: threads, registers of each, and a rounding of products before sums.
+
+        Args:
+            sums: it encodes a sum of messages.
+        """
+        warps = max(4, self.rows * self.width // (self.per_thread * WARP))
+        registers = REGISTERS - SPARED * sums
+        most = registers // (warps * WARP) if warps > 4 else None  # few threads need no limit
         return {"num_warps": warps, "maxnreg": most, "enable_fp_fusion": False}
+
+    @property
+    def even_bytes(self) -> int:
+        """Bytes of 16 values of a payload, of which a program of even rows begins at a multiple."""
+        return min(16, 16 // self.per_unit * self.unit_bytes)
 
     @property
     def shares_rows(self) -> bool:
@@ -102,7 +118,9 @@ class Triton:
 
     def __init__(self, reading: Reading) -> None:
         at = READINGS.index(reading.kind)
-        self._form = Form(at, reading.per_unit, reading.num_levels, NUM_SCALES[at])
+        units = reading.per_unit, reading.unit_bytes
+        self._block = reading.block
+        self._form = Form(at, *units, reading.num_levels, NUM_SCALES[at])
 
     def encode(
         self,
@@ -131,7 +149,7 @@ class Triton:
         with torch.cuda.device_of(out):
             for form, table in self._tables(layout, out.device).decode:
                 arguments = *sent, out, table, divisor, finite, form
-                decode_rows[(len(table),)](*arguments, **form.options)
+                decode_rows[(len(table),)](*arguments, **form.options())
 
     def _encode(
         self,
@@ -147,18 +165,23 @@ class Triton:
             if tables.spans is not None:
                 form = self._form.tile(TILE)
                 arguments = *source, residual, tables.sums, tables.spans, sums, form
-                add_magnitudes[(len(tables.spans),)](*arguments, **form.options)
+                add_magnitudes[(len(tables.spans),)](*arguments, **form.options())
             for form, table in tables.encode:
                 where = residual, first, apart, table
                 arguments = *source, *where, tables.sums, finite, sums, form
-                encode_rows[(len(table),)](*arguments, **form.options)
+                encode_rows[(len(table),)](*arguments, **form.options(sums))
 
     def _tables(self, layout: Layout, device: torch.device) -> Tables:
         """Return the programs of a layout, made at the first call."""
         key = Tables, self._form, device
         if key not in layout.plans:
-            layout.plans[key] = made_tables(layout, self._form, device)
+            layout.plans[key] = made_tables(layout, self._form, self._block, device)
         return layout.plans[key]
+
+
+def made(reading: Reading) -> Triton | TopK:
+    """Return the kernels of a codec."""
+    return TopK(reading.share) if reading.kind == "largest" else Triton(reading)
 
 
 class Tables(NamedTuple):
@@ -175,14 +198,19 @@ class Tables(NamedTuple):
     sums: Tensor
 
 
-def made_tables(layout: Layout, form: Form, device: torch.device) -> Tables:
+def made_tables(layout: Layout, form: Form, block: int, device: torch.device) -> Tables:
     """Divide the rows of a layout among programs."""
     encode, decode = defaultdict[Form, list[Program]](list), defaultdict[Form, list[Program]](list)
     spans, widths = list[Program](), _widths(layout)
     for piece in layout.pieces:
         width = widths[piece.columns]
         tiles = form.tile(min(width, TILE))
-        decode[tiles] += _tiles(layout, piece, tiles, len(spans))
+        if block:
+            read = form._replace(per_thread=32, block=block).tile(READ, size=READ)
+            decode[read] += _blocks(layout, piece)
+        else:
+            read = form._replace(per_thread=32).tile(min(width, READ), size=READ)
+            decode[read] += _tiles(layout, piece, read, len(spans))
         if form.shares_rows:
             encode[tiles] += _tiles(layout, piece, tiles, len(spans))
             spans += _spans(layout, piece, form)
@@ -229,6 +257,15 @@ def _tiles(layout: Layout, piece: Piece, form: Form, span: int) -> Iterator[Prog
     for number, each in enumerate(layout.cut(piece, form.rows)):
         for first in range(0, piece.columns, form.width):
             yield Program(*each, first, _is_even(piece), span + number * form.rows * spans)
+
+
+def _blocks(layout: Layout, piece: Piece) -> Iterator[Program]:
+    """Divide a piece of blocks among programs that take them as one row, or a part of one."""
+    for each in layout.cut(piece, max(1, READ // piece.columns)):
+        number = each.rows * each.columns
+        even = int(number % 16 == 0 and each.start % 4 == 0)
+        for first in range(0, number, READ):
+            yield Program(each.start, 1, number, each.header, each.payload, first, even, 0)
 
 
 def _spans(layout: Layout, piece: Piece, form: Form) -> Iterator[Program]:

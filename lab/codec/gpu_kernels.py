@@ -15,26 +15,72 @@ import triton
 import triton.language as tl
 
 SIDES, MEAN, SIGNS, LEVELS, FLOAT8, BFLOAT16, FLOAT16 = map(tl.constexpr, range(7))  # READINGS
+COPIED: tl.constexpr = tl.constexpr(512)  # values that travel as they are, read at once
 NEGATIVE: tl.constexpr = tl.constexpr(-0x80000000)  # zero, as the bits of a float32
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
 
 @triton.jit
-def _program(table):
-    """Load this program's row of a table: see Program."""
+def divided(x, divisor):
+    """Divide float32 by float32, to the nearest; see `quotient`. Infinity stays what it is."""
+    by = reciprocal(divisor)
+    near = quotient(x, -divisor + tl.zeros_like(x), by + tl.zeros_like(x))
+    return tl.where(near == near, near, x * by)
+
+
+@triton.jit
+def quotient(x, negative, by):
+    """Divide x by a number, given as -number and its reciprocal, to the nearest, without a call.
+
+    A product with the reciprocal is off by one bit at most, and what it leaves of x, which is
+    exact, tells which way (Markstein, Computation of elementary functions on the IBM RISC
+    System/6000 processor, 1990). It holds for results above the smallest normal numbers.
+    """
+    near = x * by
+    return tl.fma(tl.fma(near, negative, x), by, near)
+
+
+@triton.jit
+def reciprocal(x):
+    """Return 1 / x of float32, to the nearest."""
+    near = 1.0 / x
+    return tl.fma(tl.fma(-near, x, near * 0.0 + 1.0), near, near)
+
+
+@triton.jit
+def inverse(x):
+    """Return 1 / x of float64 in the range of float32, to its last bits, without a call."""
+    near = (1.0 / x.to(tl.float32)).to(tl.float64)
+    near = near * (2.0 - x * near)
+    return near * (2.0 - x * near)
+
+
+@triton.jit
+def is_finite(values):
+    """Return whether all values are, those of any shape."""
+    return tl.sum(tl.reshape(values * 0.0, (values.numel,)), 0) == 0.0
+
+
+@triton.jit
+def _program(table, FORM: tl.constexpr):
+    """Load this program's row of a table: see Program; and the units of a row's payload."""
     own = table + tl.program_id(0) * 8
     start, rows = tl.load(own), tl.load(own + 1).to(tl.int32)
     columns, header = tl.load(own + 2).to(tl.int32), tl.load(own + 3)
     payload, first = tl.load(own + 4), tl.load(own + 5).to(tl.int32)
-    return start, rows, columns, header, payload, first, tl.load(own + 6), tl.load(own + 7)
+    units = (columns + FORM.per_unit - 1) // FORM.per_unit
+    even, span = tl.load(own + 6), tl.load(own + 7)
+    return start, rows, columns, header, payload, first, even, span, units
 
 
 @triton.jit
 def _aligned(program, FORM: tl.constexpr):
     """Tell the compiler that an even program's words of 16 bytes move at once."""
-    start, rows, columns, header, payload, first, even, span = program
-    payload = payload // (16 // FORM.per_unit) * (16 // FORM.per_unit)
-    return start // 4 * 4, rows, columns // 16 * 16, header, payload, first // 16 * 16, even, span
+    start, rows, columns, header, payload, first, even, span, units = program
+    columns, first = columns // 16 * 16, first // 16 * 16
+    payload = payload // FORM.even_bytes * FORM.even_bytes
+    units = units // (16 // FORM.per_unit) * (16 // FORM.per_unit)
+    return start // 4 * 4, rows, columns, header, payload, first, even, span, units
 
 
 @triton.jit
@@ -59,28 +105,34 @@ def _tile(first, rows, columns, FORM: tl.constexpr):
 @triton.jit
 def _units(program, first, FORM: tl.constexpr):
     """Return the places of a tile's units after the payload's first, and a mask."""
-    rows, columns = program[1], program[2]
+    rows, units, row = program[1], program[8], tl.arange(0, FORM.rows)[:, None]
     unit = first // FORM.per_unit + tl.arange(0, FORM.units)[None, :]
-    place = (
-        tl.arange(0, FORM.rows)[:, None] * ((columns + FORM.per_unit - 1) // FORM.per_unit) + unit
-    )
-    return place, (unit * FORM.per_unit < columns) & (tl.arange(0, FORM.rows) < rows)[:, None]
+    return row * units + unit, (unit < units) & (row < rows)
 
 
 @triton.jit
-def _scale(message, program, NUMBER: tl.constexpr, FORM: tl.constexpr):
-    """Load one of the numbers that each row has in its header: [rows]; 0: there is none."""
+def _scale(message, program, first, NUMBER: tl.constexpr, FORM: tl.constexpr):
+    """Load one of the numbers that rows have in their headers: [rows, 1]; 0: there is none.
+
+    Where blocks follow each other in one row of a tile, it is of each unit: [1, units].
+    """
+    own = (message + program[3]).to(tl.pointer_type(tl.float32)) + NUMBER
     if FORM.scales <= NUMBER:
-        return _of_rows(0, tl.float32, FORM)
-    row = tl.arange(0, FORM.rows)
-    own = (message + program[3]).to(tl.pointer_type(tl.float32)) + FORM.scales * row + NUMBER
-    return tl.load(own, mask=row < program[1], other=0.0)
+        return _of_rows(0, tl.float32, FORM)[:, None]
+    # Without `else` several shapes would be returned.
+    elif FORM.block > 0:  # noqa: RET505
+        column = first + tl.arange(0, FORM.units)[None, :] * FORM.per_unit
+        place = (column.to(tl.uint32) // FORM.block).to(tl.int32)
+        return tl.load(own + FORM.scales * place, mask=column < program[2], other=0.0)
+    else:
+        row = tl.arange(0, FORM.rows)[:, None]
+        return tl.load(own + FORM.scales * row, mask=row < program[1], other=0.0)
 
 
 @triton.jit
 def _read(codes, one, two, FORM: tl.constexpr):
-    """Return the values of codes [rows, units, values], by the numbers of their rows, [rows]."""
-    one, two = one[:, None, None], two[:, None, None]
+    """Return the values of codes [rows, units, values], by numbers [rows or 1, units or 1]."""
+    one, two = one[:, :, None], two[:, :, None]
     if FORM.reading == SIDES or FORM.reading == MEAN:
         return tl.where(codes != 0, two, one)
     if FORM.reading == SIGNS:
@@ -95,6 +147,13 @@ def _read(codes, one, two, FORM: tl.constexpr):
 
 
 @triton.jit
+def _over(values, scale):
+    """Divide values [rows, units, values] by the scales of rows, [rows, 1, 1]."""
+    by = reciprocal(scale)
+    return quotient(values, -scale + tl.zeros_like(values), by + tl.zeros_like(values))
+
+
+@triton.jit
 def _codes(values, there, split, one, two, FORM: tl.constexpr):
     """Return the codes of values [rows, units, values], 0 where there is none."""
     split, one, two = split[:, None, None], one[:, None, None], two[:, None, None]
@@ -103,10 +162,10 @@ def _codes(values, there, split, one, two, FORM: tl.constexpr):
     if FORM.reading == SIGNS:
         return ((values.to(tl.int32, bitcast=True) < 0) & there).to(tl.int32)
     if FORM.reading == LEVELS:  # a conversion truncates; with the half added it rounds
-        level = tl.div_rn(values - one, two + tl.zeros_like(values)) + 0.5
+        level = _over(values - one, two) + 0.5
         return tl.where(there, level.to(tl.int32), 0)
     if FORM.reading == FLOAT8:
-        return tl.where(there, _to_float8(tl.div_rn(values, one + tl.zeros_like(values))), 0)
+        return tl.where(there, _to_float8(_over(values, one)), 0)
     if FORM.reading == BFLOAT16:
         return _to_bfloat16(values)
     return values.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
@@ -138,33 +197,40 @@ def _to_float8(x):
 
 @triton.jit
 def _from_float8(code):
-    size, sign = code & 0x7F, (code & 0x80) << 24
-    normal = (size << 20) + (120 << 23)
-    small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-    value = (tl.where(size < 8, small, normal) | sign).to(tl.float32, bitcast=True)
-    return tl.where(size == 0x7F, float("nan"), value)
+    """Read integers of `_to_float8`, but 0x7F as 480: the scale of its row is not finite then."""
+    # Exponents have a bias of 7, not 127; so products are exact, even of denormal numbers.
+    bits = ((code << 24) >> 4) & -0x78100000
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @triton.jit
 def _payload(message, program, FORM: tl.constexpr):
-    """Return a pointer to a payload's first unit: a byte, or two of a cast."""
+    """Return a pointer to a payload's first unit."""
     own = message + program[4]
-    if FORM.reading == BFLOAT16 or FORM.reading == FLOAT16:
+    if FORM.unit_bytes == 4:
+        return own.to(tl.pointer_type(tl.uint32))
+    # Without `else` several types would be returned.
+    elif FORM.unit_bytes == 2:  # noqa: RET505
         return own.to(tl.pointer_type(tl.uint16))
-    # Without `else` both types would be returned.
-    else:  # noqa: RET505
+    else:
         return own
+
+
+@triton.jit
+def _shifts(FORM: tl.constexpr):
+    """Return the lowest bit of each code of a unit."""
+    return (tl.arange(0, FORM.per_unit) * (8 * FORM.unit_bytes // FORM.per_unit))[None, None, :]
 
 
 @triton.jit
 def _loaded(message, program, first, FORM: tl.constexpr):
     """Load a tile's codes of one message."""
     place, there = _units(program, first, FORM)
-    units = tl.load(_payload(message, program, FORM) + place, mask=there, other=0).to(tl.int32)
+    units = tl.load(_payload(message, program, FORM) + place, mask=there, other=0)
     if FORM.per_unit == 1:
-        return units[:, :, None]
-    shifts = tl.arange(0, FORM.per_unit) * (8 // FORM.per_unit)
-    return (units[:, :, None] >> shifts[None, None, :]) & ((1 << (8 // FORM.per_unit)) - 1)
+        return units.to(tl.int32)[:, :, None]
+    mask = (1 << (8 * FORM.unit_bytes // FORM.per_unit)) - 1
+    return (units.to(tl.int32, bitcast=FORM.unit_bytes == 4)[:, :, None] >> _shifts(FORM)) & mask
 
 
 @triton.jit
@@ -180,7 +246,7 @@ def _message(first, apart, index):
     elif apart.dtype.is_ptr():  # noqa: RET505
         return first + tl.load(apart + index) // 16 * 16
     else:
-        return first + index * apart
+        return first + index * (apart // 16 * 16)  # lines are multiples of 16 bytes
 
 
 @triton.jit
@@ -191,8 +257,7 @@ def _store(codes, target, program, first, FORM: tl.constexpr):
     if FORM.per_unit == 1:
         units = tl.reshape(codes, (FORM.rows, FORM.units))
     else:
-        shifts = tl.arange(0, FORM.per_unit) * (8 // FORM.per_unit)
-        units = tl.sum(codes << shifts[None, None, :], 2)
+        units = tl.sum(codes << _shifts(FORM), 2)
     for index in range(0, 1 if apart is None else number):
         own = _payload(_message(out, apart, index), program, FORM)
         tl.store(own + place, units.to(own.dtype.element_ty), mask=there)
@@ -212,12 +277,12 @@ def _store_header(one, two, stores, target, program, FORM: tl.constexpr):
 
 
 @triton.jit
-def _store_copied(values, there, target, program, SIZE: tl.constexpr):
+def _store_copied(values, there, place, target, program):
     """Store values that travel as they are in a message, or in each of several."""
     out, number, apart = target
     for index in range(0, 1 if apart is None else number):
         own = (_message(out, apart, index) + program[3]).to(tl.pointer_type(tl.float32))
-        tl.store(own + tl.arange(0, SIZE), values, mask=there)
+        tl.store(own + place, values, mask=there)
 
 
 @triton.jit
@@ -231,8 +296,8 @@ def _decoded(messages, number, stride, program, first, FORM: tl.constexpr):
     for index in range(0, number):
         message = _message(messages, stride, index)
         codes = _loaded(message, program, first, FORM)
-        one = _scale(message, program, 0, FORM)
-        two = _scale(message, program, 1, FORM)
+        one = _scale(message, program, first, 0, FORM)
+        two = _scale(message, program, first, 1, FORM)
         total += _read(codes, one, two, FORM)
     return total
 
@@ -277,8 +342,8 @@ def _two_sums(origin, program, values, split, SUM: tl.constexpr, FORM: tl.conste
             values = _values(origin, program, first, SUM, FORM)
         _, there = _tile(first, rows, columns, FORM)
         is_upper = (values >= split[:, None, None]) & there
-        lower += _sum(tl.where(is_upper, 0.0, values), FORM)
         upper += _sum(tl.where(is_upper, values, 0.0), FORM)
+        lower += _sum(tl.where(is_upper, 0.0, values), FORM)
         num_upper += tl.sum(_flat(is_upper.to(tl.int32), FORM), 1)
     return lower, upper, num_upper
 
@@ -297,22 +362,32 @@ def _deviation(origin, program, values, mean, SUM: tl.constexpr, FORM: tl.conste
 
 
 @triton.jit
+def _largest(values, FORM: tl.constexpr):
+    """Return each row's largest magnitude, as an integer of the same order: NaN is the largest."""
+    return tl.max(_flat(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, FORM), 1)
+
+
+@triton.jit
 def _ends(origin, program, values, SUM: tl.constexpr, FORM: tl.constexpr):
-    """Return each row's smallest and largest value; NaN if one of its values is."""
+    """Return each row's smallest value, largest value, and largest magnitude.
+
+    If one of a row's values is NaN, the first is NaN, and so is the last.
+    """
     rows, columns = program[1], program[2]
     low = _of_rows(float("inf"), tl.float32, FORM)
     high = _of_rows(float("-inf"), tl.float32, FORM)
-    bad = _of_rows(0, tl.int32, FORM)
+    largest = _of_rows(0, tl.int32, FORM)
     for first in range(0, FORM.width if FORM.on_chip else columns, FORM.width):
         if not FORM.on_chip:
             values = _values(origin, program, first, SUM, FORM)
         _, there = _tile(first, rows, columns, FORM)
-        number = there & (values == values)
-        bad = tl.maximum(bad, tl.max(_flat((there & (values != values)).to(tl.int32), FORM), 1))
-        low = tl.minimum(low, tl.min(_flat(tl.where(number, values, float("inf")), FORM), 1))
-        high = tl.maximum(high, tl.max(_flat(tl.where(number, values, float("-inf")), FORM), 1))
-    nothing = _of_rows(float("nan"), tl.float32, FORM)
-    return tl.where(bad != 0, nothing, low), tl.where(bad != 0, nothing, high)
+        largest = tl.maximum(largest, _largest(values, FORM))
+        if FORM.reading == LEVELS:
+            # Of two numbers of which one is NaN, they return the other.
+            low = tl.minimum(low, tl.min(_flat(tl.where(there, values, float("inf")), FORM), 1))
+            high = tl.maximum(high, tl.max(_flat(tl.where(there, values, float("-inf")), FORM), 1))
+    magnitude = largest.to(tl.float32, bitcast=True)
+    return tl.where(magnitude == magnitude, low, magnitude), high, magnitude
 
 
 @triton.jit
@@ -334,26 +409,26 @@ def _numbers(origin, program, values, sums, SUM: tl.constexpr, FORM: tl.constexp
     if FORM.reading == SIDES:
         lower, upper, num_upper = _two_sums(origin, program, values, none, SUM, FORM)
         # An empty side has the sum 0; dividing it by 1 makes its mean 0.
-        low = lower / tl.maximum(count - num_upper, 1).to(tl.float64)
-        high = upper / tl.maximum(num_upper, 1).to(tl.float64)
+        low = lower * inverse(tl.maximum(count - num_upper, 1).to(tl.float64))
+        high = upper * inverse(tl.maximum(num_upper, 1).to(tl.float64))
         return none, low.to(tl.float32), high.to(tl.float32)
     if FORM.reading == MEAN:
         lower, upper, _ = _two_sums(origin, program, values, none, SUM, FORM)
-        mean = ((lower + upper) / count.to(tl.float64)).to(tl.float32)
+        mean = ((lower + upper) * inverse(count.to(tl.float64))).to(tl.float32)
         total = _deviation(origin, program, values, mean, SUM, FORM)
-        distance = (total / count.to(tl.float64)).to(tl.float32)
+        distance = (total * inverse(count.to(tl.float64))).to(tl.float32)
         return mean, mean - distance, mean + distance
     if FORM.reading == SIGNS:
         total = _shared(sums, program, FORM)
-        return none, (total / count.to(tl.float64)).to(tl.float32), none
+        return none, (total * inverse(count.to(tl.float64))).to(tl.float32), none
     if FORM.reading == LEVELS:
-        low, high = _ends(origin, program, values, SUM, FORM)
-        step = tl.div_rn(high - low, none + (FORM.num_levels - 1))
+        low, high, _ = _ends(origin, program, values, SUM, FORM)
+        step = divided(high - low, none + (FORM.num_levels - 1))
         # Of two numbers of which one is NaN, `maximum` would return the other.
         return none, low, tl.where(step < TINY, TINY, step)
     if FORM.reading == FLOAT8:
-        low, high = _ends(origin, program, values, SUM, FORM)
-        scale = tl.div_rn(tl.where(-low > high, -low, high), none + 448.0)
+        _, _, largest = _ends(origin, program, values, SUM, FORM)
+        scale = divided(largest, none + 448.0)
         scale = tl.where(scale < TINY, TINY, scale)
         return none, scale, none
     return none, none, none
@@ -375,18 +450,17 @@ def _encoded(origin, program, target, sums, SUM: tl.constexpr, FORM: tl.constexp
         codes = _codes(values, there, split, one, two, FORM)
         _store(codes, target, program, first, FORM)
         if residual is not None:
-            lost = values - _read(codes, one, two, FORM)
+            lost = values - _read(codes, one[:, None], two[:, None], FORM)
             place = start + row[:, None, None] * columns + at
             tl.store(residual + place, lost, mask=there)
 
 
 @triton.jit
-def _copied(source, number, stride, program, SUM: tl.constexpr, SIZE: tl.constexpr):
+def _copied(source, number, stride, program, place, SUM: tl.constexpr):
     """Return values that travel as they are, or sums of them, and a mask of those that exist."""
-    place = tl.arange(0, SIZE)
     there = place < program[2]
     if SUM:
-        values = tl.full((SIZE,), NEGATIVE, tl.int32).to(tl.float32, bitcast=True)
+        values = tl.full(place.shape, NEGATIVE, tl.int32).to(tl.float32, bitcast=True)
         for index in range(0, number):
             message = _message(source, stride, index) + program[3]
             message = message.to(tl.pointer_type(tl.float32))
@@ -397,10 +471,12 @@ def _copied(source, number, stride, program, SUM: tl.constexpr, SIZE: tl.constex
 
 
 @triton.jit
-def _mark(values, exists, finite):
-    """Store False in `finite` if a value is not."""
-    bad = ((values - values) != 0.0) & exists
-    if tl.max(tl.reshape(bad.to(tl.int32), (bad.numel,)), 0) != 0:
+def _mean(out, place, there, total, divisor, finite):
+    """Store totals over `divisor`, and False in `finite` if one of them is not."""
+    by = reciprocal(divisor)
+    mean = quotient(total, -divisor + tl.zeros_like(total), by + tl.zeros_like(total))
+    tl.store(out + place, mean, mask=there)
+    if not is_finite(mean):  # of infinity, `mean` is not a number
         tl.store(finite, 0)
 
 
@@ -410,7 +486,7 @@ def add_magnitudes(
     source, number, stride, residual, sums, table, SUM: tl.constexpr, FORM: tl.constexpr
 ):
     """Add up magnitudes in a span of a row, of which FORM.rows is 1."""
-    program, origin = _program(table), (source, number, stride, residual)
+    program, origin = _program(table, FORM), (source, number, stride, residual)
     total = _of_rows(0, tl.float64, FORM)
     for further in range(0, FORM.span, FORM.width):
         first = program[5] + further
@@ -433,15 +509,17 @@ def encode_rows(
     SUM: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    program, origin = _program(table), (source, number, stride, residual)
+    program, origin = _program(table, FORM), (source, number, stride, residual)
     target = out, number, apart
     # The first condition is known when the kernel is compiled, the second is not.
     if finite is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
             tl.store(finite, 1)
     if program[1] == 0:
-        values, there = _copied(source, number, stride, program, SUM, FORM.rows * FORM.width)
-        _store_copied(values, there, target, program, FORM.rows * FORM.width)
+        for first in range(0, program[2], COPIED):
+            place = first + tl.arange(0, COPIED)
+            values, there = _copied(source, number, stride, program, place, SUM)
+            _store_copied(values, there, place, target, program)
     elif program[6] != 0:
         _encoded(origin, _aligned(program, FORM), target, sums, SUM, FORM)
     else:
@@ -449,25 +527,24 @@ def encode_rows(
 
 
 @triton.jit
-def _mean(messages, number, stride, program, out, divisor, finite, FORM: tl.constexpr):
+def _add_up(messages, number, stride, program, out, divisor, finite, FORM: tl.constexpr):
     """Decode a tile of all messages, and store its mean."""
-    start, rows, columns, first = program[0], program[1], program[2], program[5]
+    rows, columns, first = program[1], program[2], program[5]
     total = _decoded(messages, number, stride, program, first, FORM)
     at, there = _tile(first, rows, columns, FORM)
-    mean = tl.div_rn(total, tl.zeros_like(total) + divisor.to(tl.float32))
-    _mark(mean, there, finite)
-    tl.store(out + start + tl.arange(0, FORM.rows)[:, None, None] * columns + at, mean, mask=there)
+    place = tl.arange(0, FORM.rows)[:, None, None] * columns + at
+    _mean(out + program[0], place, there, total, divisor, finite)
 
 
 @triton.jit(do_not_specialize=["number", "stride", "divisor"])
 def decode_rows(messages, number, stride, out, table, divisor, finite, FORM: tl.constexpr):
-    program = _program(table)
+    program, by = _program(table, FORM), divisor.to(tl.float32)
     if program[1] == 0:
-        total, there = _copied(messages, number, stride, program, True, FORM.rows * FORM.width)
-        values = tl.div_rn(total, tl.zeros_like(total) + divisor.to(tl.float32))
-        _mark(values, there, finite)
-        tl.store(out + program[0] + tl.arange(0, FORM.rows * FORM.width), values, mask=there)
+        for first in range(0, program[2], COPIED):
+            place = first + tl.arange(0, COPIED)
+            total, there = _copied(messages, number, stride, program, place, True)
+            _mean(out + program[0], place, there, total, by, finite)
     elif program[6] != 0:
-        _mean(messages, number, stride, _aligned(program, FORM), out, divisor, finite, FORM)
+        _add_up(messages, number, stride, _aligned(program, FORM), out, by, finite, FORM)
     else:
-        _mean(messages, number, stride, program, out, divisor, finite, FORM)
+        _add_up(messages, number, stride, program, out, by, finite, FORM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,19 +122,25 @@ class Reading(NamedTuple):
     """How GPUs' kernels read the values of a codec.
 
     Attributes:
-        kind: one of lab.codec.gpu.READINGS.
-        per_unit: values of a unit of the payload, which is a byte, or two of a cast.
+        kind: one of lab.codec.gpu.READINGS, or "largest".
+        per_unit, unit_bytes: values of a unit of the payload, and its bytes. One of several bytes
+            may end behind a row's last one if that is the last of its piece.
         num_levels: of the kind "levels".
+        block: values of a row; 0: rows have any length.
+        share: of the kind "largest": of values that are sent.
     """
 
     kind: str
-    per_unit: int
+    per_unit: int = 1
+    unit_bytes: int = 1
     num_levels: int = 0
+    block: int = 0
+    share: float = 0.0
 
 
 @functools.cache
-def on_gpu(reading: Reading, device: torch.device) -> Any:
-    """Return Triton's kernels if they run on `device`; otherwise warn and return None.
+def tried(module: str, device: torch.device) -> Any:
+    """Return `made()` of a module if its trial works on `device`; otherwise warn and return None.
 
     Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
     headers, and it supports only some GPUs and drivers: so only a trial shows whether it works.
@@ -141,15 +148,36 @@ def on_gpu(reading: Reading, device: torch.device) -> Any:
     Raises:
         torch.OutOfMemoryError: the trial does not fit; not a fault of Triton's.
     """
-    try:
-        kernels = importlib.import_module("lab.codec.gpu").Triton(reading)
+
+    def trial() -> Any:
+        kernels = importlib.import_module(module).made()
+        kernels.try_out(device)
+        return kernels
+
+    return _if_it_works(trial, device)
+
+
+@functools.cache
+def on_gpu(reading: Reading, device: torch.device) -> Any:
+    """Return Triton's kernels of a codec if they work on `device`; see `tried`."""
+
+    def trial() -> Any:
+        kernels = importlib.import_module("lab.codec.gpu").made(reading)
         # Launch each kernel once, on a row of zeros that any codec can encode.
-        layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 2 * columns))
+        layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 8 * columns))
         values, finite = torch.zeros(65, device=device), torch.ones((), device=device).bool()
         message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         kernels.encode(layout, values, values.clone(), message, finite)
         kernels.reduce(layout, message[None], values.clone(), message.clone())
         kernels.add_up(layout, message[None], values, 1, finite)
+        return kernels
+
+    return _if_it_works(trial, device)
+
+
+def _if_it_works(trial: Callable[[], Any], device: torch.device) -> Any:
+    try:
+        return trial()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers and drivers raise many types
@@ -157,4 +185,3 @@ def on_gpu(reading: Reading, device: torch.device) -> Any:
         name = type(error).__name__
         build.warn_slow(f"codecs: Triton does not work on {device} ({name}: {line})")
         return None
-    return kernels

@@ -1,9 +1,9 @@
 """Contents of a Kineto or Chrome trace: copies between host and device, and counters of kernels.
 
 Copies of Kineto (torch.profiler, on CUDA and ROCm), of XLA and of ROCm's own profilers are
-understood, which name them differently. Counters are written by torch.profiler with CUPTI's range
-profiler: an event of category cuda_profiler_range for each launch, whose args hold the metrics
-(Kineto, CuptiRangeProfiler.cpp).
+understood, which name them differently, and rocprofv3's own JSON. Counters are written by
+torch.profiler with CUPTI's range profiler: an event of category cuda_profiler_range for each
+launch, whose args hold the metrics (Kineto, CuptiRangeProfiler.cpp).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,13 +33,22 @@ GZIP = b"\x1f\x8b"
 LARGEST_BYTES = 2**29
 LARGEST = 2.0**63  # times, sizes and counts beyond it are damage
 COPY, KERNEL = "gpu_memcpy", "kernel"  # Kineto's categories of events; XLA and ROCm have none
+UNTIL_2022 = {"Memcpy": COPY, "Kernel": KERNEL}  # Kineto's earlier names of them
 KINETO = re.compile(r"Memcpy (\w+) \((.*)\)")  # "Memcpy HtoD (Pinned -> Device)"
 XLA = re.compile(r"Memcpy([HDP])2([HDP])")
 XLA_DETAILS = re.compile(r"kind_src:(\S+) kind_dst:(\S+) size:(\d+)")
 ROCM = re.compile(r"(?:memory_)?copy_?(host|device)_?to_?(host|device)(?:2d)?", re.IGNORECASE)
 ROCM_KERNEL = re.compile(r"__amd_rocclr_(copy|fill)\w*")  # copies and fills by a kernel
 SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)  # edges of the histogram, bytes
-MICROSECONDS = 1e-6
+ROCPROFV3, GPU = "rocprofiler-sdk-tool", 2  # what its JSON holds, and its type of an agent
+# By the ending of a file that is no JSON, how to get one with the same copies.
+OTHERS = {
+    ".pb": "XLA writes the .trace.json.gz beside it",
+    ".pftrace": "record with rocprofv3 --sys-trace --output-format json",
+    ".db": "record with rocprofv3 --sys-trace --output-format json",
+    ".nsys-rep": "record with torch.profiler and export_chrome_trace",
+}
+PS_PER_S = 1e12
 RANGE = "cuda_profiler_range"  # a category of events
 UNIT = "__"  # a metric is named UNIT__COUNTER.ROLLUP, as in dram__bytes_read.sum
 # Every other one, such as a rate or a share of the peak, has a plain mean: Kineto divides the
@@ -46,7 +56,8 @@ UNIT = "__"  # a metric is named UNIT__COUNTER.ROLLUP, as in dram__bytes_read.su
 ROLLUPS: dict[str, Callable[[Sequence[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 Floats = NDArray[np.float64]
 Place = tuple[str, str]  # process and thread, which stand for device and stream
-Copy = tuple[str, float, float, float]  # device, begin and length in us, bytes
+Copy = tuple[str, int, int, float]  # device, begin and length in ps, bytes
+Span = tuple[int, int]  # begin and length in ps
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -62,17 +73,46 @@ def read_events(path: Path) -> list[dict[str, Any]]:
                 content = file.read(LARGEST_BYTES + 1)
             if len(content) > LARGEST_BYTES:  # a few bytes that stand for gigabytes
                 raise ValueError(f"it unzips to more than {LARGEST_BYTES / 2**20:.0f} MiB")
-        trace = json.loads(content)
+        # Not as floats: of microseconds since 1970, these have steps of a quarter of one.
+        trace = json.loads(content, parse_float=Decimal)
     except OSError as error:
         raise ConfigError(f"trace={path}: {error.strerror or error}") from None
     except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
-        raise ConfigError(f"trace={path}: is no trace: {error}") from None
+        reason = OTHERS.get(path.suffix, error)
+        raise ConfigError(f"trace={path}: is no trace: {reason}") from None
     except RecursionError:
         raise ConfigError(f"trace={path}: is no trace: nested too deeply") from None
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if isinstance(trace, dict) and ROCPROFV3 in trace:
+        try:
+            events = [*_of_rocprofv3(trace[ROCPROFV3])]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(f"trace={path}: is no trace of rocprofv3: {error!r}") from None
     if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
         raise ConfigError(f"trace={path}: is no trace: has no list of traceEvents")
     return events
+
+
+def _of_rocprofv3(tools: Any) -> Iterator[dict[str, Any]]:
+    """Yield the copies and kernels of rocprofv3's own JSON as events like Kineto's."""
+    for tool in tools if isinstance(tools, list) else [tools]:
+        gpus = {each["id"]["handle"] for each in tool["agents"] if each["type"] == GPU}
+        for copy in tool["buffer_records"]["memory_copy"]:
+            ends = [copy[key]["handle"] for key in ("src_agent_id", "dst_agent_id")]
+            source, target = ("Device" if end in gpus else "Host" for end in ends)
+            name = f"Memcpy {source[0]}to{target[0]} ({source} -> {target})"
+            place = {"ph": "X", "pid": next((end for end in ends if end in gpus), ends[0])}
+            times = {"BeginNs": copy["start_timestamp"], "EndNs": copy["end_timestamp"]}
+            yield {
+                "cat": COPY,
+                "name": name,
+                **place,
+                "args": {"bytes": copy.get("bytes"), **times},
+            }
+        for kernel in tool["buffer_records"]["kernel_dispatch"]:
+            place = {"ph": "X", "pid": kernel["dispatch_info"]["agent_id"]["handle"]}
+            times = {"BeginNs": kernel["start_timestamp"], "EndNs": kernel["end_timestamp"]}
+            yield {"cat": KERNEL, "name": "kernel", **place, "args": times}
 
 
 def number(value: object) -> float | None:
@@ -141,35 +181,51 @@ def copies_of(
         and str(_args(event).get("name")).startswith("Stream #")
     }
     copies: dict[tuple[str, str], list[Copy]] = {}
-    kernels: dict[str, list[tuple[float, float]]] = {}
-    for event in events:
-        what, device = _what(event, streams), _place(event)[0]
+    kernels: dict[str, list[Span]] = {}
+    on_device = [(event, what) for event in events if (what := _what(event, streams))]
+    # The ts and dur of rocprof are whole microseconds; its args have nanoseconds.
+    in_ns = all("BeginNs" in _args(event) for event, _ in on_device)
+    for event, what in on_device:
+        device = _place(event)[0]
         try:
             if what == "copies":
-                copy = device, _number(event, "ts"), _number(event, "dur"), _num_bytes(event)
+                copy = device, *_span(event, in_ns), _num_bytes(event)
                 copies.setdefault(_kind(event), []).append(copy)
-            elif what == "kernels":
-                span = _number(event, "ts"), _number(event, "dur")
-                kernels.setdefault(device, []).append(span)
+            else:
+                kernels.setdefault(device, []).append(_span(event, in_ns))
         except ValueError as error:
             skipped[f"{what} {error}"] += 1
-    # Times since 1970 in microseconds leave a float no digits for a copy; their differences do.
-    origin = min((begin for of_kind in copies.values() for _, begin, *_ in of_kind), default=0.0)
+    origin = min((begin for of_kind in copies.values() for _, begin, *_ in of_kind), default=0)
     busy = {device: _busy_until(spans, origin) for device, spans in kernels.items()}
     found = [_added(*key, of_kind, busy, origin) for key, of_kind in copies.items()]
     return sorted(found, key=lambda each: -each.num_bytes)
 
 
-def _busy_until(spans: Sequence[tuple[float, float]], origin: float) -> Callable[[Floats], Floats]:
-    """Return the time that a device has computed until any moment, in microseconds."""
-    merged: list[list[float]] = []
-    for begin, us in sorted(spans):
+def _span(event: Mapping[str, Any], in_ns: bool) -> Span:
+    """Return when an event on a device began, and its length. ValueError: a time is wrong."""
+    if not in_ns:
+        return _picoseconds(event, "ts", 1e6), _picoseconds(event, "dur", 1e6)
+    begin, end = (_picoseconds(_args(event), key, 1e3) for key in ("BeginNs", "EndNs"))
+    if end < begin:
+        raise ValueError("that end before they begin")
+    return begin, end - begin
+
+
+def _picoseconds(values: Mapping[str, Any], key: str, unit: float) -> int:
+    _number(values, key)
+    return round(Decimal(values[key]) * int(unit))
+
+
+def _busy_until(spans: Sequence[Span], origin: int) -> Callable[[Floats], Floats]:
+    """Return the time that a device has computed until any moment after `origin`, in ps."""
+    merged: list[list[int]] = []
+    for begin, length in sorted(spans):
         begin -= origin
         if merged and begin <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], begin + us)
+            merged[-1][1] = max(merged[-1][1], begin + length)
         else:
-            merged.append([begin, begin + us])
-    moments = np.array(merged).ravel()
+            merged.append([begin, begin + length])
+    moments = np.array(merged, dtype=np.float64).ravel()
     steps = np.zeros(len(moments))
     steps[1::2] = moments[1::2] - moments[::2]
     until = np.cumsum(steps)
@@ -181,19 +237,19 @@ def _added(
     kind: str,
     copies: Sequence[Copy],
     busy: Mapping[str, Callable[[Floats], Floats]],
-    origin: float,
+    origin: int,
 ) -> Copies:
-    hidden_us = 0.0
+    hidden_ps = 0.0
     for device in {device for device, *_ in copies} & busy.keys():
-        here = np.array([(begin - origin, us) for place, begin, us, _ in copies if place == device])
-        begin, until = here[:, 0], busy[device]
-        hidden_us += float((until(begin + here[:, 1]) - until(begin)).sum())
+        spans = [(begin - origin, ps) for place, begin, ps, _ in copies if place == device]
+        here, until = np.array(spans, dtype=np.float64), busy[device]
+        hidden_ps += float((until(here.sum(axis=1)) - until(here[:, 0])).sum())
     sizes = [num_bytes for *_, num_bytes in copies]
     bins = np.bincount(np.digitize(sizes, SIZES), minlength=len(SIZES) + 1)
-    seconds = MICROSECONDS * math.fsum(us for _, _, us, _ in copies)
+    seconds = sum(ps for _, _, ps, _ in copies) / PS_PER_S
     return Copies(
         *(direction, kind, len(copies), int(math.fsum(sizes)), seconds),
-        min(seconds, MICROSECONDS * hidden_us),
+        min(seconds, hidden_ps / PS_PER_S),
         tuple(bins.tolist()),
     )
 
@@ -201,6 +257,7 @@ def _added(
 def _what(event: Mapping[str, Any], streams: set[Place]) -> str | None:
     """Return "copies" or "kernels" for an event on a device that is one; None for any other."""
     category, name = event.get("cat"), str(event.get("name"))
+    category = UNTIL_2022.get(str(category), category)
     if event.get("ph", "X") != "X":
         return None
     by_kernel = ROCM_KERNEL.fullmatch(name)
@@ -235,7 +292,18 @@ def _num_bytes(event: Mapping[str, Any]) -> float:
     if ROCM_KERNEL.fullmatch(str(event.get("name"))) and _args(event).get("bytes") is None:
         raise ValueError("that ROCm made by a kernel, without bytes")
     details = _details(event)
+    if not details and _args(event).get("bytes") is None:
+        raise ValueError(_without_bytes(str(event.get("name"))))
     return _number({"size": details[3]}, "size") if details else _number(_args(event), "bytes")
+
+
+def _without_bytes(name: str) -> str:
+    """Return what copies lack, and what has it."""
+    if XLA.fullmatch(name):
+        return "without bytes (XLA's args have memcpy_details: a trace of a GPU by jax.profiler)"
+    if ROCM.fullmatch(name):
+        return "without bytes (rocprofv3 --sys-trace --output-format json has them)"
+    return "without bytes"
 
 
 def _number(values: Mapping[str, Any], key: str) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.codec.kernels import bound, library
+from lab.codec.kernels import bound, library, tried
 from lab.distributed.comm import Collective, Comm, Done
 from lab.exchange.base import Ranks, Shapes
 from lab.exchange.bucket import GradBucket
@@ -59,7 +59,7 @@ class PowerSGD(Lossy):
         found = (low_rank_matrix(shape, self.rank) for shape in costs.shapes)
         low = [matrix for matrix in found if matrix]
         n = sum(rows * columns for rows, columns in low)
-        costs.codec(12 * n, in_torch=16 * n)
+        costs.codec(12 * n)
         first = costs.exact(costs.n - n) + costs.exact(self.rank * sum(rows for rows, _ in low))
         costs.wire(first)
         costs.codec(12 * n)
@@ -86,7 +86,7 @@ class PowerSGD(Lossy):
             plan.exact_message.div_(comm.size)
             torch._foreach_copy_(exact, plan.exact_sums)
         yield summed
-        orthonormalise(plan.ps)
+        kernels.orthonormalise(factors, plan.p, plan.ps)
         sums = flat if plan.bound.own is None else plan.bound.own  # M = gradient + residual
         kernels.project_back(factors, sums, plan.p, plan.q, subtract=self.memory.keeps)
         yield second.iall_reduce(plan.q) if plan.names else Done()
@@ -181,6 +181,7 @@ class Factors:
         *qs, self.num_q = accumulate((rank * width for _, _, width, rank in matrices), initial=0)
         rows = [[*each, p, q] for each, p, q in zip(matrices, ps, qs, strict=True)]
         self.table = torch.tensor(rows, dtype=torch.int64)
+        self.plans: dict[torch.device, Any] = {}  # of kernels on GPUs
 
     def of(self, flat: Tensor) -> list[Tensor]:
         """Return the matrices among values that are laid out like the bucket's."""
@@ -220,6 +221,14 @@ class Reference:
             torch._foreach_add_(factors.of(residuals), factors.of(gradients))
         for matrix, q_t, out in zip(factors.of(sums), factors.qs(q), factors.ps(p), strict=True):
             torch.mm(matrix, q_t.T, out=out)
+
+    def orthonormalise(self, factors: Factors, p: Tensor, ps: Sequence[Tensor]) -> None:
+        """Replace each P by an orthonormal basis of its columns.
+
+        Args:
+            ps: all P of a number of rows, [matrices, rows, rank], views of `p`.
+        """
+        orthonormalise(ps)
 
     def project_back(
         self, factors: Factors, matrices: Tensor, p: Tensor, q: Tensor, subtract: bool
@@ -271,8 +280,10 @@ class Native(Reference):
 
 def factor_kernels(device: torch.device, rank: int) -> Reference:
     """Return the fastest kernels for tensors of `device`, and factors of at most `rank` columns."""
-    fits = device.type == "cpu" and rank <= HIGHEST_RANK
-    found = library("low_rank") if fits else None
+    fits = rank <= HIGHEST_RANK
+    if device.type == "cuda" and fits:
+        return tried("lab.codec.gpu_low_rank", device) or Reference()
+    found = library("low_rank") if device.type == "cpu" and fits else None
     return Reference() if found is None else Native(found)
 
 

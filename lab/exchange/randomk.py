@@ -12,12 +12,13 @@ import ctypes
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lab.codec.kernels import bound, library
+from lab.codec.kernels import bound, library, tried
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
@@ -28,6 +29,7 @@ from lab.exchange.memory import Memory
 from lab.settings import checks
 
 STEP = 0x9E3779B97F4A7C15 - 2**64  # as int64, whose arithmetic wraps around
+SEEDS = 2**31 - 1  # the largest of a step
 FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
@@ -55,9 +57,9 @@ class RandomK(Lossy):
 
     def add_cost(self, costs: Costs) -> bool:
         n, sent = costs.n, sum(num_sent(shape, self.ratio) for shape in costs.shapes)
-        costs.codec(12 * n + 8 * sent, in_torch=16 * n + 160 * sent)
+        costs.codec(12 * n + 8 * sent)
         costs.wire(costs.exact(sent))
-        costs.codec(4 * n + 12 * sent, in_torch=4 * n + 160 * sent)
+        costs.codec(4 * n + 12 * sent)
         return True
 
     def memory_bytes(self, sizes: Sizes) -> Needs:
@@ -67,13 +69,12 @@ class RandomK(Lossy):
         plan = self.planned(bucket, comm, _Plan)
         plan.probe.zero_()  # or NaN if any value is not finite, drawn or not
         values, sent = bucket.flat[: plan.num_values], plan.message[:-1]
-        start = zlib.crc32(f"{self.seed} {bucket.step} ".encode())
-        plan.draws.seed([zlib.crc32(name, start) for name in plan.names])
+        plan.draws.seed = zlib.crc32(f"{self.seed} {bucket.step} ".encode()) & SEEDS
         plan.kernels.encode(plan.draws, values, plan.residuals, sent, plan.probe)
         yield comm.iall_reduce(plan.message)
-        bucket.finite = plan.probe.isfinite()
-        plan.message.div_(comm.size)
-        plan.kernels.decode(plan.draws, sent, values)
+        torch.eq(plan.probe, 0, out=plan.finite)
+        bucket.finite = plan.finite
+        plan.kernels.decode(plan.draws, sent, values, comm.size)
 
 
 class _Plan:
@@ -81,12 +82,12 @@ class _Plan:
 
     def __init__(self, exchange: RandomK, bucket: GradBucket, comm: Ranks) -> None:
         self.kernels = kernels(bucket.flat.device)
-        self.names = [name.encode() for name in bucket.shapes]
+        keys = [zlib.crc32(name.encode()) << 31 for name in bucket.shapes]
         sizes = [shape.numel() for shape in bucket.shapes.values()]
         counts = [num_sent(shape, exchange.ratio) for shape in bucket.shapes.values()]
-        self.draws, self.num_values = Draws(sizes, counts), sum(sizes)
+        self.draws, self.num_values = Draws(sizes, counts, keys), sum(sizes)
         self.message = bucket.flat.new_zeros(sum(counts) + 1)
-        self.probe = self.message[-1]
+        self.probe, self.finite = self.message[-1], torch.ones_like(self.message[-1]).bool()
         self.bound = exchange.memory.bind(bucket, [(0, self.num_values)])
         kept = self.bound.own
         self.residuals = None if kept is None else kept[: self.num_values]
@@ -98,22 +99,29 @@ class Draws:
     Args:
         sizes: values of each parameter, below 2**31; they follow each other.
         counts: how many of each are drawn; these follow each other in the message.
+        keys: of each, from 0 to 2**63 - 1.
 
     Attributes:
-        table: int64 [parameters, 5], the first value of each, their number, the first in the
-            message, their number and a seed, from 0 to 2**63 - 1.
+        seed: from 0 to SEEDS, the step's: the same draws the same places on every device.
     """
 
-    def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
-        self.sizes, self.counts = list(sizes), list(counts)
+    def __init__(self, sizes: Sequence[int], counts: Sequence[int], keys: Sequence[int]) -> None:
+        self.sizes, self.counts, self.seed = list(sizes), list(counts), 0
+        self.keys = np.array(keys, dtype=np.int64)
         *starts, _ = accumulate(sizes, initial=0)
         *places, _ = accumulate(counts, initial=0)
         rows = [[*each, 0] for each in zip(starts, sizes, places, counts, strict=True)]
-        self.table = np.array(rows, dtype=np.int64).reshape(-1, 5)  # of the host alone
+        self._table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+        self.plans: dict[torch.device, Any] = {}  # of kernels on GPUs
 
-    def seed(self, seeds: Sequence[int]) -> None:
-        """Draw other places: the same seeds draw the same ones on every device."""
-        self.table[:, 4] = seeds
+    @property
+    def table(self) -> np.ndarray:
+        """The host's: int64 [parameters, 5].
+
+        The first value of each, their number, the first in the message, their number and a seed.
+        """
+        np.bitwise_xor(self.keys, self.seed, out=self._table[:, 4])
+        return self._table
 
 
 class Reference:
@@ -144,8 +152,9 @@ class Reference:
             if residuals is not None:
                 own.index_fill_(0, chosen, 0)
 
-    def decode(self, draws: Draws, message: Tensor, out: Tensor) -> None:
-        """Put the values of `message` at their places in `out`, float32 [n]; zeros elsewhere."""
+    def decode(self, draws: Draws, message: Tensor, out: Tensor, divisor: int) -> None:
+        """Put values of `message` over `divisor` at their places in `out`, [n]; zeros elsewhere."""
+        message.div_(divisor)
         out.zero_()
         for seed, own, sent in _each(draws, out, message):
             own.index_copy_(0, places(len(own), len(sent), seed, own.device), sent)
@@ -172,13 +181,16 @@ class Native(Reference):
             *(draws.table.ctypes.data, len(draws.sizes), torch.get_num_threads()),
         )
 
-    def decode(self, draws: Draws, message: Tensor, out: Tensor) -> None:
+    def decode(self, draws: Draws, message: Tensor, out: Tensor, divisor: int) -> None:
+        message.div_(divisor)
         table, count = draws.table.ctypes.data, len(draws.sizes)
         self._decode(message.data_ptr(), out.data_ptr(), table, count, torch.get_num_threads())
 
 
 def kernels(device: torch.device) -> Reference:
     """Return the fastest kernels for tensors of `device`."""
+    if device.type == "cuda":
+        return tried("lab.codec.gpu_randomk", device) or Reference()
     found = library("randomk") if device.type == "cpu" else None
     return Reference() if found is None else Native(found)
 

@@ -22,14 +22,16 @@ from lab.exchange.base import Exchange
 from lab.loop.setup import settings_of_run, world_of
 from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
+from lab.record.recorders import Recorder
 from lab.record.schema import Certificate
-from lab.settings.config import Settings
+from lab.settings.config import Settings, build, load
 from lab.settings.names import of_all_ranks, run_name
 from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import count, global_batch_size, require_alike
 from lab.training.outcome import measured
-from lab.training.recording import Recording, claim
+from lab.training.progress import Curves
+from lab.training.recording import Recording, claim, settings_of
 from lab.training.run import failure_of
 from lab.training.trainer import Measured, Progress, Synced
 
@@ -73,6 +75,7 @@ class Run(Recording):
         precision: "fp32", "bf16" or "fp16".
         repeat: which repetition of the same settings this is.
         warmup_steps: first steps that statistics leave out; None: until steady.
+        recorder: where curves go as well: a choice of recorder=, or a Recorder of one's own.
 
     Raises:
         ConfigError: a wrong setting, one that another rank has differently, or a directory that
@@ -96,6 +99,7 @@ class Run(Recording):
         repeat: int = 0,
         warmup_steps: int | None = None,
         runs_dir: str | Path = "runs",
+        recorder: str | Recorder = "local",
     ) -> None:
         module = model if isinstance(model, nn.Module) else None
         device = next(module.parameters()).device if module else torch.device("cpu")
@@ -118,6 +122,11 @@ class Run(Recording):
         require_alike(world, of_all_ranks(composed))
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
+        if isinstance(recorder, str):
+            chosen = load([f"recorder={recorder}"]).recorder
+            self._curves = Curves(build(chosen) if chosen else None)
+        else:
+            self._curves = Curves(recorder)
         self.loop = self._loop = OwnLoop(config, world, module, sync)
         directory = claim(world, config, run_name(arguments, config.strategy, world.size))
         assert directory  # a new one is not done
@@ -130,6 +139,7 @@ class Run(Recording):
     def __enter__(self) -> Self:
         if self.world.rank == 0:
             self.open(first_step=0)
+            self._curves.start(self._loop, self.path, self.config.study, settings_of(self.config))
         self._is_open = True
         return self
 
@@ -175,6 +185,7 @@ class Run(Recording):
             self._in_step = False
         loop.after_step(math.nan if current.loss is None else current.loss)
         loop.count_step(before, loop.sent())
+        self._curves.after_step()
 
     def evaluated(self, *, loss: float, **metrics: float) -> None:
         """Record an evaluation after the last step: the same values on all ranks.
@@ -184,12 +195,19 @@ class Run(Recording):
         self._loop.pause()
         progress, clock = self._loop.progress, self._loop.clock
         when = {"step": progress.step, "seconds": clock.total_seconds()}
-        progress.evaluations.append({**when, "loss": float(loss), **metrics})
+        result = {**when, "loss": float(loss), **metrics}
+        progress.evaluations.append(result)
+        self._curves.evaluated(result)
+
+    def write(self) -> None:
+        super().write()
+        self._curves.finish(self.record)
 
     def _finish(self) -> None:
         self._loop.pause()
+        self._curves.send()
         self.record = record = measured(self._loop, self.record, self.directory)
-        if self._loop.lab_sync is None:
+        if not self._loop.counts_payload:
             record.payload_bytes_per_step = record.messages_per_step = None
             record.across_bytes_per_step = None
         self.end()
@@ -284,6 +302,10 @@ class OwnLoop(Measured[Synced]):
     def total_steps(self) -> int:
         """Steps so far: the loop alone knows when it ends."""
         return self.progress.step
+
+    @property
+    def counts_payload(self) -> bool:
+        return self.lab_sync is not None
 
     @property
     def certificate(self) -> Certificate | None:

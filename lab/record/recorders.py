@@ -5,19 +5,23 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from lab.record.schema import Record
-from lab.settings import checks
+from lab.settings import checks, names
 from lab.settings.atomic import write_atomically
 from lab.settings.secrets import is_secret
 
 CURVES = "curves.csv"  # in a run's directory
 WANDB_MODES = ("offline", "online")
+WANDB_PROJECT = "scaling-lab"
+MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # that a request may hold
 Row = dict[str, Any]
 
 
@@ -170,41 +174,156 @@ class TensorBoardRecorder:
 class WandbRecorder:
     """A Weights & Biases run per cell, grouped by study; the run directory stays complete.
 
+    A cell has one run, however often it is interrupted: its id is kept in the run directory.
+
     Args:
-        project: name of the wandb project.
-        mode: "offline" keeps everything in the run directory, "online" sends it.
+        project, entity, job_type: None: those of WANDB_PROJECT, WANDB_ENTITY and WANDB_JOB_TYPE;
+            without these "scaling-lab", wandb's own default, and "train".
+        mode: "offline" keeps everything in the run directory, "online" sends it; None: that of
+            WANDB_MODE, without it "offline".
+        tags: of the run; none: those of WANDB_TAGS.
 
     Raises: ValueError: `mode` is neither, or wandb is not installed.
     """
 
-    def __init__(self, project: str, mode: str) -> None:
-        checks.one_of("recorder.mode", mode, WANDB_MODES)
+    def __init__(
+        self,
+        project: str | None = None,
+        mode: str | None = None,
+        entity: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        if mode is not None:
+            checks.one_of("recorder.mode", mode, WANDB_MODES)
         _require_package("wandb")
-        self._project = project
-        self._mode = mode
+        self._names: dict[str, Any] = {
+            "project": project or os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
+            "mode": mode or os.environ.get("WANDB_MODE") or "offline",
+            "entity": entity or os.environ.get("WANDB_ENTITY"),
+            "job_type": job_type or os.environ.get("WANDB_JOB_TYPE") or "train",
+            "tags": [*tags] or None,
+        }
+        self._directory = Path()
         self._run: Any = None
 
     def start(self, directory: Path, study: str, config: dict[str, Any], first_step: int) -> None:
-        import wandb
+        """Begin the cell's run, or go on with it.
 
-        with _without_slurm_secrets():
-            self._run = wandb.init(
-                project=self._project,
-                mode=self._mode,  # type: ignore[arg-type]
-                dir=str(directory),
-                name=directory.name,
-                group=study,
-                config=config,
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+        Steps that it has recorded already, after the checkpoint, stay as they were first recorded.
+        """
+        self._begin(directory, directory.name, group=study, config=config)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def finish(self, record: Record) -> None:
-        """Close the run with the record as its summary."""
+        """Close the run: the record is its summary, the directory's files an artifact."""
         self._run.summary.update(record.to_json())
+        self._add_files("run")
+        self._run.finish(exit_code=int(record.status != "done"))
+
+    def publish(self, folder: Path, study: str) -> None:
+        """Keep the figures and tables in `folder` as an artifact of a study, in a run of its own.
+
+        Raises: Exception: wandb's own, if it cannot be reached.
+        """
+        self._begin(folder, f"{study} figures", group=study, job_type="figures")
+        self._add_files("figures")
         self._run.finish()
+
+    def _begin(self, directory: Path, name: str, **about: Any) -> None:
+        import wandb
+
+        self._directory, kept = directory, directory / ".wandb-id"
+        with _for_wandb(directory):
+            self._run = wandb.init(
+                **self._names | about,
+                dir=str(directory),
+                id=kept.read_text() if kept.exists() else None,
+                resume="allow",
+                allow_val_change=True,  # as world_size, where an elastic run goes on
+                reinit="create_new",  # beside one of the program's own
+                name=name,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        if not self._run.disabled:
+            kept.write_text(self._run.id)
+
+    def _add_files(self, kind: str) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(f"{kind}-{self._run.id}", kind)
+        with _for_wandb(self._directory):
+            for path in _files(self._directory):
+                artifact.add_file(str(path))
+            self._run.log_artifact(artifact)
+
+
+class MlflowRecorder:
+    """An MLflow run per cell, in an experiment named by the study; settings are its parameters.
+
+    MLflow keeps what was recorded of steps after a checkpoint: a resumed run has them twice.
+
+    Args:
+        tracking_uri: a server or store; None: that of MLFLOW_TRACKING_URI, or MLflow's own default.
+        experiment: None: that of MLFLOW_EXPERIMENT_NAME, without it the study.
+
+    Raises: ValueError: MLflow is not installed.
+    """
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+        _require_package("mlflow")
+        self._uri = tracking_uri
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        self._mlflow: Any = None
+        self._client: Any = None
+        self._directory, self._id = Path(), ""
+        self._waiting: list[Any] = []
+        self._sent_at = 0.0
+
+    def start(self, directory: Path, study: str, config: dict[str, Any], first_step: int) -> None:
+        self._mlflow = import_module("mlflow")  # here: other ranks need none of it
+        client = self._client = self._mlflow.MlflowClient(self._uri)
+        self._directory, kept = directory, directory / ".mlflow-id"
+        if kept.exists():
+            self._id = kept.read_text()
+            client.update_run(self._id, status="RUNNING")
+            return
+        name = self._experiment or study
+        found = client.get_experiment_by_name(name)
+        place = found.experiment_id if found else client.create_experiment(name)
+        run = client.create_run(place, run_name=directory.name, tags={"study": study})
+        self._id = run.info.run_id
+        kept.write_text(self._id)
+        param = self._mlflow.entities.Param
+        settings = [param(key, str(value)) for key, value in names.flat(config).items()]
+        for first in range(0, len(settings), MLFLOW_PARAMS):
+            client.log_batch(self._id, params=settings[first : first + MLFLOW_PARAMS])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now, metric = time.time(), self._mlflow.entities.Metric
+        self._waiting += [metric(k, float(v), int(1000 * now), step) for k, v in values.items()]
+        if now > self._sent_at + 1:  # each is a request, for which training waits
+            self._send()
+
+    def finish(self, record: Record) -> None:
+        """Close the run, with the directory's files as artifacts."""
+        self._send()
+        for path in _files(self._directory):
+            self._client.log_artifact(self._id, str(path))
+        ends = {"done": "FINISHED", "interrupted": "KILLED"}
+        self._client.set_terminated(self._id, ends.get(record.status, "FAILED"))
+
+    def _send(self) -> None:
+        for first in range(0, len(self._waiting), MLFLOW_METRICS):
+            self._client.log_batch(self._id, self._waiting[first : first + MLFLOW_METRICS])
+        self._waiting, self._sent_at = [], time.time()
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of a run: its settings, record and tables, without checkpoints."""
+    return sorted(p for p in directory.iterdir() if p.is_file() and not p.name.startswith("."))
 
 
 def _require_package(name: str) -> None:
@@ -214,11 +333,13 @@ def _require_package(name: str) -> None:
 
 
 @contextmanager
-def _without_slurm_secrets() -> Generator[None]:
-    """Hide SLURM's secrets: wandb records all variables of SLURM."""
-    found = [name for name in os.environ if name.startswith("SLURM") and is_secret(name)]
-    values = {name: os.environ.pop(name) for name in found}
+def _for_wandb(directory: Path) -> Generator[None]:
+    """Hide SLURM's secrets, since wandb records all its variables; keep copies of files here."""
+    hidden = [name for name in os.environ if name.startswith("SLURM") and is_secret(name)]
+    before = {name: os.environ.pop(name, None) for name in (*hidden, "WANDB_DATA_DIR")}
+    os.environ["WANDB_DATA_DIR"] = before["WANDB_DATA_DIR"] or str(directory / "wandb")
     try:
         yield
     finally:
-        os.environ.update(values)
+        del os.environ["WANDB_DATA_DIR"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})

@@ -69,9 +69,9 @@ def write_trace(path: Path, spans: Iterable[Span], about: Mapping[str, Any] | No
         if key not in threads:
             threads[key] = sum(rank == span.rank for rank, _, _ in threads)
             events += _names(*key, threads[key])
-        begin, end = (round(1e6 * (moment - origin), 3) for moment in (span.start_s, span.end_s))
+        begin, end = (round(1e9 * (moment - origin)) for moment in (span.start_s, span.end_s))
         place = {"pid": span.rank, "tid": threads[key]}
-        times = {"ts": begin, "dur": round(end - begin, 3)}
+        times = {"ts": _microseconds(begin), "dur": _microseconds(end - begin)}
         events.append({"ph": "X", "name": span.name, "cat": span.row, **place, **times})
     other = dict(about or {})
     write_json(path, {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
@@ -111,6 +111,16 @@ def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
         ends[lane:] = [span.end_s, *ends[lane + 1 :]]
         placed.append((span, lane))
     return sorted(placed, key=lambda pair: (pair[0].rank, _place(pair[0].row), pair[1]))
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """Return the number that Perfetto, which multiplies by 1000 and truncates, reads as it is.
+
+    1.001 would be 1000 ns there, within the event before it, and Perfetto drops events that
+    overlap on a thread (its JsonTraceParser and SliceTracker).
+    """
+    value = nanoseconds / 1000
+    return value if int(value * 1000) == nanoseconds else math.nextafter(value, math.inf)
 
 
 def _place(row: str) -> tuple[int, str]:

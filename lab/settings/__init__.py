@@ -1,1 +1,10 @@
 """Settings: their schema, composition and checks; and the command line of all commands."""
+
+import lab
+
+# PyPI has a package of that name too, whose files pip writes over ours without a word.
+if not hasattr(lab, "_HOME"):
+    raise ImportError(
+        f"{lab.__file__}: is another package's file, which lies where the lab's should; "
+        "pip uninstall lab scaling-lab, then pip install scaling-lab"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,9 +15,10 @@ from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lab
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.fields import columns, fields_of
-from lab.settings.hints import hint
+from lab.settings.hints import OF_HYDRA, hint
 from lab.settings.secrets import kept_words, without_secrets
 from lab.settings.streams import OutputLost, drop_output, safe_streams, visible, visible_output
 from lab.settings.user_traceback import blame
@@ -28,6 +30,8 @@ EXIT_UNREAD = 128 + 13  # as of a program that SIGPIPE ends
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
 LONGEST_ERROR = 2000
 OF_REPORTS = ("pandas", "altair", "vl_convert", "jinja2")  # the extra `report` installs them
+ABOUT = ("--help", "--version", "--shell-completion")  # flags that ask for a text alone
+OF_CFG = ("--resolve", "--package")
 SETTING = re.compile(r"~|\+*[\w.@]+=")  # and not runs/a=b, a folder
 
 
@@ -68,10 +72,14 @@ class Command:
     @property
     def flags(self) -> str:
         """Return the flags that the command accepts."""
-        names = ["--help"]
-        names += ["--config-dir DIR", "--cfg job"] if self.runs else []
-        names += ["--multirun"] if self.sweeps else []
-        return ", ".join(names)
+        return ", ".join(self.flag_names)
+
+    @property
+    def flag_names(self) -> list[str]:
+        """Return the flags that the command accepts, each with its value."""
+        names = ["--help", "--version", "--shell-completion install=bash"]
+        of_runs = ("--config-dir DIR", "--cfg job", "--resolve", "--package KEY")
+        return [*names, *(of_runs if self.runs else ()), *(["--multirun"] if self.sweeps else [])]
 
     @property
     def usage(self) -> str:
@@ -88,15 +96,27 @@ class CommandLine:
         text: the whole line, as typed, for a shell.
         words: the positional words.
         settings: `key=value` words, in order; `--config-dir` is one of them.
-        shows_settings: whether `--cfg job` asks only to print the settings.
+        flags: those given, by their long names, with their values.
     """
 
     text: str
     words: list[str]
     settings: list[str]
-    shows_settings: bool
-    is_multirun: bool
-    asks_help: bool
+    flags: Mapping[str, str]
+
+    @property
+    def shows_settings(self) -> bool:
+        """Whether `--cfg job` asks only to print the settings."""
+        return "--cfg" in self.flags
+
+    @property
+    def is_multirun(self) -> bool:
+        return "--multirun" in self.flags
+
+    @property
+    def asks(self) -> bool:
+        """Whether the command line asks for a text about the command, and for nothing else."""
+        return any(flag in self.flags for flag in ABOUT)
 
     @property
     def word(self) -> str:
@@ -118,16 +138,17 @@ def answer(
         one line on stderr, and exit code 2.
 
     Returns:
-        The exit code: 0 after help, 1 for an error in the user's own code or output that cannot be
-        written, 2 for a wrong setting, 130 after Ctrl-C, 141 if nobody reads the output any more.
+        The exit code: 0 after help and the like, 1 for an error in the user's own code or output
+        that cannot be written, 2 for a wrong setting, 130 after Ctrl-C, 141 if nobody reads the
+        output any more.
     """
     try:
         line = read(command, arguments)
-        if line.asks_help:
-            print(help_text(command, line.settings))
+        if line.asks:
+            print(_about(command, line))
         # A command with a word reads what others may have written; the others run the user's own.
         with visible_output() if command.word else nullcontext():
-            code = 0 if line.asks_help else act(line)
+            code = 0 if line.asks else act(line)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read the output has enough of it, as `head` has
@@ -160,6 +181,16 @@ def answer(
         return 130
 
 
+def _about(command: Command, line: CommandLine) -> str:
+    if "--help" in line.flags:
+        return help_text(command, line.settings)
+    if "--version" in line.flags:
+        return f"scaling-lab {lab.__version__}"
+    from lab.settings.completion import script
+
+    return script(line.flags["--shell-completion"])
+
+
 def help_text(command: Command, arguments: Sequence[str]) -> str:
     """Return the text of `--help`; `arguments` select the choices whose settings are listed."""
     lines = [f"usage: {command.usage}", "", command.purpose]
@@ -178,40 +209,58 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
     Raises:
         ConfigError: a flag that the command does not accept, or a wrong number of words.
     """
-    words, settings, flags = list[str](), list[str](), set[str]()
+    words, settings, flags = list[str](), list[str](), dict[str, str]()
     rest = iter(arguments)
     for argument in rest:
         if argument.startswith("-"):
             flag, value = _flag(command, argument, rest)
-            flags.add(flag)
+            flags[flag] = value
             settings += [value] if flag == "--config-dir" else []
         elif command.word and not SETTING.match(argument):
             words.append(argument)
         else:
             settings.append(argument)
-    fits = len(words) == bool(command.word) or (command.several and words)
-    if not fits and "--help" not in flags:
+    text = shlex.join(["python", "-m", command.name, *arguments])
+    line = CommandLine(text, words, settings, flags)
+    if line.asks:
+        return line
+    if not (len(words) == bool(command.word) or (command.several and words)):
         asked = " ".join(words) or "(nothing)"
         number = "at least one" if command.several else "one"
         raise ConfigError(f"{asked}: takes {number} {command.word}, as in {command.usage}")
+    if lonely := [flag for flag in OF_CFG if flag in flags and "--cfg" not in flags]:
+        raise ConfigError(f"{lonely[0]}: goes with --cfg job")
     if kept_words(settings) != settings:
         from lab.settings.overrides import handed_over
 
-        settings = handed_over(settings)
-    if command.runs and "--help" not in flags:
+        line = dataclasses.replace(line, settings=handed_over(settings))
+    if command.runs:
         from lab.settings.config import check_words
 
-        check_words(settings, command.fields)
-    shows_settings, is_multirun = "--cfg" in flags, "--multirun" in flags
-    text = shlex.join(["python", "-m", command.name, *arguments])
-    return CommandLine(text, words, settings, shows_settings, is_multirun, "--help" in flags)
+        check_words(line.settings, command.fields)
+    return line
 
 
-def show(configs: Iterable[DictConfig]) -> None:
-    """Print settings as YAML documents, for `--cfg job`."""
+def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> None:
+    """Print settings as YAML documents, for `--cfg job`.
+
+    Args: flags: of the command line, of which `--resolve` and `--package` say what is printed.
+
+    Raises:
+        ConfigError: the package is no part of the settings.
+    """
     from omegaconf import OmegaConf
 
-    print("---\n".join(OmegaConf.to_yaml(config) for config in configs), end="")
+    package, resolve, texts = flags.get("--package"), "--resolve" in flags, list[str]()
+    for config in configs:
+        part = OmegaConf.select(config, package) if package else config
+        if not OmegaConf.is_config(part):
+            raise ConfigError(f"--package {package}: must be a group of settings, such as optim")
+        if resolve:
+            OmegaConf.resolve(config)
+        header = f"# @package {package}\n" if package else ""
+        texts.append(header + OmegaConf.to_yaml(part))
+    print("---\n".join(texts), end="")
 
 
 def report_error(command: str, error: Exception) -> None:
@@ -241,15 +290,23 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
     name, _, value = argument.partition("=")
     if name in ("-h", "--help"):
         return "--help", ""
+    if name == "--version":
+        return "--version", ""
+    if command.runs and name == "--resolve":
+        return "--resolve", ""
     if command.sweeps and name in ("-m", "--multirun"):
         return "--multirun", ""
     value = value or next(rest, "")
+    if name in ("-sc", "--shell-completion"):
+        return "--shell-completion", value
     if (key := name.lstrip("-").replace("-", "_")) in command.fields:
         raise ConfigError(f"{name} {value}: is written {key}={value or '...'}")
     if command.runs and name in ("-c", "--cfg"):
         if value != "job":
             raise ConfigError(f"{name} {value}: allowed is --cfg job")
         return "--cfg", value
+    if command.runs and name in ("-p", "--package"):
+        return "--package", value
     if command.runs and name in ("-cd", "--config-dir"):
         if not Path(value).is_dir() or not value:
             raise ConfigError(f"{name} {value}: there is no such folder")
@@ -265,6 +322,8 @@ def _as_setting(name: str, argument: str, value: str) -> str | None:
     """Return how to write an option of other programs, such as --lr 0.1; None: it is unknown."""
     from lab.settings.config import FIELDS  # composing takes time to load, and only errors need it
 
+    if name in OF_HYDRA:
+        return OF_HYDRA[name].format(value or "NAME")
     key = name.lstrip("-").replace("-", "_")
     if "=" not in argument and ("=" in value or value.startswith("-")):  # the next setting
         value = ""

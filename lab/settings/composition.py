@@ -19,15 +19,25 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
 from lab.settings import checks, hints
-from lab.settings.config import DATA, FIELDS, GROUPS, OFFERED, Settings, check_name, no_choice
+from lab.settings.config import (
+    DATA,
+    FIELDS,
+    GROUPS,
+    OFFERED,
+    Settings,
+    check_batch,
+    check_name,
+    no_choice,
+)
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import (
     choices_of,
@@ -38,7 +48,7 @@ from lab.settings.files import (
     make_importable,
     read_file,
 )
-from lab.settings.overrides import config_dir_of, parse_overrides, quoted
+from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_numbers
 from lab.settings.own_code import check_choices, names_code
 from lab.settings.reading import DamagedFile, escaped, read_yaml
 
@@ -54,18 +64,13 @@ ConfigStore.instance().store(name="settings", node=Settings)
 
 def composed(arguments: Sequence[str]) -> DictConfig:
     """Compose, type-check and validate the settings of one run: see lab.settings.config.load."""
-    overrides = parse_overrides(arguments)
+    overrides = parse_overrides(with_numbers(arguments))
     for override in overrides:
         _refuse(override)
     parts, overrides = _parts_apart(overrides)
     config_dir = config_dir_of(arguments)
-    # A run's study is a name; Hydra would take it for a choice among the files of conf/study.
-    studies = [str(o.value()) for o in overrides if o.key_or_group == "study"]
-    overrides = [o for o in overrides if o.key_or_group != "study"]
     try:
         config = _with_groups(overrides, config_dir)
-        if studies:
-            config.study = studies[-1]
         if parts:
             config.exchange = _exchange_of(parts, config_dir)
         _validate(config)
@@ -82,6 +87,37 @@ def composed(arguments: Sequence[str]) -> DictConfig:
     except ValueError as error:  # Hydra's own, of a group without a choice
         raise ConfigError(one_line(error)) from None
     return config
+
+
+class ProgramError(ConfigError, CompactHydraException):
+    """A wrong setting in a program of Hydra's, which prints its line without a traceback."""
+
+
+def of_program(config: DictConfig, world_size: int | None) -> tuple[DictConfig, list[str]]:
+    """Check settings that a program of Hydra's has composed, as those of a command line are.
+
+    Args: world_size: the number of ranks, if it is known already.
+
+    Returns:
+        The settings, without references, and the words that the program was called with; none if
+        it was not @hydra.main that composed them.
+
+    Raises:
+        ProgramError: a setting is missing, unknown or wrong.
+    """
+    words = [*HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
+    try:
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        typed = OmegaConf.merge(OmegaConf.structured(Settings), content)
+        assert isinstance(typed, DictConfig)
+        _validate(typed)
+        if world_size is not None:
+            check_batch(typed, world_size)
+        make_importable(typed.config_dir)
+        typed.code = check_choices(typed, OFFERED, words)
+    except (ConfigError, OmegaConfBaseException) as error:
+        raise ProgramError(one_line(error)) from None
+    return typed, words
 
 
 def _refuse(override: Override) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 from lab.settings.errors import ConfigError
 from lab.settings.reading import read_yaml
 
+# A group of this name would make Hydra take a run's setting `study` for a choice among its files.
+FOLDERS = {"study": "studies"}
 TOP_LEVEL_KEY = re.compile(r"^(\w+):", re.MULTILINE)
 
 
 def conf_dir() -> Path:
-    """Return the configuration tree: in the package if installed, next to it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
+    """Return the configuration tree, to which a checkout's package has a link."""
+    return (Path(__file__).parents[1] / "conf").resolve()
 
 
 def make_importable(config_dir: str | None) -> None:
@@ -123,5 +123,5 @@ def files_of(group: str, config_dir: str | None) -> dict[str, Path]:
     return {
         path.stem: path
         for folder in [*folders, conf_dir()]
-        for path in (folder / group).glob("*.yaml")
+        for path in (folder / FOLDERS.get(group, group)).glob("*.yaml")
     }

@@ -18,7 +18,9 @@ from lab.settings.overrides import config_dir_of
 GRAMMAR = """\
 flags, as in Hydra:
   --config-dir DIR   your own choices too: DIR/strategy/mine.yaml is strategy=mine
-  --cfg job          print the settings, composed and checked, and end
+  --cfg job          print the settings, composed and checked, and end; with --resolve without
+                     references, with --package optim those of a group
+  -sc install=bash   print the completion of `lab` for the shell: eval "$(lab -sc install=bash)"
 {}settings may be added to a choice and removed from it: +exchange.key=value ~exchange.key"""
 MULTIRUN = "  -m, --multirun     a grid, as python -m lab.sweep: settings take lists\n"
 DEFAULT = re.compile(r"^  - (?:override )?/?(\w+): (\w+)", re.MULTILINE)  # of a list of Hydra's

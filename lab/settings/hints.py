@@ -56,6 +56,21 @@ RANKS = (
     *("num_processes", "num_ranks", "ranks", "devices", "np"),
 )
 GPU = ("gpu", "gpu_id", "gpu_ids", "device_id", "local_rank")
+# Hydra's own flags and settings (docs/how-to/hydra.md), and what does the same here.
+IN_A_PROGRAM = "or a program with @hydra.main and lab.run (docs/how-to/hydra.md)"
+_INFO = f"use --cfg job for the settings and --help for groups and choices, {IN_A_PROGRAM}"
+_NAME = "settings of a run in a file are a study of one cell: python -m lab.sweep study=./{0}.yaml"
+OF_HYDRA = {
+    **dict.fromkeys(("-i", "--info"), _INFO),
+    "--hydra-help": f"Hydra itself has no settings here; use --help, {IN_A_PROGRAM}",
+    **dict.fromkeys(("-cn", "--config-name"), _NAME),
+    **dict.fromkeys(("-cp", "--config-path"), "use --config-dir {0}, which adds to the choices"),
+    "hydra.run": "use runs_dir=DIR, study=NAME and cell=NAME: a run's folder is DIR/study/cell",
+    "hydra.sweep": "use runs_dir=DIR and study=NAME: a cell's folder is DIR/study/cell",
+    "hydra/launcher": f"use launcher=slurm with python -m lab.sweep, {IN_A_PROGRAM}",
+    "hydra/sweeper": f"use python -m lab.sweep, which runs grids, {IN_A_PROGRAM}",
+    "hydra.searchpath": "use --config-dir DIR, which adds to the choices",
+}
 OF_SWEEP = ("repeats", "launcher", "dry_run", "retry", "baselines", "cell_timeout_s")
 # By choice, as others call it, ours; compared without case, dashes and underscores.
 CHOICES = {

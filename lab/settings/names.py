@@ -73,7 +73,7 @@ def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: composed and resolved, groups as mappings.
     """
-    return {key: value for key, value in _flat(settings).items() if not _is_apart(key)}
+    return {key: value for key, value in flat(settings).items() if not _is_apart(key)}
 
 
 def of_all_ranks(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -81,7 +81,7 @@ def of_all_ranks(settings: Mapping[str, Any]) -> dict[str, str]:
 
     Of secrets a digest: ranks send these texts to each other, and what differs is printed.
     """
-    texts = {key: as_text(value) for key, value in _flat(settings).items() if key not in LOCAL}
+    texts = {key: as_text(value) for key, value in flat(settings).items() if key not in LOCAL}
     return {key: _digest(text) if is_secret(key) else text for key, text in texts.items()}
 
 
@@ -99,11 +99,12 @@ def _is_apart(key: str) -> bool:
     return key in AXES or root_of(key) in BOOKKEEPING
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings, of which groups are mappings, by dotted key."""
     values: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            values |= _flat(value, f"{prefix}{key}.")
+            values |= flat(value, f"{prefix}{key}.")
         else:
             values[f"{prefix}{key}"] = value
     return values

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of
-from lab.settings.hints import lonely_hint
+from lab.settings.hints import OF_HYDRA, lonely_hint, number
 from lab.settings.secrets import kept_words
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+# Whole, and not one of those that `handed_over` makes, whose types it knows.
+OF_ENVIRONMENT = re.compile(r"\$\{oc\.env:(?!LAB_)[^{}$]+\}")
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -39,8 +42,9 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         except HydraException:
             hint = _hint(arguments, index)
             raise ConfigError(f"{argument!r} is not a setting: {hint}") from None
-        if overrides[-1].key_or_group.split(".")[0] == "hydra":
-            raise ConfigError(f"{argument}: Hydra itself has no settings here (--help)")
+        if re.match(r"hydra\b", key := overrides[-1].key_or_group):
+            named = (hint for name, hint in OF_HYDRA.items() if key.startswith(name))
+            raise ConfigError(f"{argument}: {next(named, OF_HYDRA['--hydra-help'])}")
     return overrides
 
 
@@ -89,6 +93,29 @@ def _put_away(key: str, number: int, text: str) -> str:
     return f"${{oc.env:{name}}}"
 
 
+def with_numbers(arguments: Sequence[str]) -> list[str]:
+    """Have the number that a variable of the environment holds read as one, as if it were typed.
+
+    The resolver oc.env gives texts alone: optim.lr='${oc.env:LR,0.1}' would be the word "0.1".
+    """
+    return [_with_number(argument) for argument in arguments]
+
+
+def _with_number(argument: str) -> str:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key, _, text = argument.partition("=")
+    if not OF_ENVIRONMENT.fullmatch(text := text.strip("'\"")):
+        return argument
+    try:
+        value = str(OmegaConf.create({"value": text}).value)
+    except OmegaConfBaseException:  # there is no such variable, which composing tells
+        return argument
+    is_typed = number(value) is not None or value.lower() in ("true", "false", "null")
+    return f"{key}={quoted(f'${{oc.decode:{text}}}')}" if is_typed else argument
+
+
 def own_choices(arguments: Sequence[str]) -> Sequence[str]:
     """Return settings that a file of data gives, after checking that they name no code or file.
 
@@ -114,10 +141,13 @@ def expanded(arguments: Sequence[str]) -> dict[str, list[str]]:
     """
     lists, config_dir = dict[str, list[str]](), config_dir_of(arguments)
     for override in parse_overrides(arguments):
-        if override.is_sweep_override() and not override.is_choice_sweep():
-            raise ConfigError(f"{override.input_line}: write the values as a list, a,b,c")
+        if override.is_interval_sweep():
+            raise ConfigError(
+                f"{override.input_line}: a grid needs values: a,b,c or range(1,9,2); "
+                "Hydra's sweepers draw from intervals (docs/how-to/hydra.md)"
+            )
         settings = [str(override.input_line)]
-        if override.is_choice_sweep():
+        if override.is_discrete_sweep():
             key = override.get_key_element()
             settings = [f"{key}={value}" for value in listed(override, config_dir)]
         if len(set(settings)) < len(settings):
@@ -135,7 +165,7 @@ def one_value(key: str, texts: Mapping[str, str]) -> str:
 
 
 def listed(override: Override, config_dir: str | None) -> list[str]:
-    """Return the values of a list: a,b,c, or the choices of a group that Hydra's glob(a*) matches.
+    """Return the values of a list: a,b,c, range(1,9,2), or the choices that glob(a*) matches.
 
     Raises:
         ConfigError: a glob that matches no choice.

@@ -148,7 +148,7 @@ class Study:
 def read(arguments: Sequence[str]) -> Study:
     """Read the study that a command line describes.
 
-    `study=NAME` starts from conf/study/NAME.yaml if there is such a file; settings on the command
+    `study=NAME` starts from conf/studies/NAME.yaml if there is such a file; settings on the command
     line replace those of the file. Repeats are the outermost loop, so that drift of the machine
     favours no number of ranks; strategies are the innermost, so that compared runs are close in
     time.
@@ -161,6 +161,9 @@ def read(arguments: Sequence[str]) -> Study:
     conditions, plain = separate(_with_study_file(arguments), (*of_study, *SET_BY_SWEEP))
     given, run = split(plain, of_study)
     name, runs_dir = (one_value(key, DEFAULTS | given) for key in DEFAULTS)
+    if "(" in (sizes := given.get("world_size", "")):  # range(1,5)
+        listed = expanded([f"world_size={sizes}"])["world_size"]
+        given = given | {"world_size": ",".join(each.partition("=")[2] for each in listed)}
     own = parsed(SweepSettings, given)
     points = _points(expanded(run), own.world_size, conditions, typed=arguments)
     if len({point.name for point in points}) < len(points):
@@ -192,7 +195,7 @@ def refuse_bare_study(arguments: Sequence[str]) -> None:
     """Refuse the name of a grid alone, for a command that runs one cell.
 
     Raises:
-        ConfigError: nothing but a study of conf/study is given.
+        ConfigError: nothing but a study of conf/studies is given.
     """
     given = {key: text for key, _, text in (each.partition("=") for each in arguments)}
     rest = given.keys() - {"study", "runs_dir", "config_dir"}
@@ -247,7 +250,7 @@ def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
 
 
 def _with_study_file(arguments: Sequence[str]) -> list[str]:
-    """Put the settings in conf/study/NAME.yaml, if there is such a study, before those typed."""
+    """Put the settings in conf/studies/NAME.yaml, if there is one, before those typed."""
     texts, others = split(arguments, ("study",))
     name, config_dir = one_value("study", DEFAULTS | texts), config_dir_of(arguments)
     if is_file(name):

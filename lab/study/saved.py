@@ -24,8 +24,8 @@ NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "config_dir")  # no grid by thems
 def read(arguments: Sequence[str]) -> tuple[Study, str]:
     """Read the study that a command line asks for, and say in words where its grid comes from.
 
-    A study of conf/study, or of a file by path, keeps that file's grid, and settings on the command
-    line are a grid. Without either, the study goes on with the grids saved in its folder.
+    A study of conf/studies, or of a file by path, keeps that file's grid, and settings on the
+    command line are a grid. Without either, the study goes on with the grids saved in its folder.
 
     Raises:
         ConfigError: a wrong setting, or a saved file that cannot be read.
@@ -38,7 +38,7 @@ def read(arguments: Sequence[str]) -> tuple[Study, str]:
     saved = load(Path(runs_dir) / name)
     where = f"study={name}: the grid of"
     if name in choices_of("study", config_dir_of(arguments)):
-        return read_grid(arguments), f"{where} conf/study/{name}.yaml"
+        return read_grid(arguments), f"{where} conf/studies/{name}.yaml"
     asks_by_name = any(each.startswith("study=") for each in arguments)
     if not saved or not asks_by_name or any(_is_of_grid(each) for each in arguments):
         beside = f", beside {len(saved)} saved in {runs_dir}/{name}/{FILE}" if saved else ""

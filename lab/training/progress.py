@@ -16,7 +16,7 @@ from lab.measure.spans import PHASES
 from lab.record.recorders import Guarded, Recorder
 from lab.record.schema import Record, worded
 from lab.task.metrics import metrics_of, shown
-from lab.training.trainer import Trainer
+from lab.training.trainer import Loop
 
 EXPOSED = PHASES.index("exchange")
 
@@ -75,48 +75,52 @@ class Curves:
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder = Guarded(recorder)
-        self._trainer: Trainer | None = None
-        self._lr = array("d")  # of each step of this start of the run
+        self._loop: Loop | None = None
+        self._lr = array("d")  # of each step of this start of the run, if it is known
         self._num_sent = 0
 
-    def start(self, trainer: Trainer, directory: Path, study: str, config: dict[str, Any]) -> None:
-        self._trainer = trainer if self._recorder.works else None
-        self._recorder.start(directory, study, config, trainer.first_step)
+    def start(self, loop: Loop, directory: Path, study: str, config: dict[str, Any]) -> None:
+        self._loop = loop if self._recorder.works else None
+        self._recorder.start(directory, study, config, loop.first_step)
 
-    def after_step(self) -> None:
+    def after_step(self, lr: float | None = None) -> None:
         """Note the step that the host has just queued; record those that the device has done."""
-        if self._trainer:
-            self._lr.append(self._trainer.optimizer.param_groups[0]["lr"])
+        if self._loop:
+            if lr is not None:
+                self._lr.append(lr)
             self.send()
 
     def send(self) -> None:
         """Record every step whose numbers have reached the host."""
-        if (trainer := self._trainer) is None:
+        if (loop := self._loop) is None:
             return
-        losses = trainer.losses.read
-        rows = trainer.clock.finished(self._num_sent)[: len(losses) - self._num_sent]
+        losses = loop.losses.read
+        rows = loop.clock.finished(self._num_sent)[: len(losses) - self._num_sent]
         for step_s, gap_s, *phases_s in rows:
             step = self._num_sent
             values = {
                 "train/loss": losses[step],
-                "train/lr": self._lr[step],
+                **({"train/lr": self._lr[step]} if self._lr else {}),
                 "train/step_s": step_s,
-                "train/samples_per_s": trainer.batch_size / (step_s + gap_s),
-                "train/payload_bytes": trainer.traffic[3 * step],
+                "train/samples_per_s": loop.batch_size / (step_s + gap_s),
+                **({"train/payload_bytes": loop.traffic[3 * step]} if loop.counts_payload else {}),
                 **({"train/exposed_exchange_s": phases_s[EXPOSED]} if phases_s else {}),
             }
             self._num_sent += 1
-            self._recorder.log(trainer.first_step + self._num_sent, values)
+            self._recorder.log(loop.first_step + self._num_sent, values)
 
     def evaluated(self, result: Mapping[str, float]) -> None:
-        """Record an evaluation, as `Trainer.evaluate` returns it; it waited for all steps."""
+        """Record an evaluation, which waited for all steps: its step, seconds and metrics."""
+        if not self._loop:
+            return
         self.send()
         values = metrics_of(result) | {"seconds": result["seconds"]}
         named = {f"test/{name}": value for name, value in values.items()}
         self._recorder.log(int(result["step"]), named)
 
     def finish(self, record: Record) -> None:
-        self._recorder.finish(record)
+        if self._loop:
+            self._recorder.finish(record)
 
 
 def summary(record: Record, path: Path) -> str:

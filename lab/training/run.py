@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -233,7 +233,7 @@ class Run(Recording):
         with layers, progress:
             for step in trainer.steps():
                 progress.update()
-                self.curves.after_step()
+                self.curves.after_step(trainer.optimizer.param_groups[0]["lr"])
                 if (certificate := trainer.check.news()) and self.world.rank == 0:
                     progress.write(certificate.line)
                 is_last = step == trainer.total_steps
@@ -291,17 +291,24 @@ class Run(Recording):
         return codes.get(self.record.status, 1)
 
 
-def start(config: DictConfig, arguments: list[str]) -> int:
+def start(
+    config: DictConfig, arguments: list[str], begun: Callable[[Path], object] = lambda _path: None
+) -> int:
     """Run one rank of a run; return the process's exit code.
 
-    Args: config: composed from `arguments`, which name the run.
+    Args:
+        config: composed from `arguments`, which name the run.
+        begun: is told the run's directory once it is claimed.
 
     Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     ranks = join(config)
     try:
         directory = claim_directory(config, arguments, ranks)
-        return Run(config, arguments, ranks, directory).execute() if directory else 0
+        if directory is None:
+            return 0
+        begun(directory.path)
+        return Run(config, arguments, ranks, directory).execute()
     finally:
         worlds.stop()
 

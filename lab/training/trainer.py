@@ -130,6 +130,11 @@ class Measured(Generic[S]):
         return None
 
     @property
+    def counts_payload(self) -> bool:
+        """True if what a step sends is known."""
+        return True
+
+    @property
     def certificate(self) -> Certificate | None:
         """The finding of an examination of its first exchanges; None: there is none."""
         return None

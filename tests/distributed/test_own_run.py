@@ -17,6 +17,7 @@ from lab.analysis.records import load_study
 from lab.diagnosis import view
 from lab.diagnosis.evidence import gather
 from lab.diagnosis.rules import judge
+from lab.record.recorders import CURVES
 from lab.record.schema import Record, read_record
 from tests.support.ranks import CREW
 
@@ -49,6 +50,7 @@ def record_loop(runs: Path, way: str, fails_at: tuple[int, int] | None = None) -
             settings={"lr": 0.01},
             runs_dir=runs,
             unit="row",
+            recorder="csv",
         ) as run:
             for number in range(STEPS):
                 with run.step() as step:
@@ -94,6 +96,10 @@ def test_a_loop_of_ones_own_is_recorded_and_read_as_any_run(
     assert own.notna().to_numpy().all()
     assert own.drop(columns="own_between_s").gt(0).to_numpy().all()
     assert steps.loss.between(0.01, 10).all() and steps.step_s.gt(0).all()
+    curves, of_rank_0 = pd.read_csv(path / CURVES), steps[steps["rank"] == 0]
+    assert curves["train/loss"].tolist() == pytest.approx(of_rank_0["loss"].tolist())
+    assert curves["train/payload_bytes"].gt(0).to_numpy().all()
+    assert curves["test/accuracy"].dropna().tolist() == pytest.approx([0.4, 0.9])
 
     study = load_study(tmp_path / "mine")
     evidence = gather(study, study.cells[0])

@@ -60,7 +60,7 @@ def tree_with(folder: Path, blocks: list[tuple[str, str]]) -> Path:
     for name in COPIED:
         ignored = shutil.ignore_patterns("__pycache__", "*.png")
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, tree / name)
     for path, text in blocks:

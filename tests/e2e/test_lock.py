@@ -64,7 +64,7 @@ def test_lock_resolves(platform: str, python: str) -> None:
 
 @pytest.mark.xdist_group("lock")
 def test_users_need_no_lock_of_developers() -> None:
-    extras = ("report", "wandb", "tensorboard", "horovod")
+    extras = ("report", "wandb", "mlflow", "tensorboard", "trainers", "horovod")
     done = resolve([USERS], PLATFORMS[0], "3.11", *extras)
     assert not {"pytest", "ruff"} & {name.partition("==")[0] for name in resolved(done, [USERS])}
 

@@ -1,6 +1,10 @@
 """Helpers that several tests share."""
 
 import os
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
 
 from lab.distributed.world import is_available
 
@@ -11,3 +15,21 @@ if not is_available():
 
 # A longer run hangs. Beside busy processes on a slow machine, two cells have taken five minutes.
 HANG_S = 600.0
+
+
+def round_products_once() -> None:
+    """Let Triton's interpreter round x * y + z once, as GPUs do where kernels ask for it.
+
+    A product of float32 is exact in float64, so only a sum is rounded twice, and very rarely felt.
+    """
+    if find_spec("triton") is None:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def fused(_: Any, x: Any, y: Any, z: Any) -> Any:
+        wide = np.float64 if z.data.dtype == np.float32 else np.longdouble
+        total = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
+        return TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
+
+    builder: Any = InterpreterBuilder
+    builder.create_fma = fused

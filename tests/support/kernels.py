@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import importlib
 from ctypes import CDLL
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from lab.codec import build
-from lab.codec.base import Codec, Kernels, Peers
+from lab.codec.base import Codec, Kernels
 from lab.codec.kernels import SOURCES, Native
-from lab.codec.layout import Layout
 
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
 HERE = torch.backends.cpu.get_cpu_capability()
+# Kernels of GPUs, by the module of lab.codec that launches them.
+LAUNCHED = {
+    "gpu": ("encode_rows", "decode_rows", "add_magnitudes"),
+    "gpu_topk": (
+        *("sample_rows", "collect_largest", "find_last", "write_largest", "spread_largest"),
+    ),
+    "gpu_randomk": ("take_drawn", "put_drawn"),
+    "gpu_low_rank": ("multiply_rows", "multiply_columns", "multiply_factors", "orthonormalise"),
+}
 KINDS = ("normal", "zero", "equal", "negative", "denormal", "huge", "nan", "-inf")
 LENGTHS = (1, 7, 16, 33, 1000, 70_001)  # the last is more than a piece of a thread
 
@@ -34,7 +43,7 @@ def of_codec(codec: Codec, level: str) -> Kernels:
     """Return the kernels of a codec for a processor's level or "triton"; skip without either."""
     if level == "triton":
         pytest.importorskip("triton", reason="no triton here")
-        return OnGPU(importlib.import_module("lab.codec.gpu").Triton(codec.reading))
+        return cast(Kernels, OnGPU(importlib.import_module("lab.codec.gpu").made(codec.reading)))
     return Native(library_at(level, codec.name), codec.name, codec.option)
 
 
@@ -55,33 +64,12 @@ class Counter:
 class OnGPU:
     """Triton's kernels given copies on the GPU; without one, conftest.py has its interpreter on."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def encode(
-        self,
-        layout: Layout,
-        values: Tensor,
-        residual: Tensor | None,
-        message: Tensor,
-        finite: Tensor | None = None,
-    ) -> None:
-        self._call(self._kernels.encode, layout, values, residual, message, finite)
-
-    def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
-    ) -> None:
-        self._call(self._kernels.add_up, layout, messages, out, divisor, finite)
-
-    def reduce(
-        self,
-        layout: Layout,
-        messages: Tensor | Peers,
-        residual: Tensor | None,
-        out: Tensor | Peers,
-    ) -> None:
-        self._call(self._kernels.reduce, layout, messages, residual, out)
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, getattr(self._kernels, name))
 
     def _call(self, function: Any, *arguments: Any) -> None:
         tensors = [a for a in arguments if isinstance(a, Tensor)]

@@ -15,6 +15,7 @@ from lab.plot import main
 from lab.record.schema import Emulation
 from tests.support.records import leave, make_record
 from tests.support.svg import outside, overlapping
+from tests.support.wandb_file import only, settled
 
 FIGURES = ("speedup_bars", "scaling", "throughput", "step_time", "payload", "convergence")
 PHASES_S = {"data": 0.01, "forward": 0.1, "backward": 0.2, "exchange": 0.05, "update": 0.01}
@@ -54,6 +55,19 @@ def study(tmp_path: Path) -> Path:
                 write_run(folder, strategy, ranks, repeat)
             write_run(folder, "fc1x1", ranks, repeat, transform="FCToConv")
     return folder
+
+
+def test_wandb_keeps_figures_and_tables_as_an_artifact_of_the_study(
+    study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert main([str(study), "format=svg", "only=scaling", "recorder=wandb"]) == 0
+    (start,) = settled(study)
+    run = only(start, "run")[0]
+    assert (run.run_group, run.job_type) == ("demo", "figures")
+    ((*entries,),) = (artifact.manifest.contents for artifact in only(start, "artifact"))
+    written = {"records.csv", "records.parquet", "scaling.svg", "summary.csv"}
+    assert {entry.path for entry in entries} == written
 
 
 def test_all_figures_are_written_and_depend_on_the_records_alone(

@@ -196,7 +196,7 @@ def test_the_table_has_the_published_copies_beside(
         (b'[{"cat": "gpu_memcpy", "name": "x", "ts": 0, "dur": 1}]', "copies without bytes: 1"),
         (b'[{"cat": "kernel", "pid": 0, "ts": "soon", "dur": 1}]', "a run on CPUs makes none"),
         (b'[{"cat": "cuda_runtime", "name": "hipMemcpyAsync"}]', "(1 of hipMemcpyAsync)"),
-        (b'[{"name": "MemcpyH2D", "ph": "X", "ts": 0, "dur": 1}]', "copies without bytes: 1"),
+        (b'[{"name": "MemcpyH2D", "ph": "X", "ts": 0, "dur": 1}]', "args have memcpy_details"),
     ],
 )
 def test_what_is_no_trace_with_copies_is_one_line_and_code_2(

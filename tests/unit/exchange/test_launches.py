@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from lab.claims.predicted import profile_of
 from lab.codec.base import Codec, Kernels, Reference
+from lab.exchange import powersgd, randomk
 from lab.exchange.bucket import GradBucket
 from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
 from lab.simulate.strategy import buckets
 from tests.support.cases import maker
-from tests.support.kernels import Counter
+from tests.support.kernels import LAUNCHED, Counter
 
 NUM_RANKS, BUCKET_MB = 8, 25.0
 ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB, on_gpu=True)
@@ -25,9 +28,9 @@ LAUNCHES = {
     "int8": (0, 12, 8),
     "int4": (0, 12, 8),
     "signsgd_ef": (0, 12, 4),
-    "topk": (458, 0, 4),
-    "randomk": (532, 0, 4),
-    "powersgd": (59, 0, 9),
+    "topk": (0, 20, 4),
+    "randomk": (8, 8, 4),
+    "powersgd": (11, 20, 9),
 }
 
 
@@ -35,11 +38,16 @@ LAUNCHES = {
 def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Codecs have the kernels that they would have on a GPU, which are counted."""
     triton, counter = pytest.importorskip("lab.codec.gpu", reason="no triton here"), Counter()
-    for name in ("encode_rows", "decode_rows", "add_magnitudes"):
-        monkeypatch.setattr(triton, name, counter)
+    modules = {name: importlib.import_module(f"lab.codec.{name}") for name in LAUNCHED}
+    for name, launched in LAUNCHED.items():
+        for kernel in launched:
+            monkeypatch.setattr(modules[name], kernel, counter)
+    drawn, factors = modules["gpu_randomk"], modules["gpu_low_rank"]
+    monkeypatch.setattr(randomk, "kernels", lambda _: drawn.made())
+    monkeypatch.setattr(powersgd, "factor_kernels", lambda *_: factors.made())
 
     def kernels(codec: Codec, _: torch.device) -> Kernels:
-        return triton.Triton(codec.reading) if codec.reading else Reference(codec)
+        return triton.made(codec.reading) if codec.reading else Reference(codec)
 
     monkeypatch.setattr(Codec, "kernels", kernels)
     return counter

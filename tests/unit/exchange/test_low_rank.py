@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,11 +15,16 @@ from lab.exchange.powersgd import (
     Native,
     Reference,
     factor_kernels,
-    orthonormalise,
 )
-from tests.support.kernels import HERE, LEVELS, library_at
+from tests.support.kernels import HERE, LEVELS, OnGPU, library_at
 
 SHAPES = [(0, 3), (1, 1), (3, 7), (64, 33), (300, 1000), (10, 9000), (5000, 10)]
+RANKS = [1, 2, 3, 4]
+CASES = [
+    *product([*LEVELS, "reference"], SHAPES, RANKS),
+    *product(["triton"], [(0, 3), (1, 1), (6, 7), (5, 528)], RANKS),
+    ("triton", (520, 17), 2),  # interpreters are slow; more rows than a program takes
+]
 
 
 CPU = torch.device("cpu")
@@ -27,7 +35,9 @@ def alone(rows: int, columns: int, rank: int) -> Factors:
     return Factors([(0, rows, columns, rank)])
 
 
-def implementation(level: str) -> Reference:
+def implementation(level: str) -> Any:
+    if level == "triton":
+        return OnGPU(pytest.importorskip("lab.codec.gpu_low_rank", reason="no triton here").made())
     return Reference() if level == "reference" else Native(library_at(level, "low_rank"))
 
 
@@ -40,9 +50,7 @@ def near(ours: Tensor, true: Tensor, sizes: Tensor, level: str) -> bool:
     return bool(((ours.double() - true).abs() <= tolerance * sizes).all())
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3, 4])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("level", [*LEVELS, "reference"])
+@pytest.mark.parametrize(("level", "shape", "rank"), CASES)
 def test_products_are_those_of_float64(level: str, shape: tuple[int, int], rank: int) -> None:
     codec, (rows, columns) = implementation(level), shape
     gradient, residual, q = torch.randn(shape), torch.randn(shape), torch.randn(rank, columns)
@@ -56,10 +64,10 @@ def test_products_are_those_of_float64(level: str, shape: tuple[int, int], rank:
     assert torch.equal(matrix, residual + gradient)
     assert near(back, p.T.double() @ true, p.T.double().abs() @ true.abs(), level)
     codec.project_back(one, matrix, p, back, True)
-    product, sizes = p.double() @ back.double(), p.double().abs() @ back.double().abs()
-    assert near(matrix, true - product, sizes + true.abs(), level)
+    mean, sizes = p.double() @ back.double(), p.double().abs() @ back.double().abs()
+    assert near(matrix, true - mean, sizes + true.abs(), level)
     codec.rebuild(one, p, back, out)
-    assert near(out, product, sizes, level)
+    assert near(out, mean, sizes, level)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -106,7 +114,7 @@ def test_more_columns_than_the_kernels_take_go_to_blas() -> None:
     torch.testing.assert_close(p, gradient @ q.T)
 
 
-@pytest.mark.parametrize("level", [*LEVELS, "reference"])
+@pytest.mark.parametrize("level", [*LEVELS, "triton", "reference"])
 def test_all_matrices_of_a_bucket_are_as_each_alone(level: str) -> None:
     """Their factors lie in another order, with other values between the matrices."""
     codec, shapes = implementation(level), {7: (5, 40, 1), 400: (9, 70, 2), 2000: (5, 33, 4)}
@@ -117,7 +125,7 @@ def test_all_matrices_of_a_bucket_are_as_each_alone(level: str) -> None:
     p, back, out = torch.empty(factors.num_p), torch.empty(factors.num_q), torch.randn(3000)
     kept, untouched = residuals.clone(), out.clone()
     codec.project(factors, gradients, residuals, q, p)
-    orthonormalise(factors.ps(p))
+    codec.orthonormalise(factors, p, factors.ps(p))
     codec.project_back(factors, residuals, p, back, True)
     codec.rebuild(factors, p, back, out)
     covered = torch.zeros(3000, dtype=torch.bool)
@@ -128,7 +136,7 @@ def test_all_matrices_of_a_bucket_are_as_each_alone(level: str) -> None:
         own, left, right = kept[span].clone(), torch.empty(rows, rank), torch.empty(rank, columns)
         mean = torch.empty(rows, columns)
         codec.project(one, gradients[span], own, factors.qs(q)[place], left)
-        orthonormalise([left])
+        codec.orthonormalise(one, left, [left])
         codec.project_back(one, own, left, right, True)
         codec.rebuild(one, left, right, mean)
         torch.testing.assert_close(factors.ps(p)[place], left)
@@ -144,3 +152,27 @@ def test_what_is_not_finite_reaches_every_column_of_its_row() -> None:
     gradient[4, 66] = torch.nan
     factor_kernels(CPU, len(q)).project(alone(9, 70, 2), gradient, None, q, p)
     assert p.isfinite().all(dim=1).tolist() == [row != 4 for row in range(9)]
+
+
+@pytest.mark.parametrize("level", ["triton", "reference"])
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["normal", "tiny", "huge", "zero", "alike", "first row zero"])
+def test_a_factor_becomes_an_orthonormal_basis(level: str, rank: int, kind: str) -> None:
+    for rows in (rank + 1, 9, 1030):
+        p = torch.randn(rows, rank) * {"tiny": 1e-30, "huge": 1e30, "zero": 0.0}.get(kind, 1.0)
+        if kind == "alike":
+            p = p[:, :1].repeat(1, rank).contiguous()
+        if kind == "first row zero":
+            p[0] = 0
+        factors, basis = alone(rows, 7, rank), p.clone()
+        implementation(level).orthonormalise(factors, basis, [basis])
+        torch.testing.assert_close(basis.T @ basis, torch.eye(rank), rtol=0, atol=3e-6)
+        scaled = p / p.abs().max().clamp(min=1e-37)
+        torch.testing.assert_close(basis @ (basis.T @ scaled), scaled, rtol=0, atol=2e-5)
+
+
+def test_a_factor_that_is_not_finite_has_no_finite_basis() -> None:
+    p = torch.randn(40, 2)
+    p[7, 1] = torch.nan
+    implementation("triton").orthonormalise(alone(40, 7, 2), p, [p])
+    assert not p.isfinite().all()

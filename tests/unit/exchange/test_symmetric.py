@@ -6,6 +6,7 @@ import importlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_what_is_not_finite_reaches_all_ranks(value: float) -> None:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codecs have GPUs' kernels, one at a time: the interpreter is not made for threads."""
     pytest.importorskip("triton", reason="no triton here")
-    module, lock = importlib.import_module("lab.codec.gpu"), threading.Lock()
+    module, lock = importlib.import_module("lab.codec.gpu"), threading.RLock()
 
     def alone(kernel: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -132,17 +133,17 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for name in ("encode", "reduce", "add_up"):
-        monkeypatch.setattr(module.Triton, name, alone(getattr(module.Triton, name)))
+    for kind, name in product((module.Triton, module.TopK), ("encode", "reduce", "add_up")):
+        monkeypatch.setattr(kind, name, alone(getattr(kind, name)))
     plain = Codec.kernels
 
     def kernels(codec: Codec, device: torch.device) -> Any:
-        return module.Triton(codec.reading) if codec.reading else plain(codec, device)
+        return module.made(codec.reading) if codec.reading else plain(codec, device)
 
     monkeypatch.setattr(Codec, "kernels", kernels)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of masked lanes
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy's, interpreting
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("size", some_of([2, 4, 8], also=[2]))
 @pytest.mark.parametrize("name", CODECS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ from lab.record.recorders import (
     CURVES,
     CsvRecorder,
     Guarded,
+    MlflowRecorder,
     Recorder,
     TensorBoardRecorder,
     WandbRecorder,
 )
 from lab.record.schema import Record
 from lab.settings.config import ConfigError, build, load
-from tests.support import HANG_S
 from tests.support.records import make_record
-from tests.support.wandb_file import curves
+from tests.support.wandb_file import curves, only, settled
 
 LOGGED: list[tuple[int, dict[str, float]]] = [
     (1, {"train/loss": 2.5, "train/lr": 0.1}),
@@ -77,21 +76,97 @@ def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in shown.Scalars("test/accuracy")] == [(2, 0.75), (4, 0.75)]
 
 
-def test_an_offline_run_of_wandb_holds_the_curves(tmp_path: Path) -> None:
-    use(WandbRecorder("lab", "offline"), tmp_path)
-    (path,) = tmp_path.rglob("*.wandb")
-    # wandb writes in a process of its own, which on a busy machine outlasts `finish`.
-    deadline = time.monotonic() + HANG_S
-    while "test/accuracy" not in (found := curves(path)) or 3 not in found.get("train/lr", {}):
-        assert time.monotonic() < deadline, f"only {sorted(found)} after {HANG_S:g} s"
-        time.sleep(0.2)
+def test_an_offline_run_of_wandb_holds_curves_settings_summary_and_files(tmp_path: Path) -> None:
+    folder = tmp_path / "cell"
+    folder.mkdir()
+    (folder / "record.json").write_text("{}")
+    use(WandbRecorder("lab", "offline", tags=["a", "b"]), folder)
+    (start,) = settled(folder)
+    found = curves(next(folder.rglob("*.wandb")))
     assert found["train/lr"] == {1: 0.1, 2: 0.05, 3: 0.0}
     assert found["test/accuracy"] == {2: 0.75}
     assert {s: v for s, v in found["train/loss"].items() if s < 3} == {1: 2.5, 2: 1.25}
     assert math.isnan(found["train/loss"][3])
+    run = only(start, "run")[0]
+    assert (run.project, run.run_group, run.display_name) == ("lab", "study", "cell")
+    assert (run.job_type, [*run.tags]) == ("train", ["a", "b"])
+    assert {each.key: each.value_json for each in run.config.update}["strategy"] == '"none"'
+    summary = {item.key: item.value_json for each in only(start, "summary") for item in each.update}
+    assert (summary["status"], summary["world_size"]) == ('"done"', "1")
+    ((entry,),) = (artifact.manifest.contents for artifact in only(start, "artifact"))
+    assert entry.path == "record.json"
+    assert Path(entry.local_path).is_relative_to(folder)  # so `wandb sync` finds it on any host
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_an_interrupted_run_of_wandb_stays_one(tmp_path: Path) -> None:
+    use(WandbRecorder(), tmp_path)
+    settled(tmp_path)
+    use(WandbRecorder(), tmp_path, first_step=2)
+    first, second = (only(start, "run")[0] for start in settled(tmp_path, 2))
+    assert first.run_id == second.run_id != ""
+    use(WandbRecorder(), tmp_path / "other")
+    (other,) = settled(tmp_path / "other")
+    assert only(other, "run")[0].run_id != first.run_id
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "expected"),
+    [
+        ({}, {}, ("scaling-lab", "")),
+        ({"WANDB_PROJECT": "p", "WANDB_ENTITY": "e"}, {}, ("p", "e")),
+        (
+            {"WANDB_PROJECT": "p", "WANDB_ENTITY": "e", "WANDB_MODE": "online"},
+            {"project": "mine", "entity": "me", "mode": "offline"},
+            ("mine", "me"),
+        ),
+        ({"WANDB_MODE": "disabled"}, {}, None),
+    ],
+)
+def test_wandb_is_what_its_environment_says_where_no_setting_does(
+    environment: dict[str, str],
+    settings: dict[str, str],
+    expected: tuple[str, str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    words = ["recorder=wandb", *(f"recorder.{key}={value}" for key, value in settings.items())]
+    use(build(load(words).recorder), tmp_path)
+    if expected is None:
+        assert not [*tmp_path.rglob("*.wandb")]
+        return
+    (start,) = settled(tmp_path)
+    run = only(start, "run")[0]
+    assert (run.project, run.entity) == expected
+
+
+def test_mlflow_has_a_run_for_a_cell_and_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed here")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # else it wants a database
+    store, folder = str(tmp_path / "store"), tmp_path / "cell"
+    folder.mkdir()
+    (folder / "record.json").write_text("{}")
+    use(MlflowRecorder(store), folder)
+    use(MlflowRecorder(store), folder, first_step=2)
+    client = mlflow.MlflowClient(store)
+    experiment = client.get_experiment_by_name("study")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("cell", "FINISHED")
+    assert run.data.params == {"strategy": "none"}
+    rates = client.get_metric_history(run.info.run_id, "train/lr")
+    assert [(each.step, each.value) for each in rates] == [
+        *((1, 0.1), (2, 0.05), (3, 0.0)),
+        *((3, 0.1), (4, 0.05), (5, 0.0)),
+    ]
+    assert [each.path for each in client.list_artifacts(run.info.run_id)] == ["record.json"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow"])
 def test_a_missing_package_is_named_before_training(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

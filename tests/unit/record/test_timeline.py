@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,6 +42,20 @@ def step(rank: int, begin: float, number: int = 0, length: float = 1.0) -> list[
         ("optimizer", "update", 0.9, 1.0),
     )
     return [Span(rank, r, n, begin + length * a, begin + length * b) for r, n, a, b in rows]
+
+
+def test_perfetto_would_drop_no_event(tmp_path: Path) -> None:
+    """Of a thread, it takes events that follow each other or nest, in whole nanoseconds."""
+    moments = np.cumsum(np.random.default_rng(0).integers(1, 5000, 3000)) * 1e-9
+    pairs = zip(moments[:-1], moments[1:], strict=True)
+    spans = [Span(0, "forward", "layer", float(begin), float(end)) for begin, end in pairs]
+    write_trace(tmp_path / "t.json", spans)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    whole = [event for event in events if event["ph"] == "X"]
+    assert len(whole) == len(spans) and {event["tid"] for event in whole} == {0}
+    times = [(int(event["ts"] * 1000), int(event["dur"] * 1000)) for event in whole]
+    assert all(a + length <= b for (a, length), (b, _) in zip(times, times[1:], strict=False))
+    assert sum(length for _, length in times) == round(1e9 * (moments[-1] - moments[0]))
 
 
 def test_events_have_what_viewers_need(tmp_path: Path) -> None:

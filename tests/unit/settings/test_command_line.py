@@ -39,7 +39,7 @@ bucket_mb: 3
 def folder(tmp_path: Path) -> Path:
     """Return a folder of a user's choices, whose name needs quotes in Hydra's grammar."""
     folder = tmp_path / "it's, = mine"
-    for group, text in (("strategy", MINE), ("study", "strategy: mine,tree\nworld_size: 2\n")):
+    for group, text in (("strategy", MINE), ("studies", "strategy: mine,tree\nworld_size: 2\n")):
         (folder / group).mkdir(parents=True)
         (folder / group / "mine.yaml").write_text(text)
     return folder
@@ -148,7 +148,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("~exchange._target_", "~exchange._target_: a run needs it"),
         ("++nope=1", r"++nope=1: nothing would read it"),
         ("+batch_size=3", "+batch_size=3: Could not append to config"),
-        ("hydra.searchpath=[a]", "hydra.searchpath=[a]: Hydra itself has no settings here"),
+        ("hydra.searchpath=[a]", "hydra.searchpath=[a]: use --config-dir DIR"),
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
         ("cell=figures", "cell='figures': names a directory under runs_dir; allowed are"),
         ("study=ghp_abcdefghijklmnopqrst", "study='ghp_abcdefghijklmnopqrst': names a directory"),
@@ -168,11 +168,11 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
         (plot.COMMAND, ["runs/a", "--out", "figures"], "--out figures: is written out=figures"),
         (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: is written format=svg"),
         (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: is written runs=runs/k"),
-        (explain.COMMAND, ["runs/a", "--why"], "--why: flags are --help; settings are written"),
+        (explain.COMMAND, ["runs/a", "--why"], "--why: flags are --help, --version, "),
         (plot.COMMAND, [], "(nothing): takes at least one STUDY[/CELL], as in python -m lab.plot"),
         (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: takes one STUDY[/CELL]"),
         (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed are out, format, only"),
-        (plot.COMMAND, ["runs/a", "-m"], "-m: flags are --help; settings are written key=value"),
+        (plot.COMMAND, ["runs/a", "-m"], "-m: flags are --help, --version, "),
     ],
 )
 def test_wrong_words_are_answered_in_a_line(

@@ -51,9 +51,9 @@ def test_conditions_on_ranks_and_on_the_default_strategy() -> None:
 
 
 def test_a_study_file_has_conditions(tmp_path: Path) -> None:
-    (tmp_path / "study").mkdir()
+    (tmp_path / "studies").mkdir()
     text = "strategy: tree,onebit\nworld_size: 2\nstrategy=onebit:bucket_mb: 1,4\n"
-    (tmp_path / "study/mine.yaml").write_text(text)
+    (tmp_path / "studies/mine.yaml").write_text(text)
     given = [f"config_dir={tmp_path}", "study=mine"]
     strategies = [cell.strategy for cell in read(given).cells]
     assert strategies == ["tree", "onebit", "onebit"]
@@ -79,7 +79,10 @@ def test_a_study_file_has_conditions(tmp_path: Path) -> None:
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
         ("batch_size=glob(8*)", "glob(8*): matches no choice; write the values as a list, a,b,c"),
         ("optim=glob(zz*)", "optim=glob(zz*): matches no choice; allowed are adam"),
-        ("seed=range(1,3)", "seed=range(1,3): write the values as a list, a,b,c"),
+        (
+            "optim.lr=interval(0,1)",
+            "interval(0,1): a grid needs values: a,b,c or range(1,9,2)",
+        ),
     ],
 )
 def test_wrong_conditions_and_lists_are_named(argument: str, message: str) -> None:
@@ -160,7 +163,7 @@ def test_a_study_of_conf_keeps_its_files_grid(tmp_path: Path) -> None:
     (tmp_path / "codecs").mkdir()
     saved.save(tmp_path / "codecs", read([*place, "strategy=tree"]))
     study, source = saved.read(place)
-    assert source == "study=codecs: the grid of conf/study/codecs.yaml"
+    assert source == "study=codecs: the grid of conf/studies/codecs.yaml"
     assert names(study.cells) == names(read(["study=codecs"]).cells)
 
 

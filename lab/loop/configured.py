@@ -1,0 +1,110 @@
+"""`lab.run`: train with settings that a program of the user's own has composed by Hydra."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lab.cluster.settings import cluster_of
+from lab.distributed import launcher
+from lab.record.schema import Record, read_record
+from lab.settings.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def run(config: DictConfig, world_size: int = 1) -> Record:
+    """Train as `python -m lab.train` does, with settings composed by Hydra from `pkg://lab.conf`.
+
+    New processes train, so that a program can run many, one after the other or side by side, as
+    Hydra's sweepers and launchers do. If a launcher has started the program itself as ranks, each
+    trains in its own process.
+
+    Args:
+        config: all settings of a run; a program with further ones hands over a part.
+        world_size: the number of ranks to start; a launcher that started the program decides.
+
+    Returns:
+        The run's record: its `final` holds the metrics of the last evaluation, as "loss".
+
+    Raises:
+        ConfigError: a wrong setting; nothing has run.
+        RuntimeError: the run failed, or was stopped; the message names its folder and the error.
+    """
+    from lab.settings.composition import of_program  # imports Hydra
+
+    was_launched = launcher.was_launched()
+    checked, words = of_program(config, None if was_launched else world_size)
+    path = _joined(checked, words) if was_launched else _started(checked, words, world_size)
+    record = read_record(path / "record.json")
+    if record.status != "done":
+        raise RuntimeError(f"{path}: {record.status}: {record.error}")
+    return record
+
+
+def _joined(config: DictConfig, words: list[str]) -> Path:
+    """Be a rank of a run; return the run's folder."""
+    from lab.training.run import start
+
+    paths = list[Path]()
+    start(config, words, paths.append)
+    if not paths:
+        raise RuntimeError("an earlier start of this job has done this run")
+    return paths[0]
+
+
+def _started(config: DictConfig, words: list[str], world_size: int) -> Path:
+    """Start ranks; return their run's folder, in which they have left a record."""
+    from omegaconf import OmegaConf
+
+    from lab.study.launch import end_with_parent, starter, stop
+
+    over_horovod = "horovod" in config.comm["_target_"]
+    with tempfile.TemporaryDirectory() as folder:  # which nobody else may read
+        handed, told = Path(folder, "settings.json"), Path(folder, "path")
+        content = {"config": OmegaConf.to_container(config), "words": words, "told": str(told)}
+        handed.write_text(json.dumps(content))
+        ranks = starter(world_size, over_horovod, cluster_of(config, world_size))
+        command = [*ranks, "-m", "lab.loop.configured", str(handed)]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as of a cell of a sweep
+        process = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
+        try:
+            code = process.wait()
+        except BaseException:
+            stop(process)
+            raise
+        path = Path(told.read_text()) if told.exists() else None
+    if path is None or not (path / "record.json").exists():
+        raise RuntimeError(f"the run has not begun (exit code {code}); its output says why")
+    return path
+
+
+def main(arguments: list[str]) -> int:
+    """Be one rank of a run whose settings stand in a file."""
+    from omegaconf import OmegaConf
+
+    from lab.settings.command import report_error
+    from lab.training.run import start
+
+    handed = json.loads(Path(arguments[0]).read_text())
+
+    def begun(path: Path) -> None:
+        if launcher.is_first_rank():
+            Path(handed["told"]).write_text(str(path))
+
+    try:
+        config = OmegaConf.create(dict(handed["config"]))
+        return start(config, handed["words"], begun)
+    except ConfigError as error:
+        launcher.let_first_rank_report()
+        report_error("lab.run", error)
+        return 2
+
+
+if __name__ == "__main__":
+    launcher.run_as_process(main)
