@@ -1,4 +1,4 @@
-# make run | test | test-all | attack | zoo | fuzz | stale | curves | docs | lint | format | lock | horovod | gpu | gpu-report
+# make run | test | test-all | attack | zoo | fuzz | stale | results | curves | docs | lint | format | lock | horovod | gpu | gpu-report
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -19,7 +19,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log 
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
 
-.PHONY: run test test-all attack zoo fuzz stale curves docs lint format lock horovod gpu gpu-report
+.PHONY: run test test-all attack zoo fuzz stale results curves docs lint format lock horovod gpu gpu-report
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, each of which would compile the lab anew.
@@ -51,6 +51,10 @@ fuzz: $(VENV)/.dev
 # Pages of docs/results whose code has changed since they were measured.
 stale: $(VENV)/.dev
 	$(BIN)/python -m tests.support.stale
+
+# Pages and figures of docs/results, from the records and results that lie there; minutes.
+results: $(VENV)/.dev
+	$(BIN)/python -m tests.support.results
 
 # The documentation as a site, in site/. A broken link, or a page that no menu has, is an error.
 docs: export NO_MKDOCS_2_WARNING = 1

@@ -326,8 +326,8 @@ def map_chart(found: Map) -> Chart:
     )
     ranks = answers[0].place.where.world_size
     message = (
-        f"At {len(answers) - len(wrong)} of {len(answers)} places on {ranks} ranks no strategy was "
-        "shown to be faster than the predicted one"
+        f"On {ranks} ranks the predicted strategy is among the fastest measured ones at "
+        f"{len(answers) - len(wrong)} of {len(answers)} places"
     )
     sample = sample_of(len(one.place.steps_s[one.measured.name]) for one in answers)
     about = ["the fastest fixed strategy by model, batch and links", NOTE]

@@ -81,8 +81,8 @@ def speedup_bars(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     facet = alt.Facet("series:N", title=None, sort=[*titles.values()], header=header)
     body = panel.facet(facet=facet, columns=columns, spacing=GAP)
     about = [f"Speedup over {baselines(points)}, {_scaling(points)}. {repeats(points)}."]
-    about += _notes(points, "Pale")
-    return Chart("speedup_bars", _fastest(points), about, body, width)
+    notes = _notes(points, "Pale")
+    return Chart("speedup_bars", _fastest(points), about, body, width, notes)
 
 
 def scaling(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -99,7 +99,7 @@ def speedup(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         f"Speedup over {baselines(points)}, {_scaling(points)}. Dotted: ideal. {repeats(points)}."
     ]
     drawn = _over_ranks(points, looks, width, "speedup", ideal="ranks")
-    return Chart("speedup", _fastest(points), [*about, *_notes(points)], *drawn)
+    return Chart("speedup", _fastest(points), about, *drawn, _notes(points))
 
 
 def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -112,7 +112,7 @@ def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     )
     about = [f"Efficiency: speedup / ranks, {_scaling(points)}. {repeats(points)}."]
     drawn = _over_ranks(points, looks, width, "efficiency", ideal="one")
-    return Chart("efficiency", message, [*about, *_notes(points)], *drawn)
+    return Chart("efficiency", message, about, *drawn, _notes(points))
 
 
 def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -125,7 +125,7 @@ def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     about = [f"Throughput of all ranks, {_scaling(points)}. {repeats(points)}."]
     about += [f"A {unit} has {each} {best['prediction']}s."] if each > 1 else []
     drawn = _over_ranks(points, looks, width, "samples_per_s", f"{unit}s per second")
-    return Chart("throughput", message, [*about, *_notes(points)], *drawn)
+    return Chart("throughput", message, about, *drawn, _notes(points))
 
 
 def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -181,8 +181,8 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         panels=lambda size: f"{batch} {size}",
         columns=columns,
     )
-    about = [f"{what} {runs}.", *_notes(points, "Pale")]
-    return Chart("step_time", _exposed(points, shares), about, body, width)
+    notes = _notes(points, "Pale")
+    return Chart("step_time", _exposed(points, shares), [f"{what} {runs}."], body, width, notes)
 
 
 def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -210,13 +210,13 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
     if parameters > 0:
         about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")
-    about += ["Upright: from the idlest rank to the busiest."] if differ.any() else []
+    about += ["Vertical lines: from the least to the most loaded rank."] if differ.any() else []
     drawn = _over_ranks(
         *(sent, looks, width, "payload", "MB a step, busiest rank"),
         ideal="ring" if parameters > 0 else "",
         logarithmic=True,
     )
-    return Chart("payload", message, [*about, *_notes(sent)], *drawn)
+    return Chart("payload", message, about, *drawn, _notes(sent))
 
 
 CHARTS: dict[str, Callable[[Frame, Looks, int], Chart]] = {
@@ -280,7 +280,7 @@ def _over_ranks(
     )
     if ideal:
         data[ideal] = {"ranks": data["x"], "one": 1.0}.get(ideal, points.get(ideal))
-    x = Axis("ranks", ticks=sizes, domain=(sizes[0] - 0.4 * aside, sizes[-1] + aside))
+    x = Axis("ranks", ticks=sizes, domain=(sizes[0] - 0.5 * aside, sizes[-1] + aside))
     y = Axis(title or value, log=10 if logarithmic else 0)
     ends: Frame = data[["value", "low", "high", *([ideal] if logarithmic and ideal else [])]]
     low, high = float(ends.min().min()), float(ends.max().max())
@@ -395,7 +395,8 @@ def _lead(points: Frame, best: Point) -> str:
     if not best["leads"] or best["num_repeats"] < ENOUGH_REPEATS or len(others) > 3:
         return f"{best['label']} reaches most"
     if others:
-        return f"{', '.join([best['label'], *others])} lead, not told apart"
+        names = f"{', '.join([best['label'], *others[:-1]])} and {others[-1]}"
+        return f"{names} lead, with no significant difference"
     return f"{best['label']} is fastest"
 
 
@@ -464,9 +465,10 @@ def emulation_text(emulations: Iterable[str]) -> str:
     clauses = {each for text in set(emulations) - {"none"} for each in text.split("; ")}
     alike: dict[str, list[list[str]]] = {}
     for clause in sorted(clauses):
-        alike.setdefault(NUMBER.sub("{}", clause), []).append(NUMBER.findall(clause))
+        text = NUMBER.sub("{}", clause).replace("{} host ", "{} hosts ")
+        alike.setdefault(text, []).append(NUMBER.findall(clause))
     merged = [
         text.format(*(", ".join(dict.fromkeys(place)) for place in zip(*numbers, strict=True)))
         for text, numbers in alike.items()
     ]
-    return "; ".join(merged)
+    return "; ".join(re.sub(r"^1 hosts ", "1 host ", each) for each in merged)

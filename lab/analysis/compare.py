@@ -79,8 +79,8 @@ def floor_text(floor: float) -> str:
     if math.isnan(floor):
         return ""
     return (
-        f"noise floor {100 * floor:.1f} %: copies of one computation, on one rank, differ by as "
-        "much; no smaller difference in step time counts"
+        f"noise floor {100 * floor:.1f} %: repeated one-rank runs differ by this much, so smaller "
+        "differences in step time are not significant"
     )
 
 

@@ -37,8 +37,8 @@ CELL, ROW, LEAST = 140, 58, 480  # pixels of a place, and of all that are side b
 TOLD_APART, PALE = 0.5, 0.12  # share of a look's colour in a place; the rest is white
 MOST_NAMED, FITTING = 2, 24  # others named in a place, and its characters; of more, the number
 NOTE = (
-    f"×: step of {REFERENCE} over the fastest one's, and its 95 % interval; ≈ and pale: not shown "
-    "to be slower than the fastest; +3: three more"
+    f"×: step time of {REFERENCE} / that of the fastest, with its 95 % interval; ≈ and pale: not "
+    "significantly slower than the fastest; +3: three more"
 )
 WORDS = "split(replace(datum.label, regexp('cluster[.]|rate=', 'g'), ''), ' ')"  # a line for each
 

@@ -19,7 +19,9 @@ from lab.analysis.series import (
     differences,
     identity,
     labels_of,
+    labels_of_series,
     named_by_study,
+    series_of,
     usual_values,
 )
 from lab.record.schema import Emulation, Record, Scaling, Status, Stretch, read_record
@@ -42,7 +44,8 @@ class Cell:
         commit: of the lab; empty if it is not known, or its files had been changed.
         exchange, sync: class names.
         series: the strategy, and the settings in which runs of the study differ.
-        label: the same without the values that most series share (Study.usual), for charts.
+        label: the same in short (labels_of_series), for charts: without the values that most
+            series share (Study.usual).
         conditions: of these settings, those that no strategy brings with it.
         profile: the one whose layers model=replay waits for; empty for a real model.
         settings: the settings typed or differing, and the context that runs must share to be
@@ -199,9 +202,11 @@ def load_study(folder: Path, *more: Path) -> Study:
     differing, machines = differences(identities), dict[str, str]()
     if more:
         differing, machines = named_by_study(differing, [labels[path.parent] for path in records])
-    usual = usual_values(zip((each.strategy for each in identities), differing, strict=True))
+    runs = [(who.strategy, each) for who, each in zip(identities, differing, strict=True)]
+    usual = usual_values(runs)
+    short = labels_of_series(runs, usual)
     each_cell = zip(records.items(), identities, differing, strict=True)
-    cells = tuple(_cell(*read, who, values, usual) for read, who, values in each_cell)
+    cells = tuple(_cell(*read, who, values, short) for read, who, values in each_cell)
     names = sorted({record.study or path.parent.name for path, record in records.items()})
     study = Study(folder, ", ".join(names), cells, {}, labels, machines, usual)
     _refuse_copies(study)
@@ -253,10 +258,9 @@ def _cell(
     record: Record,
     who: Identity,
     differing: Mapping[str, str],
-    usual: Mapping[str, str],
+    labels: Mapping[tuple[str, ...], str],
 ) -> Cell:
-    words = {key: f"{key}={value}" for key, value in differing.items()}
-    told = [word for key, word in words.items() if usual.get(key) != differing[key]]
+    series = series_of(record.strategy, differing)
     return Cell(
         folder=folder,
         commit="" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",
@@ -265,8 +269,8 @@ def _cell(
         strategy=record.strategy,
         exchange=who.class_of("exchange"),
         sync=who.class_of("sync"),
-        series=" ".join([record.strategy, *words.values()]),
-        label=" ".join([record.strategy, *told]),
+        series=" ".join(series),
+        label=labels[series],
         world_size=record.world_size,
         batch_size=record.batch_size,
         per_rank_batch_size=record.per_rank_batch_size,

@@ -308,7 +308,7 @@ def _report_study(results: Results, sink: Sink, target: float | None) -> None:
 def _maker(results: Results, name: str, scaling: str) -> Callable[[int], Chart]:
     def make(width: int) -> Chart:
         chart = results.chart(name, scaling, width)
-        return replace(chart, about=[*chart.about, *results.notes(scaling)])
+        return replace(chart, notes=[*chart.notes, *results.notes(scaling)])
 
     return make
 

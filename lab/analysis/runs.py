@@ -169,7 +169,7 @@ def _curves(
     drawn = {name: look for name, look in looks.items() if name in set(data["series"])}
     y = Axis(kind, log=10 if logarithmic else 0, domain=reach, ticks=ticks)
     across = Axis(title, domain=(float(data["x"].min()), float(data["x"].max())))
-    return lines(data, across, y, drawn, marks=False, width=width)[0].properties(height=HIGH)
+    return lines(data, across, y, drawn, marks=False, size=(width, HIGH), width=width)[0]
 
 
 def _around(low: float, high: float) -> tuple[float, float]:

@@ -115,6 +115,46 @@ def usual_values(runs: Iterable[tuple[str, Differing]]) -> dict[str, str]:
     return dict(usual) if len(names) == len(series) else {}
 
 
+def labels_of_series(
+    runs: Sequence[tuple[str, Differing]], usual: Mapping[str, str]
+) -> dict[tuple[str, ...], str]:
+    """Name series in short: by the strategy, and by values that are not the usual ones.
+
+    A value of SUBJECT needs no key, and of others the last part of a dotted one will do. A value
+    that goes on where the usual one ends needs only what it adds: `allreduce fc1x1` beside the
+    usual `profile=alexnet_titanx`. If names were alike, keys and values are written in full.
+
+    Args:
+        runs: as in usual_values.
+
+    Returns:
+        By strategy and `key=value` of each value, as series are named in full.
+    """
+    words = {
+        series_of(strategy, values): [
+            (key, value) for key, value in values.items() if usual.get(key) != value
+        ]
+        for strategy, values in runs
+    }
+    short = {
+        series: " ".join([series[0], *(_short(*pair, usual) for pair in told)])
+        for series, told in words.items()
+    }
+    if len(set(short.values())) == len(short):
+        return short
+    return {s: " ".join([s[0], *map("=".join, told)]) for s, told in words.items()}
+
+
+def series_of(strategy: str, values: Differing) -> tuple[str, ...]:
+    """Name a series in full: its strategy, and each value by which it differs from others."""
+    return strategy, *map("=".join, values.items())
+
+
+def _short(key: str, value: str, usual: Mapping[str, str]) -> str:
+    added = value.removeprefix(f"{usual[key]}_") if key in usual else value
+    return added if key in SUBJECT and added else f"{key.rpartition('.')[2]}={value}"
+
+
 def _hidden(first: list[str], typed: list[str], identities: Sequence[Identity]) -> list[str]:
     """List the keys nobody typed by which runs differ that are alike in `first`."""
     groups: defaultdict[tuple[Any, ...], list[Identity]] = defaultdict(list)

@@ -168,7 +168,9 @@ def fastest(ratios: Mapping[str, IntervalJson | None], reference: str, what: str
         return f"{reference} beats all: {name}, the nearest, takes {least.mid:.2f} × its {what}"
     if math.isnan(least.lo):
         return f"{name} takes {least.mid:.2f} of {reference}'s {what}; too few rounds to be sure"
-    return f"No other is told apart from {reference}: {name} takes {least.mid:.2f} of its {what}"
+    return (
+        f"None is significantly faster than {reference}; {name} takes {least.mid:.2f} of its {what}"
+    )
 
 
 def machine(result: Result) -> str:

@@ -84,7 +84,7 @@ def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> 
     )
     about = [
         f"{title}; measured, {reproduced.grid.setup}.",
-        "Upright: all repeats. Diamonds: published. Dotted: as fast as one worker.",
+        "Vertical lines: all repeats. Diamonds: published. Dotted: as fast as one worker.",
     ]
     return Chart("finding", message, about, alt.layer(body, mark), width)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from lab.analysis.compare import floor_text
+from lab.analysis.points import Point
 from lab.analysis.records import load_study
 from lab.diagnosis.evidence import Evidence, gather, gather_all
 from lab.diagnosis.rules import Remedy, Verdict, judge, remedies, worded_phase
@@ -63,9 +64,37 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
 
 def full(evidence: Evidence, verdict: Verdict, changes: list[Remedy]) -> str:
     """Write the verdict, its evidence, changes to try, and runs that would tell more."""
+    return "\n\n".join([headline(evidence, verdict), *_blocks(evidence, changes)])
+
+
+def in_full(evidence: Evidence, verdict: Verdict) -> str:
+    """Write all that follows the headline."""
+    return "\n\n".join(_blocks(evidence, remedies(evidence, verdict)))
+
+
+def best_remedies(e: Evidence, verdict: Verdict, points: Sequence[Point]) -> list[tuple[str, str]]:
+    """List changes to try and why, the largest saving first.
+
+    Args:
+        points: of the study; strategies that were measured in the same place need not be tried.
+    """
+    here = [p for p in points if (p.context, p.world_size) == (e.point.context, e.one.world_size)]
+    measured = {f"strategy={point.strategy}" for point in here}
+    rest = [one for one in remedies(e, verdict) if one.switch not in measured]
+    rest.sort(key=lambda one: -one.saves_s if one.saves_s > 0 else 0.0)
+    return [(one.text, _because(one, e)) for one in rest[:MAX_REMEDIES]]
+
+
+def _because(one: Remedy, e: Evidence) -> str:
+    if math.isnan(one.saves_s):
+        return f"{one.why}."
+    return f"{one.why}. It saves up to {_ms(one.saves_s)} of a step, {_share(one.saves_s, e)}."
+
+
+def _blocks(evidence: Evidence, changes: list[Remedy]) -> list[str]:
     sections = (_evidence_lines(evidence), _remedy_lines(changes), _unknown_lines(evidence))
     blocks = ["\n".join(f"  {name:<11} {text}" for name, text in lines) for lines in sections]
-    return "\n\n".join([headline(evidence, verdict), *(block for block in blocks if block)])
+    return [block for block in blocks if block]
 
 
 def reason(e: Evidence, verdict: Verdict) -> str:

@@ -67,6 +67,7 @@ class Chart:
         about: what is drawn, and of which runs: lines below the title.
         body: the chart itself, with its data.
         width: pixels of its panels together, for lines of text.
+        notes: more lines, which charts of one study share: a page says them once.
     """
 
     name: str
@@ -74,15 +75,18 @@ class Chart:
     about: Sequence[str]
     body: Any
     width: int
+    notes: Sequence[str] = ()
 
     @property
     def caption(self) -> str:
         """Message and notes as sentences."""
-        return " ".join(f"{text.rstrip('.')}." for text in (self.message, *self.about))
+        texts = (self.message, *self.about, *self.notes)
+        return " ".join(f"{text.rstrip('.')}." for text in texts)
 
     def with_title(self) -> Any:
         """Return the chart of Altair with its title, which notebooks show."""
-        wrapped = [line for text in self.about for line in wrap(text, self.width, SUBTITLE_PX)]
+        below = (*self.about, *self.notes)
+        wrapped = [line for text in below for line in wrap(text, self.width, SUBTITLE_PX)]
         title = alt.TitleParams(text=wrap(self.message, self.width, TITLE_PX), subtitle=wrapped)
         return self.body.properties(title=title).configure(**CONFIG)
 
@@ -176,11 +180,13 @@ def look_of_series(looks: Mapping[str, Look], labels: Mapping[str, str]) -> dict
     }
 
 
-def spread(places: Sequence[float], gap: float, most: float = math.inf) -> list[float]:
+def spread(
+    places: Sequence[float], gap: float, most: float = math.inf, least: float = -math.inf
+) -> list[float]:
     """Move places apart, each as little as possible, so that neighbours are `gap` from each other.
 
     Labels at the ends of lines are put there: the order stays, and groups stay around their mean,
-    but none lies beyond `most`.
+    but none lies beyond `most`, nor below `least` unless there is no other room.
     """
     order = sorted(range(len(places)), key=lambda at: places[at])
     groups: list[tuple[float, list[int]]] = []  # mean of their places, and who they are
@@ -194,6 +200,8 @@ def spread(places: Sequence[float], gap: float, most: float = math.inf) -> list[
     for middle, members in groups:
         for rank, at in enumerate(members):
             moved[at] = middle + (rank - (len(members) - 1) / 2) * gap
+    for rank, at in enumerate(order):
+        moved[at] = max(moved[at], least + rank * gap)
     for rank, at in enumerate(reversed(order)):
         moved[at] = min(moved[at], most - rank * gap)
     return moved

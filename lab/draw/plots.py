@@ -198,7 +198,8 @@ def bars(
         legend=alt.Legend(columns=legend_columns(parts, width)) if len(parts) > 1 else None,
     )
     base = alt.Chart().encode(down)
-    across = alt.X("value:Q", title=title, scale=scale, stack="zero")
+    few = alt.Axis(tickCount=max(4, min(12, width // 60)))
+    across = alt.X("value:Q", title=title, scale=scale, stack="zero", axis=few)
     hollow = alt.condition("datum.hollow", alt.value(0.35), alt.value(1.0))
     bar = base.mark_bar(height=BAR - 6).encode(
         across, color=colour, order="order:Q", tooltip=shown, opacity=hollow
@@ -380,10 +381,10 @@ def _ends(data: Frame, domain: tuple[float, float], log: bool, height: int) -> F
         values = [float(value) for value in panel["value"]]
         if log:
             reach = math.log(high / low)
-            places = spread([math.log(v / low) for v in values], gap * reach, reach)
+            places = spread([math.log(v / low) for v in values], gap * reach, reach, 0.0)
             ends = [low * math.exp(place) for place in places]
         else:
-            ends = spread(values, gap * (high - low), high)
+            ends = spread(values, gap * (high - low), high, low)
         names = panel["series"]
         rows.append(panel[["series", "panel"]].assign(at=data["at"].max(), end=ends, name=names))
     return pd.concat(rows)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+UNKNOWN_TEXT = "–"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -21,3 +24,16 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Write the lines of a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def number_text(value: float, scale: float = 1.0, digits: int = 3) -> str:
+    """Write a value to so many digits, or all before its point, and never with an exponent."""
+    return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, digits)
+
+
+def _digits(value: float, count: int) -> str:
+    rounded = float(f"{value:.{count}g}")
+    if rounded == 0:
+        return "0"
+    decimals = max(0, count - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{value:,.{min(decimals, 9)}f}"

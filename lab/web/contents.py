@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from lab.analysis.charts import NothingToDraw
@@ -16,31 +15,31 @@ from lab.analysis.points import Point
 from lab.analysis.records import Study
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
-from lab.analysis.summary import leader_lines, shared_runs
+from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
-from lab.diagnosis.rules import Verdict, judge, remedies
-from lab.diagnosis.view import full, headline, reason
+from lab.diagnosis.finding import Finding, finding
+from lab.diagnosis.rules import judge
+from lab.diagnosis.split import time_split
+from lab.diagnosis.view import best_remedies, headline, in_full
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.reading import DamagedFile, read_json
 from lab.simulate.predict import DEFAULT_PROFILE
 from lab.web.drawing import WIDTH, Drawing, drawing
-from lab.web.sentences import verdict
 from lab.web.tables import Table, TableCell, of_texts, percent_text, points_table
 
 CHARTS = ("speedup", "efficiency", "throughput", "step_time", "payload", "convergence")
 HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score
 MOST_SERIES = 40  # of a chart; more look alike
 MOST_TIMELINES = 8  # of a study: first repeats of as many breakdowns
-MACHINE = ("hostname", "cpu", "num_cores", "memory_gib", "gpus", "os", "python", "torch", "nccl")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a point takes as long as it does: in a line, and with evidence and remedies."""
-
-    headline: str
-    text: str
+ABOUT = {
+    **{"runs": "{} runs", "model": "model {}", "data": "data {}", "device": "on {}"},
+    **{"measured": "measured {}"},
+}
+MACHINE = {
+    **{"hostname": "host", "cpu": "CPU", "num_cores": "cores", "memory_gib": "memory, GiB"},
+    **{"gpus": "GPUs", "os": "OS", "python": "Python", "torch": "torch", "nccl": "NCCL"},
+}
 
 
 @dataclass
@@ -48,9 +47,15 @@ class Contents:
     """A study as a page shows it.
 
     Attributes:
-        verdict: two sentences.
-        facts: what was run, and on what, by name.
+        finding: what it found.
+        about: what was run, on what and when, in a line.
+        facts: the same in full, by name.
         notes: on reading tables and charts.
+        helps: what would help the fastest point most, a change and why, the best first.
+        explanations: why each point takes as long as it does: in a line, and in full.
+        split: where the time of steps goes; None: nothing to explain.
+        beyond: predicted on more ranks than were measured; None: nothing is known of the layers.
+        charts: the first is the one to look at.
         left_out: what the study cannot show, and why.
         records: every record, as its file has it.
     """
@@ -58,15 +63,25 @@ class Contents:
     study: Study
     points: Sequence[Point]
     floor: float
-    verdict: Sequence[str]
+    finding: Finding
+    about: str
     facts: dict[str, str]
     notes: Sequence[str]
     tables: list[Table]
     charts: list[Drawing]
     timelines: list[Drawing]
-    explanations: list[Explanation]
+    helps: Sequence[tuple[str, str]]
+    explanations: Sequence[tuple[str, str]]
     records: list[dict[str, Any]]
-    left_out: list[str] = field(default_factory=list[str])
+    left_out: list[str]
+    split: Drawing | None = None
+    beyond: Drawing | None = None
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        """All charts, in no order."""
+        more = (self.split, self.beyond)
+        return [*self.charts, *self.timelines, *(each for each in more if each)]
 
 
 @dataclass(frozen=True)
@@ -94,27 +109,34 @@ def contents_of(folder: Path, prefix: str) -> Contents:
     """
     results, left_out = load(folder), list[str]()
     study, points, floor = results.study, results.points, results.floor
-    explained = [(each, judge(each)) for each in _evidence(results, left_out)]
-    notes = (*leader_lines(points, floor), floor_text(floor), shared_runs(points))
+    explained = {e.point.place: (e, judge(e)) for e in _evidence(results, left_out)}
+    found, facts = finding(points, floor, explained), _facts(study)
+    why = explained.get(found.best.place) if found.best else None
+    charts = _charts(results, prefix, left_out)
+    notes = floor_text(floor), shared_runs(points)
     made = Contents(
         study=study,
         points=points,
         floor=floor,
-        verdict=verdict(points, floor, {e.point.place: reason(e, v) for e, v in explained}),
-        facts=_facts(study),
+        finding=found,
+        about=" · ".join(text.format(facts[key]) for key, text in ABOUT.items() if key in facts),
+        facts=facts,
         notes=[note for note in notes if note],
         tables=[points_table(points, f"{prefix}points")],
-        charts=_charts(results, prefix, left_out),
+        charts=charts,
         timelines=_timelines(study, prefix, left_out),
-        explanations=[_explanation(e, v) for e, v in explained],
+        helps=best_remedies(*why, points) if why else (),
+        explanations=[(headline(*each), in_full(*each)) for each in explained.values()],
         records=[read_json(c.folder / "record.json") for c in study.cells],
         left_out=left_out,
     )
-    for find in (predictions_table, claims_tables):
+    shown = [each.place for each in (found.best, found.baseline) if each]
+    split = [explained[place][0] for place in shown if place in explained]
+    for add in (_add_split, _add_predictions, _add_claims):
         try:
-            made.tables += find(folder, study, prefix)
-        except ValueError as why:
-            left_out.append(str(why))
+            add(made, prefix, split)
+        except ValueError as reason:
+            left_out.append(str(reason))
     made.tables += _troubles(study, prefix)
     if (number := len(results.looks)) > MOST_SERIES:
         left_out.append(f"charts by series: {number} series could not be told apart")
@@ -133,22 +155,18 @@ def _evidence(results: Results, left_out: list[str]) -> list[Evidence]:
     return found
 
 
-def _explanation(evidence: Evidence, found: Verdict) -> Explanation:
-    text = full(evidence, found, remedies(evidence, found))
-    return Explanation(headline(evidence, found), text.partition("\n\n")[2])
-
-
 def _charts(results: Results, prefix: str, left_out: list[str]) -> list[Drawing]:
     found = list[Drawing]()
-    names = [(scaling, each) for scaling in results.scalings for each in CHARTS]
+    names = [(scaling, each) for each in CHARTS for scaling in results.scalings]
     names = [] if len(results.looks) > MOST_SERIES else names
+    names[1:1] = [("strong", "map_of_strategies")] * results.has_map
     commands = {
         point.place: sweep_command(
             results.study, point.one, point.one.strategy, str(point.one.world_size)
         )
         for point in results.points
     }
-    for scaling, name in [("strong", "map_of_strategies")] * results.has_map + names:
+    for scaling, name in names:
         try:
             chart = results.chart(name, scaling, WIDTH, commands)
             found.append(drawing(f"{prefix}{scaling}-{name}", chart))
@@ -178,29 +196,30 @@ def _facts(study: Study) -> dict[str, str]:
     done = sum(cell.status == "done" for cell in cells)
     times = sorted(cell.started_at for cell in cells if cell.started_at)
     facts = {
-        "runs": f"{done} of {len(cells)} done",
-        "measured": " to ".join(dict.fromkeys([times[0][:16], times[-1][:16]])) if times else "",
+        "runs": str(done) if done == len(cells) else f"{done} finished, of {len(cells)}",
+        "measured": " to ".join(dict.fromkeys([times[0][:10], times[-1][:10]])) if times else "",
         "commits": _values(cell.commit[:10] or "changed files" for cell in cells),
     }
     for key in ("model", "data", "precision", "device"):
         facts[key] = _values(cell.settings.get(key, "") for cell in cells)
-    for key in MACHINE:
-        facts[key] = _values(_worded(cell.environment.get(key)) for cell in cells)
+    for key, name in MACHINE.items():
+        facts[name] = _values(_worded(cell.environment.get(key)) for cell in cells)
     return {key: text for key, text in facts.items() if text}
 
 
 def _troubles(study: Study, prefix: str) -> list[Table]:
-    """Make tables of runs that failed, of what did nothing, and of steps that others made."""
+    """Make tables of runs that failed, of settings without effect, and of steps others made."""
     failed = [
         (study.name_of(c.folder), c.status, c.error or "no error was recorded")
         for c in study.cells
         if c.status != "done"
     ]
     failed += [(name, "missing", why) for name, why in study.missing.items()]
-    idle = dict.fromkeys((c.series, line) for c in study.cells for line in c.idle)
+    several = [c for c in study.cells if c.world_size > 1]  # one rank exchanges nothing anyway
+    idle = dict.fromkeys((c.series, line) for c in several for line in c.idle)
     title = "Runs that did not finish, and why"
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
-    tables += [of_texts(f"{prefix}idle", "Settings that did nothing", ["series", "which"], idle)]
+    tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
     made = [(c, each) for c in study.cells for each in c.stretches]
     title = "Runs whose steps were not all made alike"
     lines = [(study.name_of(c.folder), each.steps, each.made_by) for c, each in made]
@@ -218,46 +237,36 @@ def _worded(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def predictions_table(folder: Path, study: Study, prefix: str) -> list[Table]:
-    """Fit hardware to a study's cells of one and two ranks, and predict all of its cells.
-
-    Raises:
-        ValueError: it cannot be fitted.
-    """
-    if not any(cell.profile for cell in study.cells):
-        return []  # real layers, which only a profile of them would tell apart
-    from lab.simulate.scorecard import of_study
-
-    profile, hardware = (
-        read_file(group, name, None)
-        for group, name in (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
-    )
-    card = of_study(folder, profile, hardware)
-    header = ["strategy", "profile", "links", "ranks", "batch", "measured ms", "predicted ms"]
-    rows = [
-        [
-            *(cell.strategy, cell.profile, cell.conditions),
-            *(str(cell.world_size), str(cell.batch_size)),
-            *(f"{1e3 * median(cell.measured_s):.4g}", f"{1e3 * cell.predicted_s:.4g}"),
-            *(f"{100 * cell.error:+.1f} %", cell.evidence),
-        ]
-        for cell in card.cells
-    ]
-    title = "Predicted beside measured steps; of fitted cells the error says little"
-    return [of_texts(f"{prefix}predicted", title, [*header, "error", "cell"], rows)]
+def _add_split(to: Contents, prefix: str, several: Sequence[Evidence]) -> None:
+    if several:
+        to.split = drawing(f"{prefix}split", time_split(several, to.finding.names, WIDTH))
 
 
-def claims_tables(folder: Path, study: Study, prefix: str) -> list[Table]:
+def _add_predictions(to: Contents, prefix: str, _: object) -> None:
+    """Fit hardware to a study's cells of one and two ranks, predict all of its cells, and more."""
+    if not any(cell.profile for cell in to.study.cells):
+        return  # real layers, which only a profile of them would tell apart
+    from lab.simulate.scorecard import beyond, of_study, rows_of
+
+    files = (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
+    card = of_study(to.study.folder, *(read_file(group, name, None) for group, name in files))
+    title = "Predicted and measured steps; the error of cells that were fitted says little"
+    to.tables.append(of_texts(f"{prefix}predicted", title, *rows_of(card.cells)))
+    to.beyond = drawing(f"{prefix}beyond", beyond(card, WIDTH))
+
+
+def _add_claims(to: Contents, prefix: str, _: object) -> None:
     """Judge the published claims that the study measures, if there are claims of its name."""
-    if study.name not in choices_of("claims"):
-        return []
+    if to.study.name not in choices_of("claims"):
+        return
     from lab.claims.findings import verify  # imports torch
     from lab.claims.page import table_of
 
-    found = verify(study.name, folder)
+    found = verify(to.study.name, to.study.folder)
     header, rows = table_of(found.verdicts)
     title = f"Published claims: {found.paper.title}"
-    return [of_texts(f"{prefix}claims", title, header, rows)]
+    lines = [[claim, verdict, *rest] for claim, *rest, verdict in (header, *rows)]
+    to.tables.append(of_texts(f"{prefix}claims", title, lines[0], lines[1:]))
 
 
 def compare(first: Contents, second: Contents) -> Compared:
@@ -292,6 +301,6 @@ def _differences_table(found: Sequence[Difference], first: str, second: str) -> 
         ]
         for each in found
     ]
-    title = f"Steps of {second}, compared with {first}; intervals hold for all lines together"
+    title = f"Steps of {second}, compared with {first}"
     header = ["series", "ranks", "batch", "step", "n", f"{second} is"]
-    return Table("differences", title, header, rows)
+    return Table("differences", title, "Intervals hold for all lines together.", header, rows)

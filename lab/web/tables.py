@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lab.analysis.charts import emulation_text
-from lab.analysis.points import Point
+from lab.analysis.compare import leaders
+from lab.analysis.points import Point, together
 from lab.analysis.summary import runs_text, unit_of
-from lab.measure.intervals import Interval, of_level
+from lab.draw.text import UNKNOWN_TEXT, number_text
+from lab.measure.intervals import ENOUGH_REPEATS, Interval, of_level
 from lab.task.metrics import heading, main_metric
-
-UNKNOWN_TEXT = "–"
-KEYS = ("series", "ranks", "batch")  # columns that name a point
 
 
 @dataclass(frozen=True)
@@ -34,57 +32,73 @@ class Table:
 
     Attributes:
         name: identifies it on the page.
-        title: its caption.
+        note: how to read it, and what all its lines share.
     """
 
     name: str
     title: str
+    note: str
     header: Sequence[str]
     rows: Sequence[Sequence[TableCell]]
 
 
 def points_table(points: Sequence[Point], name: str) -> Table:
-    """Make a line for each point of a study, with the interval and the number of each figure."""
+    """Make a line for each point of a study, with the interval and the number of each figure.
+
+    A column in which all points say the same is told once, above the table.
+    """
     unit = unit_of(points)
     metric = main_metric(each for point in points for each in point.final)
     title, factor = heading(metric)
+    first = {
+        each.place
+        for group in together(points)
+        if max(point.num_repeats for point in group) >= ENOUGH_REPEATS
+        for each in group
+        if each.series in leaders(group)
+    }
+    emulated = {point.emulation for point in points}
+    some = {p: ("yes" if p.emulation else "no") if "" in emulated else "yes" for p in points}
     columns = {
-        "series": [TableCell(point.label) for point in points],
-        "ranks": [_count(point.world_size) for point in points],
-        "batch": [_count(point.fixed_batch_size) for point in points],
         "scaling": [TableCell(point.scaling) for point in points],
+        "batch": [_count(point.fixed_batch_size) for point in points],
+        "ranks": [_count(point.world_size) for point in points],
+        "strategy": [TableCell(point.label) for point in points],
         "n": [_count(point.num_repeats) for point in points],
         "step ms": [_interval(of_level([*point.steps_s.values()]), 1e3) for point in points],
         f"{unit}s/s": [_interval(point.samples_per_s) for point in points],
         "speedup": [_interval(point.speedup) for point in points],
-        "efficiency": [_interval(point.efficiency) for point in points],
+        "efficiency %": [_interval(point.efficiency, 100) for point in points],
         "exposed ms": [_interval(point.exposed_exchange_s, 1e3) for point in points],
         "payload MB": [_number(point.payload_max_bytes, 1e-6) for point in points],
         title: [_number(point.final.get(metric, math.nan), factor) for point in points],
+        "fastest": [TableCell("yes" if p.place in first else "") for p in points],
         "runs": [TableCell(runs_text(point)) for point in points],
-        "emulation": [TableCell(emulation_text([point.emulation]) or "none") for point in points],
+        "emulated": [TableCell(some[point]) for point in points],
     }
-    told = {
-        key: cells
-        for key, cells in columns.items()
-        if any(cell.text != UNKNOWN_TEXT for cell in cells)
-    }
-    # A column in which all points say the same is told once, above the table.
+    note = "Brackets are 95 % intervals over n repeats. Fastest: none is significantly faster."
+    return _table(name, "Every point", note, columns)
+
+
+def _table(name: str, title: str, note: str, columns: Mapping[str, Sequence[TableCell]]) -> Table:
+    told = {k: v for k, v in columns.items() if {c.text for c in v} - {UNKNOWN_TEXT, ""}}
     alike = {
         key: cells[0].text
         for key, cells in told.items()
-        if key not in KEYS and len(cells) > 1 and len({cell.text for cell in cells}) == 1
+        if key != "strategy" and len(cells) > 1 and len({cell.text for cell in cells}) == 1
     }
     shown = {key: cells for key, cells in told.items() if key not in alike}
-    lines = list(zip(*shown.values(), strict=True))
-    title = "Every point; brackets are 95 % intervals over n repeats"
     same = ", ".join(f"{key} {text}" for key, text in alike.items())
-    return Table(name, f"{title}. All have {same}" if same else title, [*shown], lines)
+    rows = list(zip(*shown.values(), strict=True))
+    notes = [note, f"The same for all: {same}." if same else ""]
+    return Table(name, title, " ".join(filter(None, notes)), [*shown], rows)
 
 
 def of_texts(name: str, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Make a table whose cells are texts; those that are numbers are sorted as such."""
-    return Table(name, title, header, [[_text(text) for text in row] for row in rows])
+    lines = [[_text(text) for text in row] for row in rows]
+    columns = dict(zip(header, zip(*lines, strict=True), strict=True)) if lines else {}
+    return _table(name, title, "", columns)
 
 
 def _text(text: str) -> TableCell:
@@ -106,26 +120,10 @@ def _interval(value: Interval, scale: float = 1.0) -> TableCell:
     return TableCell(interval_text(value, scale), None if math.isnan(value.mid) else value.mid)
 
 
-def number_text(value: float, scale: float = 1.0, digits: int = 4) -> str:
-    """Write a value, and never with an exponent."""
-    return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, digits)
-
-
-def interval_text(value: Interval, scale: float = 1.0, digits: int = 4) -> str:
-    """Write a value with its interval, if it has one, to as many digits as this warrants."""
-    if math.isnan(value.mid) or math.isnan(value.lo):
-        return number_text(value.mid, scale, digits)
-    ends = value.lo, value.mid, value.hi
-    low, middle, high = (_digits(each * scale, 3) for each in ends)
-    return f"{middle} [{low}, {high}]"
-
-
-def _digits(value: float, count: int) -> str:
-    rounded = float(f"{value:.{count}g}")
-    if rounded == 0:
-        return "0"
-    decimals = max(0, count - 1 - math.floor(math.log10(abs(rounded))))
-    return f"{rounded:.{min(decimals, 9)}f}"
+def interval_text(value: Interval, scale: float = 1.0) -> str:
+    """Write a value with its interval, if it has one."""
+    middle, low, high = (number_text(each, scale) for each in (value.mid, value.lo, value.hi))
+    return middle if UNKNOWN_TEXT in (middle, low) else f"{middle} [{low}, {high}]"
 
 
 def percent_text(ratio: Interval) -> str:

@@ -37,7 +37,7 @@ def test_names_of_others_run_nothing(browser: Browser, attacked: Path, report: P
     assert opened.charts() == open_page(browser, report.as_uri()).charts()
     assert opened.requests == []
     assert opened.messages == []
-    assert opened.page.locator("script").count() == 2  # data and the page's own
+    assert opened.page.locator("script").count() == 3  # data, the page's own, and Vega
     _rest_on_marks(opened.page)
     assert opened.messages == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,31 @@ from tests.browser.conftest import Opened, open_page
 from tests.support.slow import some_of
 from tests.support.studies import STRATEGIES
 
+# Texts of charts that lie on others, or beyond what is shown of their chart; and of the page.
+UNREADABLE = """width => {
+  const texts = (svg) => [...svg.querySelectorAll("text")].filter((text) =>
+    text.textContent.trim() && getComputedStyle(text).opacity !== "0");
+  const found = [];
+  for (const svg of document.querySelectorAll("figure svg")) {
+    const room = svg.closest(".drawing").getBoundingClientRect();
+    const boxes = texts(svg).map((text) => [text.textContent, text.getBoundingClientRect()]);
+    boxes.forEach(([text, box], at) => {
+      if (box.left < room.left - 1 || box.right > room.right + 1) found.push(`clipped: ${text}`);
+      for (const [other, one] of boxes.slice(at + 1)) {
+        const wide = Math.min(box.right, one.right) - Math.max(box.left, one.left);
+        const high = Math.min(box.bottom, one.bottom) - Math.max(box.top, one.top);
+        if (wide > 1 && high > 2) found.push(`${text} lies on ${other}`);
+      }
+    });
+  }
+  for (const part of document.querySelectorAll("h1, h2, h3, p, dt, dd, li, figcaption, summary")) {
+    const box = part.getBoundingClientRect();
+    if (box.right > width + 1 || part.scrollWidth > part.clientWidth + 1 && part.clientWidth > 1) {
+      found.push(`too wide: ${part.textContent.slice(0, 40)}`);
+    }
+  }
+  return found;
+}"""
 NUM_POINTS = len(STRATEGIES) * 3 * 2
 
 
@@ -30,6 +56,39 @@ def test_it_asks_for_nothing_says_nothing_and_draws_every_chart(opened: Opened) 
     assert min(sizes) > 300
     assert opened.requests == []
     assert opened.messages == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_text_is_clipped_or_lies_on_another(browser: Browser, report: Path, width: int) -> None:
+    size = {"width": width, "height": 900}
+    opened = open_page(browser, report.as_uri(), viewport=size)
+    assert opened.charts() >= 6
+    assert opened.page.evaluate(UNREADABLE, width) == []
+
+
+def test_the_verdict_and_the_first_chart_are_seen_at_once(browser: Browser, report: Path) -> None:
+    opened = open_page(browser, report.as_uri(), viewport={"width": 1280, "height": 900})
+    opened.page.locator("figure[data-live]").first.wait_for()
+    first = opened.page.locator("figure .drawing").first.bounding_box()
+    assert first
+    assert first["y"] + first["height"] <= 900
+    assert first["width"] >= 0.95 * 1280
+    verdict = opened.page.locator(".verdict").bounding_box()
+    table = opened.page.locator("table").first.bounding_box()
+    assert verdict and table
+    assert verdict["y"] < first["y"] < table["y"]
+
+
+def test_what_a_line_shares_with_the_one_above_is_blank(opened: Opened) -> None:
+    table = opened.page.locator("#s1-points")
+    assert table.locator("tbody td.again").count() > NUM_POINTS
+    assert table.locator("tbody tr").first.locator("td.again").count() == 0
+    table.locator("th button", has_text="step ms").click()
+    rows = table.locator("tbody tr").evaluate_all(
+        "rows => rows.map(row => [row.cells[0].textContent, row.cells[0].className])"
+    )
+    for (above, _), (text, kind) in pairwise(rows):
+        assert (kind == "again") == (above == text)
 
 
 def test_lines_are_sorted_and_filtered(opened: Opened) -> None:
@@ -98,7 +157,10 @@ def test_without_javascript_it_holds_all_numbers_and_charts(browser: Browser, re
     assert drawings.count() == opened.page.locator("figure").count() >= 6
 
 
-def test_it_prints(opened: Opened) -> None:
-    opened.page.emulate_media(media="print")
+def test_it_prints_on_white(opened: Opened) -> None:
+    opened.page.emulate_media(media="print", color_scheme="dark")
+    for part, expected in {".verdict": "rgb(0, 0, 0)", ".note": "rgb(89, 89, 89)"}.items():
+        colour = opened.page.locator(part).first.evaluate("part => getComputedStyle(part).color")
+        assert colour == expected
     assert not opened.page.locator(".filter").first.is_visible()
     assert len(opened.page.pdf()) > 10_000

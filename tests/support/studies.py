@@ -34,19 +34,25 @@ HOSTILE = (
 
 
 def make_study(
-    folder: Path, num_cells: int = 150, seed: int = 0, faster: float = 1.0, name: str = "made"
+    folder: Path,
+    num_cells: int = 150,
+    seed: int = 0,
+    faster: float = 1.0,
+    name: str = "made",
+    batches: Sequence[int] = BATCHES,
 ) -> Path:
     """Leave the records of a study, with learning curves and the timeline of one run.
 
     Args:
-        num_cells: as many repeats are made as it takes, at least.
+        num_cells: as many repeats are made as it takes, at least REPEATS of the usual batches.
         faster: divides all steps of several ranks.
     """
     rng = np.random.default_rng(seed)
-    repeats = max(REPEATS, -(-num_cells // (len(STRATEGIES) * len(SIZES) * len(BATCHES))))
+    repeats = -(-num_cells // (len(STRATEGIES) * len(SIZES) * len(batches)))
+    repeats = max(repeats, REPEATS if batches == BATCHES else 1)
     for strategy, exposed in STRATEGIES.items():
         for size in SIZES:
-            for batch in BATCHES:
+            for batch in batches:
                 for repeat in range(repeats):
                     alone = 1e-3 * batch / size
                     added = 0.02 * exposed if size > 1 else 0.0

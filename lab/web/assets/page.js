@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { charts, records } = JSON.parse(document.getElementById("data").textContent);
+  const { charts, library, records } = JSON.parse(document.getElementById("data").textContent);
 
   // Tables: a button in each head sorts, a field above filters.
   for (const table of document.querySelectorAll("table")) {
@@ -19,8 +19,10 @@
         head.setAttribute("aria-sort", down ? "descending" : "ascending");
         const rows = [...body.rows].sort((a, b) => compare(value(a, column), value(b, column)));
         body.append(...(down ? rows.reverse() : rows));
+        merge(body);
       });
     });
+    merge(body);
     if (body.rows.length > 5) table.parentNode.before(filterOf(table, body));
   }
 
@@ -29,6 +31,19 @@
     if (typeof a === "number") return -1;  // what is unknown comes last
     if (typeof b === "number") return 1;
     return a.localeCompare(b, "en", { numeric: true });
+  }
+
+  // A line's first cells are blank as long as they say what those of the line above do.
+  function merge(body) {
+    let above = [];
+    for (const row of [...body.rows].filter((row) => !row.hidden)) {
+      let same = true;
+      [...row.cells].slice(0, 3).forEach((cell, at) => {
+        same = same && at + 1 < row.cells.length && above[at] === cell.textContent;
+        cell.classList.toggle("again", same);
+      });
+      above = [...row.cells].map((cell) => cell.textContent);
+    }
   }
 
   function filterOf(table, body) {
@@ -43,9 +58,24 @@
         const text = row.textContent.toLowerCase();
         row.hidden = !words.every((word) => text.includes(word));
       }
+      merge(body);
     });
     return label;
   }
+
+  // Undoes gzip and base64.
+  function unpacked(text) {
+    const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).text();
+  }
+
+  const drawable = unpacked(charts).then(JSON.parse);
+  const ready = unpacked(library).then((source) => {  // the page's policy admits it by its hash
+    const script = document.createElement("script");
+    script.textContent = source;
+    document.head.append(script);
+  });
 
   // Charts: each drawing becomes interactive when it comes into view.
   const tip = document.createElement("div");
@@ -74,13 +104,14 @@
     const drawing = figure.querySelector(".drawing");
     const isTimeline = figure.classList.contains("timeline");
     const place = document.createElement("div");
-    const isNarrow = !isTimeline && drawing.clientWidth < 600;
-    const chart = charts[figure.dataset.chart];
+    const isNarrow = !isTimeline && !figure.classList.contains("wide") && drawing.clientWidth < 600;
+    const chart = (await drawable)[figure.dataset.chart];
     const spec = isNarrow ? narrowed(chart, drawing.clientWidth) : chart;
     const options = {
       mode: "vega-lite", actions: false, ast: true, defaultStyle: false, tooltip: showTip,
       renderer: isTimeline ? "canvas" : "svg",
     };
+    await ready;
     const { view } = await vegaEmbed(place, spec, options);
     for (const name of ["role", "aria-roledescription", "aria-label"]) {  // the figure is named instead
       for (const part of place.querySelectorAll(`[${name}]`)) part.removeAttribute(name);
@@ -96,7 +127,7 @@
     const { datasets, ...rest } = chart;
     const fit = (key, value) => {
       if (key === "columns") return 1;
-      if (key === "labelLimit") return 180;
+      if (key === "labelLimit") return room - 60;
       return key === "width" && value > 100 ? Math.round(0.7 * room) : value;
     };
     return { ...JSON.parse(JSON.stringify(rest, fit)), datasets };
@@ -154,11 +185,12 @@
   }
 
   // Records: one click saves all of them.
-  const save = document.createElement("a");
-  save.textContent = `Save ${records.length} records as JSON`;
-  save.download = "records.json";
-  save.href = URL.createObjectURL(new Blob([JSON.stringify(records, null, 1)], { type: "application/json" }));
-  const line = document.createElement("p");
-  line.append(save);
-  document.querySelector("footer").append(line);
+  unpacked(records).then((text) => {
+    const found = JSON.parse(text), save = document.createElement("a"), line = document.createElement("p");
+    save.textContent = `Save ${found.length} records as JSON`;
+    save.download = "records.json";
+    save.href = URL.createObjectURL(new Blob([JSON.stringify(found, null, 1)], { type: "application/json" }));
+    line.append(save);
+    document.querySelector("footer").append(line);
+  });
 })();

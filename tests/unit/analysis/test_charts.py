@@ -102,7 +102,7 @@ def test_the_title_is_the_message() -> None:
     )
     summary["leads"] = summary["series"].isin(["powersgd", "topk"])
     message = chart("speedup", summary).message
-    assert message.startswith("powersgd, topk lead, not told apart: 5.35 × ")
+    assert message.startswith("powersgd and topk lead, with no significant difference: 5.35 × ")
     summary["num_repeats"] = 1
     made = chart("speedup", summary)
     assert made.message.startswith("powersgd reaches most: 5.35 × ")

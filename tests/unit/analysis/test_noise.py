@@ -60,5 +60,5 @@ def test_differences_below_the_floor_rank_nothing(
     assert leaders(pair) == ["onebit"]  # by their intervals alone
     assert sorted(leaders(pair, floor)) == sorted(expected)
     text = summary.text(rows, study, floor)
-    assert "noise floor 3.7 %: copies of one computation" in text
+    assert "noise floor 3.7 %: repeated one-rank runs" in text
     assert ("not told apart" in text) == (len(expected) > 1)

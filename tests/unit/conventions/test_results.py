@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from lab import verify
+from lab import load, verify
 from tests.support.stale import MEASURED, PREDICTED, RESULTS, commit_of, is_marked
 
 
@@ -24,3 +25,14 @@ def test_predicted_pages_are_todays(
 
 def test_measured_pages_say_at_which_commit_or_that_they_are_older() -> None:
     assert [page for page in MEASURED if not (commit_of(page) or is_marked(page))] == []
+
+
+@pytest.mark.parametrize("packed", sorted(RESULTS.glob("records/*.tar.xz")), ids=lambda p: p.name)
+def test_records_of_studies_can_be_read(packed: Path, tmp_path: Path) -> None:
+    with tarfile.open(packed) as tar:
+        tar.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    assert f"{folder.name}.tar.xz" == packed.name
+    found = load(folder)
+    assert not found.study.missing
+    assert all(cell.status == "done" for cell in found.study.cells)

@@ -34,8 +34,8 @@ MESSAGES = {
         "Convolutions of googlenet: the best of each pass takes 0.97 of the library's time"
     ),
     "layers/layout_alexnet": (
-        "Steps of alexnet_paper with 16 images: No other is told apart from NCHW: mixed takes 0.97 "
-        "of its time"
+        "Steps of alexnet_paper with 16 images: None is significantly faster than NCHW; mixed "
+        "takes 0.97 of its time"
     ),
     "layers/counters_alexnet": (
         "28 % of the instructions of alexnet_paper load or store, at a batch of 4"

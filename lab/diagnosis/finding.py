@@ -1,0 +1,195 @@
+"""Say what a study found: a sentence that anyone understands, three figures, how sure they are."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lab.analysis.compare import leaders
+from lab.analysis.points import CEILING, Place, Point
+from lab.diagnosis.evidence import Evidence
+from lab.diagnosis.rules import Verdict
+from lab.diagnosis.view import reason
+from lab.draw.text import number_text
+from lab.measure.intervals import ENOUGH_REPEATS, Interval
+
+BASELINES = (
+    "allreduce",
+    "ddp",
+    "horovod",
+    "tree",
+    "overlap",
+)  # what people use, the most common first
+LIMITS = {
+    "input": "Waiting for data",
+    "straggler": "A slow rank",
+    "exchange": "Exchange",
+    "fixed": "Compute",
+}
+Explained = Mapping[Place, tuple[Evidence, Verdict]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A large figure: what it is, its value, and a line on how to read it."""
+
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of a study, at its most ranks and largest batch.
+
+    Attributes:
+        verdict: a sentence for anyone.
+        more: sentences on how sure it is, and on what was not told apart.
+        figures: the best strategy, its speedup, and what limits it; empty: nothing to judge.
+        names: short ones of the points that were judged: the strategy, where this is enough.
+        best: the fastest point; None: nothing to judge.
+        baseline: the usual strategy at the same place; None: it was not measured, or is the best.
+    """
+
+    verdict: str
+    more: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    names: Mapping[Place, str] = field(default_factory=dict[Place, str])
+    best: Point | None = None
+    baseline: Point | None = None
+
+
+def finding(points: Sequence[Point], floor: float, explained: Explained) -> Finding:
+    """Say what is fastest, how sure that is, and what limits it.
+
+    The place is that with the most ranks, of those the largest batch, and of several models or
+    links there that with the most series.
+
+    Args:
+        floor: the study's noise floor.
+        explained: why points take as long as they do.
+    """
+    running = [point for point in points if point.num_repeats and point.strategy != CEILING]
+    if not running:
+        of_none = sum(point.num_repeats > 0 for point in points)
+        if not of_none:
+            return Finding("No run has finished.")
+        only = f"Only {CEILING} was measured, at {of_none} points."
+        return Finding(f"{only} It exchanges nothing, so there is no exchange to judge.")
+    size = max((point.world_size, point.fixed_batch_size) for point in running)
+    here = [point for point in running if (point.world_size, point.fixed_batch_size) == size]
+    context = Counter(point.context for point in here).most_common(1)[0][0]
+    here = sorted((p for p in here if p.context == context), key=lambda point: point.step_s)
+    best = here[0]
+    usual = [p for name in BASELINES for p in here if p.strategy == name and p is not best]
+    baseline = usual[0] if usual and best.strategy != BASELINES[0] else None
+    count = Counter(point.strategy for point in here)
+    names = {p.place: p.strategy if count[p.strategy] == 1 else p.label for p in here}
+    why = explained.get(best.place)  # one rank has none, nor has a run whose files are damaged
+    figures = [_best(here, names), _speed(best), *([_limit(*why)] if why else [])]
+    more = [*_certainty(here, floor, names), *_on_fewer_ranks(best, running, floor)]
+    return Finding(_verdict(best, baseline, names), more, figures, names, best, baseline)
+
+
+def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) -> str:
+    name, ranks = names[best.place], ranks_text(best.world_size)
+    gain = ""
+    if baseline and (more := number_text(baseline.step_s / best.step_s)) != "1.00":
+        gain = f"{more} times as fast as with {names[baseline.place]}"
+    times = best.speedup.mid
+    if math.isnan(times) or best.world_size == 1:
+        told = ", ".join(filter(None, (f"{number_text(best.step_s, 1e3)} ms a step", gain)))
+        return f"On {ranks}, {name} is the fastest strategy measured: {told}."
+    told = ", and ".join(filter(None, (f"{number_text(times)} times as fast as one", gain)))
+    if times > 1:
+        return f"With {name}, {ranks} train {told}."
+    return f"{ranks} train no faster than one: with {name}, the fastest, {told}."
+
+
+def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) -> list[str]:
+    """Say whether the best of points, the fastest first, may be so by chance."""
+    best, count = here[0], len(here)
+    where = f"{batch_text(best)}, {ranks_text(best.world_size)}"
+    if count == 1:
+        return [f"Nothing else was measured there ({where})."]
+    if best.num_repeats < ENOUGH_REPEATS:
+        runs = "once" if best.num_repeats == 1 else f"{best.num_repeats} times"
+        return [f"Each ran {runs}, so this may be chance; {ENOUGH_REPEATS} repeats would tell."]
+    first = leaders(here, floor)
+    others = [names[point.place] for point in here if point.series in first and point is not best]
+    if others:
+        verb = "is" if len(others) == 1 else "are"
+        return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can tell."]
+    second = here[1]
+    slower = number_text(100 * (second.step_s / best.step_s - 1), digits=2)
+    return [f"The next, {names[second.place]}, takes {slower} % longer, which is more than chance."]
+
+
+def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list[str]:
+    """Say whether fewer ranks train faster than the best point's."""
+    least = best.speedup.mid * (1 + (0.0 if math.isnan(floor) else floor))
+    faster = [p for p in running if p.context == best.context and p.speedup.mid > least]
+    if best.world_size == 1 or not faster:
+        return []
+    first = max(faster, key=lambda point: point.speedup.mid)
+    times = number_text(first.speedup.mid)
+    return [f"Fewer are faster: with {first.label}, {ranks_text(first.world_size)} reach {times}."]
+
+
+def _best(here: Sequence[Point], names: Mapping[Place, str]) -> Figure:
+    best, count = here[0], len(here)
+    of = f"of {count} measured" if count > 1 else "alone"
+    shared = [word for word in best.label.split(" ") if all(word in p.label.split() for p in here)]
+    where = ", ".join([batch_text(best), *shared]) if count > 1 else batch_text(best)
+    return Figure("Best strategy", names[best.place], f"{of} at {where}")
+
+
+def _speed(best: Point) -> Figure:
+    ranks, speedup = ranks_text(best.world_size), best.speedup
+    if math.isnan(speedup.mid) or best.world_size == 1:
+        return Figure(f"Step on {ranks}", f"{number_text(best.step_s, 1e3)} ms", _spread(best))
+    value = f"{number_text(speedup.mid)}\u2009×"
+    return Figure(f"Speedup on {ranks}", value, f"{_ends(speedup)}; ideal is {best.world_size}")
+
+
+def _spread(best: Point) -> str:
+    runs = "run" if best.num_repeats == 1 else "runs"
+    return f"{best.num_repeats} {runs}; no run of one rank to compare with"
+
+
+def _ends(value: Interval) -> str:
+    if math.isnan(value.lo):
+        return "one run, so no interval"
+    return f"95 % interval {number_text(value.lo)} to {number_text(value.hi)}"
+
+
+def _limit(evidence: Evidence, found: Verdict) -> Figure:
+    name = "What limits it"
+    if not found.decided:
+        return Figure(name, "Unknown", "nothing tells exchange from compute yet")
+    if not found.losses:
+        return Figure(name, "Compute", reason(evidence, found))
+    first, *others = found.named
+    shares = [f"{100 * loss.seconds / evidence.step_s:.0f} %" for loss in found.named]
+    more = [f"{share} {loss.what}" for share, loss in zip(shares[1:], others, strict=True)]
+    note = "; ".join([f"of the step {first.what}", *more])
+    return Figure(name, f"{LIMITS[first.part]}, {shares[0]}", note)
+
+
+def ranks_text(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def batch_text(point: Point) -> str:
+    """Name the batch size that stays as ranks are added."""
+    batch = "batch" if point.scaling == "strong" else "per-rank batch"
+    return f"{batch} {point.fixed_batch_size}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    most = 4
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} others"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

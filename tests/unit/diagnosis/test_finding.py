@@ -1,0 +1,119 @@
+"""The sentences and figures that a study's page begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from lab.analysis.results import load
+from lab.diagnosis.evidence import evidence_of
+from lab.diagnosis.finding import Finding, finding
+from lab.diagnosis.rules import judge
+from lab.diagnosis.split import time_split
+from lab.diagnosis.view import best_remedies
+from tests.support.records import leave, make_record
+
+Times = Mapping[tuple[str, int], Sequence[float]]  # milliseconds of each repeat, by strategy, ranks
+CLEAR: Times = {
+    ("none", 1): (400, 404, 402),
+    ("none", 4): (100, 101, 102),
+    ("allreduce", 4): (175, 176, 174),
+    ("overlap", 4): (115, 114, 116),
+}
+
+
+def found_in(folder: Path, times: Times) -> Finding:
+    for (strategy, size), steps in times.items():
+        for repeat, ms in enumerate(steps):
+            cell = f"{strategy}-n{size}-r{repeat}"
+            record = make_record(
+                *(strategy, size, 1e-3 * ms),
+                batch_size=128,
+                cell=cell,
+                repeat=repeat,
+                gradient_bytes=8_000_000,
+                payload_bytes_per_step=[0 if strategy == "none" else 12_000_000] * size,
+                messages_per_step=[4.0] * size,
+            )
+            leave(folder / cell, record)
+    results = load(folder)
+    several = [p for p in results.points if p.world_size > 1]
+    known = [evidence_of(results.study, p.one, p, results.points, results.floor) for p in several]
+    explained = {e.point.place: (e, judge(e)) for e in known}
+    return finding(results.points, results.floor, explained)
+
+
+def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Path) -> None:
+    found = found_in(tmp_path / "made", CLEAR)
+    expected = "With overlap, 4 ranks train 3.50 times as fast as one, and 1.52 times as fast as"
+    assert found.verdict == f"{expected} with allreduce."
+    assert found.more == ["The next, allreduce, takes 52 % longer, which is more than chance."]
+    best, speed, limit = found.figures
+    assert (best.value, best.note) == ("overlap", "of 2 measured at batch 128")
+    assert speed.value == "3.50\u2009×"
+    assert speed.note == "95 % interval 3.39 to 3.60; ideal is 4"
+    assert (limit.value, limit.note) == ("Exchange, 12 %", "of the step waits for gradients")
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict", "more"),
+    [
+        pytest.param(
+            {**CLEAR, ("onebit", 4): (114, 117, 115)},
+            "With overlap, 4 ranks train 3.50 times as fast as one, ",
+            "onebit is as fast, as far as 3 repeats can tell.",
+            id="tied",
+        ),
+        pytest.param(
+            {key: steps[:1] for key, steps in CLEAR.items()},
+            "With overlap, 4 ranks train 3.48 times as fast as one, ",
+            "Each ran once, so this may be chance; 3 repeats would tell.",
+            id="once",
+        ),
+        pytest.param(
+            {**CLEAR, ("overlap", 4): (440, 441, 442), ("allreduce", 4): (500, 501, 502)},
+            "4 ranks train no faster than one: with overlap, the fastest, 0.912 times as fast as",
+            "The next, allreduce, takes 14 % longer, which is more than chance.",
+            id="slower than one",
+        ),
+        pytest.param(
+            {**CLEAR, ("overlap", 2): (90, 91, 90)},
+            "With overlap, 4 ranks train 3.50 times as fast as one, ",
+            "Fewer are faster: with overlap, 2 ranks reach 4.45.",
+            id="fewer are faster",
+        ),
+        pytest.param(
+            {("overlap", 4): (115, 114, 116)},
+            "On 4 ranks, overlap is the fastest strategy measured: 115 ms a step.",
+            "Nothing else was measured there (batch 128, 4 ranks).",
+            id="alone",
+        ),
+    ],
+)
+def test_how_sure_a_verdict_is(tmp_path: Path, times: Times, verdict: str, more: str) -> None:
+    found = found_in(tmp_path / "made", times)
+    assert found.verdict.startswith(verdict)
+    assert more in found.more
+
+
+def test_without_an_exchange_there_is_nothing_to_judge(tmp_path: Path) -> None:
+    found = found_in(tmp_path / "made", {("none", 1): (400,), ("none", 4): (100,)})
+    assert found.verdict.startswith("Only none was measured, at 2 points.")
+    assert not found.figures
+
+
+def test_time_is_split_and_remedies_leave_out_what_was_measured(tmp_path: Path) -> None:
+    for name, times in (("few", CLEAR), ("more", {**CLEAR, ("onebit", 4): (150, 151, 152)})):
+        found_in(tmp_path / name, times)
+    changes = dict[str, list[str]]()
+    for name in ("few", "more"):
+        results = load(tmp_path / name)
+        (slow,) = (p for p in results.points if (p.strategy, p.world_size) == ("allreduce", 4))
+        e = evidence_of(results.study, slow.one, slow, results.points, results.floor)
+        message = time_split([e], {slow.place: "allreduce"}).message
+        assert message == "A step of allreduce is 57 % even compute, 42 % exposed exchange"
+        changes[name] = [change for change, _ in best_remedies(e, judge(e), results.points)]
+    assert "strategy=onebit" in changes["few"]
+    assert "strategy=onebit" not in changes["more"]
