@@ -206,7 +206,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     factor = most["payload_mid"] / least["payload_mid"]
     message = f"{least['label']} sends {factor:.3g} times fewer bytes than {most['label']}"
     if factor < 1.05:
-        message = f"All series send as much: {most['payload_mid']:.3g} MB a step and rank"
+        message = f"All series send as much: {most['payload_mid']:.3g} MB per rank and step"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
     if parameters > 0:
         about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")

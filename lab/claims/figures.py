@@ -57,9 +57,10 @@ def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> 
     is_slower = data[data["series"] == best.index[0]].sort_values("x")["value"].iloc[0] < 1
     styles = zip(cures, CURES, strict=False)
     looks = {cure["name"]: Look(colour, "-", "o") for cure, colour in styles}
+    authors = title.partition(",")[0]
     published: Any = pd.DataFrame(
         [
-            (cell.at.batch_size, value, looks[cure["name"]].colour, f"published: {value:g}")
+            (cell.at.batch_size, value, looks[cure["name"]].colour, f"{authors}: {value:g}")
             for cell in reproduced.cells
             for value in cell.published
             for cure in cures
@@ -72,19 +73,21 @@ def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> 
     looks |= {name: Look(colour, "-", "D") for name, colour in of_published}
     data = pd.concat([data, published]).assign(one=1.0)
     batches = sorted(set(data["x"]))
-    x = Axis("images a step, all workers together", log=2, ticks=batches)
+    x = Axis("images per step, of all workers together", log=2, ticks=batches)
     y = Axis(f"speedup of {most} workers over one", ticks=range(most + 1), domain=(0, most))
     body, width = lines(data, x, y, looks, reference="one", size=(560, 330))
     mark = alt.Chart(published).mark_point(shape="diamond", filled=True, size=140, opacity=1)
     mark = mark.encode(alt.X("x:Q"), alt.Y("value:Q"), alt.Color("colour:N", scale=None))
+    cured = data[data["x"] == batches[-1]].set_index("series")["value"].reindex(best.index[1:])
     message = (
         f"With a {best.index[0]} {most} workers are at most {best.iloc[0]:.1f} times as fast as "
         f"one{', and slower at small batches' if is_slower else ''}; "
-        f"cures reach {best.iloc[1:].min():.1f} to {best.iloc[1:].max():.1f} times"
+        f"cures reach {cured.min():.1f} to {cured.max():.1f} times at {batches[-1]} images"
     )
     about = [
-        f"{title}; measured, {reproduced.grid.setup}.",
-        "Vertical lines: all repeats. Diamonds: published. Dotted: as fast as one worker.",
+        f"{title}. Measured {reproduced.grid.setup}.",
+        f"Vertical lines: all repeats. Diamonds: published by {authors} "
+        "Dotted: as fast as one worker.",
     ]
     return Chart("finding", message, about, alt.layer(body, mark), width)
 

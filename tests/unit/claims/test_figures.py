@@ -72,14 +72,14 @@ def test_the_finding_is_a_panel_of_measured_cures_and_published_figures() -> Non
     cells = [scored(name, 1, batch, 1.0) for name in ("tree", "ring") for batch in (128, 512)]
     cells += [scored("tree", 4, 128, 2.0, 2.0, 2.5), scored("tree", 4, 512, 0.8)]
     cells += [scored("ring", 4, 128, 0.5), scored("ring", 4, 512, 0.25)]
-    chart = figures.finding(cells, found, "a paper")
+    chart = figures.finding(cells, found, "We, A paper")
     assert chart and chart.message == (
         "With a tree 4 workers are at most 1.2 times as fast as one, and slower at small batches; "
-        "cures reach 4.0 to 4.0 times"
+        "cures reach 4.0 to 4.0 times at 512 images"
     )
     rows = rows_of(chart)
     assert [rows[0][key] for key in ("low", "value", "high")] == [0.4, 0.5, 0.5]
-    assert [row["value"] for row in rows if row["series"] == "published: 0.9"] == [0.9, None]
+    assert [row["value"] for row in rows if row["series"] == "We: 0.9"] == [0.9, None]
     assert figures.finding(cells[:4], found, "nothing on four ranks") is None
 
 
