@@ -25,7 +25,7 @@ from lab.study.grid import read as read_grid
 from tests.support.simulated import LINKED, TRUE, leave_study, strategy
 from tests.support.svg import outside, overlapping
 
-STUDY = conf_dir() / "study/advice.yaml"
+STUDY = conf_dir() / "studies/advice.yaml"
 
 
 def of_replay(*settings: str) -> Profile:
