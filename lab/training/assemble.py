@@ -167,8 +167,7 @@ def _inject_delay(config: DictConfig, trainer: Trainer) -> None:
     straggler = straggler_of(config, world.size)
     if straggler and straggler.phase == "exchange" and not sync.pattern.takes_exchanges:
         raise ConfigError(
-            f"straggler.phase=exchange: strategy={config.strategy} has "
-            "an exchange outside the lab; "
+            f"straggler.phase=exchange: the lab runs no exchange of strategy={config.strategy}; "
             "allowed are input, forward, backward, update"
         )
     world.comm.before_sending = None  # perhaps set for another assembly
