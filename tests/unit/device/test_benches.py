@@ -377,7 +377,7 @@ def test_layers_and_steps_take_turns_in_all_layouts(
     text = capfd.readouterr()
     assert "[2/2] features.2: 20x14x14 -> 50, 5x5" in text.out and "mixed: conv" in text.out
     assert "onednn_verbose" not in text.out and "profiler_st" not in text.err
-    assert "from NCHW" in chart_in(out).message or "NCHW's time" in chart_in(out).message
+    assert "NCHW" in chart_in(out).message  # whichever layout was the fastest here
 
 
 def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
