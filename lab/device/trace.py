@@ -8,12 +8,8 @@ launch, whose args hold the metrics (Kineto, CuptiRangeProfiler.cpp).
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
 import math
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +23,8 @@ from numpy.typing import NDArray
 
 from lab.benchmarks.harness import here
 from lab.settings.errors import ConfigError
-from lab.settings.reading import read_bytes
+from lab.settings.reading import events_of, read_trace
 
-GZIP = b"\x1f\x8b"
-LARGEST_BYTES = 2**29
 LARGEST = 2.0**63  # times, sizes and counts beyond it are damage
 COPY, KERNEL = "gpu_memcpy", "kernel"  # Kineto's categories of events; XLA and ROCm have none
 UNTIL_2022 = {"Memcpy": COPY, "Kernel": KERNEL}  # Kineto's earlier names of them
@@ -41,13 +35,6 @@ ROCM = re.compile(r"(?:memory_)?copy_?(host|device)_?to_?(host|device)(?:2d)?", 
 ROCM_KERNEL = re.compile(r"__amd_rocclr_(copy|fill)\w*")  # copies and fills by a kernel
 SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)  # edges of the histogram, bytes
 ROCPROFV3, GPU = "rocprofiler-sdk-tool", 2  # what its JSON holds, and its type of an agent
-# By the ending of a file that is no JSON, how to get one with the same copies.
-OTHERS = {
-    ".pb": "XLA writes the .trace.json.gz beside it",
-    ".pftrace": "record with rocprofv3 --sys-trace --output-format json",
-    ".db": "record with rocprofv3 --sys-trace --output-format json",
-    ".nsys-rep": "record with torch.profiler and export_chrome_trace",
-}
 PS_PER_S = 1e12
 RANGE = "cuda_profiler_range"  # a category of events
 UNIT = "__"  # a metric is named UNIT__COUNTER.ROLLUP, as in dram__bytes_read.sum
@@ -66,31 +53,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: it cannot be read, or is no trace.
     """
-    try:
-        content = read_bytes(path, LARGEST_BYTES)
-        if content.startswith(GZIP):
-            with gzip.open(io.BytesIO(content)) as file:
-                content = file.read(LARGEST_BYTES + 1)
-            if len(content) > LARGEST_BYTES:  # a few bytes that stand for gigabytes
-                raise ValueError(f"it unzips to more than {LARGEST_BYTES / 2**20:.0f} MiB")
-        # Not as floats: of microseconds since 1970, these have steps of a quarter of one.
-        trace = json.loads(content, parse_float=Decimal)
-    except OSError as error:
-        raise ConfigError(f"trace={path}: {error.strerror or error}") from None
-    except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
-        reason = OTHERS.get(path.suffix, error)
-        raise ConfigError(f"trace={path}: is not a trace: {reason}") from None
-    except RecursionError:
-        raise ConfigError(f"trace={path}: is not a trace: nested too deeply") from None
-    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    trace = read_trace("trace", path)
     if isinstance(trace, dict) and ROCPROFV3 in trace:
         try:
-            events = [*_of_rocprofv3(trace[ROCPROFV3])]
+            return [*_of_rocprofv3(trace[ROCPROFV3])]
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"trace={path}: is not a trace of rocprofv3: {error!r}") from None
-    if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
-        raise ConfigError(f"trace={path}: is not a trace: has no list of traceEvents")
-    return events
+    return events_of("trace", path, trace)
 
 
 def _of_rocprofv3(tools: Any) -> Iterator[dict[str, Any]]:

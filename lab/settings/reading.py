@@ -6,21 +6,33 @@ nested too deeply, numbers that no machine holds, and anchors that stand for too
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
 import os
 import re
 import stat
+import zlib
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.settings.errors import one_line
+from lab.settings.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from yaml import Node
 
 LARGEST_BYTES = 256 * 2**20
+LARGEST_TRACE_BYTES = 2**29
+GZIP = b"\x1f\x8b"
+# By the ending of a trace that is no JSON, how to get one with the same events.
+OTHER_TRACES = {
+    ".pb": "XLA writes the .trace.json.gz beside it",
+    ".pftrace": "record with rocprofv3 --sys-trace --output-format json",
+    ".db": "record with rocprofv3 --sys-trace --output-format json",
+    ".nsys-rep": "record with torch.profiler and export_chrome_trace",
+}
 LARGEST_YAML_BYTES = 8 * 2**20  # PyYAML takes seconds for a MiB
 LARGEST_YAML = 100_000  # values, as many as anchors make of them
 # 1:30 is 90 in YAML 1.1, and 0777 is 511.
@@ -66,6 +78,43 @@ def read_json(path: Path) -> Any:
         raise DamagedFile(f"{path}: not JSON: nested too deeply") from None
     except ValueError as error:
         raise DamagedFile(f"{path}: not JSON: {error}") from None
+
+
+def read_trace(key: str, path: Path) -> Any:
+    """Read a trace: JSON or gzipped JSON, whose fractions are Decimals.
+
+    Floats of microseconds since 1970 have steps of a quarter of one.
+
+    Args:
+        key: the setting that names it.
+
+    Raises:
+        ConfigError: it cannot be read, or is no JSON.
+    """
+    where = f"{key}={path}"
+    try:
+        content = read_bytes(path, LARGEST_TRACE_BYTES)
+        if content.startswith(GZIP):
+            with gzip.open(io.BytesIO(content)) as file:
+                content = file.read(LARGEST_TRACE_BYTES + 1)
+            if len(content) > LARGEST_TRACE_BYTES:  # a few bytes that stand for gigabytes
+                raise ValueError(f"it unzips to more than {LARGEST_TRACE_BYTES / 2**20:.0f} MiB")
+        return json.loads(content, parse_float=Decimal)
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror or error}") from None
+    except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
+        reason = OTHER_TRACES.get(path.suffix, error)
+        raise ConfigError(f"{where}: is not a trace: {reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: is not a trace: nested too deeply") from None
+
+
+def events_of(key: str, path: Path, trace: Any) -> list[dict[str, Any]]:
+    """Return the events of a trace of Chrome's format. ConfigError: it has none."""
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
+        raise ConfigError(f"{key}={path}: is not a trace: has no list of traceEvents")
+    return events
 
 
 def read_yaml(path: Path) -> Any:
