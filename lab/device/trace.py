@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from lab.benchmarks.harness import here
 from lab.settings.errors import ConfigError
-from lab.settings.reading import events_of, read_trace
+from lab.settings.reading import events_of, number, read_trace
 
-LARGEST = 2.0**63  # times, sizes and counts beyond it are damage
 COPY, KERNEL = "gpu_memcpy", "kernel"  # Kineto's categories of events; XLA and ROCm have none
 UNTIL_2022 = {"Memcpy": COPY, "Kernel": KERNEL}  # Kineto's earlier names of them
 KINETO = re.compile(r"Memcpy (\w+) \((.*)\)")  # "Memcpy HtoD (Pinned -> Device)"
@@ -82,15 +81,6 @@ def _of_rocprofv3(tools: Any) -> Iterator[dict[str, Any]]:
             place = {"ph": "X", "pid": kernel["dispatch_info"]["agent_id"]["handle"]}
             times = {"BeginNs": kernel["start_timestamp"], "EndNs": kernel["end_timestamp"]}
             yield {"cat": KERNEL, "name": "kernel", **place, "args": times}
-
-
-def number(value: object) -> float | None:
-    """Return an event's time, size or count; None: it is not a number from 0 to 2^63."""
-    try:
-        found = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return found if 0 <= found < LARGEST else None
 
 
 def left_out(skipped: Mapping[str, int]) -> str:

@@ -117,6 +117,15 @@ def events_of(key: str, path: Path, trace: Any) -> list[dict[str, Any]]:
     return events
 
 
+def number(value: object) -> float | None:
+    """Return an event's time, size or count; None: it is not a number from 0 to 2^63."""
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if 0 <= found < LARGEST_WHOLE else None
+
+
 def read_yaml(path: Path) -> Any:
     """Read a file of YAML; interpolations stay as they are written.
 

@@ -30,6 +30,8 @@ from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell
 from lab.simulate.step import UPDATE_PASSES, Prediction, predict
 from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.terms import LEVELS, drawn, interval, learned
+from lab.simulate.traced import KEY as TRACED
+from lab.simulate.traced import Traced, read_profile
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 DEFAULT_PROFILE = "alexnet_titanx"
 INPUT_PASSES = 2  # a batch is gathered from the data set
 LOG = "hardware.from"  # a setting
+AS_DDP = "overlap"  # a strategy: what DDP does, whose traces are read
 ESTIMATE = "estimate"  # begins the source of such a profile
 HALF = ("bf16", "fp16")  # activations and products take two bytes a value
 COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
@@ -82,6 +85,7 @@ class Request:
     Attributes:
         profiles: one for each cell; None: its model has none, and is estimated.
         by_default: neither a model nor a profile was given.
+        traced: the trace that gave all profiles, and its own step.
         fit: a study's folder or a benchmark's JSON; the hardware is fitted to it.
         measured: a study's folder, to compare with.
     """
@@ -89,6 +93,7 @@ class Request:
     cells: list[Cell]
     profiles: list[Profile | None]
     by_default: bool
+    traced: Traced | None
     hardware: Hardware
     fit: Path | None
     measured: Path | None
@@ -102,7 +107,8 @@ def read(arguments: Sequence[str]) -> Request:
     Raises:
         ConfigError: a setting is wrong.
     """
-    texts, run = split(arguments, fields_of(OwnSettings))
+    traced, others = _traced(arguments)
+    texts, run = split(others, fields_of(OwnSettings))
     own = parsed(OwnSettings, texts)
     fit, trace = own.fit, own.trace
     cells = [cell for cell in read_grid([*run, "baselines=all"]).cells if cell.repeat == 0]
@@ -115,7 +121,7 @@ def read(arguments: Sequence[str]) -> Request:
             hardware = replace(hardware, measured=read_log(Path(log)))
         if not fit:  # which has cells of this machine
             hardware = learned(hardware, _given(texts))
-        profiles = [_profile(cell) for cell in cells]
+        profiles = [traced.profile if traced else _profile(cell) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if fit and fit.suffix != ".json" and None in profiles:
@@ -125,8 +131,23 @@ def read(arguments: Sequence[str]) -> Request:
         )
     if fit and own.measured:
         raise ConfigError(f"fit={fit} measured={own.measured}: a fit is scored on its own; set one")
-    by_default = not any(map(_is_given, cells))
-    return Request(cells, profiles, by_default, hardware, fit, own.measured, own.out, trace)
+    by_default = not traced and not any(map(_is_given, cells))
+    return Request(cells, profiles, by_default, traced, hardware, fit, own.measured, own.out, trace)
+
+
+def _traced(arguments: Sequence[str]) -> tuple[Traced | None, list[str]]:
+    """Read the trace of `profile.from=`, if it is given, and return the other words.
+
+    Words of `profile.KEY=` change its profile, as they change a file's.
+    """
+    texts, others = split(arguments, ["profile"])
+    if TRACED not in texts:
+        return None, list(arguments)
+    path = Path(texts.pop(TRACED))
+    if name := texts.get("profile"):
+        raise ConfigError(f"profile={name} {TRACED}={path}: set one")
+    dotted = [f"{key.removeprefix('profile.')}={text}" for key, text in texts.items()]
+    return read_profile(path, plain(OmegaConf.from_dotlist(dotted))), others
 
 
 def _given(texts: Mapping[str, str]) -> set[str]:
@@ -394,6 +415,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
             scored += [scored_cell(group, observed)] if observed else []
             series = " ".join([series_of(cell, request.cells), *group.conditions.split()])
             rows.append({"series": series, **row, **_measured(scored[-1] if observed else None)})
+            rows[-1].update(_of_trace(request.traced, cell, prediction))
             spans = prediction.step.spans
         found = score(held_out(scored))
         scores.append({"conditions": group.conditions, **asdict(found), "text": str(found)})
@@ -402,7 +424,8 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         "profiles": {name: profile.gradient_bytes for name, profile in known.items()},
         "sources": {name: profile.source for name, profile in known.items()},
         "by_default": request.by_default,
-        "logs": [str(curve) for curve in request.hardware.measured],
+        "logs": [f"from the log: {curve}" for curve in request.hardware.measured]
+        + [f"from the trace: {traced}" for traced in (request.traced,) if traced],
         "hardware": [{"conditions": g.conditions, **asdict(g.hardware)} for g in groups],
         "scores": scores,
         "fit": str(request.fit) if request.fit else None,
@@ -504,6 +527,19 @@ def _measured(scored: ScoredCell | None) -> dict[str, Any]:
         "measured_exposed_s": exposed_s,
         "exposed_error": scored.exposed_error,
         "evidence": scored.evidence,
+    }
+
+
+def _of_trace(traced: Traced | None, cell: Cell, prediction: Prediction) -> dict[str, Any]:
+    """Return what a trace measured, of a cell that does what it did."""
+    point = cell.strategy, cell.world_size, _per_rank(cell)
+    if not traced or point != (AS_DDP, traced.num_ranks, traced.profile.reference_batch):
+        return {}
+    exposed_s = traced.step.exposed_s
+    return {
+        **comparison([traced.step.step_s], prediction.step.step_s),
+        "measured_exposed_s": exposed_s,
+        **({"exposed_error": prediction.exposed_s / exposed_s - 1} if exposed_s else {}),
     }
 
 

@@ -51,7 +51,7 @@ def notes(result: Row) -> list[str]:
     return [
         *(
             _about(result),
-            *_logs(result),
+            *result["logs"],
             *_estimates(result),
             *_open(result, "in brackets"),
             *_linear(result),
@@ -189,11 +189,6 @@ def _open(result: Row, where: str) -> list[str]:
     ]
     sources = [*fitted, *terms, *sorted(keys)]
     return [f"{where}, 95 % of what stays open: {', '.join(sources)}"] if sources else []
-
-
-def _logs(result: Row) -> list[str]:
-    """Say which collectives a log gave."""
-    return [f"from the log: {text}" for text in result["logs"]]
 
 
 def _linear(result: Row) -> list[str]:

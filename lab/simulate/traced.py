@@ -1,0 +1,279 @@
+"""Profile of a step from a trace of torch.profiler (Kineto): one rank of a data-parallel run.
+
+A trace has kernels by stream, the calls that launched them, and NCCL's kernels with their sizes. It
+has neither parameters nor layers, so a layer here is what backward computes between two
+all-reduces, and its parameters are those of the bucket that is then ready (docs/predicting.md).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from lab.model.profile import VALUE_BYTES, Layer, Profile
+from lab.settings.errors import ConfigError
+from lab.settings.reading import events_of, number, read_trace
+
+KEY = "profile.from"
+MICRO = 1e-6
+Event = Mapping[str, Any]
+STEP = re.compile(r"ProfilerStep ?#\d+")
+BACKWARD = re.compile(r"backward|autograd::", re.IGNORECASE)
+# Categories in lower case: until 2022 they began with a capital.
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
+ON_HOST = ("cpu_op", "operator", "user_annotation")
+CALLS = ("cuda_runtime", "cuda_driver", "runtime")
+TYPE_BYTES = {"float": 4, "half": 2, "bfloat16": 2, "double": 8, "int": 4, "long": 8}
+PARTS = ("forward", "backward", "exposed exchange", "rest")  # of a step, in the order of time
+ALL_REDUCE, REDUCE_SCATTER = "allreduce", "reducescatter"
+COLLECTIVES = (ALL_REDUCE, REDUCE_SCATTER, "allgather", "broadcast", "reduce", "sendrecv")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel or copy on the device; times are seconds since the trace began.
+
+    Attributes:
+        launched_s: when the host launched it. backward: in backward.
+        collective: one of COLLECTIVES, "nccl" for another; "": it computes or copies.
+        args: its own, and those of the operation that launched it.
+    """
+
+    launched_s: float
+    begin_s: float
+    end_s: float
+    backward: bool
+    collective: str
+    args: Event
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step as the device saw it; buckets are in the order in which backward fills them.
+
+    Attributes:
+        computed_s: of forward, and of backward until the gradients of each bucket were ready.
+        gaps_s: parts of these in which nothing computed.
+        exposed_s: from the end of backward to that of the last all-reduce.
+        rest_s: from then on until the next step began.
+        num_kernels: that forward and backward launched.
+    """
+
+    bucket_bytes: tuple[int, ...]
+    computed_s: tuple[float, ...]
+    gaps_s: tuple[float, ...]
+    exposed_s: float
+    rest_s: float
+    num_kernels: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.computed_s) + self.exposed_s + self.rest_s
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The step of median length among `num_steps`, its profile, and the ranks; None: not known."""
+
+    profile: Profile
+    step: TracedStep
+    num_steps: int
+    num_ranks: int | None
+
+    def __str__(self) -> str:
+        step = self.step
+        forward_s, *backward_s = step.computed_s
+        seconds = (forward_s, sum(backward_s), step.exposed_s, step.rest_s)
+        parts = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in zip(PARTS, seconds, strict=True))
+        sizes = ", ".join(f"{size / 2**20:.3g}" for size in step.bucket_bytes)
+        return (
+            f"{self.profile.source}, {self.num_ranks or 'unknown'} ranks, median of "
+            f"{self.num_steps} steps: {1e3 * step.step_s:.2f} ms ({parts}), all-reduces of {sizes} "
+            "MiB"
+        )
+
+
+def read_profile(path: Path, changes: Mapping[str, Any]) -> Traced:
+    """Read the profile of a trace's steps.
+
+    Args:
+        changes: keys of the profile that the user gives.
+
+    Raises:
+        ConfigError: the file is no trace, lacks a piece, or a change is wrong.
+    """
+    trace = read_trace(KEY, path)
+    events = events_of(KEY, path, trace)
+    about = trace if isinstance(trace, dict) else {}
+    try:
+        if not changes.get("reference_batch"):
+            raise ValueError("has no batch size; give profile.reference_batch=, samples per rank")
+        launches, marks = _launches(list(filter(_lasts, events)))
+        steps = sorted(_steps(launches, marks), key=lambda each: each.step_s)
+        step = steps[len(steps) // 2]
+        sums = (each.args.get("Group size") for each in launches if each.collective == ALL_REDUCE)
+        ranks = next(sums) or about.get("distributedInfo", {}).get("world_size")
+        device = (about.get("deviceProperties") or [{}])[0].get("name", "an unnamed device")
+        profile = _profile(path.name.partition(".")[0], f"trace of {device}", step)
+        node = {**vars(profile), "layers": [vars(layer) for layer in profile.layers], **changes}
+        return Traced(Profile.parse(node), step, len(steps), int(ranks) if ranks else None)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        text = str(error) if isinstance(error, ValueError) else f"is damaged ({error!r})"
+        raise ConfigError(f"{KEY}={path}: {text}") from None
+
+
+def _profile(name: str, source: str, step: TracedStep) -> Profile:
+    """Make a layer of each bucket; the last bucket is the first layer.
+
+    Gaps, the update and the host do not depend on the batch. Forward is divided as backward is: a
+    trace does not say which kernel uses which parameter.
+    """
+    (forward_s, *backward_s), (gap_s, *gaps_s) = step.computed_s, step.gaps_s
+    per_backward, rest_ms = 1 / sum(backward_s), 1e3 * step.rest_s
+    layers = [
+        Layer(
+            *(f"bucket{i + 1}", round(num_bytes / VALUE_BYTES)),
+            *(1e3 * forward_s * backward_s[i] * per_backward, 1e3 * backward_s[i]),
+            *(1e3 * gap_s * backward_s[i] * per_backward, 1e3 * gaps_s[i]),
+        )
+        for i, num_bytes in enumerate(step.bucket_bytes)
+    ]
+    whole = Profile(name, source, 1, tuple(layers[::-1]), num_kernels=step.num_kernels)
+    return replace(whole, rest_ms=rest_ms, fixed_rest_ms=rest_ms)
+
+
+def _launches(events: Sequence[Event]) -> tuple[list[Launch], list[float]]:
+    """Return what ran on the device, in the order of launching, and when the host began steps.
+
+    Of streams that compute, only that of most launches counts: others copy batches ahead.
+    """
+    origin = min((Decimal(each["ts"]) for each in events), default=Decimal(0))
+
+    def span(event: Event) -> tuple[float, float]:
+        begin_s = MICRO * float(Decimal(event["ts"]) - origin)
+        return begin_s, begin_s + MICRO * float(event.get("dur", 0))
+
+    on_host = [each for each in events if _category(each) in ON_HOST]
+    marks = [each for each in on_host if STEP.fullmatch(str(each.get("name")))]
+    if not marks:
+        raise ValueError("has no ProfilerStep#: call the profiler's step() after each step")
+    named = [each for each in on_host if BACKWARD.search(str(each.get("name")))]
+    main = marks[0].get("tid")
+    engine = {each.get("tid") for each in named} - {main}  # threads of autograd
+    inside = [span(each) for each in named if each.get("tid") == main]
+    operations = {_args(each).get("External id"): each for each in on_host}
+    calls = {_args(each).get("correlation"): each for each in events if _category(each) in CALLS}
+    streams: dict[Any, list[Launch]] = defaultdict(list)
+    for event in events:
+        own = _args(event)
+        call = calls.get(own.get("correlation")) if _category(event) in ON_DEVICE else None
+        if call is not None:
+            operation = operations.get(own.get("External id", own.get("external id")), {})
+            args, (launched_s, _) = {**_args(operation), **own}, span(call)
+            marked = any(begin_s <= launched_s < end_s for begin_s, end_s in inside)
+            backward = marked or call.get("tid") in engine
+            collective = _collective(str(event.get("name")), operation, args)
+            launch = Launch(launched_s, *span(event), backward, collective, args)
+            streams[None if collective else own.get("stream", event.get("tid"))].append(launch)
+    collectives = streams.pop(None, [])
+    if not streams:
+        raise ValueError("has no kernels with the calls that launched them: record CPU and CUDA")
+    chosen = [*collectives, *max(streams.values(), key=len)]
+    return sorted(chosen, key=lambda each: each.launched_s), sorted(span(each)[0] for each in marks)
+
+
+def _collective(name: str, operation: Event, args: Event) -> str:
+    if "nccl" not in name.lower():
+        return ""
+    for text in (args.get("Collective name"), name, operation.get("name")):
+        plain = str(text).lower().replace("_", "")
+        if found := next((each for each in COLLECTIVES if each in plain), None):
+            return found
+    return "nccl"
+
+
+def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedStep]:
+    """Return the steps with the most common buckets: DDP makes new ones after its first step."""
+    if any(each.collective == REDUCE_SCATTER for each in launches):
+        raise ValueError("has reduce-scatters, as of FSDP; only all-reduces of DDP can be read")
+    begun = [each.launched_s for each in launches]
+    places = [bisect_left(begun, mark) for mark in marks] + [len(launches)]
+    parts = [launches[begin:end] for begin, end in pairwise(places)]
+    begins = [[each.begin_s for each in part if not each.collective] for part in parts]
+    last_s = max(each.end_s for each in launches)
+    ends = [min(begin) if begin else last_s for begin in begins[1:]]
+    # A step ends where the next begins on the device, so the last one is used only if alone.
+    ends += [] if ends else [last_s]
+    found = [step for part, end in zip(parts, ends, strict=False) if (step := _step(part, end))]
+    if not any(each.backward for each in launches):
+        raise ValueError("has no backward: no thread of autograd, nor an annotation of that name")
+    if not found:
+        raise ValueError("has no all-reduce of NCCL in a step's backward: record several GPUs")
+    common = Counter(step.bucket_bytes for step in found).most_common(1)[0][0]
+    return [step for step in found if step.bucket_bytes == common]
+
+
+def _step(launches: Sequence[Launch], end_s: float) -> TracedStep | None:
+    """Return a step; None: without gradients to exchange."""
+    computed = [each for each in launches if not each.collective]
+    first = next((place for place, each in enumerate(computed) if each.backward), 0)
+    begun = [each.launched_s for each in computed]
+    sums = [each for each in launches if each.collective == ALL_REDUCE]
+    reduced = [each for each in sums if first and each.launched_s >= begun[first]]
+    if not reduced:
+        return None
+    # All-reduces began after what had been launched before them: that many kernels and copies.
+    numbers = (0, first, *(bisect_left(begun, each.launched_s) for each in reduced))
+    until_s = [computed[0].begin_s, *accumulate((each.end_s for each in computed), max)]
+    busy_s = [0.0, *accumulate(each.end_s - each.begin_s for each in computed)]
+    computed_s = [until_s[to] - until_s[of] for of, to in pairwise(numbers)]
+    works_s = [busy_s[to] - busy_s[of] for of, to in pairwise(numbers)]
+    gaps_s = [max(0.0, whole - work) for whole, work in zip(computed_s, works_s, strict=True)]
+    backward_s = until_s[numbers[-1]]
+    done_s = max(backward_s, *(each.end_s for each in reduced))
+    sizes = tuple(map(_num_bytes, reduced))
+    rest_s = max(0.0, end_s - done_s)
+    times_s = done_s - backward_s, rest_s
+    return TracedStep(sizes, tuple(computed_s), tuple(gaps_s), *times_s, numbers[-1])
+
+
+def _num_bytes(reduced: Launch) -> int:
+    """Return what an all-reduce reduces; sizes are args of its own, or shapes of its operation."""
+    args, kind = reduced.args, reduced.args.get("dtype")
+    count = args.get("In msg nelems")
+    if count is None and args.get("Input Dims") and args.get("Input type"):
+        count, kind = _count(args["Input Dims"][0]), args["Input type"][0]
+    size = TYPE_BYTES.get(str(kind).lower().removeprefix("c10::"))
+    if count is None or size is None:
+        raise ValueError(
+            "has no bytes of its all-reduces: record with PyTorch 2.2 or record_shapes=True"
+        )
+    return int(count) * size
+
+
+def _count(shape: Sequence[Any]) -> int:
+    nested = bool(shape) and isinstance(shape[0], Sequence)
+    return sum(map(_count, shape)) if nested else math.prod(shape)
+
+
+def _lasts(event: Event) -> bool:
+    times = (number(event.get(key)) for key in ("ts", "dur"))
+    return event.get("ph") == "X" and None not in times
+
+
+def _category(event: Event) -> str:
+    return str(event.get("cat")).lower()
+
+
+def _args(event: Event) -> dict[str, Any]:
+    found = event.get("args")
+    return found if isinstance(found, dict) else {}
