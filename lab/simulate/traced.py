@@ -39,40 +39,26 @@ COLLECTIVES = (ALL_REDUCE, REDUCE_SCATTER, "allgather", "broadcast", "reduce", "
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel or copy on the device; times are seconds since the trace began.
+    """A kernel or copy on the device; times are seconds since the trace began."""
 
-    Attributes:
-        launched_s: when the host launched it. backward: in backward.
-        collective: one of COLLECTIVES, "nccl" for another; "": it computes or copies.
-        args: its own, and those of the operation that launched it.
-    """
-
-    launched_s: float
+    launched_s: float  # by the host
     begin_s: float
     end_s: float
     backward: bool
-    collective: str
-    args: Event
+    collective: str  # of COLLECTIVES, or "nccl"; "": it computes or copies
+    args: Event  # also those of the operation that launched it
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as the device saw it; buckets are in the order in which backward fills them.
-
-    Attributes:
-        computed_s: of forward, and of backward until the gradients of each bucket were ready.
-        gaps_s: parts of these in which nothing computed.
-        exposed_s: from the end of backward to that of the last all-reduce.
-        rest_s: from then on until the next step began.
-        num_kernels: that forward and backward launched.
-    """
+    """A step as the device saw it; buckets are in the order in which backward fills them."""
 
     bucket_bytes: tuple[int, ...]
-    computed_s: tuple[float, ...]
-    gaps_s: tuple[float, ...]
-    exposed_s: float
-    rest_s: float
-    num_kernels: int
+    computed_s: tuple[float, ...]  # forward, and backward until each bucket's gradients were ready
+    gaps_s: tuple[float, ...]  # parts of these in which nothing computed
+    exposed_s: float  # from the end of backward to that of the last all-reduce
+    rest_s: float  # from then on until the next step began
+    num_kernels: int  # of forward and backward
 
     @property
     def step_s(self) -> float:
@@ -97,16 +83,12 @@ class Traced:
         sizes = ", ".join(f"{size / 2**20:.3g}" for size in step.bucket_bytes)
         return (
             f"{self.profile.source}, {self.num_ranks or 'unknown'} ranks, median of "
-            f"{self.num_steps} steps: {1e3 * step.step_s:.2f} ms ({parts}), all-reduces of {sizes} "
-            "MiB"
+            f"{self.num_steps} steps: {1e3 * step.step_s:.2f} ms ({parts}); MiB reduced: {sizes}"
         )
 
 
 def read_profile(path: Path, changes: Mapping[str, Any]) -> Traced:
-    """Read the profile of a trace's steps.
-
-    Args:
-        changes: keys of the profile that the user gives.
+    """Read the profile of a trace's steps, with the keys that `changes` give.
 
     Raises:
         ConfigError: the file is no trace, lacks a piece, or a change is wrong.
@@ -117,7 +99,8 @@ def read_profile(path: Path, changes: Mapping[str, Any]) -> Traced:
     try:
         if not changes.get("reference_batch"):
             raise ValueError("has no batch size; give profile.reference_batch=, samples per rank")
-        launches, marks = _launches(list(filter(_lasts, events)))
+        timed = [e for e in events if None not in map(number, (e.get("ts"), e.get("dur")))]
+        launches, marks = _launches(timed)
         steps = sorted(_steps(launches, marks), key=lambda each: each.step_s)
         step = steps[len(steps) // 2]
         sums = (each.args.get("Group size") for each in launches if each.collective == ALL_REDUCE)
@@ -147,8 +130,8 @@ def _profile(name: str, source: str, step: TracedStep) -> Profile:
         )
         for i, num_bytes in enumerate(step.bucket_bytes)
     ]
-    whole = Profile(name, source, 1, tuple(layers[::-1]), num_kernels=step.num_kernels)
-    return replace(whole, rest_ms=rest_ms, fixed_rest_ms=rest_ms)
+    bare = Profile(name, source, 1, tuple(layers[::-1]), num_kernels=step.num_kernels)
+    return replace(bare, rest_ms=rest_ms, fixed_rest_ms=rest_ms)
 
 
 def _launches(events: Sequence[Event]) -> tuple[list[Launch], list[float]]:
@@ -165,7 +148,7 @@ def _launches(events: Sequence[Event]) -> tuple[list[Launch], list[float]]:
     on_host = [each for each in events if _category(each) in ON_HOST]
     marks = [each for each in on_host if STEP.fullmatch(str(each.get("name")))]
     if not marks:
-        raise ValueError("has no ProfilerStep#: call the profiler's step() after each step")
+        raise ValueError("has no ProfilerStep#: give the profiler a schedule= and call its step()")
     named = [each for each in on_host if BACKWARD.search(str(each.get("name")))]
     main = marks[0].get("tid")
     engine = {each.get("tid") for each in named} - {main}  # threads of autograd
@@ -210,9 +193,8 @@ def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedSte
     parts = [launches[begin:end] for begin, end in pairwise(places)]
     begins = [[each.begin_s for each in part if not each.collective] for part in parts]
     last_s = max(each.end_s for each in launches)
-    ends = [min(begin) if begin else last_s for begin in begins[1:]]
     # A step ends where the next begins on the device, so the last one is used only if alone.
-    ends += [] if ends else [last_s]
+    ends = [min(begin, default=last_s) for begin in begins[1:]] or [last_s]
     found = [step for part, end in zip(parts, ends, strict=False) if (step := _step(part, end))]
     if not any(each.backward for each in launches):
         raise ValueError("has no backward: no thread of autograd, nor an annotation of that name")
@@ -240,10 +222,9 @@ def _step(launches: Sequence[Launch], end_s: float) -> TracedStep | None:
     gaps_s = [max(0.0, whole - work) for whole, work in zip(computed_s, works_s, strict=True)]
     backward_s = until_s[numbers[-1]]
     done_s = max(backward_s, *(each.end_s for each in reduced))
-    sizes = tuple(map(_num_bytes, reduced))
-    rest_s = max(0.0, end_s - done_s)
-    times_s = done_s - backward_s, rest_s
-    return TracedStep(sizes, tuple(computed_s), tuple(gaps_s), *times_s, numbers[-1])
+    sizes, rest_s = tuple(map(_num_bytes, reduced)), max(0.0, end_s - done_s)
+    times_s = tuple(computed_s), tuple(gaps_s), done_s - backward_s, rest_s
+    return TracedStep(sizes, *times_s, numbers[-1])
 
 
 def _num_bytes(reduced: Launch) -> int:
@@ -251,23 +232,14 @@ def _num_bytes(reduced: Launch) -> int:
     args, kind = reduced.args, reduced.args.get("dtype")
     count = args.get("In msg nelems")
     if count is None and args.get("Input Dims") and args.get("Input type"):
-        count, kind = _count(args["Input Dims"][0]), args["Input type"][0]
+        shape, kind = args["Input Dims"][0], args["Input type"][0]
+        count = sum(map(math.prod, shape if isinstance(shape[0], list) else [shape]))
     size = TYPE_BYTES.get(str(kind).lower().removeprefix("c10::"))
     if count is None or size is None:
         raise ValueError(
-            "has no bytes of its all-reduces: record with PyTorch 2.2 or record_shapes=True"
+            "lacks bytes of all-reduces: record with PyTorch 2.2 or record_shapes=True"
         )
     return int(count) * size
-
-
-def _count(shape: Sequence[Any]) -> int:
-    nested = bool(shape) and isinstance(shape[0], Sequence)
-    return sum(map(_count, shape)) if nested else math.prod(shape)
-
-
-def _lasts(event: Event) -> bool:
-    times = (number(event.get(key)) for key in ("ts", "dur"))
-    return event.get("ph") == "X" and None not in times
 
 
 def _category(event: Event) -> str:
