@@ -30,7 +30,9 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import DictConfig
+from torch.distributed import distributed_c10d
 
 from lab.benchmarks import codec, compute, host
 from lab.benchmarks.catalogue import NUM_RANKS, size_name
@@ -62,7 +64,6 @@ from lab.model.profile import Profile
 from lab.settings.atomic import write_atomically
 from lab.settings.config import build, load
 from lab.settings.files import read_file
-from lab.settings.reading import escaped
 from lab.simulate import calibration
 from lab.simulate.calibration import Place, Steps
 from lab.simulate.costs import stages_of
@@ -181,8 +182,20 @@ def _among(
     """Measure among some of the ranks, while the others wait; these return nothing."""
     part = part_of(world, members)
     found = measure(part) if part else []
-    world.barrier()
+    _make_as_many_groups(world)
     return found
+
+
+def _make_as_many_groups(world: World) -> None:
+    """Let this process have as many groups as any other; waits for all ranks.
+
+    torch names a group by its ranks and by the number of groups that the process has, so ranks with
+    unlike numbers would wait for each other in groups of different names.
+    """
+    known = distributed_c10d._world.pg_map  # private: nothing public counts them
+    most = int(world.gather(torch.tensor(len(known))).max())
+    while len(known) < most:
+        dist.new_group([world.rank], backend="gloo", use_local_synchronization=True)
 
 
 def part_of(world: World, members: Sequence[int]) -> World | None:
@@ -192,7 +205,7 @@ def part_of(world: World, members: Sequence[int]) -> World | None:
     inside = world.rank in members
     comm = world.comm.split(int(inside))
     if not inside:
-        return None
+        return None  # and has a group less: see _make_as_many_groups
     control = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
     assert isinstance(control, dist.ProcessGroup)  # this rank is one of them
     place = replace(world.place, rank=comm.rank, size=comm.size)
@@ -372,12 +385,21 @@ def _about(world: World, found: dict[str, Any], base: dict[str, Any]) -> dict[st
     about: dict[str, Any] = {
         "name": "calibrated",
         "source": f"{SOURCE}; {machine(found)}; {found['emulation']}",
-        "ranks_per_node": max(map(len, world.comm.nodes)),
+        "ranks_per_node": _ranks_of_node(world, base),
         "device": {**device, "op_efficiency": factors} if factors else device,
     }
     if on_gpu:  # terms that others' figures gave are measured here
         return {**about, "published_terms": False}
     return {**about, "num_cores": found["num_cores"]}
+
+
+def _ranks_of_node(world: World, base: dict[str, Any]) -> int:
+    """Return how many ranks a node has, or a single one could have: more can be predicted then."""
+    here = max(map(len, world.comm.nodes))
+    if len(world.comm.nodes) > 1:
+        return here
+    could = torch.cuda.device_count() if world.device.type == "cuda" else base["ranks_per_node"]
+    return max(here, could)
 
 
 def columns(_result: dict[str, Any]) -> dict[str, Column]:
@@ -452,7 +474,7 @@ def present(result: dict[str, Any], out: Path | None) -> None:
     if out is None:
         return
     head = f"# Made by `{result['command']}`.\n"
-    hardware = head + OmegaConf.to_yaml(escaped(result["hardware"]))
+    hardware = head + yaml.safe_dump(result["hardware"], sort_keys=False, default_flow_style=None)
     write_atomically(out, lambda temporary: temporary.write_text(hardware))
     written = write(out.with_suffix(".json"), result)
     about = page(result, out.with_suffix(".png").name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any
 
@@ -37,6 +37,8 @@ START = {"latency_s": 5e-5, "bandwidth_bytes_per_s": 1e9}  # of a search for a l
 START_SUM = 1e9  # of a search for the rate at which a core adds what arrives
 # How many of 39 draws lie beyond each end of an interval: 1 of 40 places is 2.5 %, 4 are 10 %.
 BEYOND = {"95": 1, "80": 4}
+LEAST_SPREAD = 0.2  # of the overhead between a few repeats, which may agree by chance
+WAYS = ("intra", "inter")
 OF_COMPUTE = ("contention", "jitter")  # which layers that wait do not have
 OF_GPUS = {  # what is not measured: as the presets of NVIDIA's machines have it
     **{"codec_s": 5e-6, "codec_contention": 1.0, "engage": 0.03, "incast": 0.05},
@@ -87,20 +89,21 @@ def hardware_of(
         places: those of two ranks are fitted to.
         exchanges: settings of each row's algorithm.
     """
-    node: Node = {**base, **about, "assumed": {**base.get("assumed", {})}}
+    node: Node = {"overhead_s": 0.0, **base, **about, "assumed": {**base.get("assumed", {})}}
     for key, value in values.items():
         _put(node, key, float(value["median"] or 0.0), _ends(value))
     links = {place.link for place in places}
-    for way in ("intra", "inter"):
+    for way in WAYS:
         node[way] = {**START, **(base.get(way) or {})} if way in links else None
     if "intra" not in links:
         node["ranks_per_node"] = 1
     hardware = parse(_plausible(node))
     pairs = {place.link: place for place in places if place.ranks == LARGEST_FITTED}
-    for way in sorted(pairs):  # within a node first, where codecs are a larger part of the time
-        first = way == min(pairs)
-        hardware = _fitted(node, hardware, pairs[way], exchanges, first)
-    return _plausible(node)
+    ways = [way for way in WAYS if way in pairs]
+    for way in ways:  # within a node first, where codecs are a larger part of the time
+        hardware = _fitted(node, hardware, pairs[way], exchanges, first=way == ways[0])
+    kept = _plausible(node)
+    return {each.name: kept[each.name] for each in fields(Hardware) if each.name in kept}
 
 
 def _fitted(
@@ -166,7 +169,7 @@ def _plausible(node: Node) -> Node:
     kept = {
         key: ends
         for key, ends in node["assumed"].items()
-        if (way := key.rpartition(".")[0]) not in ("intra", "inter") or node[way]
+        if (way := key.rpartition(".")[0]) not in WAYS or node[way]
     }
     return {**node, "assumed": kept}
 
@@ -176,8 +179,9 @@ def put_overhead(node: Node, steps: Steps) -> None:
     none = replace(waiting(parse(node)), overhead_s=0.0)
     predicted_s = steps.observation().predicted_s(none)
     found = sorted(max(0.0, seconds - predicted_s) for seconds in steps.steps_s)
-    spread = found[-1] - found[0]
-    _put(node, "overhead_s", median(found), (max(0.0, found[0] - spread), found[-1] + spread))
+    middle = median(found)
+    spread = max(found[-1] - found[0], LEAST_SPREAD * middle)
+    _put(node, "overhead_s", middle, (max(0.0, found[0] - spread), found[-1] + spread))
 
 
 def predicted_rows(
