@@ -79,7 +79,7 @@ SIZES = {  # bytes: as many as fit in the time
     "cpu": (2**12, 2**15, 2**18, 2**21, 2**24, 2**26),
     "cuda": (2**12, 2**15, 2**18, 2**21, 2**24, 2**27, 2**30),
 }
-FEWEST_SIZES, ROUNDS = 3, 10
+FEWEST_SIZES, ROUNDS = 4, 10
 HELD_OUT = (0.75, 1.0)  # of all ranks
 REPEATS = 3  # of the steps of each strategy, in turns
 FEWEST_STEPS, MOST_STEPS, WARMUP = 10, 30, 5

@@ -38,6 +38,8 @@ START_SUM = 1e9  # of a search for the rate at which a core adds what arrives
 # How many of 39 draws lie beyond each end of an interval: 1 of 40 places is 2.5 %, 4 are 10 %.
 BEYOND = {"95": 1, "80": 4}
 LEAST_SPREAD = 0.2  # of the overhead between a few repeats, which may agree by chance
+SEND_RECV = "sendrecv"  # a row of lab.bench collective
+LEAST_SENT = 2**18  # bytes
 WAYS = ("intra", "inter")
 OF_COMPUTE = ("contention", "jitter")  # which layers that wait do not have
 OF_GPUS = {  # what is not measured: as the presets of NVIDIA's machines have it
@@ -115,7 +117,7 @@ def _fitted(
 ) -> Hardware:
     """Fit a pair's link, and with the first one sums and codecs too; write them into `node`."""
     pair = replace(hardware, ranks_per_node=2 if place.link == "intra" else 1)
-    rows = [row for row in place.rows if row["algorithm"] in exchanges]
+    rows = [row for row in place.rows if row["algorithm"] in exchanges or _is_long_send(row)]
     names = [*LINK]
     if first:
         codecs = _codecs(rows, exchanges, Network(pair, LARGEST_FITTED))
@@ -134,13 +136,24 @@ def _fitted(
     return replace(found.hardware, ranks_per_node=hardware.ranks_per_node)
 
 
+def _is_long_send(row: Mapping[str, Any]) -> bool:
+    """Return whether a row tells the link's rate apart from that of adding what arrives.
+
+    Short sends are timed several together, and so hide each other's latency.
+    """
+    return row["algorithm"] == SEND_RECV and row["size_bytes"] >= LEAST_SENT
+
+
 def _codecs(
     rows: Iterable[Mapping[str, Any]], exchanges: Mapping[str, Mapping[str, Any]], pair: Network
 ) -> list[str]:
     """Name the codecs of the rows' exchanges, by class."""
     shapes = {row["algorithm"]: tuple(row["shape"]) for row in rows}
     stages = [
-        s for name, shape in shapes.items() for s in stages_of([shape], exchanges[name], pair)
+        stage
+        for name, exchange in exchanges.items()
+        if name in shapes
+        for stage in stages_of([shapes[name]], exchange, pair)
     ]
     return sorted({stage.codec for stage in stages if stage.codec})
 

@@ -192,7 +192,7 @@ def fit_collectives(
     Least squares of the logarithm of predicted / measured, because sizes span orders of magnitude.
 
     Args:
-        exchanges: settings of each row's algorithm.
+        exchanges: settings of each row's algorithm; of SEND_RECV there are none.
         names: of the values, as `get` takes them.
     """
     measured = np.log([row["time_s"]["median"] for row in rows])
@@ -200,7 +200,7 @@ def fit_collectives(
 
     def errors(x: np.ndarray) -> np.ndarray:
         network = Network(with_values(preset, names, np.exp(x)), world_size)
-        predicted = [collective_s(row, exchanges[row["algorithm"]], network) for row in rows]
+        predicted = [collective_s(row, exchanges.get(row["algorithm"]), network) for row in rows]
         return np.log(predicted) - measured
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -216,8 +216,16 @@ def fit_collectives(
     )
 
 
-def collective_s(row: Mapping[str, Any], exchange: Mapping[str, Any], network: Network) -> float:
-    """Predict the seconds of a row of lab.bench collective."""
+def collective_s(
+    row: Mapping[str, Any], exchange: Mapping[str, Any] | None, network: Network
+) -> float:
+    """Predict the seconds of a row of lab.bench collective.
+
+    Args:
+        exchange: settings of its algorithm; None: a plain send, which adds nothing.
+    """
+    if exchange is None:
+        return network.slowest.seconds(row["size_bytes"])
     shape = tuple(row.get("shape", (row["size_bytes"] // VALUE_BYTES,)))
     return sum(stage.seconds for stage in stages_of([shape], exchange, network))
 
