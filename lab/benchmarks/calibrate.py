@@ -63,6 +63,7 @@ from lab.measure.statistics import order
 from lab.model.profile import Profile
 from lab.settings.atomic import write_atomically
 from lab.settings.config import build, load
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.files import read_file
 from lab.simulate import calibration
 from lab.simulate.calibration import Place, Steps
@@ -71,6 +72,7 @@ from lab.simulate.fit import MEASURED_CODEC
 from lab.simulate.hardware import parse
 from lab.simulate.network import Network
 from lab.simulate.predict import plain
+from lab.simulate.strategy import Strategy
 from lab.training.recording import surroundings
 
 # Shares of the time; what remains is for starting, joining, and what has a fixed number of rounds.
@@ -101,7 +103,10 @@ def measure(request: Request) -> dict[str, Any] | None:
         ConfigError: an exchange does not average, or a setting does not fit the ranks at hand.
     """
     configs = [variant.config for variant in request.variants]
-    on_gpu = check_gpus(configs[0].device, 1)
+    with as_config_error():
+        on_gpu = check_gpus(configs[0].device, 1)
+        for config in configs:  # refused now, and not after minutes
+            Strategy.of(plain(config))
     # In a process group of its own, before the ranks join.
     host_s = _host_seconds("cuda" if on_gpu else "cpu") if is_first_rank() else {}
     with joined(configs[0]) as world:
@@ -202,6 +207,8 @@ def part_of(world: World, members: Sequence[int]) -> World | None:
     """Return the world of some ranks, as they see it; None on others. All ranks call this."""
     if len(members) == world.size:
         return world
+    if reason := world.comm.no_split:
+        raise ConfigError(f"comm: must make groups of ranks to calibrate: {reason}")
     inside = world.rank in members
     comm = world.comm.split(int(inside))
     if not inside:
@@ -421,7 +428,10 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"fitted to collectives of {NUM_RANKS} ranks; those of more are held out",
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}",
     ]
-    for name, words in (("two_ranks", f"steps on {NUM_RANKS} ranks"), ("held_out", "on more")):
+    for name, words in (
+        ("two_ranks", f"steps on {NUM_RANKS} ranks"),
+        ("held_out", "steps on more, held out"),
+    ):
         if result["scores"][name]["num_cells"]:
             told.append(f"{words}: {told_score(result['scores'][name])}")
     return told
