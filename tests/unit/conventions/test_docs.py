@@ -26,7 +26,8 @@ from tests.support.slow import some_of
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 STARTERS = (
     r"lab\.(train|sweep|bench|calibrate|profile_layers)\b"
-    r"|launch/\S+\.(sh|sbatch)\b|docker run .*scaling-lab|-m lab\.(predict|advise|score|verify|explain|plot|cluster)\b"
+    r"|launch/\S+\.(sh|sbatch)\b|docker run .*scaling-lab"
+    r"|-m lab\.(predict|advise|score|verify|explain|plot|cluster)\b"
 )
 OF_FOLDERS = {
     "lab.plot": plot.COMMAND,
