@@ -10,8 +10,9 @@ The ranks measure, each part within its share of `minutes`:
   much longer they take beside an all-reduce, and beside other ranks' work on shared cores;
 * steps of a model whose layers wait, with each exchange, on the same ranks.
 
-Links, sums and codecs are fitted to collectives of two ranks (lab/simulate/calibration.py). All
-that more ranks measured is held out, and shows how well larger numbers are predicted.
+Links, sums and codecs are fitted to collectives and steps of two ranks
+(lab/simulate/calibration.py). All that more ranks measured is held out, and shows how well larger
+numbers are predicted.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ from lab.simulate.fit import MEASURED_CODEC
 from lab.simulate.hardware import parse
 from lab.simulate.network import Network
 from lab.simulate.predict import plain
+from lab.simulate.score import NONE
 from lab.simulate.strategy import Strategy
 from lab.training.recording import surroundings
 
@@ -91,7 +93,6 @@ LEAST_SCALE = 1e-3  # of the model's gradients
 LEAST_EXPOSED = 0.02  # share of a step below which its exposed exchange is not scored
 MODULES = 24  # of a model, for the host's time: enough to tell a bucket's from a parameter's
 CODEC_VALUES = {"cpu": 2**22, "cuda": 2**26}
-NONE = "none"
 SOURCE = "measured by lab.calibrate"
 Interval = dict[str, float | None]  # median, low, high
 
@@ -364,8 +365,9 @@ def _concluded(
         "nccl" if world.device.type == "cuda" else "gloo", EMULATION in os.environ
     )
     node = calibration.hardware_of(base, _about(world, found, base), values, places, exchanges)
-    pair = min((each for each in steps if each.name == NONE), key=lambda each: each.ranks)
-    calibration.put_overhead(node, pair)
+    of_two = [each for each in steps if each.ranks == NUM_RANKS]
+    calibration.put_overhead(node, next(each for each in of_two if each.name == NONE))
+    calibration.refine(node, of_two, next(p.link for p in places[::-1] if p.ranks == NUM_RANKS))
     hardware = parse(node)
     rows = calibration.predicted_rows(places, exchanges, hardware)
     of_steps = calibration.predicted_steps(steps, hardware)
@@ -425,7 +427,7 @@ def columns(_result: dict[str, Any]) -> dict[str, Column]:
 def notes(result: dict[str, Any]) -> list[str]:
     """Say what was measured, and how well it predicts."""
     told = [
-        f"fitted to collectives of {NUM_RANKS} ranks; those of more are held out",
+        f"fitted to collectives and steps of {NUM_RANKS} ranks; those of more are held out",
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}",
     ]
     for name, words in (

@@ -1,9 +1,10 @@
 """Hardware as it was measured, with intervals, and how well it predicts steps on more ranks.
 
 lab.calibrate measures (lab/benchmarks/calibrate.py). Links, sums and codecs are fitted to
-collectives of two ranks; all else is taken as measured. The interval of a value holds what the fit
-or the median leaves open, and of a fitted value also the error that the fit leaves, so that
-predictions can be drawn from a file's `assumed` as from any other's.
+collectives of two ranks, and then, from there, to their steps; all else is taken as measured. The
+interval of a value holds what the fit or the median leaves open, and of a fitted value also the
+error that the fit leaves, so that predictions can be drawn from a file's `assumed` as from any
+other's.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 from lab.model.profile import replayed
 from lab.settings.files import read_file
 from lab.simulate.costs import stages_of
-from lab.simulate.fit import CODEC, collective_s, fit_collectives, get
+from lab.simulate.fit import CODEC, NORMAL, collective_s, fit, fit_collectives, get
 from lab.simulate.hardware import CODEC_RATES, LINK, Hardware, draws, parse
 from lab.simulate.network import Network
 from lab.simulate.score import (
     LARGEST_FITTED,
+    NONE,
     Group,
     Observation,
     ScoredCell,
@@ -40,6 +42,10 @@ BEYOND = {"95": 1, "80": 4}
 LEAST_SPREAD = 0.2  # of the overhead between a few repeats, which may agree by chance
 SEND_RECV = "sendrecv"  # a row of lab.bench collective
 LEAST_SENT = 2**18  # bytes
+# See `fit`: less than steps differ by from repeat to repeat, so what they tell clearly wins.
+OF_COLLECTIVES = 0.003
+# What steps of two ranks tell, beside a link and codecs.
+OF_STEPS = ("reduce_bytes_per_s", "overhead_s", "crowding", "codec_s")
 WAYS = ("intra", "inter")
 OF_COMPUTE = ("contention", "jitter")  # which layers that wait do not have
 OF_GPUS = {  # what is not measured: as the presets of NVIDIA's machines have it
@@ -197,6 +203,37 @@ def put_overhead(node: Node, steps: Steps) -> None:
     _put(node, "overhead_s", middle, (max(0.0, found[0] - spread), found[-1] + spread))
 
 
+def refine(node: Node, steps: Sequence[Steps], link: str) -> None:
+    """Fit anew to steps of two ranks, where an exchange meets more than a collective alone.
+
+    Each range gains the error that predictions of these steps had before: one of two ways to
+    measure the same link may be as far off on more ranks.
+
+    Args:
+        steps: of two ranks, those that exchange nothing too.
+        link: that they use.
+    """
+    hardware = waiting(parse(node))
+    start = replace(hardware, ranks_per_node=2 if link == "intra" else 1)
+    cells = [each.observation() for each in steps if each.ranks == LARGEST_FITTED]
+    group = Group("", tuple(cells), start, fitted=False)
+    exposed = [scored_cell(group, cell).exposed_s for cell in cells if cell.name != NONE]
+    missed = [abs(math.log(made / found)) for found, made in exposed if found > 0 and made > 0]
+    wider = NORMAL_95 * NORMAL * median(missed) if missed else 0.0
+    found, _ = fit(start, cells, OF_COLLECTIVES)
+    codecs = (f"{CODEC_RATES}.{name}" for name, _ in found.codec_rates)
+    for key in [*(f"{link}.{name}" for name in LINK), *OF_STEPS, *codecs]:
+        way, _, name = key.rpartition(".")
+        value = get(found, CODEC + name if way == CODEC_RATES else name)
+        if key not in node["assumed"] or value is None:
+            continue
+        low, high = node["assumed"][key]
+        if low > 0:
+            factor = math.exp(math.hypot(math.log(high / low) / 2, wider))
+            low, high = value / factor, value * factor
+        _put(node, key, value, (low, high))
+
+
 def predicted_rows(
     places: Sequence[Place], exchanges: Mapping[str, Mapping[str, Any]], hardware: Hardware
 ) -> list[Node]:
@@ -289,7 +326,7 @@ def scored(rows: Iterable[Mapping[str, Any]], held: bool, least_exposed: float) 
         for row in chosen
     )
     found = score(cells, least_exposed)
-    with_exchange = [row for row in chosen if row["strategy"] != "none"]
+    with_exchange = [row for row in chosen if row["strategy"] != NONE]
     coverage = {
         level: sum(row["inside"][level] for row in with_exchange) / max(1, len(with_exchange))
         for level in BEYOND

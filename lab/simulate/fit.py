@@ -48,11 +48,17 @@ MEASURED_CODEC = "onebit"  # codec_bytes_per_s is the rate of this codec
 CODEC = "codec of "  # and an exchange's class: its rate
 
 
-def fit(preset: Hardware, cells: Sequence[Observation]) -> tuple[Hardware, tuple[Hardware, ...]]:
+def fit(
+    preset: Hardware, cells: Sequence[Observation], prior: float = PRIOR
+) -> tuple[Hardware, tuple[Hardware, ...]]:
     """Fit the hardware to cells of at most two ranks.
 
     Least squares of predicted - measured over the logarithms of the values in NAMES that the preset
     has. The fitted link joins the first two ranks.
+
+    Args:
+        prior: share of a step by which a prediction may miss before a value of the preset changes
+            by a factor of e.
 
     Returns:
         The best, and draws from the values that fit as well.
@@ -73,7 +79,7 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> tuple[Hardware, tuple
         tried = np.exp(np.clip(x, start - FARTHEST, start + FARTHEST))
         hardware = with_values(preset, names, tried)
         predicted = [cell.predicted_s(hardware) for cell in used]
-        return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])
+        return np.concatenate([(predicted - measured) / typical, prior * (x - start)])
 
     best, covariance = least_squares(residuals, start)
     chance = np.random.default_rng(0)

@@ -28,7 +28,20 @@ def test_two_ranks_leave_a_hardware_file_that_predicts(
     assert measured <= keys
     assert [row["strategy"] for row in result["steps"]] == ["none", "onebit", "onebit_overlap"]
     page = (tmp_path / "mine.md").read_text()
-    assert "steps on 2 ranks: 2 cells" in page and (tmp_path / "mine.png").is_file()
+    assert "steps on 2 ranks, fitted: 2 cells" in page and (tmp_path / "mine.png").is_file()
+
+
+@pytest.mark.slow
+def test_larger_groups_than_two_meet_and_are_held_out(
+    command: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """Ranks of a smaller group make more process groups than others, by which torch names them."""
+    settings = ["exchange=allreduce", "world_size=4", "device=cpu", "minutes=0.01"]
+    done = command("lab.calibrate", *settings, "exchange_timeout_s=90", "out=mine.yaml")
+    assert done.code == 0, done.err
+    result = json.loads((tmp_path / "mine.json").read_text())
+    assert {row["ranks"] for row in result["rows"]} == {2, 3, 4}
+    assert result["scores"]["held_out"]["num_cells"] == 4
 
 
 @pytest.mark.parametrize(

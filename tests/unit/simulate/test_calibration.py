@@ -19,6 +19,8 @@ from lab.simulate.calibration import (
     hardware_of,
     predicted_rows,
     predicted_steps,
+    put_overhead,
+    refine,
     scored,
     waiting,
 )
@@ -63,6 +65,16 @@ def measured(truth: Hardware, ranks: int) -> Place:
     return Place("inter", ranks, rows)
 
 
+def steps_on(hardware: Hardware, ranks: int) -> list[Steps]:
+    """Return steps as they would be measured on such hardware: without exchange, and with one."""
+    found: list[Steps] = []
+    for name in ("none", "allreduce"):
+        settings = plain(load([*STEPS, f"exchange={name}", "model.bytes_scale=0.01"]))
+        seconds = Steps(name, ranks, settings, (1.0,)).observation().predicted_s(hardware)
+        found.append(Steps(name, ranks, settings, (seconds,)))
+    return found
+
+
 def test_what_two_ranks_measure_gives_the_hardware_and_predicts_more(
     truth: Hardware, tmp_path: Path
 ) -> None:
@@ -90,17 +102,7 @@ def test_what_two_ranks_measure_gives_the_hardware_and_predicts_more(
 def test_steps_of_more_ranks_are_scored_and_counted_inside_their_intervals(
     truth: Hardware,
 ) -> None:
-    configs = {
-        name: plain(load([*STEPS, f"exchange={name}", "model.bytes_scale=0.01"]))
-        for name in ("none", "allreduce")
-    }
-    steps = [
-        Steps(name, ranks, settings, (seconds,))
-        for ranks in (2, 4)
-        for name, settings in configs.items()
-        for one in [Steps(name, ranks, settings, (1.0,)).observation()]
-        for seconds in [one.predicted_s(waiting(truth))]
-    ]
+    steps = [*steps_on(waiting(truth), 2), *steps_on(waiting(truth), 4)]
     rows = predicted_steps(steps, truth)
     of_more = scored(rows, held=True, least_exposed=0.02)
     assert of_more["num_cells"] == 1  # `none` has nothing to predict
@@ -122,3 +124,17 @@ def test_pairs_are_fitted_to_and_the_largest_groups_held_out() -> None:
     first, second, *larger = groups_of([[0, 1, 2, 3], [4, 5, 6, 7]])
     assert (first, second) == (Group("intra", [0, 1]), Group("inter", [0, 4]))
     assert [(each.link, len(each.members)) for each in larger] == [("inter", 6), ("inter", 8)]
+
+
+def test_steps_of_two_ranks_correct_what_their_collectives_told(truth: Hardware) -> None:
+    base = base_of("gloo", emulated=True)
+    about = {"name": "calibrated", "ranks_per_node": 1}
+    node = hardware_of(base, about, VALUES, [measured(truth, 2)], EXCHANGES)
+    low, high = node["assumed"]["inter.bandwidth_bytes_per_s"]
+    slower = with_values(truth, ["bandwidth_bytes_per_s"], [2e7])  # type: ignore[arg-type]
+    steps = steps_on(waiting(slower), 2)
+    put_overhead(node, steps[0])
+    refine(node, steps, "inter")
+    assert node["inter"]["bandwidth_bytes_per_s"] == pytest.approx(2e7, rel=0.1)
+    lower, higher = node["assumed"]["inter.bandwidth_bytes_per_s"]
+    assert higher / lower > 2 * high / low  # the two ways to measure it disagree by as much
