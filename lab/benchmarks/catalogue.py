@@ -58,6 +58,17 @@ class OwnSettings:
         "straggler: 4)",
         at_least=1,
     )
+    starts: int | None = setting(
+        None,
+        "aa, step, hook: how often ranks are started anew, for intervals between starts; null: 3, "
+        "or 1 where a launcher has started the ranks",
+        at_least=1,
+    )
+    order_seed: int = setting(
+        0, "aa, step, hook: seed of the order of candidates, in the first start", at_least=0
+    )
+    aa: bool = setting(False, "step: true compares candidates with equal ones, as aa does")
+    pairs: int = setting(200, "aa, step aa=true: pairs of equal candidates", at_least=1)
     runs: int = setting(
         100, "straggler: runs with an injected delay, and as many without one", at_least=1
     )
@@ -192,12 +203,17 @@ BENCHES = {
     ),
     "step": Bench(
         "step times of strategy=A,B,... in turns, as ratios to the last",
-        "world_size",
+        "world_size starts order_seed aa pairs",
         num_variants=2,
     ),
+    "aa": Bench(
+        "how often step calls equal candidates different, by pairs of each of strategy=A,B,...",
+        "world_size starts order_seed pairs",
+        default="overlap",
+    ),
     "hook": Bench(
-        "the same for hooks in DDP, and for the trainer's own exchange",
-        "world_size",
+        "step for hooks in DDP, and for the trainer's own exchange",
+        "world_size starts order_seed",
         sets=(
             "strategy=onebit sync=ddp sync.hook=lab",
             # One bucket: over Gloo torch's hook fails with several.
