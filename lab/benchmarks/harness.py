@@ -362,8 +362,8 @@ def interval(
         average: numpy's median, or its mean for what a wall clock shows.
 
     Returns:
-        median (the statistic itself), low and high of 95 %; None where a value is not finite, low and high also for fewer
-        than ENOUGH_ROUNDS.
+        median (the statistic itself), low and high of 95 %; None where a value is not finite, low
+        and high also for fewer than ENOUGH_ROUNDS.
     """
     values = np.array(samples, dtype=np.float64)
     num_rounds = values.shape[1]

@@ -120,9 +120,7 @@ def compare(times: dict[str, np.ndarray], walls: dict[str, np.ndarray]) -> list[
             "name": label,
             "step_s": harness.middle(seconds),
             "ratio": None if label == last else harness.ratio(seconds, times[last]),
-            "wall_ratio": None
-            if label == last
-            else harness.mean_ratio(walls[label], walls[last]),
+            "wall_ratio": None if label == last else harness.mean_ratio(walls[label], walls[last]),
             **_exposed(label, times),
         }
         for label, seconds in times.items()
