@@ -60,12 +60,12 @@ class OwnSettings:
     )
     starts: int | None = setting(
         None,
-        "aa, step, hook: how often ranks are started anew, for intervals between starts; null: 3, "
-        "or 1 where a launcher has started the ranks",
+        "aa, host, step, hook: how often ranks are started anew, for intervals between starts; "
+        "null: 3, or 1 where a launcher has started the ranks",
         at_least=1,
     )
     order_seed: int = setting(
-        0, "aa, step, hook: seed of the order of candidates, in the first start", at_least=0
+        0, "aa, host, step, hook: seed of the order of candidates, in the first start", at_least=0
     )
     aa: bool = setting(False, "step: true compares candidates with equal ones, as aa does")
     pairs: int = setting(200, "aa, step aa=true: pairs of equal candidates", at_least=1)
@@ -234,7 +234,7 @@ BENCHES = {
     ),
     "host": Bench(
         "processor time that strategy=A,B,... adds to the training thread, beside torch's DDP",
-        "rounds",
+        "rounds starts order_seed",
         default="overlap,onebit,int8,topk,powersgd",
         only_words=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
     ),

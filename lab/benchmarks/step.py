@@ -251,18 +251,9 @@ def notes(result: dict[str, Any]) -> list[str]:
         "lasts as long as on its slowest rank",
         *alone,
         *([WALL] if wall else []),
-        f"[95 % intervals] {_intervals_of(result)}; exposed exchange: step - step of none, same "
-        "run",
+        f"[95 % intervals] {present.intervals_of(result)}; exposed exchange: step - step of none, "
+        "same run",
     ]
-
-
-def _intervals_of(result: dict[str, Any]) -> str:
-    """Say what a result's intervals are made of."""
-    starts = result.get("starts")
-    if not starts:
-        return "draw whole rounds" + (" of this one start" if "order_seed" in result else "")
-    seeds = present.span([start["order_seed"] for start in starts], "d")
-    return f"are Student's t over {len(starts)} starts of fresh ranks, order_seed={seeds}"
 
 
 def chart(result: dict[str, Any]) -> present.Drawn:

@@ -320,7 +320,7 @@ def test_between_starts_is_students_interval_of_one_ratio_a_start() -> None:
     assert [each["order_seed"] for each in found["starts"]] == [7, 8, 9]
     assert step.combine([start(0, 2.0), start(1, 2.0)])["rows"][1]["ratio"]["low"] is None
     shown = text_of({"bench": "step", **SURROUNDINGS, **found, "steps_per_round": 1})
-    assert "Student's t over 3 starts of fresh ranks, order_seed=7 to 9" in shown
+    assert "Student's t over 3 fresh starts, order_seed=7 to 9" in shown
 
 
 @pytest.mark.parametrize("number", [2, 3, 5])
@@ -623,6 +623,10 @@ def test_host_time_is_measured_beside_ddp() -> None:
     assert result["num_parameters"] == 6 and not torch.distributed.is_initialized()
     assert "8 ranks of which one exists" in result["emulation"]
     assert chart_of({"bench": "host", "command": "", **result})
+    again = host.combine([result] * 3)
+    for row, once in zip(again["rows"], result["rows"], strict=True):
+        assert row["added_s"]["median"] == pytest.approx(once["added_s"]["median"])
+    assert "t over 3 fresh starts" in text_of({"bench": "host", **again})
 
 
 def test_host_time_of_what_cannot_be_measured_is_refused() -> None:
