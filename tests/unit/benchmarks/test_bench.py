@@ -510,6 +510,7 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 COMMITTED = {
+    "aa": "aa",
     "memory": "exchange/memory",
     "step": "exchange/step_fc_2",
     "collective": "exchange/collective_4",
@@ -535,6 +536,7 @@ def test_a_result_is_shown_whole_from_its_json_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("aa", "5 of 200 pairs of equal candidates are called different at 95 %"),
         ("memory", "Peak memory on 2 ranks is 0.98 to 1.08 of theory"),
         ("step", "onebit takes 0.80 of ddp's step time"),
         (
