@@ -60,18 +60,13 @@ class OwnSettings:
     )
     starts: int | None = setting(
         None,
-        "aa, host, step, hook: how often ranks are started anew, for intervals between starts; "
-        "null: 3, or 1 where a launcher has started the ranks",
+        "aa, host, hook, step: starts; null: 3, or 1 under a launcher",
         at_least=1,
     )
-    order_seed: int = setting(
-        0, "aa, host, step, hook: seed of the order of candidates, in the first start", at_least=0
-    )
-    aa: bool = setting(False, "step: true compares candidates with equal ones, as aa does")
-    pairs: int = setting(200, "aa, step aa=true: pairs of equal candidates", at_least=1)
-    runs: int = setting(
-        100, "straggler: runs with an injected delay, and as many without one", at_least=1
-    )
+    order_seed: int = setting(0, "seed of the candidates' order", at_least=0)
+    aa: bool = setting(False, "step: true runs aa")
+    pairs: int = setting(200, "aa: pairs", at_least=1)
+    runs: int = setting(100, "straggler: runs with an injected delay, and without", at_least=1)
     rounds: int = setting(
         20,
         "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
@@ -80,13 +75,11 @@ class OwnSettings:
     )
     sizes: list[int] = setting(
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
-        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
+        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6",
         parse=sizes_in_bytes,
     )
-    codec: tuple[str, ...] | None = setting(None, "codec: a list of codecs; null: all")
-    algorithm: tuple[str, ...] | None = setting(
-        None, "convolution: a list of algorithms; null: all"
-    )
+    codec: tuple[str, ...] | None = setting(None, "codec: codecs; null: all")
+    algorithm: tuple[str, ...] | None = setting(None, "convolution: algorithms; null: all")
     num_values: int | None = setting(
         None, "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M", at_least=1
     )
@@ -101,7 +94,7 @@ class OwnSettings:
     )
     memory_gb: int | None = setting(
         None,
-        "footprint: also find the largest batch for a device of so much",
+        "footprint: find the largest batch that fits",
         unit="GB",
         at_least=1,
     )
@@ -114,7 +107,7 @@ class OwnSettings:
     threads: int = setting(
         2, "codec, convolution, layout, layers, throughput, roofline: threads, on CPUs", at_least=1
     )
-    input_grad: bool = setting(False, "layers: true computes the gradient of the model's input too")
+    input_grad: bool = setting(False, "layers: time the input's gradient too")
 
 
 NOTHING_SENT = "nothing is exchanged; must be at least 2"
@@ -207,7 +200,7 @@ BENCHES = {
         num_variants=2,
     ),
     "aa": Bench(
-        "how often step calls equal candidates different, by pairs of each of strategy=A,B,...",
+        "how often step calls equal candidates different, in pairs",
         "world_size starts order_seed pairs",
         default="overlap",
     ),
