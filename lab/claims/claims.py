@@ -19,11 +19,11 @@ from lab.record.files import check_types
 OUTCOMES = ("holds", "fails", "within noise", "unknown")
 # What a claim is worth as evidence, in the order of a page.
 KINDS = {
-    "emergent": "follows from nothing that was put in, so it can fail",
+    "emergent": "does not follow from the inputs, so it can fail",
     "count": "counted: of a model, or of the bytes that are sent",
-    "derived": "arithmetic on the source's own figures: tests this lab's code, not the source",
+    "derived": "arithmetic on the source's own figures: it tests this lab's code, not the source",
     "calibrated": "an input of the model or of the study: no evidence",
-    "own": "the lab's own, which the source does not say",
+    "own": "a claim of the lab, not of the source",
 }
 EVIDENCE = ("emergent", "count")  # kinds that say something about the source
 OF_DEVICE: Mapping[str, Quantity] = {**COUNTED, **BENCHED, **SWEPT}

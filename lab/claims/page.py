@@ -52,8 +52,9 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
     return [
         *markdown(["paper", *KINDS, *OUTCOMES], rows),
         "",
-        "Claims by kind, and outcomes of those that are evidence about the source "
-        f"({evidence}). Unknown: nothing has measured them; `benches=` and `runs=` name folders.",
+        "The table counts claims by kind, and the outcomes of those that are evidence about the "
+        f"source ({evidence}). Unknown claims have not been measured: name folders of measurements "
+        "with `benches=` and `runs=`.",
     ]
 
 
@@ -153,19 +154,19 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
 def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
-        f"Predicted: profile {paper.profile} on {paper.hardware}, nothing fitted; in brackets what "
-        "the assumptions of that hardware allow."
+        f"Predictions use profile {paper.profile} on {paper.hardware}, with nothing fitted. "
+        "Brackets show what the assumptions about that hardware allow."
     )
     if findings.conditions:
         how = "; ".join([*findings.conditions.machines, *findings.conditions.emulations])
-        brackets = "In brackets the 95 % interval over repeats, which decides."
-        counted = f"Parameters are counted in model={paper.model}; what is replayed is scaled."
-        return [predicted, "", f"Measured: {how}. {brackets} {counted}"]
+        brackets = "Brackets show the 95 % interval over repeats, which decides the verdict."
+        counted = f"Parameters are counted in model={paper.model}; the replayed model is scaled."
+        return [predicted, "", f"Measured on {how}. {brackets} {counted}"]
     if not paper.reproduction:
         return [predicted]
     study = paper.reproduction.study
-    how = f"`python -m lab.sweep study={study}` (root) measures it, then `runs=runs/{study}`"
-    return [predicted, f"Measured: nothing; {how}."]
+    how = f"run `python -m lab.sweep study={study}` as root, then add `runs=runs/{study}`"
+    return [predicted, f"Not measured: {how}."]
 
 
 def _sources_of_device(findings: Findings) -> Iterator[str]:
@@ -200,9 +201,14 @@ def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
         if found:
             lines += [f"**{kind}** ({meaning}):", "", *markdown(*table_of(found)), ""]
             lines += _conditions(found)
-    counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
-    evidence = f"Of the claims that are evidence ({' and '.join(EVIDENCE)})"
-    return [*lines, f"{evidence}: {counts or 'there are none'}.", *_skill(verdicts)]
+    counts = ", ".join(f"{n} {_verb(outcome, n)}" for outcome, n in tally(verdicts).items() if n)
+    evidence = f"Claims that are evidence ({' and '.join(EVIDENCE)})"
+    return [*lines, f"{evidence}: {counts or 'none'}.", *_skill(verdicts)]
+
+
+def _verb(outcome: str, number: int) -> str:
+    """Write an outcome after a number: 1 holds, 2 hold, 3 within noise."""
+    return outcome if number == 1 else outcome.removesuffix("s")
 
 
 def _skill(verdicts: Sequence[Verdict]) -> list[str]:
@@ -216,12 +222,13 @@ def _skill(verdicts: Sequence[Verdict]) -> list[str]:
     if not errors:
         return []
     predicted, linear = map(median, zip(*errors, strict=True))
-    skill = f"skill {1 - predicted / linear:.2f}" if linear else "no skill can be had"
+    skill = f"skill {1 - predicted / linear:.2f}" if linear else "skill undefined"
+    number = f"{len(errors)} published figure{'s' * (len(errors) > 1)}"
     return [
         "",
-        f"Of {len(errors)} published figures of scaling, predictions miss by "
-        f"{100 * predicted:.1f} % in the median, N ranks being N times as fast by "
-        f"{100 * linear:.1f} %: {skill}.",
+        f"Median error over {number} of scaling: predictions "
+        f"{100 * predicted:.1f} %, linear scaling (N ranks N times as fast) "
+        f"{100 * linear:.1f} %; {skill}.",
     ]
 
 
@@ -277,7 +284,7 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        f"Fitted: {fitted}. Left out: the terms are fitted to the other networks alone.",
+        f'Fitted: {fitted}. Under "left out", the terms are fitted to the other networks only.',
         "",
         *markdown(header, [*rows, total]),
     ]
@@ -323,7 +330,7 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
         ]
         where = f"on {world_size} ranks, {first} is {percent} faster than {second} below"
         lines += [*markdown(["global batch", where], rates), ""]
-    return [*lines, f"Predicted, of {crossovers.basis}."]
+    return [*lines, f"Predicted with {crossovers.basis}."]
 
 
 def _claim_line(verdict: Verdict, with_linear: bool) -> list[str]:

@@ -202,7 +202,7 @@ def test_repeats_give_an_interval_and_two_of_them_none() -> None:
     lines = claims_tables(verdicts)
     cell = lines[4].split("|")[7].strip()
     assert re.fullmatch(r"0\.87\d* \[0\.6\d+, 1\.1\d+\]", cell), cell
-    assert lines[-1].endswith("(emergent and count): holds 1, fails 1, within noise 1.")
+    assert lines[-1].endswith("(emergent and count): 1 holds, 1 fails, 1 within noise.")
     few = judge(Paper("t", (claims[0],), "p", "h"), Table(), Repeated(1.0, 1.1))
     assert claims_tables(few)[4].split("|")[7].strip().endswith("(n = 2)")
 
@@ -212,7 +212,7 @@ def test_kinds_have_tables_of_their_own() -> None:
     claims = [Claim(kind, kind, "1", "speedup", Check(at_least=0.1), at) for kind in KINDS]
     lines = claims_tables(judge(Paper("t", tuple(claims), "p", "h"), Table(), None))
     assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
-    assert lines[-1].endswith("holds 2.")  # calibrated, derived and own ones are no evidence
+    assert lines[-1].endswith("2 hold.")  # calibrated, derived and own ones are no evidence
 
 
 def test_sizes_are_claims_on_bus_bandwidth_of_which_some_are_fitted() -> None:

@@ -50,11 +50,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_predictions_alone_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main(["kim2017"]) == 1  # CNTK's speedup is predicted too high, Torch's too low
     text = capsys.readouterr().out
-    assert "Measured: nothing" in text and "(measured)" not in text
+    assert "Not measured: run " in text and "(measured)" not in text
     failed = [row for row in rows(text) if "fails (predicted)" in row]
     assert [name in row for name, row in zip(("Torch", "2.62"), failed, strict=True)] == [True] * 2
     assert text.count("holds (predicted)") == len(rows(text)) - 2
-    assert "(emergent and count): holds 26, fails 2." in text
+    assert "(emergent and count): 26 hold, 2 fail." in text
 
 
 def test_what_was_measured_decides(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_the_page_scores_predictions_and_shows_figures(
     assert verify.main(["kim2017", f"runs={runs}", f"out={page}"]) == 1
     capsys.readouterr()
     text = page.read_text()
-    score = re.search(r"(\d+) cells without none, step time median error ([\d.]+) %", text)
+    score = re.search(r"(\d+) cells with an exchange, step time median error ([\d.]+) %", text)
     assert score and int(score[1]) == 15 and float(score[2]) < 1
     assert f"python -m lab.verify kim2017 runs={runs} out={page}" in text
     pictures = re.findall(r"!\[\w+\]\((kim/\w+\.png)\)", text)
