@@ -19,7 +19,7 @@ from lab.claims.predicted import MARGIN, Crossovers, Terms
 from lab.draw.looks import order
 from lab.draw.text import markdown
 from lab.settings.atomic import write_atomically
-from lab.simulate.score import ScoredCell, held_out, score
+from lab.simulate.score import ScoredCell, held_out, score, skill
 
 if TYPE_CHECKING:
     from lab.draw.chart import Chart
@@ -216,12 +216,12 @@ def _skill(verdicts: Sequence[Verdict]) -> list[str]:
     if not errors:
         return []
     predicted, linear = map(median, zip(*errors, strict=True))
-    skill = f"skill {1 - predicted / linear:.2f}" if linear else "no skill can be had"
+    gained = f"skill {skill(predicted, linear):.2f}" if linear else "no skill can be had"
     return [
         "",
         f"Of {len(errors)} published figures of scaling, predictions miss by "
         f"{100 * predicted:.1f} % in the median, N ranks being N times as fast by "
-        f"{100 * linear:.1f} %: {skill}.",
+        f"{100 * linear:.1f} %: {gained}.",
     ]
 
 
