@@ -116,7 +116,7 @@ def figures() -> list[Figure]:
         _of_claim(Paper.parse(read_file("claims", name)), origin, claim)
         for name, origin in node["claims"].items()
         for claim in Paper.parse(read_file("claims", name)).claims
-        if claim.kind == "emergent" and claim.published and claim.quantity in SPEEDUPS
+        if claim.is_figure and claim.quantity in SPEEDUPS
     ]
     return found + [figure for series in node["series"] for figure in _of_series(series)]
 
