@@ -121,7 +121,7 @@ class Verdict:
         if self.outcome == "holds":
             return f"{done}: agrees"
         if self.outcome == "within noise":
-            return f"{done}: undecided, the interval crosses a limit"
+            return f"{done}: undecided"
         share = "" if self.miss is None else f" by {100 * abs(self.miss):.0f} %"
         return f"model misses{share}" if done == "predicted" else f"{done}: differs{share}"
 
