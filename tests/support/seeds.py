@@ -8,8 +8,9 @@ conf/published/seeds.yaml names each statement's claims, or why it can have none
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 from lab.claims.claims import Paper
@@ -39,8 +40,8 @@ def page(data: Mapping[str, Any]) -> list[str]:
     summary: list[list[str]] = []
     for document in documents:
         statements = document["statements"]
-        rows = [_line(each, reasons) for each in statements]
-        header = ["where", "statement", "claims", "why none"]
+        rows = [_line(each) for each in statements]
+        header = ["where", "statement", "claims"]
         tables += ["", f"## {document['title']}", "", *markdown(header, rows)]
         claims = {claim for each in statements for claim in claims_of(each)}
         checked = sum("claims" in each for each in statements)
@@ -48,10 +49,10 @@ def page(data: Mapping[str, Any]) -> list[str]:
         summary.append([document["title"].partition(":")[0], *map(str, numbers)])
     totals = [str(sum(int(row[place]) for row in summary)) for place in range(1, 5)]
     header = ["document", "statements", "with claims", "claims", "with a reason instead"]
-    why = Counter(reasons.get(each["why"], each["why"]) for each in _unclaimed(documents))
-    listed = [f"* {number}: {text}" for text, number in why.most_common()]
+    why = Counter(each["why"] for each in _unclaimed(documents))
+    listed = [f"* {key} ({why[key]} statements): {text}" for key, text in reasons.items()]
     counted = markdown(header, [*summary, ["all", *totals]])
-    return [HEAD, *counted, "", "Reasons:", "", *listed, *tables]
+    return [HEAD, *counted, "", "Reasons for none:", "", *listed, *tables]
 
 
 def claims_of(statement: Mapping[str, Any]) -> list[str]:
@@ -79,10 +80,25 @@ def _sentences(name: str) -> list[str]:
     return [claim.says for claim in Paper.parse(read_file("claims", name)).claims]
 
 
-def _line(statement: Mapping[str, Any], reasons: Mapping[str, str]) -> list[str]:
-    why = statement.get("why", "")
-    claims = ", ".join(claims_of(statement)) or "–"
-    return [statement["at"], statement["says"], claims, reasons.get(why, why) or "–"]
+def _line(statement: Mapping[str, Any]) -> list[str]:
+    claims = claims_of(statement)
+    checked = _listed(claims) if claims else f"none: {statement['why']}"
+    return [statement["at"], statement["says"], checked]
+
+
+def _listed(claims: Sequence[str]) -> str:
+    """Write kim2017 1, 3–5 for claims of one file, and so on for each file."""
+    places: dict[str, list[int]] = {}
+    for claim in claims:
+        name, place = claim.split()
+        places.setdefault(name, []).append(int(place))
+    return "; ".join(f"{name} {_ranges(sorted(found))}" for name, found in places.items())
+
+
+def _ranges(places: Sequence[int]) -> str:
+    runs = [list(run) for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
+    ends = [(run[0][1], run[-1][1]) for run in runs]
+    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in ends)
 
 
 def _unclaimed(documents: list[Any]) -> list[Mapping[str, Any]]:
