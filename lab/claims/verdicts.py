@@ -60,6 +60,7 @@ class Verdict:
         machine: what it was measured on: "cpu", "gpu" or "emulated".
         is_elsewhere: the source measured on another kind of device, so `measured` decides nothing.
         kind: a key of KINDS. why: for one that is arithmetic.
+        is_counted: no clock is read for its value.
     """
 
     claim: Claim
@@ -71,11 +72,12 @@ class Verdict:
     is_elsewhere: bool = False
     kind: str = "predicted"
     why: str = ""
+    is_counted: bool = False
 
     @property
     def basis(self) -> str:
         """Return what decides: a key of BASES."""
-        if self.kind == "counted" or self.claim.is_counted:
+        if self.is_counted:
             return "counted"
         if not math.isnan(self.measured.mid) and not self.is_elsewhere:
             return "emulated" if self.machine == "emulated" else "measured"
@@ -152,8 +154,10 @@ def judge(
         else:
             verdict = _of_scaling(claim, [predicted, *others] if predicted else [], measured)
             verdict = replace(verdict, machine=machine, is_elsewhere=_differ(machine, paper.device))
-        kind, why = kinds.of(verdict)
-        verdicts.append(replace(verdict, kind=kind, why=why))
+        cells = _cells(claim, predicted)
+        counted = claim.is_counted if claim.of_device else not cells
+        kind, why = kinds.of(verdict, cells)
+        verdicts.append(replace(verdict, kind=kind, why=why, is_counted=counted))
     return tuple(verdicts)
 
 
@@ -247,13 +251,13 @@ class _Kinds:
     def __init__(
         self, claims: Sequence[Claim], predicted: Facts | None, changed: Sequence[Facts]
     ) -> None:
-        self._predicted, self._changed = predicted, changed
+        self._changed = changed
         given = (claim for claim in claims if claim.role == "input")
         self._inputs = {cell for claim in given for cell in _cells(claim, predicted)}
         self._told: dict[object, str] = {}  # what earlier claims said
 
-    def of(self, verdict: Verdict) -> tuple[str, str]:
-        """Return a key of KINDS, and for arithmetic the reason."""
+    def of(self, verdict: Verdict, cells: set[Point]) -> tuple[str, str]:
+        """Return a key of KINDS, and for arithmetic the reason; `cells` as of `_cells`."""
         claim = verdict.claim
         if claim.role != "statement":
             return claim.role, ""
@@ -264,11 +268,10 @@ class _Kinds:
         if claim.of_device:
             kind = "counted" if claim.is_counted else "measured"
             return _checked(kind, _may_fail(claim, verdict.value))
-        return self._of_scaling(verdict)
+        return self._of_scaling(verdict, cells)
 
-    def _of_scaling(self, verdict: Verdict) -> tuple[str, str]:
+    def _of_scaling(self, verdict: Verdict, cells: set[Point]) -> tuple[str, str]:
         claim = verdict.claim
-        cells = _cells(claim, self._predicted)
         if not cells:
             return _checked("counted", _may_fail(claim, verdict.value))
         apart = {cell for cell in cells if not _of_profile(cell)}
