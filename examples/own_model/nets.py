@@ -1,4 +1,4 @@
-"""Models of one's own. The lab passes what a signature asks for: shapes, classes, vocabulary."""
+"""Your own models. The lab passes what a signature asks for: shapes, classes, vocabulary."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class SmallResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut, at half of the resolution."""
+    """Two convolutions and a shortcut, at half the resolution."""
 
     def __init__(self, channels_in, channels):
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A decoder of two blocks, whose embedding is its head too."""
+    """A decoder of two blocks, which uses its embedding as head."""
 
     def __init__(self, vocabulary, context, width=32):
         super().__init__()

@@ -1,11 +1,12 @@
-"""The lab's trainer in Ray Train's workers, which Ray places on the machines of its cluster.
+"""Train with the lab in Ray Train's workers, on the machines of a Ray cluster.
 
     python examples/ray/train.py 2 strategy=onebit model=alexnet_small
 
-The first word is the number of workers, one rank each; the rest are settings of lab.train. With
-device=cuda each worker asks Ray for a GPU. Rank 0 writes the run directory as ever, so runs_dir
-must be on a file system that all machines share. If a worker is lost, Ray starts all of them again,
-up to MOST_FAILURES times, and they continue from the newest checkpoint: set checkpoint_every.
+The first argument is the number of workers, with one rank each. The others are settings of
+lab.train. With device=cuda, each worker requests a GPU. Rank 0 writes the run directory, so
+runs_dir must be on a file system that all machines share. If a worker is lost, Ray restarts all
+workers, up to MOST_FAILURES times. They continue from the newest checkpoint, so set
+checkpoint_every.
 """
 
 import os
@@ -21,11 +22,11 @@ MOST_FAILURES = 2
 
 
 def worker(config: dict[str, Any]) -> None:
-    """Train as one rank. Ray calls this in a thread, after it has set RANK and the like."""
+    """Train as one rank. Ray calls this in a thread, after it has set RANK and others."""
     from lab.train import main
 
     os.chdir(config["folder"])  # for paths in settings
-    os.environ["LAB_JOB"] = config["job"]  # by which a start that follows another finds its run
+    os.environ["LAB_JOB"] = config["job"]  # lets a restart find its run
     if code := main(config["settings"]):
         raise RuntimeError(f"lab.train ended with exit code {code}")
 

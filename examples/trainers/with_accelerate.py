@@ -1,8 +1,8 @@
-"""Accelerate with an exchange of the lab, accumulation, and residuals beside its checkpoints.
+"""Train with Accelerate and an exchange of the lab: accumulation, and residuals in checkpoints.
 
 torchrun --nproc-per-node 2 with_accelerate.py          (or `accelerate launch`)
 
-Run again with more epochs, it goes on from its last checkpoint.
+If you run it again with more epochs, it continues from its last checkpoint.
 """
 
 from pathlib import Path
@@ -19,9 +19,9 @@ import lab
 
 
 def attach(accelerator: Accelerator, ddp: nn.Module, exchange: str) -> None:
-    """Let `ddp` exchange by the lab, and save_state and load_state keep residuals: a file a rank.
+    """Average gradients of `ddp` with the lab. save_state and load_state keep a file per rank.
 
-    (`register_for_checkpointing` would save those of rank 0 alone, which other ranks refuse.)
+    (`register_for_checkpointing` would save only rank 0's residuals, which other ranks reject.)
     """
     state = lab.attach(ddp, exchange, scaler=accelerator.scaler)
     name = f"residuals_{accelerator.process_index}.pt"
@@ -42,7 +42,7 @@ def main(
     accelerator = Accelerator(
         cpu=True,  # or on GPUs
         gradient_accumulation_steps=2,
-        # Else load_state does not continue with the order of samples, whatever exchanges.
+        # Without this, load_state does not restore the order of samples, even with plain DDP.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     torch.manual_seed(0)

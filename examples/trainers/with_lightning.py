@@ -1,8 +1,8 @@
-"""Lightning with an exchange of the lab, accumulation, and residuals in its checkpoints.
+"""Train with Lightning and an exchange of the lab: accumulation, and residuals in checkpoints.
 
 torchrun --nproc-per-node 2 with_lightning.py
 
-Run again with more epochs, it goes on from its last checkpoint.
+If you run it again with more epochs, it continues from its last checkpoint.
 """
 
 from pathlib import Path
@@ -21,9 +21,9 @@ import lab
 
 
 class LabStrategy(DDPStrategy):
-    """DDP whose gradients an exchange of the lab averages.
+    """DDP that averages gradients with an exchange of the lab.
 
-    Residuals are each rank's own, so a checkpoint, which rank 0 writes, has those of all ranks.
+    Each rank has its own residuals. Rank 0 gathers them all into the checkpoint.
     """
 
     def __init__(self, exchange: str, **of_ddp: Any) -> None:

@@ -1,8 +1,8 @@
-"""The Hugging Face Trainer with an exchange of the lab, accumulation, and residuals.
+"""Train with Hugging Face's Trainer and an exchange of the lab: accumulation and residuals.
 
 torchrun --nproc-per-node 2 with_transformers.py
 
-Run again with more epochs, it goes on from its last checkpoint.
+If you run it again with more epochs, it continues from its last checkpoint.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ import lab
 
 
 class LabExchange(TrainerCallback):
-    """Lets the DDP that Trainer makes exchange by the lab, and keeps residuals: a file a rank."""
+    """Averages gradients of Trainer's DDP with the lab, and saves a file of residuals per rank."""
 
     def __init__(self, trainer: Trainer, exchange: str) -> None:
         self._trainer, self._exchange = trainer, exchange

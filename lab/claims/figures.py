@@ -18,7 +18,7 @@ from lab.claims.verdicts import EVIDENCE, KINDS, Verdict, tally
 from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, Look, looks_of
-from lab.draw.plots import BAR, GAP, PANEL, Axis, legend_columns, lines, round_values
+from lab.draw.plots import BAR, GAP, PANEL, Axis, in_rows, legend_columns, lines, round_values
 from lab.simulate.score import ScoredCell
 
 COLUMNS = 3
@@ -196,8 +196,7 @@ def _in_panels(
     name: str, message: str, about: Sequence[str], panel: Any, titles: Sequence[str]
 ) -> Chart:
     columns = min(len(titles), COLUMNS)
-    facet: Any = alt.Facet("strategy:N", title=None, sort=[*titles])
-    body = panel.facet(facet=facet, columns=columns, spacing=GAP)
+    body = in_rows(panel, "strategy", [*titles], columns)
     return Chart(name, message, about, body, columns * (PANEL + GAP))
 
 

@@ -181,19 +181,19 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
 def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
-        f"Predicted: profile {paper.profile} on {paper.hardware}, nothing fitted; in brackets what "
-        "the assumptions of that hardware allow."
+        f"Predictions use profile {paper.profile} on {paper.hardware}, with nothing fitted. "
+        "Brackets show what the assumptions about that hardware allow."
     )
     if findings.conditions:
         how = "; ".join([*findings.conditions.machines, *findings.conditions.emulations])
-        brackets = "In brackets the 95 % interval over repeats, which decides."
-        counted = f"Parameters are counted in model={paper.model}; what is replayed is scaled."
-        return [predicted, "", f"Measured: {how}. {brackets} {counted}"]
+        brackets = "Brackets show the 95 % interval over repeats, which decides the verdict."
+        counted = f"Parameters are counted in model={paper.model}; the replayed model is scaled."
+        return [predicted, "", f"Measured on {how}. {brackets} {counted}"]
     if not paper.reproduction:
         return [predicted]
     study = paper.reproduction.study
-    how = f"`python -m lab.sweep study={study}` (root) measures it, then `runs=runs/{study}`"
-    return [predicted, f"Measured: nothing; {how}."]
+    how = f"run `python -m lab.sweep study={study}` as root, then add `runs=runs/{study}`"
+    return [predicted, f"Not measured: {how}."]
 
 
 def _sources_of_device(findings: Findings) -> Iterator[str]:
@@ -305,7 +305,7 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        f"Fitted: {fitted}. Left out: the terms are fitted to the other networks alone.",
+        f'Fitted: {fitted}. Under "left out", the terms are fitted to the other networks only.',
         "",
         *markdown(header, [*rows, total]),
     ]
@@ -351,7 +351,7 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
         ]
         where = f"on {world_size} ranks, {first} is {percent} faster than {second} below"
         lines += [*markdown(["global batch", where], rates), ""]
-    return [*lines, f"Predicted, of {crossovers.basis}."]
+    return [*lines, f"Predicted with {crossovers.basis}."]
 
 
 def _claim_line(verdict: Verdict, with_linear: bool) -> list[str]:

@@ -367,8 +367,18 @@ def _in_panels(chart: Any, data: Frame, panels: Callable[[Any], str] | None, col
         return chart.properties(data=data)
     texts = {value: panels(value) for value in sorted(set(data["panel"]))}
     data["panel"] = data["panel"].map(texts.get)
-    facet = alt.Facet("panel:N", title=None, sort=list(texts.values()))
-    return chart.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP)
+    return in_rows(chart.properties(data=data), "panel", list(texts.values()), columns)
+
+
+def in_rows(chart: Any, field: str, values: list[str], columns: int) -> Any:
+    """Draw `chart` once for each value of a field, in rows of so many columns.
+
+    A last row that is not full has axes of its own: shared ones would stand below empty places.
+    """
+    facet = alt.Facet(f"{field}:N", title=None, sort=values)
+    panels = chart.facet(facet=facet, columns=columns, spacing=GAP)
+    is_ragged = len(values) > columns and len(values) % columns
+    return panels.resolve_axis(x="independent") if is_ragged else panels
 
 
 def _ends(data: Frame, domain: tuple[float, float], log: bool, height: int) -> Frame:

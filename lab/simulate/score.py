@@ -180,10 +180,10 @@ class Score:
 
     def null_model(self) -> str:
         """Compare with linear scaling, in a line."""
-        return f"N ranks N times as fast: {_percent(self.linear)}; skill {self.skill:.2f}"
+        return f"linear scaling: {_percent(self.linear)}; skill {self.skill:.2f}"
 
     def __str__(self) -> str:
-        text = f"{self.num_cells} cells without none, step time {_percent(self.step)}"
+        text = f"{self.num_cells} cells with an exchange, step time {_percent(self.step)}"
         if self.num_exposed:
             exposed = f"exposed exchange {_percent(self.exposed)}"
             text += f"; {exposed} ({self.num_exposed} cells)"

@@ -21,6 +21,7 @@ from tests.support.ranks import CREW, train_once
 
 RUN = ("strategy=onebit", "batch_size=24", "optim.lr=0.01", "data.size=16", "steps=6")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 HOROVODRUN = (sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", "2")
 RAY = (sys.executable, str(ROOT / "examples/ray/train.py"), "2")
 
@@ -54,6 +55,12 @@ def start(line: tuple[str, ...], environment: dict[str, str], folder: Path) -> d
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return record(folder / "runs/default/run")
+
+
+def test_torchrun(expected: str, environment: dict[str, str], tmp_path: Path) -> None:
+    line = (environment["PYTHON_EXEC"], *TORCHRUN, "-m", "lab.train")
+    found = start(line, environment, tmp_path)
+    assert (found["launcher"], found["replica_hash"]) == ("torchrun", expected)
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed: no mpirun")

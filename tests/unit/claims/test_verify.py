@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_predictions_alone_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main(["kim2017"]) == 1  # CNTK's speedup is predicted too high, Torch's too low
     text = capsys.readouterr().out
-    assert "Measured: nothing" in text and "measured on" not in text
+    assert "Not measured: run " in text and "measured on" not in text
     failed = [row for row in rows(text) if "model misses by" in row]
     assert [name in row for name, row in zip(("Torch", "2.62"), failed, strict=True)] == [True] * 2
     assert text.count(": agrees") == len(rows(text)) - 2
@@ -92,7 +92,7 @@ def test_the_page_scores_predictions_and_shows_figures(
     assert verify.main(["kim2017", f"runs={runs}", f"out={page}"]) == 1
     capsys.readouterr()
     text = page.read_text()
-    score = re.search(r"(\d+) cells without none, step time median error ([\d.]+) %", text)
+    score = re.search(r"(\d+) cells with an exchange, step time median error ([\d.]+) %", text)
     assert score and int(score[1]) == 15 and float(score[2]) < 1
     assert f"python -m lab.verify kim2017 runs={runs} out={page}" in text
     pictures = re.findall(r"!\[\w+\]\((kim/\w+\.png)\)", text)
