@@ -223,8 +223,8 @@ def _step(launches: Sequence[Launch], end_s: float) -> TracedStep | None:
     backward_s = until_s[numbers[-1]]
     done_s = max(backward_s, *(each.end_s for each in reduced))
     sizes, rest_s = tuple(map(_num_bytes, reduced)), max(0.0, end_s - done_s)
-    times_s = tuple(computed_s), tuple(gaps_s), done_s - backward_s, rest_s
-    return TracedStep(sizes, *times_s, numbers[-1])
+    others = tuple(computed_s), tuple(gaps_s), done_s - backward_s, rest_s, numbers[-1]
+    return TracedStep(sizes, *others)
 
 
 def _num_bytes(reduced: Launch) -> int:
