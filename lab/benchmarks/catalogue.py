@@ -73,6 +73,9 @@ class OwnSettings:
         "throughput",
         at_least=1,
     )
+    minutes: float = setting(
+        5.0, "calibrate: time for all of it, about", above=0, at_most=600, unit="min"
+    )
     sizes: list[int] = setting(
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
         "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6",
@@ -246,6 +249,17 @@ BENCHES = {
         "what the marks of a rank's own times add to a step, in turns with none",
         "world_size",
         default="overlap",
+    ),
+    "calibrate": Bench(
+        "links, host, codecs and compute of this cluster as a hardware file (lab.calibrate)",
+        "minutes world_size",
+        group="exchange",
+        default="allreduce,ring,tree,onebit,int8",
+        only_words=f"exchange {TALKING}",
+        # The steps whose predictions are checked: layers that wait, so only the exchange is tested.
+        fixed_words="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
+        "batch_size=32 scaling=weak optim.lr=0.0",
+        one_rank=NOTHING_SENT,
     ),
     "certificate": Bench(
         "what check=first adds to the first three steps of strategy=A,B,..., in steps",
