@@ -15,7 +15,7 @@ from lab.sync.pattern import pattern_of
 from lab.training.graph import REFUSALS, no_graph
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/cuda_graph.md"
-HEADER = ["| `graph=true` with | is refused, as |", "|---|---|"]
+HEADER = ["| `graph=true` with | is refused because |", "|---|---|"]
 TABLE = re.compile(r"@@TABLE@@|" + re.escape(HEADER[0]) + r"\n(?:\|.*\n)+")
 
 
