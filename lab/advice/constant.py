@@ -38,10 +38,11 @@ class Constant:
     @property
     def text(self) -> str:
         """The constant choice, its regret, and how many would have done."""
+        stay = f"{self.num_close} stay{'s' if self.num_close == 1 else ''}"
         everywhere = f"all {len(self.regrets)} scenarios"
         return (
             f"the best constant choice is `{self.name}`: regret {_percents(self.regrets)}; of the "
-            f"{self.num_shared} strategies in {everywhere}, {self.num_close} stay within "
+            f"{self.num_shared} strategies in {everywhere}, {stay} within "
             f"{100 * CLOSE:g} % of the best"
         )
 
