@@ -20,6 +20,7 @@ from lab.settings.config import DATA, FIELDS, GROUPS
 from lab.settings.fields import allowed, default_text
 from lab.settings.files import files_of
 
+MEASURING = ("lab.bench", "lab.calibrate", "lab.cluster", "lab.gpu_report", "lab.profile_layers")
 DATA_FILES = "The files hold data, not settings: "
 
 
@@ -89,15 +90,15 @@ def choices() -> str:
     return "\n".join(parts)
 
 
-def commands() -> str:
-    """Return the page of all commands, from what their `--help` says."""
+def commands(title: str, names: Iterable[str]) -> str:
+    """Return a page of the named commands, from what their `--help` says."""
     parts = [
-        "# Commands\n\n"
+        f"# {title}\n\n"
         "`lab NAME` and `python -m lab.NAME` are the same command. Words come first, "
         "then `key=value`. `--help` prints what you read here.\n"
     ]
-    for module in modules().values():
-        command: Command = importlib.import_module(module).COMMAND
+    for name in names:
+        command: Command = importlib.import_module(modules()[name]).COMMAND
         listed = re.compile(r"(?:^\w+: .*\n?){2,}", re.MULTILINE)
         purpose = listed.sub(lambda found: f"\n```text\n{found[0].strip()}\n```\n", command.purpose)
         runs = "It also takes the [settings of a run](settings.md).\n\n" if command.runs else ""
@@ -113,5 +114,6 @@ def commands() -> str:
 GENERATED: dict[str, Callable[[], str]] = {
     "reference/settings.md": settings,
     "reference/choices.md": choices,
-    "reference/commands.md": commands,
+    "reference/commands.md": lambda: commands("Commands", sorted({*modules()} - {*MEASURING})),
+    "reference/machine_commands.md": lambda: commands("Commands that measure machines", MEASURING),
 }

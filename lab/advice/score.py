@@ -41,7 +41,8 @@ from lab.simulate.score import NONE, Group, Observation
 
 WHERE = ("model", "N", "batch", "links")
 HEADER = (
-    *(*WHERE, "fastest", f"{REFERENCE} / it", "not told apart", "predicted", f"{REFERENCE} / it"),
+    *(*WHERE, "fastest", f"{REFERENCE} / fastest", "not significantly slower"),
+    *("predicted", f"{REFERENCE} / predicted"),
     *("regret", "auto / fastest", f"priority / {REFERENCE}", "exposed"),
 )
 
@@ -98,8 +99,8 @@ def report(found: Sequence[Choice]) -> list[str]:
     """Write a line for each choice, and how many are close to the best; empty without any."""
     if not found:
         return []
-    header = ["links", "profile", "N", "batch", "of", "choice", "predicted ms", "measured ms"]
-    header += ["best", "measured ms", "regret", "not told apart"]
+    header = ["links", "profile", "N", "batch", "strategies", "choice", "predicted ms"]
+    header += ["measured ms", "best", "measured ms", "regret", "not significantly slower"]
     lines, rows = [], []
     for kind, among in (("any", "all strategies"), ("exact", "exact strategies")):
         if chosen := [choice for choice in found if choice.kind == kind]:
@@ -272,9 +273,9 @@ def section(found: Map) -> list[str]:
         "",
         *markdown(HEADER, [_map_row(found, answer) for answer in ordered]),
         "",
-        "Steps over that of the fastest fixed strategy (`none` and `auto` are not fixed ones):",
+        "Step times relative to the fastest fixed strategy (`none` and `auto` are not fixed):",
         "",
-        *markdown([*WHERE, "the fastest first"], steps),
+        *markdown([*WHERE, "fastest first"], steps),
         "",
     ]
 
@@ -351,7 +352,7 @@ def _summary_line(name: str, found: Summary) -> str:
     worst = found.worst
     exposed = f"; exposed exchange {interval_text(found.exposed)} ({found.num_exposed} places)"
     return (
-        f"- `{name}` over {other}: step {interval_text(found.step)} over {found.num_places} places"
+        f"- `{name}` / {other}: step {interval_text(found.step)} ({found.num_places} places)"
         f"{exposed if found.num_exposed else ''}; more than {100 * found.limit:g} % slower in "
         f"{_percent(found.beyond)} of places; worst {interval_text(worst.step)}, "
         f"{_place_text(worst.where)}"
@@ -365,8 +366,8 @@ def _agreement(answers: Sequence[Answer]) -> str:
     )
     worst = max(answers, key=lambda one: one.regret.mid)
     return (
-        f"- the predicted strategy is the fastest measured one in {_percent(best)} of "
-        f"{len(answers)} places, and in {_percent(agrees)} it or one not told apart from it; "
+        f"- the predicted strategy was measured fastest in {_percent(best)} of {len(answers)} "
+        f"places, and fastest or not significantly slower in {_percent(agrees)}; "
         f"largest regret {100 * (worst.regret.mid - 1):.1f} %, {_place_text(worst.place.where)}"
     )
 

@@ -58,24 +58,31 @@ class OwnSettings:
         "straggler: 4)",
         at_least=1,
     )
-    runs: int = setting(
-        100, "straggler: runs with an injected delay, and as many without one", at_least=1
+    starts: int | None = setting(
+        None,
+        "aa, host, hook, step: starts; null: 3, or 1 under a launcher",
+        at_least=1,
     )
+    order_seed: int = setting(0, "seed of the candidates' order", at_least=0)
+    aa: bool = setting(False, "step: true runs aa")
+    pairs: int = setting(200, "aa: pairs", at_least=1)
+    runs: int = setting(100, "straggler: runs with an injected delay, and without", at_least=1)
     rounds: int = setting(
         20,
         "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
         "throughput",
         at_least=1,
     )
+    minutes: float = setting(
+        5.0, "calibrate: time for all of it, about", above=0, at_most=600, unit="min"
+    )
     sizes: list[int] = setting(
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
-        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
+        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6",
         parse=sizes_in_bytes,
     )
-    codec: tuple[str, ...] | None = setting(None, "codec: a list of codecs; null: all")
-    algorithm: tuple[str, ...] | None = setting(
-        None, "convolution: a list of algorithms; null: all"
-    )
+    codec: tuple[str, ...] | None = setting(None, "codec: codecs; null: all")
+    algorithm: tuple[str, ...] | None = setting(None, "convolution: algorithms; null: all")
     num_values: int | None = setting(
         None, "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M", at_least=1
     )
@@ -90,7 +97,7 @@ class OwnSettings:
     )
     memory_gb: int | None = setting(
         None,
-        "footprint: also find the largest batch for a device of so much",
+        "footprint: find the largest batch that fits",
         unit="GB",
         at_least=1,
     )
@@ -103,7 +110,7 @@ class OwnSettings:
     threads: int = setting(
         2, "codec, convolution, layout, layers, throughput, roofline: threads, on CPUs", at_least=1
     )
-    input_grad: bool = setting(False, "layers: true computes the gradient of the model's input too")
+    input_grad: bool = setting(False, "layers: time the input's gradient too")
 
 
 NOTHING_SENT = "nothing is exchanged; must be at least 2"
@@ -192,12 +199,17 @@ BENCHES = {
     ),
     "step": Bench(
         "step times of strategy=A,B,... in turns, as ratios to the last",
-        "world_size",
+        "world_size starts order_seed aa pairs",
         num_variants=2,
     ),
+    "aa": Bench(
+        "how often step calls equal candidates different, in pairs",
+        "world_size starts order_seed pairs",
+        default="overlap",
+    ),
     "hook": Bench(
-        "the same for hooks in DDP, and for the trainer's own exchange",
-        "world_size",
+        "step for hooks in DDP, and for the trainer's own exchange",
+        "world_size starts order_seed",
         sets=(
             "strategy=onebit sync=ddp sync.hook=lab",
             # One bucket: over Gloo torch's hook fails with several.
@@ -218,7 +230,7 @@ BENCHES = {
     ),
     "host": Bench(
         "processor time that strategy=A,B,... adds to the training thread, beside torch's DDP",
-        "rounds",
+        "rounds starts order_seed",
         default="overlap,onebit,int8,topk,powersgd",
         only_words=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
     ),
@@ -237,6 +249,17 @@ BENCHES = {
         "what the marks of a rank's own times add to a step, in turns with none",
         "world_size",
         default="overlap",
+    ),
+    "calibrate": Bench(
+        "links, host, codecs and compute of this cluster as a hardware file (lab.calibrate)",
+        "minutes world_size",
+        group="exchange",
+        default="allreduce,ring,tree,onebit,int8",
+        only_words=f"exchange {TALKING}",
+        # The steps whose predictions are checked: layers that wait, so only the exchange is tested.
+        fixed_words="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
+        "batch_size=32 scaling=weak optim.lr=0.0",
+        one_rank=NOTHING_SENT,
     ),
     "certificate": Bench(
         "what check=first adds to the first three steps of strategy=A,B,..., in steps",

@@ -54,8 +54,9 @@ from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, Plans
 from lab.settings.config import ConfigError, build
+from lab.simulate.calibration import SEND_RECV
 
-LIBRARY, SEND_RECV = "allreduce", "sendrecv"
+LIBRARY = "allreduce"
 CALLS_BYTES = 2**22  # most bytes timed together where the host waits for each call
 COLUMNS = 1024  # values that share the scales of 1-bit SGD
 PANEL_PX = 300, 220

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from lab.benchmarks.present import IntervalJson
 from lab.benchmarks.request import Request
 from lab.cluster.network import INTERFACE
 from lab.cluster.settings import EMULATION
@@ -30,6 +31,7 @@ from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit
 from lab.measure.interfaces import namespace, sent_bytes
+from lab.measure.intervals import Interval, of_level, student
 from lab.measure.layers import spin_stream
 from lab.measure.statistics import order
 from lab.training.assemble import join
@@ -346,7 +348,9 @@ def middle(times: Times) -> dict[str, float]:
     return {"median": median, "mad": float(np.median(np.abs(np.asarray(times) - median)))}
 
 
-def interval(statistic: Callable[..., Any], *samples: Times) -> dict[str, float | None]:
+def interval(
+    statistic: Callable[..., Any], *samples: Times, average: Callable[..., Any] = np.median
+) -> IntervalJson:
     """Compute a statistic of the samples' medians, with a percentile bootstrap interval.
 
     (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.) Whole rounds
@@ -355,34 +359,78 @@ def interval(statistic: Callable[..., Any], *samples: Times) -> dict[str, float 
     Args:
         statistic: takes one array of medians per sample, shape (resamples,), element by element.
         samples: equally long; values at the same position are of the same round.
+        average: numpy's median, or its mean for what a wall clock shows.
 
     Returns:
-        median, low and high of 95 %; None where a value is not finite, low and high also for fewer
-        than ENOUGH_ROUNDS.
+        median (the statistic itself), low and high of 95 %; None where a value is not finite, low
+        and high also for fewer than ENOUGH_ROUNDS.
     """
     values = np.array(samples, dtype=np.float64)
     num_rounds = values.shape[1]
     low = high = math.nan
     with np.errstate(divide="ignore", invalid="ignore"):
-        median = float(statistic(*np.median(values, axis=1)))
+        median = float(statistic(*average(values, axis=1)))
         if num_rounds >= ENOUGH_ROUNDS:
             picks = np.random.default_rng(SEED).integers(num_rounds, size=(RESAMPLES, num_rounds))
-            resampled = statistic(*np.median(values[:, picks], axis=2))
+            resampled = statistic(*average(values[:, picks], axis=2))
             low, high = map(float, np.percentile(resampled, [2.5, 97.5]))
-    named = {"median": median, "low": low, "high": high}
+    return _in_json(Interval(low, median, high))
+
+
+def _in_json(found: Interval) -> IntervalJson:
+    named = {"median": found.mid, "low": found.lo, "high": found.hi}
     return {name: value if math.isfinite(value) else None for name, value in named.items()}
 
 
-def level(times: Times) -> dict[str, float | None]:
+def level(times: Times) -> IntervalJson:
     """Compute the median with its interval; see `interval`."""
     return interval(lambda seconds: seconds, times)
 
 
-def ratio(times: Times, reference: Times) -> dict[str, float | None]:
+def ratio(times: Times, reference: Times) -> IntervalJson:
     """Compute times / reference; see `interval`."""
     return interval(lambda a, b: a / b, times, reference)
 
 
-def difference(times: Times, reference: Times) -> dict[str, float | None]:
+def difference(times: Times, reference: Times) -> IntervalJson:
     """Compute times - reference; see `interval`."""
     return interval(lambda a, b: a - b, times, reference)
+
+
+def mean_ratio(times: Times, reference: Times) -> IntervalJson:
+    """Divide the time that all rounds take together by the reference's; see `interval`."""
+    return interval(lambda a, b: a / b, times, reference, average=np.mean)
+
+
+def across_starts(
+    of_starts: Sequence[IntervalJson | None], positive: bool = True
+) -> IntervalJson | None:
+    """Average a quantity over starts, each of fresh ranks, with Student's t interval of 95 %.
+
+    All steps of a start share what it has drawn, such as the layout of memory and the cores, so
+    resampling them leaves that out. The starts are the independent values (A. Georges, D. Buytaert
+    and L. Eeckhout, Statistically Rigorous Java Performance Evaluation, OOPSLA 2007, section 3.2).
+
+    Args:
+        of_starts: the quantity in each start, of which the interval within it is not used.
+        positive: a ratio: the average is the geometric mean, and the interval that of logarithms.
+
+    Returns:
+        median (the average), low and high, which are None for fewer than three starts; None if a
+        start lacks the quantity.
+    """
+    values = [each["median"] for each in of_starts if each and each["median"] is not None]
+    if len(values) < len(of_starts):
+        return None
+    return _in_json(of_level(values) if positive else student(np.array(values)))
+
+
+def places(num_candidates: int, seed: int) -> list[int]:
+    """Draw the order in which candidates are built, warmed up and numbered in one start.
+
+    Consecutive seeds rotate one shuffled order, so that as many starts as there are candidates give
+    each of them every place once: what a place costs favours none.
+    """
+    block, rotation = divmod(seed, num_candidates)
+    shuffled = order(num_candidates, block)
+    return [*shuffled[rotation:], *shuffled[:rotation]]

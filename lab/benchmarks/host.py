@@ -27,8 +27,26 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lab.benchmarks.harness import here, level, middle, ratio, take_turns, wait_for
-from lab.benchmarks.present import Column, Drawn, ends, intervals, machine, span, text
+from lab.benchmarks.harness import (
+    across_starts,
+    here,
+    level,
+    middle,
+    places,
+    ratio,
+    take_turns,
+    wait_for,
+)
+from lab.benchmarks.present import (
+    Column,
+    Drawn,
+    ends,
+    intervals,
+    intervals_of,
+    machine,
+    span,
+    text,
+)
 from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
@@ -49,7 +67,10 @@ Step = Callable[[], None]
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure all variants in turns, each beside a backward alone, and torch's DDP."""
+    """Measure all variants in turns, each beside a backward alone, and torch's DDP.
+
+    The order in which variants are built is drawn by `order_seed`.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -58,10 +79,13 @@ def measure(request: Request) -> dict[str, Any]:
             device = _device_of(first)
             comm = stack.enter_context(_fake_comm(device))
             stack.enter_context(_no_work())
-            candidates = [Candidate(DDP, _ddp(first, device), _plain(first, device))]
-            for variant in request.variants:
+            built = {DDP: Candidate(DDP, _ddp(first, device), _plain(first, device))}
+            for at in places(len(request.variants), request.own["order_seed"]):
+                variant = request.variants[at]
                 step = stack.enter_context(_exchanging(variant, comm))
-                candidates.append(Candidate(variant.label, step, _plain(variant.config, device)))
+                plain = _plain(variant.config, device)
+                built[variant.label] = Candidate(variant.label, step, plain)
+            candidates = [built[name] for name in (DDP, *(one.label for one in request.variants))]
             times = _in_turns(candidates, request.own["rounds"], device)
     finally:
         torch.set_num_threads(threads)
@@ -76,8 +100,24 @@ def measure(request: Request) -> dict[str, Any]:
         "num_parameters": sum(p.requires_grad for p in _skeleton(first, device).parameters()),
         "device": device.type,
         "num_ranks": NUM_RANKS,
+        "order_seed": request.own["order_seed"],
         **here(f"{NUM_RANKS} ranks of which one exists, and 1/{SCALE**2} of the values"),
     }
+
+
+def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the results of several processes; see `lab.benchmarks.harness.across_starts`."""
+    rows = [
+        {
+            "name": each[0]["name"],
+            "added_s": across_starts([row["added_s"] for row in each], positive=False),
+            "over_ddp": across_starts([row["over_ddp"] for row in each], positive=False),
+        }
+        for each in zip(*(start["rows"] for start in starts), strict=True)
+    ]
+    kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
+    plain_s = middle([start["plain_s"]["median"] for start in starts])
+    return {**starts[0], "rows": rows, "plain_s": plain_s, "starts": kept}
 
 
 class Candidate(NamedTuple):
@@ -254,7 +294,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"processor time of {threads} in a step of {result['num_parameters']} "
         f"parameters on {result['num_ranks']} ranks, less that of backward alone "
         f"({1e6 * result['plain_s']['median']:.0f} us)",
-        f"medians of {result['num_rounds']} rounds in turns; [95 % intervals] draw whole rounds",
+        f"medians of {result['num_rounds']} rounds in turns; [95 % intervals] "
+        + intervals_of(result),
     ]
 
 

@@ -198,6 +198,15 @@ def ranks_of(result: Result) -> str:
     return f"{result['world_size']} rank{'s' if result['world_size'] > 1 else ''}"
 
 
+def intervals_of(result: Result) -> str:
+    """Write what a result's intervals are made of, as notes do."""
+    starts = result.get("starts")
+    if not starts:
+        return "draw whole rounds" + (" of this one start" if "order_seed" in result else "")
+    seeds = span([start["order_seed"] for start in starts], "d")
+    return f"are Student's t over {len(starts)} fresh starts, order_seed={seeds}"
+
+
 def on_ranks_of(result: Result) -> str:
     """Write on which ranks medians were taken, as notes do."""
     return f"on {ranks_of(result)} ({result['backend']})"

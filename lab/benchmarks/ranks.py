@@ -41,6 +41,9 @@ def measure(request: Request) -> dict[str, Any] | None:
         if not is_rank() and BENCHES[request.bench].apart:
             return module_of(request.bench).combine(list(_one_by_one(request)))
         alone = request.own.get("world_size", 1) == 1 and not request.cluster()
+        starts = 1 if is_rank() else request.own.get("starts") or 1
+        if starts > 1:
+            return module_of(request.bench).combine(list(_again(request, starts)))
         if is_rank() or alone:
             return module_of(request.bench).measure(request)
         return ask_ranks(request)
@@ -57,6 +60,13 @@ def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:
     for number, variant in enumerate(request.variants, start=1):
         print(f"[{number}/{len(request.variants)}] {variant.label}", file=sys.stderr)
         yield ask_ranks(request, variant)
+
+
+def _again(request: Request, starts: int) -> Iterator[dict[str, Any]]:
+    """Start ranks several times, each time with another order of the candidates."""
+    for number in range(starts):
+        print(f"start {number + 1} of {starts}", file=sys.stderr)
+        yield ask_ranks(request, order_seed=request.own["order_seed"] + number)
 
 
 def was_asked() -> bool:
@@ -90,13 +100,16 @@ def with_world_size(request: Request) -> Request:
     return replace(request, own={**request.own, "world_size": min(NUM_RANKS, most)})
 
 
-def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
+def ask_ranks(
+    request: Request, alone: Variant | None = None, order_seed: int | None = None
+) -> dict[str, Any]:
     """Start fresh ranks under their own torchrun or horovodrun, and return their result.
 
     Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, as in a sweep.
 
     Args:
         alone: the only variant that these ranks measure; None: all.
+        order_seed: of the one start that these ranks make, where there are several.
 
     Raises:
         ConfigError: the ranks refused a setting.
@@ -105,9 +118,11 @@ def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
     from lab.study.launch import end_with_parent, starter, stop  # imports torch
 
     arguments = [request.bench, *alone.arguments] if alone else request.arguments
+    if order_seed is not None:
+        arguments = [*arguments, "starts=1", f"order_seed={order_seed}"]
     defaults = {"OMP_NUM_THREADS": "1", **dict(BENCHES[request.bench].environment)}
     cluster = request.cluster(alone)
-    launcher = starter(request.own["world_size"], request.over_horovod, cluster)
+    launcher = starter(request.own.get("world_size", 1), request.over_horovod, cluster)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         process = subprocess.Popen(

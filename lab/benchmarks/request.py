@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Settings that hold for a whole process: torch and NCCL have one value of each.
 OF_A_PROCESS = ("deterministic", "tf32", "benchmark_limit", "comm.deterministic")
+STARTS = 3  # fewest with an interval of Student's t that is of use
 LETTERED = re.compile(r"[a-z]=")
 
 
@@ -91,6 +92,12 @@ def read(arguments: list[str]) -> Request:
     num_ranks = num_launched() if was_launched() else bench.num_ranks
     given = parsed(OwnSettings, ({"world_size": str(num_ranks)} if num_ranks else {}) | texts)
     own = {key: getattr(given, key) for key in keys}
+    if "aa" in own:
+        if "pairs" in texts and not given.aa:
+            raise ConfigError(f"pairs={given.pairs}: has no effect without aa=true")
+        bench, name = (BENCHES["aa"], "aa") if given.aa else (bench, name)
+    if "starts" in own:
+        own["starts"] = _starts(given.starts)
     if was_launched() and given.world_size != num_ranks:
         raise ConfigError(
             f"world_size={as_text(given.world_size)}: a launcher has started {num_ranks} ranks"
@@ -100,7 +107,7 @@ def read(arguments: list[str]) -> Request:
             allowed = ", ".join((*bench.own, "out", *bench.only))
             raise ConfigError(f"{part}: is not used by {name}; allowed are {allowed}")
     variants = _variants(bench, others)
-    if "step" in (name, bench.runs):
+    if {"aa", "step"} & {name, bench.runs}:
         _refuse_incomparable(variants)
     for variant in () if bench.only else variants:
         check_batch(variant.config, given.world_size or NUM_RANKS)
@@ -108,6 +115,15 @@ def read(arguments: list[str]) -> Request:
     if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
         raise ConfigError("cluster: candidates take turns on the same one")
     return request
+
+
+def _starts(asked: int | None) -> int:
+    if was_launched() and (asked or 1) > 1:
+        raise ConfigError(
+            f"starts={asked}: a launcher has started these ranks, once; allowed is 1, or let "
+            "lab.bench start them"
+        )
+    return asked or (1 if was_launched() else STARTS)
 
 
 def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
@@ -128,7 +144,10 @@ def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
     ]
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"{', '.join(labels)}: the same is listed twice")
+        raise ConfigError(
+            f"{', '.join(labels)}: the same is listed twice; lab.bench step aa=true compares "
+            "equal candidates"
+        )
     return variants
 
 

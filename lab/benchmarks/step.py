@@ -2,6 +2,9 @@
 
 A turn's first step does not count: it begins on a device that has nothing to do, so the host is not
 ahead of it as it is in training, and finds what the others have left in the caches.
+
+Starts of the same comparison differ by more than the rounds of one, so ranks start anew
+several times, and the intervals are those between starts.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from omegaconf import DictConfig
 
 from lab.benchmarks import harness, present
 from lab.benchmarks.request import Request
@@ -34,22 +38,20 @@ ALONE = (
     "1 rank skips what travels: exact exchanges return at once, lossy ones only encode and decode, "
     "while ddp copies gradients into buckets and calls its library"
 )
+WALL = "by wall clock: all steps and what the host does between them, stalls too"
 
 
 @harness.on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all variants. Turns have whole rounds, of as many steps as a strategy's rounds."""
-    with ExitStack() as stack:
-        parts = [
-            stack.enter_context(assembled(variant.config, joined))
-            for variant, joined in zip(
-                request.variants, harness.worlds_of(request, world), strict=True
-            )
-        ]
-        turns, _, step_s = in_turns(parts, world)
+    """Measure all variants in one start. Turns have whole rounds, of as many steps as strategies'.
+
+    The order in which candidates are built and warmed up is drawn by `order_seed`.
+    """
+    worlds, seed = harness.worlds_of(request, world), request.own["order_seed"]
+    configs = [variant.config for variant in request.variants]
+    parts, turns, turn_s, step_s = in_order(configs, worlds, seed)
     labels = [variant.label for variant in request.variants]
-    times = dict(zip(labels, step_s, strict=True))
-    rows = compare(times)
+    rows = compare(*(dict(zip(labels, each, strict=True)) for each in (step_s, turn_s)))
     for row, part in zip(rows, parts, strict=True):
         row["num_parameters"] = part.sizes["num_parameters"]
         row["comm_settings"] = part.trainer.world.comm.settings
@@ -58,16 +60,59 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         "num_pairs": step_s.shape[1],
         "steps_per_round": turns.every,
         "steps_per_turn": turns.size,
+        "order_seed": seed,
     }
 
 
-def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Compute a row for each label: its ratio to the last, and its exposed communication.
+def in_order(
+    configs: Sequence[DictConfig], worlds: Sequence[World], seed: int, shows: bool = True
+) -> tuple[list[Assembly], Turns, np.ndarray, np.ndarray]:
+    """Build candidates in an order drawn by `seed`, and train them in turns.
+
+    Returns:
+        The parts, the turns and the seconds, as `in_turns` returns them, in the order given.
+    """
+    drawn = harness.places(len(configs), seed)
+    with ExitStack() as stack:
+        parts = [stack.enter_context(assembled(configs[at], worlds[at])) for at in drawn]
+        turns, turn_s, step_s = in_turns(parts, worlds[0], shows)
+    back = np.argsort(drawn)
+    return [parts[at] for at in back], turns, turn_s[back], step_s[back]
+
+
+def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the results of several starts; see `lab.benchmarks.harness.across_starts`.
+
+    Returns:
+        A result of the first one's form, whose intervals are those between starts, and `starts`:
+        each one's rows and order_seed.
+    """
+    rows = [
+        {
+            **each[0],
+            "step_s": harness.middle([row["step_s"]["median"] for row in each]),
+            "ratio": harness.across_starts([row["ratio"] for row in each]),
+            "wall_ratio": harness.across_starts([row["wall_ratio"] for row in each]),
+            **{
+                key: harness.across_starts([row[key] for row in each], positive=False)
+                for key in ("exposed_exchange_s", "exposed_to_ddp")
+            },
+        }
+        for each in zip(*(start["rows"] for start in starts), strict=True)
+    ]
+    kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
+    return {**starts[0], "rows": rows, "starts": kept}
+
+
+def compare(times: dict[str, np.ndarray], walls: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Compute a row for each label: its ratios to the last, and its exposed communication.
 
     Args:
         times: a step's seconds in each turn, by label; equal positions ran one after the other.
             Exposed communication is a step's time less that of "none", if it is among the labels,
             and is compared with that of "ddp".
+        walls: the same with what the host does until the next step. Of these all count, as a
+            user waits for slow ones too: the ratio is that of sums.
     """
     *_, last = times
     return [
@@ -75,6 +120,7 @@ def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
             "name": label,
             "step_s": harness.middle(seconds),
             "ratio": None if label == last else harness.ratio(seconds, times[last]),
+            "wall_ratio": None if label == last else harness.mean_ratio(walls[label], walls[last]),
             **_exposed(label, times),
         }
         for label, seconds in times.items()
@@ -95,8 +141,13 @@ def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
     return exposed
 
 
-def in_turns(parts: list[Assembly], world: World) -> tuple[Turns, np.ndarray, np.ndarray]:
+def in_turns(
+    parts: list[Assembly], world: World, shows: bool = True
+) -> tuple[Turns, np.ndarray, np.ndarray]:
     """Train all parts, first each alone until it is warm, then in turns that all ranks begin.
+
+    Args:
+        shows: draw a bar of progress, on rank 0.
 
     Returns:
         The turns. Seconds of a step in each, by the slowest rank, [parts, turns]: with what the
@@ -125,7 +176,7 @@ def in_turns(parts: list[Assembly], world: World) -> tuple[Turns, np.ndarray, np
         return took
 
     takes = [partial(turn_s, *each) for each in zip(trainers, loops, strict=True)]
-    taken = harness.take_turns(takes, num_turns, shows=world.rank == 0)
+    taken = harness.take_turns(takes, num_turns, shows and world.rank == 0)
     of_turns = world.gather(torch.tensor(taken, dtype=torch.float64)).amax(dim=0)
     steps = torch.from_numpy(np.stack([each.clock.step_seconds() for each in trainers]))
     counted = turns.counted(steps.shape[1])
@@ -178,6 +229,8 @@ def columns(result: dict[str, Any]) -> dict[str, present.Column]:
         **present.medians("step (ms)", "step_s", 1e3, 2),
         f"ratio to {rows[-1]['name']}": present.intervals("ratio", reference="1"),
     }
+    if any(row.get("wall_ratio") for row in rows):
+        found["by wall clock"] = present.intervals("wall_ratio", reference="1")
     if any(row["exposed_exchange_s"] for row in rows):
         found["exposed exchange (ms)"] = present.intervals("exposed_exchange_s", 1e3)
         found["of ddp's"] = present.intervals("exposed_to_ddp")
@@ -192,11 +245,14 @@ def notes(result: dict[str, Any]) -> list[str]:
     if size is None:  # a result of before there were turns
         turn = "a step of each in every round" if every == 1 else f"rounds of {every} steps of each"
     alone = [ALONE] if result["world_size"] == 1 else []
+    wall = any(row.get("wall_ratio") for row in result["rows"])
     return [
         f"medians of {result['num_pairs']} rounds {present.on_ranks_of(result)}, {turn}; a step "
         "lasts as long as on its slowest rank",
         *alone,
-        "[95 % intervals] draw whole rounds; exposed exchange: step - step of none, same run",
+        *([WALL] if wall else []),
+        f"[95 % intervals] {present.intervals_of(result)}; exposed exchange: step - step of none, "
+        "same run",
     ]
 
 
@@ -224,7 +280,9 @@ def chart(result: dict[str, Any]) -> present.Drawn:
         if others
         else f"Step times on {present.ranks_of(result)}"
     )
-    sample = f"medians of {result['num_pairs']} rounds in turns, 95 % intervals"
+    starts = len(result.get("starts") or [0])
+    between = f" over {starts} starts" if starts > 1 else ""
+    sample = f"medians of {result['num_pairs']} rounds in turns, 95 % intervals{between}"
     drawn = dots(
         data[known],
         {row["name"]: looks[row["name"]] for row in rows},

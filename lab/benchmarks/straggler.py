@@ -118,6 +118,15 @@ def _row(name: str, trials: Sequence[Trial]) -> dict[str, Any]:
 
 def _run(config: DictConfig, world: World) -> tuple[Times, float]:
     """Train; return own times [ranks, timed steps, OWN], and the median step of the slowest."""
+    own_s, step_s = trained(config, world)
+    if step_s.shape[1] < MIN_STEPS:
+        least = least_warmup(config.warmup_steps) + MIN_STEPS
+        raise ConfigError(f"steps={config.steps}: finding a slow rank takes at least {least} steps")
+    return own_s, float(np.median(step_s.max(axis=0)))
+
+
+def trained(config: DictConfig, world: World) -> tuple[Times, Times]:
+    """Train; return own times [ranks, timed steps, OWN], and steps [ranks, timed steps]."""
     with assembled(config, world) as part:
         trainer = part.trainer
         for _ in trainer.steps():
@@ -125,10 +134,7 @@ def _run(config: DictConfig, world: World) -> tuple[Times, float]:
         tables = trainer.clock.own_times().own_seconds(), trainer.clock.step_seconds()
     warmup = least_warmup(config.warmup_steps)
     own_s, step_s = (world.gather(torch.from_numpy(each)).numpy()[:, warmup:] for each in tables)
-    if step_s.shape[1] < MIN_STEPS:
-        least = warmup + MIN_STEPS
-        raise ConfigError(f"steps={config.steps}: finding a slow rank takes at least {least} steps")
-    return own_s, float(np.median(step_s.max(axis=0)))
+    return own_s, step_s
 
 
 def _with(config: DictConfig, planted: Straggler | None) -> DictConfig:

@@ -1,31 +1,28 @@
-"""Describe a paper's claims, one by one, and judge them by values, measured or else predicted."""
+"""Describe a paper's claims, one by one."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.claims.benched import BENCHED
 from lab.claims.device import COUNTED, SWEPT, Device, Quantity, difference, ratio
-from lab.claims.metrics import QUANTITIES, Facts, MeasuredFacts, Missing, Point
-from lab.measure.intervals import UNKNOWN, Interval, of_level
+from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
+from lab.measure.intervals import Interval
 from lab.record.files import check_types
 
-OUTCOMES = ("holds", "fails", "within noise", "unknown")
-# What a claim is worth as evidence, in the order of a page.
-KINDS = {
-    "emergent": "follows from nothing that was put in, so it can fail",
-    "count": "counted: of a model, or of the bytes that are sent",
-    "derived": "arithmetic on the source's own figures: tests this lab's code, not the source",
-    "calibrated": "an input of the model or of the study: no evidence",
+# Where a claim comes from; what it is worth follows from its value (lab/claims/verdicts.py).
+ROLES = {
+    "statement": "the source says it",
+    "input": "its figure was put into the model or the study",
     "own": "the lab's own, which the source does not say",
 }
-EVIDENCE = ("emergent", "count")  # kinds that say something about the source
+DEVICES = ("cpu", "gpu")
+OUTCOMES = ("holds", "fails", "within noise", "unknown")
 OF_DEVICE: Mapping[str, Quantity] = {**COUNTED, **BENCHED, **SWEPT}
 
 
@@ -75,8 +72,8 @@ class Claim:
 
     Attributes:
         says: the sentence itself.
-        kind: a key of KINDS.
         source: its page, slide or label.
+        role: a key of ROLES.
         quantity: a key of lab.claims.metrics.QUANTITIES, or for one device of OF_DEVICE.
         at: the point where the quantity is taken.
         published: the figure in the sentence; None if there is none.
@@ -87,10 +84,10 @@ class Claim:
     """
 
     says: str
-    kind: str
     source: str
     quantity: str
     check: Check
+    role: str = "statement"
     at: Point = field(default_factory=Point)
     published: float | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
@@ -106,8 +103,13 @@ class Claim:
 
     @property
     def is_counted(self) -> bool:
-        """Tell whether its value is counted, without a clock."""
+        """Tell whether a value of one device is counted, without a clock."""
         return self.quantity in COUNTED
+
+    @property
+    def is_figure(self) -> bool:
+        """Tell whether the source publishes its figure, and the figure is no input."""
+        return self.role == "statement" and self.published is not None
 
     def found(self, device: Device) -> Interval | None:
         """Count or measure the quantity of one device; None if nothing gives it.
@@ -174,12 +176,14 @@ class Paper:
 
     Attributes:
         profile, hardware: the source of predictions; None: all claims are about one device.
-        fit: values of the hardware that are fitted to the emergent figures, beside the preset.
+        fit: values of the hardware that are fitted to the source's figures, beside the preset.
         model: a file of conf/model: the network, as far as it is counted; None: the profile is.
         reproduction: None if there is no study that measures the claims on scaling.
         networks, benches: of claims about one device; see lab.claims.device.
         study: the study that measures claims about one device; None: benches alone do.
         table: published seconds per mini-batch; see lab.claims.device.
+        figures: of the source's tables, for arithmetic on them; see lab.claims.device.
+        device: what the source measured on, one of DEVICES: no other kind judges its times.
     """
 
     title: str
@@ -193,10 +197,14 @@ class Paper:
     benches: Mapping[str, str] = field(default_factory=dict[str, str])
     study: str | None = None
     table: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if (self.profile is None) != (self.hardware is None):
             raise ValueError("must give both profile and hardware, or neither")
+        if self.device is not None and self.device not in DEVICES:
+            raise ValueError(f"device={self.device}: allowed are {', '.join(DEVICES)}")
         scaling = next((claim for claim in self.claims if not claim.of_device), None)
         if self.profile is None and scaling:
             raise ValueError(f"claim {scaling.says!r}: needs a profile and hardware")
@@ -243,8 +251,8 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
             check_types(made)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
-    if claim.kind not in KINDS:
-        raise ValueError(f"claim {claim.says!r}: kind={claim.kind}: allowed are {', '.join(KINDS)}")
+    if claim.role not in ROLES:
+        raise ValueError(f"claim {claim.says!r}: role={claim.role}: allowed are {', '.join(ROLES)}")
     known = OVER_GRID if claim.grid else {**QUANTITIES, **OF_DEVICE}
     if claim.quantity not in known:
         allowed = ", ".join(known) + ("" if claim.grid else f"; with a grid {', '.join(OVER_GRID)}")
@@ -322,7 +330,7 @@ OVER_GRID: Mapping[str, Callable[[Facts, Grid], float]] = {
 def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the claims of one entry of `series`.
 
-    One rank's figure made the profile, so it is calibrated; the others claim a speedup of weak
+    One rank's figure made the profile, so it is an input; the others claim a speedup of weak
     scaling.
 
     Args:
@@ -343,7 +351,7 @@ def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return {
             "source": entry["source"],
             "says": f"{entry['says']}: {says}",
-            "kind": "calibrated" if size == 1 else "emergent",
+            "role": "input" if size == 1 else "statement",
             "quantity": "samples_per_s" if size == 1 else "weak_speedup",
             "at": {**at, "batch_size": size * batch_size},
             "published": figure,
@@ -363,7 +371,7 @@ def by_size(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Args:
         entry: `says`, `source`, `hardware`, `world_size`, `within`, and `gb_per_s` by MiB; those of
-            `fitted` were fitted to, so they are calibrated.
+            `fitted` were fitted to, so they are inputs.
 
     Raises:
         KeyError: one of these is missing.
@@ -372,7 +380,7 @@ def by_size(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {
             "source": entry["source"],
             "says": f"{entry['says']}: {mib} MiB at {figure} GB/s",
-            "kind": "calibrated" if mib in entry.get("fitted", ()) else "emergent",
+            "role": "input" if mib in entry.get("fitted", ()) else "statement",
             "quantity": "bus_gb_per_s",
             "at": {
                 "hardware": entry["hardware"],
@@ -382,95 +390,3 @@ def by_size(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "published": figure,
             "check": {"about": figure, "within": entry["within"]},
         }
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim, and the values of its quantity.
-
-    Attributes:
-        predicted: or counted; None if unknown.
-        predicted_ends: lowest and highest, over draws of what the hardware leaves open.
-        measured: over repeats, with an interval where these suffice; all NaN if unknown.
-        num_repeats: how many repeats have a value.
-    """
-
-    claim: Claim
-    predicted: float | None
-    predicted_ends: tuple[float, float] | None = None
-    measured: Interval = UNKNOWN
-    num_repeats: int = 0
-
-    @property
-    def evidence(self) -> str:
-        """Return which value decides: "measured" if there is one, else "predicted" or "counted"."""
-        if not math.isnan(self.measured.mid):
-            return "measured"
-        return "counted" if self.claim.is_counted else "predicted"
-
-    @property
-    def outcome(self) -> str:
-        """Return one of OUTCOMES."""
-        if self.evidence == "measured":
-            return self.claim.check.outcome(self.measured)
-        return self.claim.check.outcome(_exact(self.predicted))
-
-
-def judge(
-    paper: Paper,
-    predicted: Facts | None,
-    measured: MeasuredFacts | None,
-    others: Sequence[Facts] = (),
-    device: Device | None = None,
-) -> tuple[Verdict, ...]:
-    """Compute each claim's values from the facts.
-
-    Args:
-        predicted: None: all claims are about one device.
-        others: predicted as well, by hardware drawn from what its file leaves open.
-        device: for claims about one device; None: nothing about one is known.
-    """
-    return tuple(
-        _of_device(claim, device or Device())
-        if claim.of_device
-        else _of_scaling(claim, [predicted, *others] if predicted else [], measured)
-        for claim in paper.claims
-    )
-
-
-def _of_scaling(
-    claim: Claim, predicted: Sequence[Facts], measured: MeasuredFacts | None
-) -> Verdict:
-    """Judge by facts that were predicted, the first by the hardware as its file says."""
-    values = [claim.value(each) for each in predicted]
-    known = [value for value in values if value is not None]
-    ends = (min(known), max(known)) if known else None
-    return Verdict(claim, values[0] if values else None, ends, *_measured(claim, measured))
-
-
-def _of_device(claim: Claim, device: Device) -> Verdict:
-    value = claim.found(device)
-    if claim.is_counted:
-        return Verdict(claim, value.mid if value else None)
-    return Verdict(claim, None, None, value or UNKNOWN, 1 if value else 0)
-
-
-def tally(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """Count the outcomes of the claims that say something about the source."""
-    counts = Counter(each.outcome for each in verdicts if each.claim.kind in EVIDENCE)
-    return {outcome: counts[outcome] for outcome in OUTCOMES}
-
-
-def _measured(claim: Claim, measured: MeasuredFacts | None) -> tuple[Interval, int]:
-    """Return the value over repeats; of cells with different repeats, their medians' alone."""
-    if not measured:
-        return UNKNOWN, 0
-    values = [claim.value(repeat) for repeat in measured.repeats()]
-    known = [value for value in values if value is not None]
-    if known and min(known) > 0:
-        return of_level(known), len(known)
-    return _exact(claim.value(measured)), len(known)
-
-
-def _exact(value: float | None) -> Interval:
-    return UNKNOWN if value is None else Interval(math.nan, value, math.nan)

@@ -9,6 +9,7 @@ which cannot be told from their intervals alone.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,12 +39,46 @@ class Device:
         benches: words after lab.bench by the name of their result.
         folder: holds NAME.json for the results that there are; None: there are none.
         cells: runs of the paper's study.
+        figures: of the source's own tables: numbers, or lists and mappings of them.
     """
 
     networks: Mapping[str, str] = field(default_factory=dict[str, str])
     benches: Mapping[str, str] = field(default_factory=dict[str, str])
     folder: Path | None = None
     cells: Sequence[Cell] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def measured_on(self, result: str | None) -> str | None:
+        """Return "gpu" or "cpu", on which a result or, without a name, the runs were measured.
+
+        Returns:
+            None: nothing was measured.
+        """
+        try:
+            known = [self.result(result)["environment"]] if result else self._environments()
+        except Missing:
+            return None
+        return kind_of(known)
+
+    def figure(self, path: str | float) -> float:
+        """Return a figure of the source's tables by its keys and places, joined by "/".
+
+        Raises:
+            Missing: the source gives none there.
+            ValueError: there is no such place.
+        """
+        found: Any = path if isinstance(path, int | float) else self.figures
+        for key in str(path).split("/") if found is self.figures else ():
+            try:
+                found = found[int(key) if isinstance(found, list) else key]
+            except (LookupError, TypeError, ValueError):
+                raise ValueError(f"{path}: the source's tables have no such figure") from None
+        if found is None:
+            raise Missing
+        return float(found)
+
+    def _environments(self) -> list[Mapping[str, Any]]:
+        return [cell.environment for cell in self.cells if cell.environment]
 
     def blueprint(self, network: str) -> Blueprint:
         """Build a network for its shapes. ValueError: the paper names no such network."""
@@ -81,6 +116,13 @@ class Device:
         if network not in self.networks:
             raise ValueError(f"network={network}: allowed are {', '.join(self.networks)}")
         return own_choices(shlex.split(self.networks[network]))
+
+
+def kind_of(environments: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return "gpu" if any of the machines has one, "cpu" if none has; None without a machine."""
+    if not environments:
+        return None
+    return "gpu" if any(where.get("gpus") for where in environments) else "cpu"
 
 
 @functools.cache
@@ -133,12 +175,17 @@ def parameters(device: Device, network: str) -> Interval:
     return exact(sum(each.numel() for each in model.parameters()))
 
 
-def weight_layers(device: Device, network: str) -> Interval:
-    """Count convolutions and fully connected layers."""
+def weight_layers(device: Device, network: str, apart: str = "") -> Interval:
+    """Count convolutions and fully connected layers.
+
+    Args:
+        apart: a regular expression for the paths of those that do not count, such as shortcuts.
+    """
     from torch import nn
 
-    layers = device.blueprint(network).model.modules()
-    return exact(sum(isinstance(layer, nn.Conv2d | nn.Linear) for layer in layers))
+    layers = device.blueprint(network).model.named_modules()
+    kinds = nn.Conv2d | nn.Linear
+    return exact(sum(isinstance(layer, kinds) and not matches(apart, at) for at, layer in layers))
 
 
 def fc_parameter_share(device: Device, network: str) -> Interval:
@@ -259,10 +306,41 @@ def operations_per_output(
     return exact(executed / (batch * filters * channels * size**2))
 
 
+def printed(device: Device, terms: Sequence[Sequence[str | float]]) -> Interval:
+    """Add up products of figures that the source prints: arithmetic on its tables, no evidence.
+
+    Args:
+        terms: each the factors of a product: paths of figures, and numbers such as those of units.
+    """
+    return exact(sum(math.prod(map(device.figure, term)) for term in terms))
+
+
+def printed_rows(device: Device, more: str, than: str, among: str = ".*") -> Interval:
+    """Count the rows of the source's table in which one column exceeds another.
+
+    Args:
+        more, than: machine and place of the columns, as server/5.
+        among: a regular expression for the rows, as "LSTM/Torch"; rows without a figure count not.
+    """
+    rows = [
+        [device.figure(f"{network}/tools/{tool}/{column}") for column in (more, than)]
+        for network, entry in device.figures.items()
+        for tool, machines in entry["tools"].items()
+        if matches(among, f"{network}/{tool}")
+        if None not in [machines[way][int(at)] for way, at in _columns(more, than)]
+    ]
+    return exact(sum(first > second for first, second in rows))
+
+
+def _columns(*columns: str) -> list[list[str]]:
+    return [column.split("/") for column in columns]
+
+
 ALL_COUNTED: tuple[Quantity, ...] = (
     *(parameters, weight_layers, fc_parameter_share, network_operations, operation_share),
-    *(step_bytes, executed_share, refusals, operations_per_output),
+    *(step_bytes, executed_share, refusals, operations_per_output, printed, printed_rows),
 )
+OF_PRINT = ("printed", "printed_rows")  # read nothing but the source's own figures
 COUNTED = {quantity.__name__: quantity for quantity in ALL_COUNTED}
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pandas as pd
 
-from lab.claims.claims import EVIDENCE, KINDS, Check, Verdict, tally
+from lab.claims.claims import Check
 from lab.claims.device import GPUS, Network
 from lab.claims.findings import Reproduced
 from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap
+from lab.claims.verdicts import EVIDENCE, KINDS, Verdict, tally
 from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, Look, looks_of
@@ -22,7 +23,7 @@ from lab.simulate.score import ScoredCell
 
 COLUMNS = 3
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of ranks, few to many
-COLOURS = dict(zip(KINDS, (VERMILLION, ORANGE, BLUE, GREY, GREEN), strict=True))
+COLOURS = dict(zip(KINDS, (ORANGE, VERMILLION, SKY, BLUE, GREY, GREEN), strict=True))
 LIMITS = (0.2, 5.0)  # of the axis of claims, in units of what a claim says
 LONGEST = 60  # letters of a claim
 MOST = 8  # powers of two: the end of the colours of a map
@@ -310,7 +311,7 @@ def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
     Values are divided by the claim's figure or bound, so that all share an axis; those beyond the
     axis are drawn at its end.
     """
-    ordered = [each for kind in KINDS for each in found if each.claim.kind == kind]
+    ordered = [each for kind in KINDS for each in found if each.kind == kind]
     known = [each for each in ordered if each.outcome != "unknown"]
     data = pd.DataFrame([_line(each) for each in known])
     names = list(data["name"])
@@ -345,14 +346,14 @@ def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
         diamond.transform_filter("isValid(datum.predicted)").encode(at("predicted"), fill=hollow),
         point.transform_filter("isValid(datum.mid)").encode(at("mid"), tooltip=found_columns),
     ).properties(width=440, height=BAR * len(known))  # fmt: skip
-    counts = tally(found)
-    checked = counts["holds"] + counts["fails"] + counts["within noise"]
-    message = (
-        f"{counts['holds']} of {checked} claims that are evidence hold, {counts['fails']} fail"
-    )
-    message = message if checked else "No claim that is evidence could be checked"
+    parts = [
+        f"{basis}: {counts['holds']} of {sum(counts.values()) - counts['unknown']} agree"
+        for basis, counts in tally(found).items()
+        if basis != "elsewhere" and sum(counts.values()) > counts["unknown"]
+    ]
+    message = "; ".join(parts).capitalize() or "No claim that is evidence can be tested here"
     marks = "band: allowed; diamond: predicted or counted, grey: as assumptions allow"
-    if any(each.evidence == "measured" for each in known):
+    if any(not math.isnan(each.measured.mid) for each in known):
         marks += "; dot: measured, black: 95 % interval"
     evidence = f"evidence: {' and '.join(EVIDENCE)}"
     beside = LETTER * LABEL_PX * max(map(len, names), default=0)
@@ -369,8 +370,8 @@ def _line(verdict: Verdict) -> dict[str, Any]:
     found |= {"predicted_lo": low, "predicted_hi": high}
     found |= {"lo": value.lo, "mid": value.mid, "hi": value.hi}
     return {
-        **{"name": f"{text}: {verdict.outcome}", "kind": verdict.claim.kind},
-        "decides": verdict.evidence != "measured",
+        **{"name": f"{text}: {verdict.words}", "kind": verdict.kind},
+        "decides": verdict.basis in ("counted", "predicted"),
         **{key: _clip(value, unit) for key, value in found.items()},
     }
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lab.analysis.records import load_study
-from lab.claims.claims import Paper, Reproduction, Verdict, judge
-from lab.claims.device import Device, Network, networks
+from lab.analysis.records import Cell, load_study
+from lab.claims.claims import Paper, Reproduction
+from lab.claims.device import Device, Network, kind_of, networks
 from lab.claims.metrics import Conditions, Measured
 from lab.claims.predicted import (
     CellSpeedup,
@@ -25,6 +25,7 @@ from lab.claims.predicted import (
     rate_speedups,
     speedup_map,
 )
+from lab.claims.verdicts import CHANGES, Verdict, judge
 from lab.model.work import Counts
 from lab.settings.config import build, load
 from lab.settings.files import located, read_file
@@ -138,7 +139,9 @@ def _find(
     if benches and not benches.is_dir():
         raise ValueError(f"benches={benches}: must be a folder")
     cells = load_study(runs).cells if runs else []
-    device = Device(paper.networks, paper.benches, benches, cells if paper.study else ())
+    of_study = cells if paper.study else ()
+    figures = paper.figures or paper.table
+    device = Device(paper.networks, paper.benches, benches, of_study, figures)
     if paper.profile is None or paper.hardware is None:
         verdicts, table = judge(paper, None, None, device=device), networks(paper.table, device)
         return Findings(paper, verdicts, None, None, None, device, table)
@@ -161,9 +164,20 @@ def _find(
     if reproduce and paper.reproduction:
         reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
     conditions = measured.conditions() if measured else None
-    verdicts = judge(paper, predicted, measured, others, device)
+    changed = [
+        Predicted(paper.profile, hardware, counts=counts, change=change) for change in CHANGES
+    ]
+    machine = _machine(conditions, cells)
+    verdicts = judge(paper, predicted, measured, others, device, changed, machine)
     terms = fit_terms(paper, hardware)
     return Findings(paper, verdicts, conditions, reproduced, terms, device)
+
+
+def _machine(conditions: Conditions | None, cells: Sequence[Cell]) -> str | None:
+    """Return what a study ran on, as in Verdict."""
+    if conditions and conditions.emulations:
+        return "emulated"
+    return kind_of([cell.environment for cell in cells if cell.environment])
 
 
 def _reproduce(

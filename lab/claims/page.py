@@ -11,15 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lab.claims.claims import EVIDENCE, KINDS, OUTCOMES, Verdict, tally
 from lab.claims.device import mini_batches_table
 from lab.claims.findings import Findings, Reproduced
 from lab.claims.metrics import of_linear_scaling
 from lab.claims.predicted import MARGIN, Crossovers, Terms
+from lab.claims.verdicts import BASES, KINDS, OTHERS, SURE, Verdict, tally
 from lab.draw.looks import order
 from lab.draw.text import markdown
 from lab.settings.atomic import write_atomically
-from lab.simulate.score import ScoredCell, held_out, score
+from lab.simulate.score import ScoredCell, held_out, score, skill
 
 if TYPE_CHECKING:
     from lab.draw.chart import Chart
@@ -44,17 +44,45 @@ def summary(findings: Findings) -> list[str]:
 
 
 def overview(papers: Mapping[str, Findings]) -> list[str]:
-    """List a line for each paper, and what each measured claim was checked against."""
-    rows = [[name, *map(str, _numbers(found.verdicts))] for name, found in papers.items()]
+    """List what verdicts rest on and how they came out, then a line for each paper."""
     every = [verdict for found in papers.values() for verdict in found.verdicts]
-    rows.append(["**all**", *map(str, _numbers(every))])
-    evidence = " and ".join(EVIDENCE)
+    columns = [key for key in BASES if key != "nothing"]
+    header = ["paper", *(key.replace("elsewhere", "not testable here") for key in columns)]
+    rows = [[name, *_agreeing(found.verdicts)] for name, found in papers.items()]
     return [
-        *markdown(["paper", *KINDS, *OUTCOMES], rows),
+        *verdicts_table(every),
         "",
-        "Claims by kind, and outcomes of those that are evidence about the source "
-        f"({evidence}). Unknown: nothing has measured them; `benches=` and `runs=` name folders.",
+        "Each paper: how many of its claims agree, of those that are evidence.",
+        "",
+        *markdown([*header, *OTHERS.values()], rows),
     ]
+
+
+def verdicts_table(verdicts: Sequence[Verdict]) -> list[str]:
+    """Write what decides verdicts, and how those that are evidence came out; nothing is summed."""
+    header = ["a verdict is", "claims", "agree", "disagree", "undecided", "how far off"]
+    rows = []
+    for basis, counts in tally(verdicts).items():
+        outcomes = [counts[key] for key in ("holds", "fails", "within noise")]
+        testable = basis not in ("elsewhere", "nothing")
+        cells = [str(number) if testable else "–" for number in outcomes]
+        if number := sum(counts.values()):
+            far = "; ".join(_skill(verdicts)) if basis == "predicted" else ""
+            rows.append([BASES[basis], str(number), *cells, far or "–"])
+    kinds = Counter(verdict.kind for verdict in verdicts)
+    others = [f"{kinds[key]} {text}" for key, text in OTHERS.items() if kinds[key]]
+    lines = markdown(header, rows) if rows else ["No claim is evidence about its source."]
+    return [*lines, "", f"Besides, no evidence: {', '.join(others)}."] if others else lines
+
+
+def _agreeing(verdicts: Sequence[Verdict]) -> list[str]:
+    """Write how many claims of a paper agree, by what decides; then those that are no evidence."""
+    counts, kinds = tally(verdicts), Counter(verdict.kind for verdict in verdicts)
+    untested = sum(sum(counts[basis].values()) for basis in ("elsewhere", "nothing"))
+    known = (counts[key] for key in BASES if key not in ("elsewhere", "nothing"))
+    cells = [f"{each['holds']} of {sum(each.values())}" for each in known]
+    numbers = [str(untested), *(str(kinds[key]) for key in OTHERS)]
+    return [cell if cell != "0 of 0" else "–" for cell in cells] + numbers
 
 
 def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
@@ -153,19 +181,19 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
 def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
-        f"Predicted: profile {paper.profile} on {paper.hardware}, nothing fitted; in brackets what "
-        "the assumptions of that hardware allow."
+        f"Predictions use profile {paper.profile} on {paper.hardware}, with nothing fitted. "
+        "Brackets show what the assumptions about that hardware allow."
     )
     if findings.conditions:
         how = "; ".join([*findings.conditions.machines, *findings.conditions.emulations])
-        brackets = "In brackets the 95 % interval over repeats, which decides."
-        counted = f"Parameters are counted in model={paper.model}; what is replayed is scaled."
-        return [predicted, "", f"Measured: {how}. {brackets} {counted}"]
+        brackets = "Brackets show the 95 % interval over repeats, which decides the verdict."
+        counted = f"Parameters are counted in model={paper.model}; the replayed model is scaled."
+        return [predicted, "", f"Measured on {how}. {brackets} {counted}"]
     if not paper.reproduction:
         return [predicted]
     study = paper.reproduction.study
-    how = f"`python -m lab.sweep study={study}` (root) measures it, then `runs=runs/{study}`"
-    return [predicted, f"Measured: nothing; {how}."]
+    how = f"run `python -m lab.sweep study={study}` as root, then add `runs=runs/{study}`"
+    return [predicted, f"Not measured: {how}."]
 
 
 def _sources_of_device(findings: Findings) -> Iterator[str]:
@@ -193,35 +221,39 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
 
 
 def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
-    """Write a table for each kind of claim, and what those that are evidence come to."""
-    lines: list[str] = []
+    """Write how verdicts came out, and a table for each kind of claim."""
+    lines = [*verdicts_table(verdicts), ""]
     for kind, meaning in KINDS.items():
-        found = [verdict for verdict in verdicts if verdict.claim.kind == kind]
+        found = [verdict for verdict in verdicts if verdict.kind == kind]
         if found:
             lines += [f"**{kind}** ({meaning}):", "", *markdown(*table_of(found)), ""]
             lines += _conditions(found)
-    counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
-    evidence = f"Of the claims that are evidence ({' and '.join(EVIDENCE)})"
-    return [*lines, f"{evidence}: {counts or 'there are none'}.", *_skill(verdicts)]
+    return lines[:-1]
 
 
 def _skill(verdicts: Sequence[Verdict]) -> list[str]:
-    """Compare predictions of emergent figures of scaling with the null model, if there are some."""
+    """Compare predictions of published figures of scaling with the null model.
+
+    Figures on which both agree count too, though such claims are no evidence: leaving them out
+    would choose figures by how they came out.
+    """
     errors = [
-        (abs(each.predicted / each.claim.published - 1), abs(linear / each.claim.published - 1))
+        (
+            abs(each.predicted / (each.claim.published or 1) - 1),
+            abs(linear / (each.claim.published or 1) - 1),
+        )
         for each in verdicts
-        if each.claim.kind == "emergent" and each.claim.published and each.predicted is not None
+        if each.claim.is_figure and each.predicted is not None
+        if each.kind == "predicted" or each.why == SURE  # no figure twice
         if (linear := _of_linear(each)) is not None
     ]
     if not errors:
         return []
     predicted, linear = map(median, zip(*errors, strict=True))
-    skill = f"skill {1 - predicted / linear:.2f}" if linear else "no skill can be had"
+    gained = f"skill {skill(predicted, linear):.2f}" if linear else "no skill can be had"
     return [
-        "",
-        f"Of {len(errors)} published figures of scaling, predictions miss by "
-        f"{100 * predicted:.1f} % in the median, N ranks being N times as fast by "
-        f"{100 * linear:.1f} %: {skill}.",
+        f"{len(errors)} published figures of scaling: {100 * predicted:.1f} % in the median, "
+        f"{100 * linear:.1f} % if N ranks were N times as fast: {gained}"
     ]
 
 
@@ -235,11 +267,6 @@ def _conditions(verdicts: Sequence[Verdict]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def _numbers(verdicts: Sequence[Verdict]) -> list[int]:
-    kinds = Counter(verdict.claim.kind for verdict in verdicts)
-    return [*(kinds[kind] for kind in KINDS), *tally(verdicts).values()]
-
-
 def table_of(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     """Return the header of a table of claims, and a line for each.
 
@@ -250,7 +277,8 @@ def table_of(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
 
 
 def _header_of(verdicts: Sequence[Verdict]) -> list[str]:
-    computed = "counted" if all(each.claim.is_counted for each in verdicts) else "predicted"
+    counted = all(each.basis == "counted" for each in verdicts)
+    computed = "counted" if counted else "predicted"
     header = ["claim", "where", "holds if", "published", computed, "error", "measured"]
     if any(_of_linear(each) is not None for each in verdicts):
         header.insert(header.index("measured"), LINEAR)
@@ -277,7 +305,7 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        f"Fitted: {fitted}. Left out: the terms are fitted to the other networks alone.",
+        f'Fitted: {fitted}. Under "left out", the terms are fitted to the other networks only.',
         "",
         *markdown(header, [*rows, total]),
     ]
@@ -323,7 +351,7 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
         ]
         where = f"on {world_size} ranks, {first} is {percent} faster than {second} below"
         lines += [*markdown(["global batch", where], rates), ""]
-    return [*lines, f"Predicted, of {crossovers.basis}."]
+    return [*lines, f"Predicted with {crossovers.basis}."]
 
 
 def _claim_line(verdict: Verdict, with_linear: bool) -> list[str]:
@@ -331,13 +359,12 @@ def _claim_line(verdict: Verdict, with_linear: bool) -> list[str]:
     error = "–" if linear is None else f"{100 * (linear / (claim.published or 1) - 1):+.1f} %"
     quantity = claim.quantity.replace("_", " ")
     condition = f"{quantity}{', as a ratio,' if claim.over else ''} {claim.check}"
-    known = verdict.outcome != "unknown" or not claim.of_device
     return [
         *(claim.says, claim.source, condition),
         *(_text(claim.published), _predicted(verdict), _error(verdict)),
         *([error] if with_linear else []),
         _measured(verdict),
-        f"{verdict.outcome} ({verdict.evidence})" if known else verdict.outcome,
+        f"{verdict.words} ({verdict.why})" if verdict.why else verdict.words,
     ]
 
 
@@ -351,11 +378,9 @@ def _predicted(verdict: Verdict) -> str:
 
 def _error(verdict: Verdict) -> str:
     """Write by how much the value that decides misses the published figure."""
-    published = verdict.claim.published
-    value = verdict.measured.mid if verdict.evidence == "measured" else verdict.predicted
-    if not published or value is None:
+    if not verdict.claim.published or verdict.miss is None:
         return "–"
-    return f"{100 * (value / published - 1):+.1f} %"
+    return f"{100 * verdict.miss:+.1f} %"
 
 
 def _measured(verdict: Verdict) -> str:
@@ -364,7 +389,7 @@ def _measured(verdict: Verdict) -> str:
     if math.isnan(value.mid):
         return "–"
     if math.isnan(value.lo):
-        few = "" if verdict.claim.kind == "count" else f" (n = {verdict.num_repeats})"
+        few = "" if verdict.kind == "counted" else f" (n = {verdict.num_repeats})"
         return f"{_text(value.mid)}{few}"
     interval = "" if value.lo == value.hi else f" [{_text(value.lo)}, {_text(value.hi)}]"
     return f"{_text(value.mid)}{interval}"
@@ -374,7 +399,7 @@ def _text(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-CLAIM = ("claim", "kind", "where", "quantity", "published", "predicted", "predicted_lo")
+CLAIM = ("claim", "kind", "why", "where", "quantity", "published", "predicted", "predicted_lo")
 CLAIM += ("predicted_hi", "measured", "measured_lo", "measured_hi", "num_repeats", "verdict")
 CELL = ("conditions", "strategy", "profile", "world_size", "batch_size", "evidence")
 CELL += ("repeat", "measured_s", "predicted_s", "measured_exposed_s", "predicted_exposed_s")
@@ -383,9 +408,9 @@ CELL += ("repeat", "measured_s", "predicted_s", "measured_exposed_s", "predicted
 def _claim_values(verdict: Verdict) -> list[object]:
     claim, measured = verdict.claim, verdict.measured
     return [
-        *(claim.says, claim.kind, claim.source, claim.quantity, claim.published),
+        *(claim.says, verdict.kind, verdict.why, claim.source, claim.quantity, claim.published),
         *(verdict.predicted, *(verdict.predicted_ends or (None, None))),
-        *(measured.mid, measured.lo, measured.hi, verdict.num_repeats, verdict.outcome),
+        *(measured.mid, measured.lo, measured.hi, verdict.num_repeats, verdict.words),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from statistics import median
@@ -32,6 +32,25 @@ MARGIN = 1.05  # factor; strategies within it count as equally fast
 FULLY_CONNECTED = "fc"  # prefix of such layers' names, the only sign of their kind in a profile
 
 
+@dataclass(frozen=True)
+class Change:
+    """Factors on what predictions start from: rates of all links, times of compute, and bytes."""
+
+    links: float = 1.0
+    compute: float = 1.0
+    bytes: float = 1.0
+
+    def of(self, hardware: Hardware) -> Hardware:
+        """Return the hardware with faster or slower links."""
+        links = {
+            way: replace(link, bandwidth_bytes_per_s=self.links * link.bandwidth_bytes_per_s)
+            for way in ("intra", "inter")
+            if (link := getattr(hardware, way))
+        }
+        rates = tuple(self.links * rate for rate in hardware.node_rates)
+        return replace(hardware, node_rates=rates, **links)
+
+
 class Predicted:
     """Facts by the cost model.
 
@@ -42,6 +61,7 @@ class Predicted:
         counts: of the paper's network; None: as far as the profile gives them.
         place: where in their ranges the values lie that profiles assume; None: as they are given.
         number: of the draw that `hardware` is of what its file leaves open; None: it is none.
+        change: of all hardware and profiles.
 
     Raises:
         ConfigError: there is no such file.
@@ -55,8 +75,10 @@ class Predicted:
         counts: Counts | None = None,
         place: float | None = None,
         number: int | None = None,
+        change: Change | None = None,
     ) -> None:
-        self._number = number
+        self._number, self._change = number, change
+        self._steps: dict[Point, tuple[float, float]] = {}  # claims share cells
         self.profile, self.hardware, self.bytes_scale = profile, hardware, bytes_scale
         self._counts, self._place = counts, place
 
@@ -93,12 +115,19 @@ class Predicted:
         return Predicted(self.profile, with_rate(self.hardware, rate), self.bytes_scale)
 
     def _step(self, at: Point) -> tuple[float, float]:
+        if at not in self._steps:
+            self._steps[at] = self._simulated(at)
+        return self._steps[at]
+
+    def _simulated(self, at: Point) -> tuple[float, float]:
         if at.batch_size % at.world_size:
             raise Missing(f"{at.world_size} ranks cannot share a batch of {at.batch_size}")
         per_rank_batch = at.batch_size // at.world_size
         profile = profile_of(at.profile or self.profile, self.bytes_scale)
         if self._place is not None:
             profile = profile.drawn(self._place)
+        if self._change:
+            profile = profile.scaled(self._change.bytes, self._change.compute)
         strategy, hardware = strategy_of(at.strategy), self._hardware(at)
         try:
             step = simulate(profile, hardware, strategy, at.world_size, per_rank_batch)
@@ -118,7 +147,7 @@ class Predicted:
             except (AttributeError, TypeError, ValueError):
                 where = f"at.values={text}"
                 raise ValueError(f"{where}: must be KEY=VALUE of {hardware.name}") from None
-        return hardware
+        return self._change.of(hardware) if self._change else hardware
 
 
 # Cached: reading settings takes longer than simulating a step.
@@ -372,7 +401,7 @@ class Terms:
 
     Attributes:
         values: by name, fitted to all figures.
-        figures: emergent claims with a published figure.
+        figures: claims with a published figure.
     """
 
     values: Mapping[str, float]
@@ -390,11 +419,7 @@ def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
     Raises:
         ValueError: a term that cannot be fitted.
     """
-    figures = [
-        claim
-        for claim in paper.claims
-        if claim.kind == "emergent" and claim.published is not None and not claim.of_device
-    ]
+    figures = [claim for claim in paper.claims if claim.is_figure and not claim.of_device]
     if not paper.fit or not figures:
         return None
     for name in paper.fit:

@@ -32,6 +32,7 @@ from lab.claims.predicted import hardware_of, profile_of, strategy_of
 from lab.model.profile import Layer, Profile
 from lab.settings.files import read_file
 from lab.simulate.hardware import Hardware, Learned, with_value
+from lab.simulate.score import skill
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.terms import EFFECTS, FREEDOM, TERMS, reach, with_terms
@@ -115,7 +116,7 @@ def figures() -> list[Figure]:
         _of_claim(Paper.parse(read_file("claims", name)), origin, claim)
         for name, origin in node["claims"].items()
         for claim in Paper.parse(read_file("claims", name)).claims
-        if claim.kind == "emergent" and claim.published and claim.quantity in SPEEDUPS
+        if claim.is_figure and claim.quantity in SPEEDUPS
     ]
     return found + [figure for series in node["series"] for figure in _of_series(series)]
 
@@ -349,10 +350,10 @@ class Score:
 
     @property
     def skill(self) -> float:
-        """1 - median error / that of linear scaling: 0 is no better, 1 is perfect."""
-        return 1 - self.median / self.linear_median if self.linear_median else math.nan
+        """The skill of the median error."""
+        return skill(self.median, self.linear_median)
 
     @property
     def mean_skill(self) -> float:
-        """The same of the means."""
-        return 1 - self.mean / self.linear_mean if self.linear_mean else math.nan
+        """The skill of the mean error."""
+        return skill(self.mean, self.linear_mean)

@@ -58,10 +58,10 @@ def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
     return [
         *markdown(["left out", *SCORES], [*table, _scores("**all**", rows)]),
         "",
-        "Skill: 1 − median error over that of linear scaling, that N GPUs are N times as fast; of "
-        f"mean errors ({100 * whole.mean:.1f} and {100 * whole.linear_mean:.1f} %) it is "
-        f"{whole.mean_skill:.2f}. Bias: mean of the signed errors. The last columns: the share of "
-        "published figures inside the interval.",
+        "Skill is 1 − median error / median error of linear scaling (N GPUs are N times as fast). "
+        f"For mean errors ({100 * whole.mean:.1f} and {100 * whole.linear_mean:.1f} %) it is "
+        f"{whole.mean_skill:.2f}. Bias is the mean signed error. The last columns show how many "
+        "published figures lie inside the interval.",
         *_not_better(origins, rows),
         "",
         *terms_table(fit),
@@ -103,9 +103,10 @@ def terms_table(fit: Fit) -> list[str]:
     return [
         *markdown(["term", "assumed, 80 %", "learned, 80 % of a new source", "source"], rows),
         "",
-        f"From source to source, factors of e^{host:.2f} on what hosts and kernels cost and of "
-        f"e^{link:.2f} on links (one standard deviation); what remains has Student's t errors of "
-        f"{100 * fit.residual:.1f} % with {FREEDOM:.0f} degrees of freedom.",
+        f"Between sources, costs of hosts and kernels differ by factors of e^{host:.2f}, links by "
+        f"e^{link:.2f} (one standard deviation). The remaining errors have Student's t "
+        f"distribution with {FREEDOM:.0f} degrees of freedom and a scale of "
+        f"{100 * fit.residual:.1f} %.",
     ]
 
 
@@ -121,9 +122,9 @@ def write(rows: Sequence[HeldOut], fit: Fit, path: Path, command: str) -> list[P
     lines = [
         "# Published scaling, predicted without its source",
         "",
-        "Each source's figures are predicted by terms that were fitted to all other sources. The "
-        "input is the throughput on the fewest GPUs, and data sheets. The model's structure was "
-        "chosen with these figures in view, so a score on others may be worse.",
+        "Each source's figures are predicted by terms fitted to all other sources. The inputs are "
+        "the throughput on the fewest GPUs, and data sheets. We chose the model's structure with "
+        "these figures in view, so scores on others may be worse.",
         "",
         *summary(rows, fit),
         "",
@@ -131,8 +132,8 @@ def write(rows: Sequence[HeldOut], fit: Fit, path: Path, command: str) -> list[P
         "",
         "## The worst figures",
         "",
-        "Speedups over the fewest GPUs published, with 80 % intervals. All figures, with their "
-        f"sources, are in [{table.name}]({table.name}).",
+        "Speedups are over the fewest GPUs published, with 80 % intervals. "
+        f"[{table.name}]({table.name}) has all figures, with their sources.",
         "",
         *_worst(rows),
         "",

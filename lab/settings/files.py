@@ -96,8 +96,9 @@ def _completed(own: dict[str, Any], sibling: dict[str, Any]) -> dict[str, Any]:
     merged = {**sibling, "assumed": assumed}
     for key, value in own.items():
         under = merged.get(key)
-        both = isinstance(value, dict) and isinstance(under, dict)
-        merged[key] = {**under, **value} if both else value
+        if isinstance(value, dict) and isinstance(under, dict):
+            value = {**under, **value}
+        merged[key] = value
     return merged
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lab.simulate.strategy import Strategy
 MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
 OUTLIER = 0.01  # residuals beyond it weigh less: no codec should bend what all cells share
 PRIOR = 1e-3  # pulls values that the cells do not determine towards the preset
+NORMAL = 1.4826  # times the median size of normal errors is their standard deviation
 FARTHEST = 10.0  # of a logarithm from its start: a wild step must not make a rate of zero
 # Start of the search where the preset has 0, because the search multiplies.
 START = {
@@ -47,11 +48,17 @@ MEASURED_CODEC = "onebit"  # codec_bytes_per_s is the rate of this codec
 CODEC = "codec of "  # and an exchange's class: its rate
 
 
-def fit(preset: Hardware, cells: Sequence[Observation]) -> tuple[Hardware, tuple[Hardware, ...]]:
+def fit(
+    preset: Hardware, cells: Sequence[Observation], prior: float = PRIOR
+) -> tuple[Hardware, tuple[Hardware, ...]]:
     """Fit the hardware to cells of at most two ranks.
 
     Least squares of predicted - measured over the logarithms of the values in NAMES that the preset
     has. The fitted link joins the first two ranks.
+
+    Args:
+        prior: share of a step by which a prediction may miss before a value of the preset changes
+            by a factor of e.
 
     Returns:
         The best, and draws from the values that fit as well.
@@ -72,7 +79,7 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> tuple[Hardware, tuple
         tried = np.exp(np.clip(x, start - FARTHEST, start + FARTHEST))
         hardware = with_values(preset, names, tried)
         predicted = [cell.predicted_s(hardware) for cell in used]
-        return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])
+        return np.concatenate([(predicted - measured) / typical, prior * (x - start)])
 
     best, covariance = least_squares(residuals, start)
     chance = np.random.default_rng(0)
@@ -158,26 +165,75 @@ def calibrate(path: Path, preset: Hardware) -> Hardware:
 
 
 def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
-    """Fit latency and bandwidth of the links to collectives of all sizes.
-
-    Least squares of the logarithm of predicted / measured, because sizes span orders of magnitude.
-    """
+    """Fit latency and bandwidth of the links to collectives of all sizes."""
     known = [row for row in result["rows"] if row["algorithm"] in choices_of("exchange")]
     names = {row["algorithm"] for row in known}
     exchanges = {name: load(own_choices([f"exchange={name}"])).exchange for name in names}
-    measured = np.log([row["time_s"]["median"] for row in known])
+    return fit_collectives(known, exchanges, result["world_size"], preset, LINK).hardware
 
-    def residuals(x: np.ndarray) -> np.ndarray:
-        network = Network(with_values(preset, LINK, np.exp(x)), result["world_size"])
-        predicted = []
-        for row in known:
-            shape = tuple(row.get("shape", (row["size_bytes"] // VALUE_BYTES,)))
-            stages = stages_of([shape], exchanges[row["algorithm"]], network)
-            predicted.append(sum(stage.seconds for stage in stages))
+
+@dataclass(frozen=True)
+class Collectives:
+    """Hardware fitted to times of collectives.
+
+    Attributes:
+        errors: of the logarithm of each value that was fitted, by name: its standard deviation.
+        residual: that of predicted / measured, which remains: 1.48 times the median of its size.
+    """
+
+    hardware: Hardware
+    errors: Mapping[str, float]
+    residual: float
+
+
+def fit_collectives(
+    rows: Sequence[Mapping[str, Any]],
+    exchanges: Mapping[str, Mapping[str, Any]],
+    world_size: int,
+    preset: Hardware,
+    names: Sequence[str],
+) -> Collectives:
+    """Fit values of the hardware to rows of lab.bench collective.
+
+    Least squares of the logarithm of predicted / measured, because sizes span orders of magnitude.
+
+    Args:
+        exchanges: settings of each row's algorithm; of SEND_RECV there are none.
+        names: of the values, as `get` takes them.
+    """
+    measured = np.log([row["time_s"]["median"] for row in rows])
+    start = np.log([get(preset, name) or START[name] for name in names])
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        network = Network(with_values(preset, names, np.exp(x)), world_size)
+        predicted = [collective_s(row, exchanges.get(row["algorithm"]), network) for row in rows]
         return np.log(predicted) - measured
 
-    start = np.log([get(preset, name) or 1e-4 for name in LINK])
-    return with_values(preset, LINK, np.exp(least_squares(residuals, start)[0]))
+    def residuals(x: np.ndarray) -> np.ndarray:
+        near = np.clip(x, start - FARTHEST, start + FARTHEST)
+        return np.concatenate([errors(near), PRIOR * (x - start)])
+
+    best, covariance = least_squares(residuals, start)
+    spread = np.sqrt(np.diag(covariance)).tolist()
+    return Collectives(
+        with_values(preset, names, np.exp(best)),
+        dict(zip(names, spread, strict=True)),
+        NORMAL * float(np.median(np.abs(errors(best)))),
+    )
+
+
+def collective_s(
+    row: Mapping[str, Any], exchange: Mapping[str, Any] | None, network: Network
+) -> float:
+    """Predict the seconds of a row of lab.bench collective.
+
+    Args:
+        exchange: settings of its algorithm; None: a plain send, which adds nothing.
+    """
+    if exchange is None:
+        return network.slowest.seconds(row["size_bytes"])
+    shape = tuple(row.get("shape", (row["size_bytes"] // VALUE_BYTES,)))
+    return sum(stage.seconds for stage in stages_of([shape], exchange, network))
 
 
 def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:

@@ -26,6 +26,7 @@ LEAST = {
     **{"engage": 0, "incast": 0, "wire_passes": 0},
 }
 NOT_OF_A_FILE = ("learned", "measured")
+CODEC_RATES = "codec_rates"
 LINK = ("latency_s", "bandwidth_bytes_per_s")  # what a fit finds of a link
 LEAST_OF_LINK = {"latency_s": 0, "bandwidth_bytes_per_s": 1, "duplex": 0.1}
 RENAMED = {"alpha_s": "latency_s", "beta_bytes_per_s": "bandwidth_bytes_per_s"}  # of a link
@@ -320,6 +321,7 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         if node.get("server"):
             given["server"] = _link(f"{name}: server", node["server"])
         given |= {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
+        given[CODEC_RATES] = _pairs(f"{name}: {CODEC_RATES}", node.get(CODEC_RATES, {}), 1)
         if given.get("num_cores") == HERE:
             given["num_cores"] = len(os.sched_getaffinity(0))
         given["device"] = parse_device(name, node["device"]) if node.get("device") else None
@@ -365,6 +367,9 @@ def with_value(hardware: Hardware, key: str, value: float) -> Hardware:
     way, _, name = key.rpartition(".")
     if not way:
         return replace(hardware, **{name: value})
+    if way == CODEC_RATES:
+        rates = {**dict(hardware.codec_rates), name: value}
+        return replace(hardware, codec_rates=tuple(sorted(rates.items())))
     return replace(hardware, **{way: replace(getattr(hardware, way), **{name: value})})
 
 
@@ -429,7 +434,8 @@ def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
         raise ValueError(f"{where}={ends}: must be [lowest, highest]")
     low, high = ends
     way, _, key = dotted.rpartition(".")
-    value = getattr(getattr(hardware, way) if way else hardware, key)
+    part: Any = getattr(hardware, way) if way else hardware
+    value = dict(part).get(key) if way == CODEC_RATES else getattr(part, key)
     checks.number(where, low, 0)
     checks.number(where, high, low)
     if value is None or not low <= value <= high or math.isnan(value):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 MICRO = 1e-6
 GIGA = 1e9
 # By least squares of logarithms, of all-reduces on eight H100 of 1, 4, 16, ... MiB: those claims of
-# conf/claims/nccl_tests.yaml that are calibrated. All other sizes and machines there are held out.
+# conf/claims/nccl_tests.yaml that are inputs. All other sizes and machines there are held out.
 RAMP = 0.215
 LL, LL128, SIMPLE = PROTOCOLS = ("LL", "LL128", "Simple")
 # Microseconds before the first hop, and of a hop over NVLink and between nodes, by protocol.

@@ -19,6 +19,18 @@ LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 NONE = "none"
 
 
+def skill(error: float, of_linear: float) -> float:
+    """Return how much of the error of linear scaling, that N ranks are N times as fast, is gone.
+
+    Args: both are absolute errors of the same kind over the same figures, such as medians.
+
+    Returns:
+        1 - error / of_linear: 1 is perfect, 0 no better, negative worse; NaN where linear scaling
+        has no error, or none is known.
+    """
+    return 1 - error / of_linear if of_linear else math.nan
+
+
 @dataclass(frozen=True)
 class Observation:
     """Cells that differ only in their repeat.
@@ -163,15 +175,15 @@ class Score:
 
     @property
     def skill(self) -> float:
-        """1 - median error of the step / that of linear scaling: 0 is no better, 1 is perfect."""
-        return 1 - self.step[0] / self.linear[0] if self.linear[0] else math.nan
+        """The skill of the median error of the step."""
+        return skill(self.step[0], self.linear[0])
 
     def null_model(self) -> str:
         """Compare with linear scaling, in a line."""
-        return f"N ranks N times as fast: {_percent(self.linear)}; skill {self.skill:.2f}"
+        return f"linear scaling: {_percent(self.linear)}; skill {self.skill:.2f}"
 
     def __str__(self) -> str:
-        text = f"{self.num_cells} cells without none, step time {_percent(self.step)}"
+        text = f"{self.num_cells} cells with an exchange, step time {_percent(self.step)}"
         if self.num_exposed:
             exposed = f"exposed exchange {_percent(self.exposed)}"
             text += f"; {exposed} ({self.num_exposed} cells)"

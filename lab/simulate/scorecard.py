@@ -105,7 +105,7 @@ def summary(card: Scorecard) -> list[str]:
     """Write the fit, and the scores by conditions and by strategy, of cells with an exchange."""
     cells = held_out(card.cells)
     fits = [
-        f"fitted{at(group.conditions)} to cells of 1 and 2 ranks: {fitted_values(group.hardware)}"
+        f"* Fitted to cells of 1 and 2 ranks{at(group.conditions)}: {fitted_values(group.hardware)}"
         for group in card.groups
         if group.fitted
     ]
@@ -117,14 +117,14 @@ def summary(card: Scorecard) -> list[str]:
     by_name = [[name, *_score(card, [c for c in cells if c.strategy == name])] for name in names]
     if with_exposed(cells, card.least_exposed):
         scored = (
-            f"exposed exchange is scored where it takes more than {100 * card.least_exposed:.1f} % "
-            "of the step, the study's noise floor"
+            "* Exposed exchange is scored where it takes more than "
+            f"{100 * card.least_exposed:.1f} % of the step, the study's noise floor."
         )
     else:
-        scored = "exposed exchange is not scored: "
-        scored += "no cell of none on as many ranks, or none above noise"
+        scored = "* Exposed exchange is not scored: "
+        scored += "no cell of `none` has as many ranks, or all are within noise."
     whole = score(cells, card.least_exposed)
-    null = [] if math.isnan(whole.skill) else ["", f"held out: {whole.null_model()}"]
+    null = [] if math.isnan(whole.skill) else [f"* Held-out cells, {whole.null_model()}."]
     lines += [*fits, scored, *null, ""]
     lines += markdown(["held out, by links", *COLUMNS], [*table, ["**all**", *_score(card, cells)]])
     return [*lines, "", *markdown(["held out, by strategy", *COLUMNS], by_name)]

@@ -124,9 +124,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """Cells in the order in which they run, and the settings of the sweep itself.
+    """Cells in reading order, and the settings of the sweep itself.
 
     Attributes:
+        cells: repeats are the outermost loop; see lab.study.run.shuffled for the order of a run.
         grids: the arguments of each of its grids, without those of the sweep itself.
         retries: whether cells that failed run again.
         live: whether the study's page is served while cells run.

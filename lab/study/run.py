@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import importlib.util
 import itertools
+import random
 import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -63,6 +65,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
             print(text)
         return 0
     _check_launcher(study)
+    study = dataclasses.replace(study, cells=shuffled(study.cells))
     root = _make_root(study)
     print(source, flush=True)
     run_missing = _run_here if study.launcher == "local" else _run_by_scheduler
@@ -211,6 +214,26 @@ def _alone(root: Path) -> Iterator[int]:
                     ) from None
                 time.sleep(0.5)
         yield lock.fileno()
+
+
+def shuffled(cells: Sequence[Cell]) -> list[Cell]:
+    """Draw the order in which the cells of each repeat run, with the repeat's number as seed.
+
+    Cells that differ in strategy alone stay together, in an order of their own, as compared runs
+    should be close in time; the rest of the grid is drawn as such groups. So what a place within a
+    repeat costs favours neither a strategy nor a number of ranks.
+    """
+    drawn = list[Cell]()
+    for repeat, of_repeat in itertools.groupby(cells, key=lambda cell: cell.repeat):
+        groups: defaultdict[object, list[Cell]] = defaultdict(list)
+        for cell in of_repeat:
+            rest = [each for each in cell.arguments if not each.startswith("strategy=")]
+            groups[(*rest, cell.world_size)].append(cell)
+        draw = random.Random(repeat)
+        blocks = [draw.sample(group, len(group)) for group in groups.values()]
+        draw.shuffle(blocks)
+        drawn += itertools.chain(*blocks)
+    return drawn
 
 
 def starts(study: Study) -> list[list[Cell]]:

@@ -63,6 +63,17 @@ def test_reduce_scatter_compares_the_labs_with_torchs(
 
 
 @pytest.mark.usefixtures("forked")
+def test_step_starts_ranks_anew_each_with_another_order(tmp_path: Path) -> None:
+    small = ["model=mlp", "model.hidden=[8]", "batch_size=8", "steps=17", "device=cpu"]
+    settings = ["strategy=overlap,ddp", "world_size=1", "starts=2", "order_seed=4", *small]
+    assert bench.main(["step", *settings, "out=step.json"]) == 0
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert [start["order_seed"] for start in result["starts"]] == [4, 5]
+    first, second = (start["rows"][0]["ratio"]["median"] for start in result["starts"])
+    assert result["rows"][0]["ratio"]["median"] == pytest.approx((first * second) ** 0.5)
+
+
+@pytest.mark.usefixtures("forked")
 def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["collective", "exchange=none", "sizes=[4KiB]", "device=cpu"]) == 2
     assert capfd.readouterr().err.startswith(

@@ -132,6 +132,23 @@ def test_repeats_are_the_outermost_loop() -> None:
     assert [cell.strategy for cell in study.cells[:4]] == ["none", "tree"] * 2
 
 
+def test_cells_of_a_repeat_run_in_an_order_of_its_own_and_those_to_compare_together() -> None:
+    from lab.study.grid import read
+    from lab.study.run import shuffled
+
+    settings = ["strategy=none,tree", "world_size=1,2", "batch_size=64,128", "repeats=6"]
+    cells = read([*settings, "baselines=all"]).cells
+    run = shuffled(cells)
+    assert run == shuffled(cells) and sorted(c.name for c in run) == sorted(c.name for c in cells)
+    repeats = [run[at : at + 8] for at in range(0, 48, 8)]
+    assert [{cell.repeat for cell in each} for each in repeats] == [{number} for number in range(6)]
+    pairs = [each[at : at + 2] for each in repeats for at in range(0, 8, 2)]
+    assert all((a.world_size, a.batch_size) == (b.world_size, b.batch_size) for a, b in pairs)
+    assert {first.strategy for first, _ in pairs} == {"none", "tree"}
+    places = [tuple((c.world_size, c.batch_size) for c in each[::2]) for each in repeats]
+    assert len(set(places)) > 1
+
+
 def test_interrupted_sweep_runs_the_cell_anew_and_ends_one_that_takes_too_long(
     command: Command, environment: dict[str, str], tmp_path: Path
 ) -> None:

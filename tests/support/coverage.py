@@ -1,16 +1,20 @@
-"""How often intervals hold what they say, and how often equal strategies are told apart, simulated.
+"""How often intervals hold what they say, and how often equal strategies are told apart.
 
-python -m tests.support.coverage      prints the table of docs/measuring.md
+python -m tests.support.coverage            prints the table of docs/measuring.md, simulated
+python -m tests.support.coverage STUDY      counts it in a recorded study of equal cells
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+import lab
 from lab.analysis.compare import leaders_of
+from lab.analysis.points import together
 from lab.measure.intervals import of_ratio
 
 REPEATS = (3, 4, 6, 10)
@@ -72,6 +76,27 @@ def false_leads(noise: Noise, repeats: int, studies: int, strategies: int) -> fl
     return sum(len(each) < strategies for each in led) / studies
 
 
+def recorded(groups: Sequence[Sequence[Mapping[int, float]]]) -> str:
+    """Count how often the rule of reports and charts leaves out one of equal cells.
+
+    Args:
+        groups: of cells that compete, each with its step times by repeat. Neighbours are pairs.
+    """
+    every = [{str(at): steps_s for at, steps_s in enumerate(group)} for group in groups]
+    pairs = [
+        {"a": a, "b": b} for group in groups for a, b in zip(group[::2], group[1::2], strict=True)
+    ]
+    ratios = [of_ratio([*each["a"].values()], [*each["b"].values()]) for each in pairs]
+    held = sum(one.lo <= 1 <= one.hi for one in ratios)
+    apart, groups_apart = (
+        sum(len(leaders_of(each)) < len(each) for each in some) for some in (pairs, every)
+    )
+    return (
+        f"{len(pairs)} pairs of equal cells: {apart} with one leader, {held} intervals hold 1; "
+        f"{groups_apart} of {len(every)} groups leave one out"
+    )
+
+
 def main(studies: int = 20_000) -> None:
     columns = [f"n = {n}" for n in REPEATS] + ["false leads of 2, of 6 at n = 3"]
     print(f"| noise | {' | '.join(columns)} |")
@@ -83,4 +108,8 @@ def main(studies: int = 20_000) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        points = lab.load(sys.argv[1]).points
+        print(recorded([[point.steps_s for point in group] for group in together(points)]))
+    else:
+        main()

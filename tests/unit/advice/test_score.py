@@ -175,7 +175,7 @@ def test_predictions_are_judged_by_what_was_measured(found: Map) -> None:
 def test_the_section_counts_and_names_the_worst(found: Map) -> None:
     text = "\n".join(section(found))
     at = f"alexnet_titanx of batch 128 at {LINKS}"
-    assert "the fastest measured one in 50 [9, 91] % of 2 places" in text
+    assert "was measured fastest in 50 [9, 91] % of 2 places" in text
     assert f"largest regret 57.9 %, {at}" in text
     assert f"worst 1.05 [1.05, 1.05], {at}" in text  # auto
     assert "exposed exchange 0.80" in text  # the geometric mean of 0.5 / 0.7 and 0.9

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lab import bench
-from lab.benchmarks import certificate, codec, collective, compressors, host, memory, step
+from lab.benchmarks import aa, certificate, codec, collective, compressors, host, memory, step
 from lab.benchmarks.catalogue import size_name
-from lab.benchmarks.harness import Sent, difference, level, middle, ratio
+from lab.benchmarks.harness import Sent, difference, level, middle, places, ratio
 from lab.benchmarks.present import chart_of, fastest, is_result, text_of, write
 from lab.benchmarks.request import read
 from lab.distributed.comm import Comm, run_ranks
@@ -26,6 +26,7 @@ from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Int8
 from lab.exchange.cost import Sizes
+from lab.measure.intervals import of_ratio
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes
@@ -77,7 +78,10 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         ([], "(nothing): takes one collective|reduce_scatter|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs two"),
         (["step", "strategy=overlap,nope"], "strategy=nope: did you mean none? allowed are"),
-        (["step", "strategy=ddp,ddp"], "ddp, ddp: the same is listed twice"),
+        (["step", "strategy=ddp,ddp"], "listed twice; lab.bench step aa=true compares equal"),
+        (["step", "strategy=tree,ddp", "pairs=9"], "pairs=9: has no effect without aa=true"),
+        (["hook", "aa=true"], "aa=true: no such setting"),
+        (["step", "strategy=tree,ddp", "starts=0"], "starts=0: must be an integer of at least 1"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "one list at a time"),
         (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),
         (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
@@ -128,7 +132,10 @@ def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert read(["step", "strategy=tree,ddp"]).own["world_size"] == 4
+    own = read(["step", "strategy=tree,ddp"]).own
+    assert (own["world_size"], own["starts"]) == (4, 1)
+    with pytest.raises(ConfigError, match="starts=3: a launcher has started these ranks, once"):
+        read(["step", "strategy=tree,ddp", "starts=3"])
     with pytest.raises(ConfigError, match="world_size=2: a launcher has started 4 ranks"):
         read(["step", "strategy=tree,ddp", "world_size=2"])
 
@@ -276,7 +283,7 @@ def test_a_wrong_result_is_shown_and_fails(
 
 def test_ratios_are_to_the_last_and_exposed_exchange_is_beyond_none() -> None:
     times = {"none": 0.1, "onebit": 0.15, "ddp": 0.2}
-    rows = step.compare({name: np.full(9, seconds) for name, seconds in times.items()})
+    rows = step.compare(*[{name: np.full(9, seconds) for name, seconds in times.items()}] * 2)
     none, onebit, ddp = rows
     assert none["ratio"]["median"] == pytest.approx(0.5) and ddp["ratio"] is None
     assert none["exposed_exchange_s"] is None and ddp["exposed_to_ddp"] is None
@@ -286,9 +293,70 @@ def test_ratios_are_to_the_last_and_exposed_exchange_is_beyond_none() -> None:
 
 
 def test_without_none_nothing_is_exposed_and_no_number_is_made_up() -> None:
-    (first, _) = step.compare({"a": np.ones(1), "b": np.ones(1)})
+    (first, _) = step.compare(*[{"a": np.ones(1), "b": np.ones(1)}] * 2)
     assert first["exposed_exchange_s"] is None
     assert first["ratio"] == {"median": 1.0, "low": None, "high": None}
+
+
+def test_a_wall_clock_counts_the_slow_steps_that_a_median_leaves_out() -> None:
+    steps, slow = {"a": np.ones(9), "b": np.ones(9)}, np.array([10.0, *np.ones(8)])
+    (first, _) = step.compare(steps, {"a": slow, "b": np.ones(9)})
+    assert first["ratio"]["median"] == 1 and first["wall_ratio"]["median"] == 2
+
+
+def test_between_starts_is_students_interval_of_one_ratio_a_start() -> None:
+    def start(seed: int, seconds: float) -> dict[str, Any]:
+        times = {"none": np.full(9, 0.5), "tree": np.full(9, seconds), "ddp": np.ones(9)}
+        return {"rows": step.compare(times, times), "num_pairs": 9, "order_seed": seed}
+
+    found = step.combine([start(7, 1.2), start(8, 1.3), start(9, 1.25)])
+    _, tree, ddp = found["rows"]
+    expected = of_ratio([1.2, 1.3, 1.25], [1, 1, 1])
+    for key in ("ratio", "wall_ratio"):
+        ends = [tree[key][end] for end in ("low", "median", "high")]
+        assert ends == pytest.approx([expected.lo, expected.mid, expected.hi])
+    assert tree["step_s"]["median"] == 1.25 and ddp["ratio"] is None
+    assert tree["exposed_to_ddp"]["median"] == pytest.approx(1.5)
+    assert [each["order_seed"] for each in found["starts"]] == [7, 8, 9]
+    assert step.combine([start(0, 2.0), start(1, 2.0)])["rows"][1]["ratio"]["low"] is None
+    shown = text_of({"bench": "step", **SURROUNDINGS, **found, "steps_per_round": 1})
+    assert "Student's t over 3 fresh starts, order_seed=7 to 9" in shown
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_as_many_starts_as_candidates_give_each_of_them_each_place(number: int) -> None:
+    drawn = np.array([places(number, seed) for seed in range(4 * number)])
+    for block in drawn.reshape(4, number, number):
+        assert all(sorted(column) == list(range(number)) for column in block.T)
+    assert len({tuple(each) for each in drawn[::number]}) > 1
+
+
+def test_equal_candidates_are_called_different_as_often_as_their_level_says() -> None:
+    """4000 pairs, each with a start's own luck, which all rounds of that start share."""
+    rng = np.random.default_rng(0)
+    starts: list[dict[str, Any]] = []
+    for _ in range(3):
+        ratios = np.exp(0.1 * rng.standard_normal(4_000))
+        ends = {"low": (ratios * 0.99).tolist(), "high": (ratios * 1.01).tolist()}
+        pairs = {"ratio": ratios.tolist(), "wall_ratio": ratios.tolist(), **ends}
+        starts.append({"order_seed": 0, "pairs": {"overlap": pairs}})
+    between, wall, within = aa._judged(starts)["rows"]
+    for covered in between["covered"]:
+        assert covered["median"] == pytest.approx(covered["level"], abs=0.02)
+    assert between["num_different"] == 4_000 - round(4_000 * between["covered"][3]["median"])
+    assert wall["covered"] == between["covered"] and within["num_pairs"] == 12_000
+    assert within["covered"][0]["median"] < 0.1  # resampled rounds know nothing of other starts
+
+
+def test_pairs_of_equal_candidates_are_measured() -> None:
+    small = ["model=mlp", "model.hidden=[8]", "batch_size=8", "steps=17", "device=cpu"]
+    request = read(["step", "aa=true", "pairs=2", "starts=1", "world_size=1", *small])
+    assert (request.bench, [each.label for each in request.variants]) == ("aa", ["overlap"])
+    result = aa.measure(request)
+    assert result
+    (row,) = result["rows"]
+    assert (row["kind"], row["num_pairs"]) == (aa.WITHIN, 2)
+    assert all(0 < ratio < 100 for ratio in result["starts"][0]["pairs"]["overlap"]["ratio"])
 
 
 class Loop:
@@ -430,7 +498,7 @@ def results() -> dict[str, dict[str, Any]]:
     hosts = [{"name": name, **added} for name in (host.DDP, "overlap")]
     own = {
         "memory": combined,
-        "step": {"rows": step.compare(times), "num_pairs": 9, "steps_per_round": 1},
+        "step": {"rows": step.compare(times, times), "num_pairs": 9, "steps_per_round": 1},
         "collective": {"rows": rows, "num_rounds": 9},
         "codec": {**values, "rows": coded},
         "certificate": {"rows": [checked], "num_rounds": 3},
@@ -442,6 +510,7 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 COMMITTED = {
+    "aa": "aa",
     "memory": "exchange/memory",
     "step": "exchange/step_fc_2",
     "collective": "exchange/collective_4",
@@ -467,6 +536,7 @@ def test_a_result_is_shown_whole_from_its_json_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("aa", "5 of 200 pairs of equal candidates are called different at 95 %"),
         ("memory", "Peak memory on 2 ranks is 0.98 to 1.08 of theory"),
         ("step", "onebit takes 0.80 of ddp's step time"),
         (
@@ -555,6 +625,10 @@ def test_host_time_is_measured_beside_ddp() -> None:
     assert result["num_parameters"] == 6 and not torch.distributed.is_initialized()
     assert "8 ranks of which one exists" in result["emulation"]
     assert chart_of({"bench": "host", "command": "", **result})
+    again = host.combine([result] * 3)
+    for row, once in zip(again["rows"], result["rows"], strict=True):
+        assert row["added_s"]["median"] == pytest.approx(once["added_s"]["median"])
+    assert "t over 3 fresh starts" in text_of({"bench": "host", **again})
 
 
 def test_host_time_of_what_cannot_be_measured_is_refused() -> None:

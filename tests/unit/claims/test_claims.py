@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from lab.claims.claims import KINDS, Check, Claim, Paper, judge
+from lab.claims.claims import Check, Claim, Paper
 from lab.claims.metrics import Point
 from lab.claims.page import claims_tables
 from lab.claims.predicted import Predicted
+from lab.claims.verdicts import CHANGES, KINDS, Verdict, judge, tally
 from lab.measure.intervals import UNKNOWN, Interval
-from lab.settings.files import conf_dir, read_file
+from lab.settings.files import choices_of, conf_dir, read_file
 from lab.simulate.hardware import parse
 from tests.unit.claims.facts import Repeated, Table
 
@@ -43,7 +45,7 @@ from tests.unit.claims.facts import Repeated, Table
     ],
 )
 def test_quantities(quantity: str, at: Point, value: float | None) -> None:
-    computed = Claim("says", "own", "slide", quantity, Check(at_least=0), at).value(Table())
+    computed = Claim("says", "slide", quantity, Check(at_least=0), at=at).value(Table())
     assert computed == (value if value is None else pytest.approx(value))
 
 
@@ -63,7 +65,7 @@ GRID |= {"world_sizes": [4], "per_rank_batch_sizes": [16, 32, 64]}
     ],
 )
 def test_statements_over_a_grid(quantity: str, settings: Any, value: float | None) -> None:
-    entry = {"says": "often", "kind": "own", "source": "s", "quantity": quantity}
+    entry = {"says": "often", "role": "own", "source": "s", "quantity": quantity}
     node = {**entry, "grid": {**GRID, **settings}, "check": {"at_least": 0}}
     paper = Paper.parse({**PREDICTED, "claims": [node]})
     computed = paper.claims[0].value(Table())
@@ -77,7 +79,7 @@ def test_a_rate_of_a_grid_is_that_of_its_links() -> None:
 
 
 def test_a_grid_needs_a_quantity_of_grids_and_cells() -> None:
-    entry = {"says": "often", "kind": "own", "source": "s", "check": {"at_least": 0}}
+    entry = {"says": "often", "role": "own", "source": "s", "check": {"at_least": 0}}
     for quantity, grid, message in [
         ("speedup", GRID, "quantity=speedup: allowed are win_share, best_gain"),
         ("win_share", {**GRID, "profiles": []}, r"grid.profiles=\(\): must be a list"),
@@ -88,7 +90,7 @@ def test_a_grid_needs_a_quantity_of_grids_and_cells() -> None:
 
 
 def test_conditions_and_the_number_of_cells_are_printed() -> None:
-    entry = {"says": "often", "kind": "own", "source": "s", "check": {"at_least": 0}}
+    entry = {"says": "often", "role": "own", "source": "s", "check": {"at_least": 0}}
     node = {**entry, "quantity": "win_share", "grid": GRID, "conditions": "batch not given"}
     paper = Paper.parse({**PREDICTED, "claims": [node]})
     assert "* often: 6 cells. batch not given" in claims_tables(judge(paper, Table(), None))
@@ -96,7 +98,7 @@ def test_conditions_and_the_number_of_cells_are_printed() -> None:
 
 def test_parameters_of_a_profile_are_its_own() -> None:
     hardware = parse(read_file("hardware", "titanx_x4"))
-    share = Claim("says", "own", "slide", "fc_share", Check(at_least=0))
+    share = Claim("says", "slide", "fc_share", Check(at_least=0))
     vgg16 = Predicted("vgg16_p100", hardware)
     assert vgg16.counts().parameters == 138_357_544  # Simonyan and Zisserman say 138 million
     assert share.value(vgg16) == pytest.approx(123_642_856 / 138_357_544)
@@ -109,9 +111,7 @@ def test_without_layers_named_fc_their_share_is_unknown(monkeypatch: pytest.Monk
     hardware = parse(read_file("hardware", "titanx_x4"))
     measured_profile = Predicted("test_without_layers_named_fc", hardware)
     assert measured_profile.counts().parameters == 10
-    assert (
-        Claim("says", "own", "slide", "fc_share", Check(at_least=0)).value(measured_profile) is None
-    )
+    assert Claim("says", "slide", "fc_share", Check(at_least=0)).value(measured_profile) is None
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,8 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"kind": "guess"}, "'s': kind=guess: allowed are emergent, count, derived"),
+        ({"role": "guess"}, "'s': role=guess: allowed are statement, input, own"),
+        ({"kind": "count"}, "'s': .*kind"),
         ({"quantity": "luck"}, "'s': quantity=luck: allowed are step_s, speedup"),
         ({"check": {"about": 1}}, "'s': must give about and within, or at_least, or at_most"),
         ({"at": {"ranks": 4}}, "'s': .*ranks"),
@@ -167,7 +168,7 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
     ],
 )
 def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
-    right = {"says": "s", "kind": "own", "source": "1"}
+    right = {"says": "s", "role": "own", "source": "1"}
     right |= {"quantity": "speedup", "check": {"at_least": 1}}
     with pytest.raises(ValueError, match=message):
         Paper.parse({"claims": [right | entry]})
@@ -193,33 +194,120 @@ def test_a_wrong_key_of_a_reproduction_is_named(entry: dict[str, object], messag
 
 def test_repeats_give_an_interval_and_two_of_them_none() -> None:
     at = Point("tree", 4)
-    claims = [
-        Claim("s", "emergent", "1", "speedup", Check(at_least=bound), at) for bound in (0.2, 0.8, 9)
-    ]
+    claims = [Claim("s", "1", "speedup", Check(at_least=bound), at=at) for bound in (0.2, 0.8, 9)]
     verdicts = judge(Paper("t", tuple(claims), "p", "h"), Table(), Repeated(1.0, 1.1, 0.9))
     assert [verdict.outcome for verdict in verdicts] == ["holds", "within noise", "fails"]
     assert [verdict.num_repeats for verdict in verdicts] == [3] * 3
-    lines = claims_tables(verdicts)
-    cell = lines[4].split("|")[7].strip()
-    assert re.fullmatch(r"0\.87\d* \[0\.6\d+, 1\.1\d+\]", cell), cell
-    assert lines[-1].endswith("(emergent and count): holds 1, fails 1, within noise 1.")
+    cells = [line.split("|")[7].strip() for line in claims_tables(verdicts) if "| s |" in line]
+    assert re.fullmatch(r"0\.87\d* \[0\.6\d+, 1\.1\d+\]", cells[0]), cells
+    measured = tally(verdicts)["measured"]
+    assert measured == {"holds": 1, "fails": 1, "within noise": 1, "unknown": 0}
     few = judge(Paper("t", (claims[0],), "p", "h"), Table(), Repeated(1.0, 1.1))
-    assert claims_tables(few)[4].split("|")[7].strip().endswith("(n = 2)")
+    assert any("(n = 2)" in line for line in claims_tables(few))
+
+
+TREE = {"strategy": "tree", "world_size": 4, "batch_size": 256}
+ALONE = {"strategy": "none", "batch_size": 256}
+
+
+def claim(quantity: str, at: Any, published: float | None, check: Any, **own: Any) -> Any:
+    entry = {"says": quantity, "source": "s", "quantity": quantity, "at": at, "check": check}
+    return entry | ({} if published is None else {"published": published}) | own
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "why"),
+    [
+        (claim("speedup", TREE, 1, {"about": 0.87, "within": 0.1}), "predicted", ""),
+        (claim("speedup", TREE, None, {"at_most": 1}), "predicted", ""),
+        (claim("speedup", TREE, None, {"at_most": 4}), "arithmetic", "holds at half and twice"),
+        (claim("speedup", TREE, None, {"at_least": 4}), "predicted", ""),  # a miss always counts
+        (claim("speedup", TREE, None, {"about": 1, "within": 1}), "arithmetic", "prints no such"),
+        (claim("samples_per_s", TREE, None, {"at_least": 1200}), "predicted", ""),
+        (claim("samples_per_s", TREE, 1, {"at_least": 1}, role="input"), "input", ""),
+        (claim("step_s", ALONE, None, {"at_least": 0.15}), "input", ""),
+        (claim("gradient_bytes", {}, 1, {"at_least": 2e8}), "counted", ""),
+        (claim("gradient_bytes", {}, 1, {"at_least": 1e7}), "arithmetic", "holds at half"),
+        (claim("speedup", TREE, None, {"at_most": 1}, role="own"), "own", ""),
+    ],
+)
+def test_kinds_follow_from_what_a_value_depends_on(entry: Any, kind: str, why: str) -> None:
+    (found,) = kinds(entry)
+    assert found.kind == kind and why in found.why
+
+
+def test_a_claim_that_another_or_an_input_implies_is_arithmetic() -> None:
+    below = claim("speedup", TREE, None, {"at_most": 1})
+    step = claim("step_s", TREE, None, {"at_least": 0.2})
+    same = claim("speedup", {**TREE, "strategy": "caffe"}, None, {"at_most": 1})
+    first, *others = kinds(below, step, same)  # caffe's exchange takes as long as the tree
+    assert first.kind == "predicted"
+    assert [each.why for each in others] == ["says the same as “speedup”"] * 2
+    assert others[0].words == "arithmetic: agrees"
+    given = claim("transfer_s", TREE, 1, {"at_least": 0}, role="input")
+    share = claim("transfer_share", TREE, 0.2, {"about": 0.2, "within": 0.5})
+    assert kinds(given, share)[1].why == "follows from inputs"
+
+
+def kinds(*entries: Any) -> tuple[Verdict, ...]:
+    """Judge claims on AlexNet over PCIe."""
+    hardware = parse(read_file("hardware", "titanx_x4"))
+    changed = [Predicted("alexnet_titanx", hardware, change=change) for change in CHANGES]
+    paper = Paper.parse({"title": "t", "profile": "p", "hardware": "h", "claims": list(entries)})
+    return judge(paper, Predicted("alexnet_titanx", hardware), None, changed=changed)
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "machine", "words"),
+    [
+        (Check(about=1, within=0.1), 1.05, None, "predicted: agrees"),
+        (Check(about=1, within=0.1), 1.38, None, "model misses by 38 %"),
+        (Check(at_most=2), 3.0, None, "model misses by 50 %"),
+        (Check(at_most=2), 1.0, "emulated", "measured on an emulated cluster: agrees"),
+        (Check(at_most=2), 4.0, "gpu", "measured: differs by 100 %"),
+        (Check(at_most=2), math.nan, "gpu", "not testable here: not measured"),
+    ],
+)
+def test_words_say_what_was_done(
+    check: Check, value: float, machine: str | None, words: str
+) -> None:
+    measured = Interval(math.nan, value, math.nan) if machine else UNKNOWN
+    one = Claim("s", "1", "speedup", check, published=check.about)
+    predicted = None if machine else value
+    assert Verdict(one, predicted, measured=measured, machine=machine).words == words
+
+
+def test_another_kind_of_device_decides_nothing() -> None:
+    one = Claim("s", "1", "speedup", Check(at_most=2))
+    elsewhere = Verdict(one, None, measured=Interval(4, 4, 4), machine="cpu", is_elsewhere=True)
+    assert elsewhere.outcome == "unknown"
+    assert elsewhere.words == "wrong kind of device: not testable here"
+    assert replace(elsewhere, predicted=1.0).words == "predicted: agrees"
 
 
 def test_kinds_have_tables_of_their_own() -> None:
-    at = Point("tree", 4)
-    claims = [Claim(kind, kind, "1", "speedup", Check(at_least=0.1), at) for kind in KINDS]
-    lines = claims_tables(judge(Paper("t", tuple(claims), "p", "h"), Table(), None))
+    one = Claim("s", "1", "speedup", Check(at_least=0.1))
+    found = [Verdict(one, 1.0, kind=kind) for kind in KINDS]
+    lines = claims_tables(found)
     assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
-    assert lines[-1].endswith("holds 2.")  # calibrated, derived and own ones are no evidence
+    assert "Besides, no evidence: 1 checks of arithmetic, 1 inputs, 1 of the lab's own." in lines
+
+
+ONE_SIDED = re.compile("only|at most|at least|up to|as much as|than|no more")
+
+
+def test_a_figure_of_two_sides_has_a_check_of_two() -> None:
+    for name in choices_of("claims"):
+        for each in Paper.parse(read_file("claims", name)).claims:
+            if each.published is not None and each.role == "statement":
+                assert each.check.about is not None or ONE_SIDED.search(each.says), each.says
 
 
 def test_sizes_are_claims_on_bus_bandwidth_of_which_some_are_fitted() -> None:
     sizes = {"says": "eight", "source": "s", "hardware": "h100_x8", "world_size": 8, "within": 0.1}
     sizes |= {"gb_per_s": {1: 50, 1024: 480}, "fitted": [1]}
     paper = Paper.parse({**PREDICTED, "claims": [], "sizes": [sizes]})
-    assert [claim.kind for claim in paper.claims] == ["calibrated", "emergent"]
+    assert [claim.role for claim in paper.claims] == ["input", "statement"]
     facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
     value = paper.claims[1].value(facts)
     assert value == pytest.approx(14 / 8 * 2**30 / facts.all_reduce_s(paper.claims[1].at) / 1e9)
@@ -242,7 +330,9 @@ def test_linear_scaling_is_beside_each_claim_of_scaling() -> None:
     series |= {"per_rank_batch_size": 64, "within": 0.1, "samples_per_s": {1: 154, 8: 1120}}
     paper = Paper.parse({**PREDICTED, "claims": [], "series": [series]})
     facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
-    emergent, calibrated = claims_tables(judge(paper, facts, None))[2:9:6]
-    assert "error of N ×" in emergent and "error of N ×" not in calibrated
+    predicted, given = (
+        line for line in claims_tables(judge(paper, facts, None)) if line.startswith("| claim |")
+    )
+    assert "error of N ×" in predicted and "error of N ×" not in given
     line = next(line for line in claims_tables(judge(paper, facts, None)) if "8 GPUs" in line)
     assert "+10.0 %" in line  # 8 over 1120 / 154

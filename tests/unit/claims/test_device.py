@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from lab import verify
-from lab.claims.claims import Paper, judge
+from lab.claims.claims import Paper
 from lab.claims.device import Device, difference, exact, networks, ratio, total
 from lab.claims.findings import verify as verify_paper
+from lab.claims.verdicts import judge
 from lab.measure.intervals import Interval
 from tests.support.records import leave, make_record
 
@@ -90,7 +91,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
 
 
 def paper(claim: dict[str, Any]) -> Paper:
-    right = {"says": "s", "kind": "emergent", "source": "1", "check": {"at_least": 1}}
+    right = {"says": "s", "source": "1", "check": {"at_least": 1}}
     return Paper.parse({"title": "t", "claims": [right | claim]})
 
 
@@ -243,10 +244,10 @@ def test_a_study_measures_pairs_of_cells(
     assert verify.main(["shi2016", f"runs={runs}", f"out={tmp_path}/page.md"]) == 1
     lines = capsys.readouterr().out.splitlines()
     faster = next(line for line in lines if line.startswith("| LSTM: two threads"))
-    assert "1.8 [1.8, 1.8]" in faster and "holds (measured)" in faster
+    assert "1.8 [1.8, 1.8]" in faster and "measured: agrees" in faster
     longer = next(line for line in lines if "one of ResNet-56: " in line)
-    assert "fails (measured)" in longer  # the LSTM was faster here
-    assert sum("| unknown |" in line for line in lines) == 11
+    assert "measured: differs by" in longer  # the LSTM was faster here
+    assert sum("not testable here: not measured |" in line for line in lines) == 17
     networks = [line for line in lines if line.startswith("| LSTM | 128 | 6.921, 3.831 | 0.186 to")]
     assert networks == [line for line in lines if "| 0.017 (CNTK, GTX 1080) | 1.82 [" in line]
     assert "mini_batches.png" in (tmp_path / "page.md").read_text()
@@ -263,16 +264,21 @@ def test_all_papers_are_a_table(
 ) -> None:
     monkeypatch.setattr(verify, "choices_of", lambda *_: ("nvidia2017", "shi2016"))
     assert verify.main(["all"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [row.split("|")[1].strip() for row in rows[2:]] == ["nvidia2017", "shi2016", "**all**"]
-    assert rows[3].split("|")[2:] == [f" {n} " for n in (13, 0, 0, 0, 0, 0, 0, 0, 13)] + [""]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| not testable here: nothing has measured it | 20 | – | – | – |")
+    nvidia, shi = (line.split("|")[2:-1] for line in lines[-2:])
+    assert [cell.strip() for cell in nvidia] == ["–", "–", "–", "–", "0", "29", "0", "0"]
+    assert [cell.strip() for cell in shi[:5]] == ["–", "–", "–", "–", "20"]
     assert verify.main(["all", "out=page.md"]) == 2
     assert "all: name the papers of a page, or all without one" in capsys.readouterr().err
 
 
 def test_a_page_about_one_device(tmp_path: Path) -> None:
     assert verify.main(["nvidia2017", f"out={tmp_path}/page.md"]) == 0
-    assert "holds (counted)" in (tmp_path / "page.md").read_text()
+    assert (
+        "arithmetic: agrees (the source prints no such figure)"
+        in (tmp_path / "page.md").read_text()
+    )
     assert (tmp_path / "page/claims.png").is_file()
 
 
@@ -290,4 +296,4 @@ def test_claims_on_scaling_need_a_machine() -> None:
 def test_published_figures_of_counts_hold() -> None:
     found = verify_paper("levinthal2018").verdicts
     counts = [each for each in found if each.claim.is_counted and each.claim.published]
-    assert len(counts) == 4 and all(each.outcome == "holds" for each in counts)
+    assert len(counts) == 7 and all(each.outcome == "holds" for each in counts)

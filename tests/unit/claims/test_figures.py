@@ -25,7 +25,7 @@ from tests.support.svg import outside, overlapping
 from tests.unit.claims.facts import Table
 
 GRID = Reproduction("s", "h", 1.0, ("tree", "none"), (1, 2, 4), (128, 512))
-CLAIM = {"says": "s", "kind": "own", "source": "1", "quantity": "speedup", "check": {"at_most": 1}}
+CLAIM = {"says": "s", "source": "1", "quantity": "speedup", "check": {"at_most": 1}}
 CLAIM |= {"at": {"strategy": "tree", "world_size": 4, "batch_size": 128}, "published": 0.9}
 PAPER = Paper.parse({"title": "t", "profile": "p", "hardware": "h", "claims": [CLAIM]})
 RATES = RateSpeedups(
@@ -126,10 +126,10 @@ LINE: dict[str, Any] = {
 NODE: dict[str, Any] = {"title": "t", "profile": "vgg16_p100", "hardware": "dgx1_p100"}
 
 
-def test_a_series_is_a_calibrated_claim_and_an_emergent_one_for_each_further_point() -> None:
+def test_a_series_is_an_input_and_a_claim_for_each_further_point() -> None:
     one, two, eight = Paper.parse({**NODE, "series": [LINE]}).claims
-    assert (one.kind, one.published, one.at.world_size) == ("calibrated", 154, 1)
-    assert (two.kind, two.at.batch_size, eight.at.batch_size) == ("emergent", 128, 512)
+    assert (one.role, one.published, one.at.world_size) == ("input", 154, 1)
+    assert (two.role, two.at.batch_size, eight.at.batch_size) == ("statement", 128, 512)
     assert eight.published == pytest.approx(1081 / 154) and eight.check.within == 0.1
     assert eight.says == "VGG-16, batch 64: 8 GPUs 1081, 7.02 times as many"
     with pytest.raises(ValueError, match="t: 'within'"):

@@ -25,7 +25,8 @@ from tests.support.slow import some_of
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 STARTERS = (
-    r"lab\.(train|sweep|bench|profile_layers)\b|launch/\S+\.(sh|sbatch)\b|docker run .*scaling-lab"
+    r"lab\.(train|sweep|bench|calibrate|profile_layers)\b"
+    r"|launch/\S+\.(sh|sbatch)\b|docker run .*scaling-lab"
     r"|-m lab\.(predict|advise|score|verify|explain|plot|cluster)\b"
 )
 OF_FOLDERS = {
@@ -108,6 +109,8 @@ def test_settings_in_documents_are_accepted(line: str) -> None:
         check_study(given)
     elif name == "lab.bench":
         assert request.read([words[0], *given]).variants
+    elif name == "lab.calibrate":
+        assert request.read(["calibrate", *given]).variants
     elif name == "lab.profile_layers":
         assert profile_request.read(given)
     else:

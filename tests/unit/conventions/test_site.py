@@ -22,6 +22,7 @@ LONG = {
     *("results/README.md", "results/kim2017.md", "results/beyond.md"),
     "results/nvidia.md",
     *("results/beyond_predictions.md", "results/links.md", "results/advice.md", "results/pays.md"),
+    "results/seeds.md",  # a table to look things up in, which has to be whole
 }
 # What a browser would load from elsewhere when a page opens.
 LOADED = re.compile(

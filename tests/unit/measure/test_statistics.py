@@ -9,7 +9,7 @@ import pytest
 
 from lab.measure.intervals import of_difference, of_level, of_ratio, quantile
 from lab.measure.statistics import FIRST, Turns, noise_scale, order, warmup_of
-from tests.support.coverage import NOISES, REPEATS, coverage, false_leads
+from tests.support.coverage import NOISES, REPEATS, coverage, false_leads, recorded
 from tests.support.slow import some_of
 
 
@@ -137,3 +137,10 @@ def test_too_few_values_have_no_ends() -> None:
         found = of_level(values)
         assert math.isnan(found.lo) and math.isnan(found.hi) and not math.isnan(found.mid)
     assert math.isnan(of_level([]).mid)
+
+
+def test_recorded_cells_are_counted_by_pairs_and_by_groups() -> None:
+    one, same, slow = ({0: f, 1: 1.01 * f, 2: 0.99 * f} for f in (1.0, 1.0, 2.0))
+    assert recorded([[one, same], [one, slow]]) == (
+        "2 pairs of equal cells: 1 with one leader, 1 intervals hold 1; 1 of 2 groups leave one out"
+    )

@@ -78,10 +78,10 @@ def test_a_larger_message_takes_longer_and_more_ranks_do_too() -> None:
         assert all(list(column) == sorted(column) for column in zip(*table, strict=True))
 
 
-def test_the_one_fitted_value_is_the_best_for_the_claims_that_are_calibrated(
+def test_the_one_fitted_value_is_the_best_for_the_claims_that_are_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fitted = [claim for claim in PUBLISHED.claims if claim.kind == "calibrated"]
+    fitted = [claim for claim in PUBLISHED.claims if claim.role == "input"]
     assert len(fitted) == 6
 
     def squares(ramp: float) -> float:

@@ -368,7 +368,7 @@ def test_predictions_beside_a_study(
     assert abs(rows["tree", 4]["error"]) < 0.02
     assert "measured_s" not in rows["tree", 8]
     text = capsys.readouterr().out
-    assert "held out: 1 cells without none, step time median error" in text
+    assert "held out: 1 cells with an exchange, step time median error" in text
     assert "overhead_s=" in text
     assert (tmp_path / "all.png").is_file()
     drawing = chart(json.loads(out.read_text()))
@@ -403,7 +403,7 @@ def test_cells_over_other_links_are_fitted_and_scored_apart(
     }
     text = capsys.readouterr().out
     for rate in ("100mbit", "1gbit"):
-        assert f"held out at cluster.rate={rate}: 1 cells without none" in text
+        assert f"held out at cluster.rate={rate}: 1 cells with an exchange" in text
 
 
 def test_micro_batches_are_exchanged_once(profile: Profile) -> None:

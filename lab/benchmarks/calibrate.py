@@ -1,0 +1,547 @@
+"""Calibrate a cluster: measure what a hardware file of lab.predict needs, and check predictions.
+
+The ranks measure, each part within its share of `minutes`:
+
+* all-reduces of the library and of `exchange=` by size: on two ranks of a node, on two nodes, on
+  all ranks and on three quarters of them (`lab.bench collective`);
+* host time of a parameter, a bucket and a codec (`lab.bench host`), and the rate of codecs and of
+  memory (`lab.bench codec`);
+* rates of matrix products by precision, their spread from one to the next on each rank, and how
+  much longer they take beside an all-reduce, and beside other ranks' work on shared cores;
+* steps of a model whose layers wait, with each exchange, on the same ranks.
+
+Links, sums and codecs are fitted to collectives and steps of two ranks
+(lab/simulate/calibration.py). All that more ranks measured is held out, and shows how well larger
+numbers are predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+import yaml
+from omegaconf import DictConfig
+from torch.distributed import distributed_c10d
+
+from lab.benchmarks import codec, compute, host
+from lab.benchmarks.catalogue import NUM_RANKS, size_name
+from lab.benchmarks.collective import LIBRARY, make_candidates, measure_size
+from lab.benchmarks.harness import joined
+from lab.benchmarks.present import (
+    Column,
+    Drawn,
+    machine,
+    number,
+    on_ranks_of,
+    tabulate,
+    text,
+    text_of,
+    write,
+)
+from lab.benchmarks.request import Request, read
+from lab.benchmarks.straggler import trained
+from lab.cluster.settings import EMULATION
+from lab.distributed.launcher import Nodes, is_first_rank
+from lab.distributed.world import World, check_gpus
+from lab.draw.looks import looks_of
+from lab.draw.plots import Axis, lines
+from lab.draw.text import markdown
+from lab.exchange.base import Exchange
+from lab.measure.environment import num_cores
+from lab.measure.statistics import order
+from lab.model.profile import Profile
+from lab.settings.atomic import write_atomically
+from lab.settings.config import build, load
+from lab.settings.errors import ConfigError, as_config_error
+from lab.settings.files import read_file
+from lab.simulate import calibration
+from lab.simulate.calibration import Place, Steps
+from lab.simulate.costs import stages_of
+from lab.simulate.fit import MEASURED_CODEC
+from lab.simulate.hardware import parse
+from lab.simulate.network import Network
+from lab.simulate.predict import plain
+from lab.simulate.score import NONE
+from lab.simulate.strategy import Strategy
+from lab.training.recording import surroundings
+
+# Shares of the time; what remains is for starting, joining, and what has a fixed number of rounds.
+OF_COLLECTIVES, OF_STEPS, OF_SPREAD = 0.4, 0.35, 0.05
+SIZES = {  # bytes: as many as fit in the time
+    "cpu": (2**12, 2**15, 2**18, 2**21, 2**24, 2**26),
+    "cuda": (2**12, 2**15, 2**18, 2**21, 2**24, 2**27, 2**30),
+}
+FEWEST_SIZES, ROUNDS = 4, 10
+HELD_OUT = (0.75, 1.0)  # of all ranks
+REPEATS = 3  # of the steps of each strategy, in turns
+FEWEST_STEPS, MOST_STEPS, WARMUP = 10, 30, 5
+STEP_S = 0.15  # assumed, to divide the time among steps
+FULL_S = 0.03  # an all-reduce of the whole model: about as long as the layers it runs beside
+LEAST_SCALE = 1e-3  # of the model's gradients
+LEAST_EXPOSED = 0.02  # share of a step below which its exposed exchange is not scored
+MODULES = 24  # of a model, for the host's time: enough to tell a bucket's from a parameter's
+CODEC_VALUES = {"cpu": 2**22, "cuda": 2**26}
+SOURCE = "measured by lab.calibrate"
+Interval = dict[str, float | None]  # median, low, high
+
+
+def measure(request: Request) -> dict[str, Any] | None:
+    """Measure all parts, and return the hardware and the predictions that it makes.
+
+    Raises:
+        ConfigError: an exchange does not average, or a setting does not fit the ranks at hand.
+    """
+    configs = [variant.config for variant in request.variants]
+    with as_config_error():
+        on_gpu = check_gpus(configs[0].device, 1)
+        for config in configs:  # refused now, and not after minutes
+            Strategy.of(plain(config))
+    # In a process group of its own, before the ranks join.
+    host_s = _host_seconds("cuda" if on_gpu else "cpu") if is_first_rank() else {}
+    with joined(configs[0]) as world:
+        found = _measured(request, world, 60 * request.own["minutes"])
+        found |= surroundings(world, *configs)
+        found |= {"world_size": world.size, "backend": world.comm.backend}
+        return _concluded(request, world, found, host_s) if world.rank == 0 else None
+
+
+def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
+    """Measure everything that takes all ranks."""
+    groups = groups_of(world.comm.nodes)
+    exchanges = {each.label: build(each.config.exchange) for each in request.variants}
+    share_s = OF_COLLECTIVES * seconds / len(groups)
+    places = [
+        replace(group, rows=_among(group.members, world, partial(_collectives, exchanges, share_s)))
+        for group in groups
+    ]
+    size, all_reduce_s = json.loads(world.broadcast_text(json.dumps(largest(places))))
+    contended = compute.contention(world, size, all_reduce_s)
+    shared = world.device.type == "cpu" and (world.num_hosts == 1 or EMULATION in os.environ)
+    crowded = {"crowding": compute.crowding(world)} if shared else {}
+    spread = compute.spread(world, OF_SPREAD * seconds)
+    rates, factors = compute.rates(world.device)
+    of_codec = _codec_rates(world.device) if world.rank == 0 else {}
+    world.barrier()
+    configs = _with_steps(request, FULL_S * size / all_reduce_s)
+    pairs = [group for group in groups if len(group.members) == NUM_RANKS]
+    checked = [*pairs[-1:], *(group for group in groups if group not in pairs)]
+    share_s = OF_STEPS * seconds / len(checked)
+    steps = {
+        len(group.members): _among(group.members, world, partial(_steps, configs, share_s))
+        for group in checked
+    }
+    return {
+        "places": places,
+        "steps": steps,
+        "configs": configs,
+        "values": {"contention": contended, **crowded, "jitter": spread["jitter"], **of_codec},
+        "num_cores": num_cores() if shared else None,
+        **{"spread": spread, "rates": rates, "factors": factors},
+    }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that measure together.
+
+    Attributes:
+        link: "intra" or "inter", the slowest that they use.
+        rows: of lab.bench collective; empty on other ranks.
+    """
+
+    link: str
+    members: Sequence[int]
+    rows: Sequence[dict[str, Any]] = ()
+
+
+def groups_of(nodes: Nodes) -> list[Group]:
+    """List the pairs that links are fitted to, and the larger groups that are held out.
+
+    All have rank 0. Larger groups fill one node after the other.
+    """
+    first, others = nodes[0], nodes[1:]
+    found = [Group("intra", first[:NUM_RANKS])] if len(first) >= NUM_RANKS else []
+    found += [Group("inter", [first[0], others[0][0]])] if others else []
+    ranks = [rank for node in nodes for rank in node]
+    for size in sorted({math.ceil(share * len(ranks)) for share in HELD_OUT}):
+        if size > NUM_RANKS:
+            link = "inter" if size > len(first) else "intra"
+            found.append(Group(link, ranks[:size]))
+    return found
+
+
+def _among(
+    members: Sequence[int], world: World, measure: Callable[[World], list[Any]]
+) -> list[Any]:
+    """Measure among some of the ranks, while the others wait; these return nothing."""
+    part = part_of(world, members)
+    found = measure(part) if part else []
+    _make_as_many_groups(world)
+    return found
+
+
+def _make_as_many_groups(world: World) -> None:
+    """Let this process have as many groups as any other; waits for all ranks.
+
+    torch names a group by its ranks and by the number of groups that the process has, so ranks with
+    unlike numbers would wait for each other in groups of different names.
+    """
+    known = distributed_c10d._world.pg_map  # private: nothing public counts them
+    most = int(world.gather(torch.tensor(len(known))).max())
+    while len(known) < most:
+        dist.new_group([world.rank], backend="gloo", use_local_synchronization=True)
+
+
+def part_of(world: World, members: Sequence[int]) -> World | None:
+    """Return the world of some ranks, as they see it; None on others. All ranks call this."""
+    if len(members) == world.size:
+        return world
+    if reason := world.comm.no_split:
+        raise ConfigError(f"comm: must make groups of ranks to calibrate: {reason}")
+    inside = world.rank in members
+    comm = world.comm.split(int(inside))
+    if not inside:
+        return None  # and has a group less: see _make_as_many_groups
+    control = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+    assert isinstance(control, dist.ProcessGroup)  # this rank is one of them
+    place = replace(world.place, rank=comm.rank, size=comm.size)
+    store = dist.PrefixStore("-".join(map(str, members)), world.store)
+    return replace(
+        world, place=place, comm=comm, control=control, store=store, num_hosts=len(comm.nodes)
+    )
+
+
+def _collectives(
+    exchanges: dict[str, Exchange], seconds: float, world: World
+) -> list[dict[str, Any]]:
+    """Measure collectives of growing size until the time is over, at least of FEWEST_SIZES."""
+    candidates = make_candidates(exchanges, world.comm)
+    sizes, until = SIZES[world.device.type], time.perf_counter() + seconds
+    rows = list[dict[str, Any]]()
+    for place, size in enumerate(sizes, start=1):
+        began = time.perf_counter()
+        rows += measure_size(size, world, ROUNDS, candidates)
+        now = time.perf_counter()
+        # The next one takes as much longer as it is larger, at most.
+        following = size if place == len(sizes) else sizes[place]
+        left = until - now - (now - began) * following / size
+        if float(world.broadcast_text(str(left))) < 0 and place >= FEWEST_SIZES:
+            break
+    return rows
+
+
+def largest(groups: Sequence[Group]) -> tuple[int, float]:
+    """Return the bytes and the seconds of the largest all-reduce of the library, of most ranks."""
+    rows = [row for row in groups[-1].rows if row["algorithm"] == LIBRARY]
+    return (rows[-1]["size_bytes"], rows[-1]["time_s"]["median"]) if rows else (0, 0.0)
+
+
+def _host_seconds(device: str) -> dict[str, Interval]:
+    """Measure the host's time of a parameter, a bucket and a codec's call, by lab.bench host.
+
+    Two runs of one exchange have one bucket and one for each module; a third one has a codec too.
+    """
+    words = ["host", "model=mlp", f"model.hidden={[64] * MODULES}", f"rounds={ROUNDS}"]
+    words += [f"device={device}", "a=strategy=overlap bucket_mb=null"]
+    words += ["b=strategy=overlap bucket_mb=0", "c=strategy=onebit bucket_mb=null"]
+    request = read(words)
+    found = host.measure(request)
+    one, each, coded = (row["added_s"] for row in found["rows"][1:])
+    parameters = found["num_parameters"]
+    bucket_s = _less(each, one, MODULES)  # which the model has beside the last one
+    shapes = [(1, 1)] * parameters
+    network = Network(parse(calibration.base_of("gloo", emulated=True)), host.NUM_RANKS)
+    stages = stages_of(shapes, plain(request.variants[-1].config.exchange), network)
+    calls = sum(stage.calls for stage in stages)
+    values = {
+        "host.bucket_s": bucket_s,
+        "host.parameter_s": _less(one, bucket_s, parameters),
+        "host.codec_s": _less(coded, one, calls),
+    }
+    if device == "cuda":  # forward and backward of a sum, and of what adds it to others
+        kernel_s = found["plain_s"]["median"] / (4 * parameters)
+        values["host.kernel_s"] = {"median": kernel_s, "low": kernel_s / 2, "high": 2 * kernel_s}
+    return values
+
+
+def _less(first: Interval, second: Interval, count: float) -> Interval:
+    """Return (first - second) / count, at least 0, with the widest interval that theirs allow."""
+    ends = {"median": ("median", "median"), "low": ("low", "high"), "high": ("high", "low")}
+    return {
+        key: max(0.0, ((first[own] or 0.0) - (second[other] or 0.0)) / count)
+        for key, (own, other) in ends.items()
+    }
+
+
+def _codec_rates(device: torch.device) -> dict[str, Interval]:
+    """Measure the rate of a codec's and of plain passes over memory, by lab.bench codec."""
+    words = ["codec", f"codec={MEASURED_CODEC}", f"num_values={CODEC_VALUES[device.type]}"]
+    words += [f"threads={torch.get_num_threads()}", f"rounds={ROUNDS}", f"device={device.type}"]
+    found = codec.measure(read(words))
+    rows, memory = found["rows"], found["reference"]
+    whole = sum(row["bytes"] for row in rows) / sum(row["time_s"]["median"] for row in rows)
+    each = [1e9 * row["gb_per_s"] for row in rows]  # encode and decode
+    seconds, mad = memory["time_s"]["median"], memory["time_s"]["mad"]
+    return {
+        "codec_bytes_per_s": {"median": whole, "low": min(each), "high": max(each)},
+        "device.bandwidth_bytes_per_s": {
+            "median": memory["bytes"] / seconds,
+            "low": memory["bytes"] / (seconds + mad),
+            "high": memory["bytes"] / (seconds - mad),
+        },
+    }
+
+
+def _with_steps(request: Request, num_bytes: float) -> dict[str, DictConfig]:
+    """Return settings of the steps to check by name: `none`, and exchanges after and in backward.
+
+    Args:
+        num_bytes: of the model's gradients, at most.
+    """
+    first = request.variants[0]
+    words = [each for each in first.arguments if not each.startswith("exchange=")]
+    configs = {NONE: load([*words, "exchange=none"])}
+    for variant in request.variants:
+        for overlap in (False, True):
+            config = variant.config.copy()
+            config.overlap = overlap
+            configs[f"{variant.label}{'_overlap' * overlap}"] = config
+    profile = Profile.parse(plain(first.config.profile))
+    scale = min(1.0, max(LEAST_SCALE, num_bytes / profile.gradient_bytes))
+    for config in configs.values():
+        config.model.bytes_scale = float(f"{scale:.3g}")
+        config.warmup_steps = WARMUP
+    return configs
+
+
+def _steps(configs: dict[str, DictConfig], seconds: float, world: World) -> list[list[float]]:
+    """Measure steps of each strategy, and repeat all in turns until the time is over.
+
+    Returns:
+        Medians of each repeat, in the order of `configs`.
+    """
+    fitting = int(seconds / STEP_S / (REPEATS * len(configs))) - WARMUP
+    num_steps = WARMUP + min(max(FEWEST_STEPS, fitting), MOST_STEPS)
+    until, found = time.perf_counter() + seconds, list[list[float]]()
+    for repeat in range(REPEATS):
+        if repeat and float(world.broadcast_text(str(until - time.perf_counter()))) < 0:
+            break
+        found.append([0.0] * len(configs))
+        for place in order(len(configs), repeat):
+            config = list(configs.values())[place]
+            config.steps = num_steps
+            _, step_s = trained(config, world)
+            found[-1][place] = float(np.median(step_s.max(axis=0)))
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def _concluded(
+    request: Request, world: World, found: dict[str, Any], host_s: dict[str, Interval]
+) -> dict[str, Any]:
+    """Make the hardware of what was measured, and compare its predictions with the rest."""
+    names = {each.label: plain(each.config.exchange) for each in request.variants}
+    exchanges = {LIBRARY: dict(read_file("exchange", LIBRARY)), **names}
+    places = [Place(each.link, len(each.members), each.rows) for each in found.pop("places")]
+    configs = found.pop("configs")
+    steps = [
+        Steps(name, ranks, plain(configs[name]), seconds)
+        for ranks, of_ranks in found.pop("steps").items()
+        for name, seconds in zip(configs, of_ranks, strict=True)
+    ]
+    values = {**found["values"], **host_s}
+    base = calibration.base_of(
+        "nccl" if world.device.type == "cuda" else "gloo", EMULATION in os.environ
+    )
+    node = calibration.hardware_of(base, _about(world, found, base), values, places, exchanges)
+    of_two = [each for each in steps if each.ranks == NUM_RANKS]
+    calibration.put_overhead(node, next(each for each in of_two if each.name == NONE))
+    # Collectives repeated alone are compared with the fit to such; steps then correct it.
+    rows = calibration.predicted_rows(places, exchanges, parse(node))
+    calibration.refine(node, of_two, next(p.link for p in places[::-1] if p.ranks == NUM_RANKS))
+    hardware = parse(node)
+    of_steps = calibration.predicted_steps(steps, hardware)
+    scores = {
+        name: calibration.scored(of_steps, held, LEAST_EXPOSED)
+        for name, held in (("two_ranks", False), ("held_out", True))
+    }
+    return {
+        **found,
+        **{"hardware": node, "rows": rows, "steps": of_steps, "scores": scores},
+        "num_rounds": ROUNDS,
+        "bytes_scale": configs[NONE].model.bytes_scale,
+    }
+
+
+def _about(world: World, found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Return what a hardware file says of the machine, beside measured values."""
+    environment = found["environment"]
+    on_gpu = world.device.type == "cuda"
+    name = torch.cuda.get_device_name(world.device) if on_gpu else environment["cpu"]
+    rates = {key: float(f"{value:.4g}") for key, value in found["rates"].items()}
+    factors = {key: float(f"{value:.3g}") for key, value in found["factors"].items()}
+    device = {**base.get("device", {}), "name": name, "source": SOURCE, "peak_flops_per_s": rates}
+    about: dict[str, Any] = {
+        "name": "calibrated",
+        "source": f"{SOURCE}; {machine(found)}; {found['emulation']}",
+        "ranks_per_node": _ranks_of_node(world, base),
+        "device": {**device, "op_efficiency": factors} if factors else device,
+    }
+    if on_gpu:  # terms that others' figures gave are measured here
+        return {**about, "published_terms": False}
+    return {**about, "num_cores": found["num_cores"]}
+
+
+def _ranks_of_node(world: World, base: dict[str, Any]) -> int:
+    """Return how many ranks a node has, or a single one could have: more can be predicted then."""
+    here = max(map(len, world.comm.nodes))
+    if len(world.comm.nodes) > 1:
+        return here
+    could = torch.cuda.device_count() if world.device.type == "cuda" else base["ranks_per_node"]
+    return max(here, could)
+
+
+def columns(_result: dict[str, Any]) -> dict[str, Column]:
+    """Return the columns, of a row for each group of ranks, size and algorithm."""
+    return {
+        "link": text("link"),
+        "ranks": text("ranks"),
+        "algorithm": text("algorithm"),
+        "size (B)": text("size_bytes"),
+        "time (us)": number("time_s.median", 1e6, 1),
+        "predicted": number("predicted_s", 1e6, 1),
+        "error (%)": number("error", 100, 1),
+    }
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Say what was measured, and how well it predicts."""
+    told = [
+        f"collectives: fitted to those of {NUM_RANKS} ranks; those of more are held out",
+        f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}",
+    ]
+    for name, words in (
+        ("two_ranks", f"steps on {NUM_RANKS} ranks, fitted"),
+        ("held_out", "steps on more, held out"),
+    ):
+        if result["scores"][name]["num_cells"]:
+            told.append(f"{words}: {told_score(result['scores'][name])}")
+    return told
+
+
+def told_score(score: dict[str, Any]) -> str:
+    """Write a score of steps and the coverage of their intervals."""
+    inside = ", ".join(
+        f"{100 * share:.0f} % inside the {level} % interval"
+        for level, share in sorted(score["coverage"].items())
+    )
+    return f"{score['text']}; {inside}"
+
+
+def chart(result: dict[str, Any]) -> Drawn:
+    """Draw predicted times of collectives by size, with what was measured, for each group."""
+    rows = result["rows"]
+    groups = list(dict.fromkeys((row["link"], row["ranks"]) for row in rows))
+    data: Any = pd.DataFrame(
+        {
+            **{"series": row["algorithm"], "x": row["size_bytes"], "hollow": True},
+            **{"value": 1e3 * row["predicted_s"], "low": math.nan, "high": math.nan},
+            "measured": 1e3 * row["time_s"]["median"],
+            "panel": groups.index((row["link"], row["ranks"])),
+        }
+        for row in rows
+    )
+    sizes = sorted(set(data["x"]))
+    texts = ", ".join(f"'{size}': '{size_name(size)}'" for size in sizes)
+    x = Axis("tensor", log=2, ticks=sizes, label=f"({{{texts}}})[datum.value]")
+    y = Axis("all-reduce (ms)", log=10)
+
+    def title(panel: int) -> str:
+        link, ranks = groups[panel]
+        return f"{ranks} ranks, {'within a node' if link == 'intra' else 'across nodes'}"
+
+    held = [abs(row["error"]) for row in rows if row["ranks"] > NUM_RANKS]
+    fitted = [abs(row["error"]) for row in rows if row["ranks"] == NUM_RANKS]
+    message = f"Collectives of two ranks are fitted to {100 * np.median(fitted):.0f} %"
+    if held:
+        message += f"; those of more, held out, are predicted to {100 * np.median(held):.0f} %"
+    about = ["Lines: predicted. Filled marks: measured.", machine(result)]
+    drawn = lines(data, x, y, looks_of(data["series"]), panels=title)
+    return f"{message} (median error)", about, drawn
+
+
+def present(result: dict[str, Any], out: Path | None) -> None:
+    """Print a result; write the hardware to `out`, and JSON, figure and page next to it."""
+    print(text_of(result))
+    if out is None:
+        return
+    head = f"# Made by `{result['command']}`.\n"
+    hardware = head + yaml.safe_dump(result["hardware"], sort_keys=False, default_flow_style=None)
+    write_atomically(out, lambda temporary: temporary.write_text(hardware))
+    written = write(out.with_suffix(".json"), result)
+    about = page(result, out.with_suffix(".png").name)
+    write_atomically(out.with_suffix(".md"), lambda temporary: temporary.write_text(about))
+    print(f"wrote {', '.join(map(str, [out, out.with_suffix('.md'), *written]))}")
+
+
+def page(result: dict[str, Any], figure: str) -> str:
+    """Write a page: values with their intervals, held-out steps, spread of compute, collectives.
+
+    Args:
+        figure: the name of the picture.
+    """
+    node, spread = result["hardware"], result["spread"]
+    values = [[key, *(f"{end:.4g}" for end in ends)] for key, ends in node["assumed"].items()]
+    quantiles = ", ".join(f"{key} %: {value:.3f}" for key, value in spread["quantiles"].items())
+    rates = ", ".join(f"{key} {rate / 1e9:.4g}" for key, rate in result["rates"].items())
+    parts = [
+        ["# A calibrated cluster", "", f"Generated by `{result['command']}`."],
+        [f"{machine(result)}. Emulated: {result['emulation']}.", f"![collectives]({figure})"],
+        ["## How well it predicts", "", *(f"* {each}" for each in notes(result))],
+        markdown(*_of_steps(result["steps"])),
+        ["## Values and their intervals", ""],
+        markdown(["value", "low", "high"], values),
+        ["## Compute", "", f"Products, GFLOP/s: {rates}."],
+        [
+            f"Of {spread['num_calls']} products on each rank, {spread['num_stalls']} stalled. "
+            f"Quantiles of a product's time over its rank's median: {quantiles}."
+        ],
+        ["## Collectives", ""],
+        markdown(*_of_collectives(result)),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _of_collectives(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header, *rows = tabulate(result["rows"], columns(result))
+    return header, rows
+
+
+def _of_steps(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["strategy", "ranks", "measured ms", "predicted ms", "95 %", "error", "exposed ms"]
+    header += ["predicted exposed ms", "linear scaling's error"]
+    written = list[list[str]]()
+    for row in rows:
+        low, high = row["intervals"]["95"]
+        measured_s, linear_s = row["measured_s"], row["linear_s"]
+        written.append(
+            [
+                *(row["strategy"], str(row["world_size"]), f"{1e3 * measured_s:.1f}"),
+                *(f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"),
+                f"{100 * row['error']:+.1f} %",
+                *(f"{1e3 * seconds:.1f}" for seconds in row["exposed_s"]),
+                f"{100 * (linear_s / measured_s - 1):+.1f} %",
+            ]
+        )
+    return header, written

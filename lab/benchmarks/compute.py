@@ -1,0 +1,195 @@
+"""Compute of each rank for `lab.bench calibrate`: rates, spread, and what slows it.
+
+Products of matrices stand for a model's layers, as large ones reach most of a device's rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.benchmarks.harness import (
+    Call,
+    Times,
+    aligner,
+    per_call,
+    ratio,
+    take_turns,
+)
+from lab.distributed.world import World
+from lab.measure.environment import num_cores
+from lab.measure.peaks import measured_rates
+from lab.measure.statistics import STALL
+from lab.simulate.hardware import CONVOLUTIONS
+
+SIDES = {"cpu": 512, "cuda": 4096}  # of square matrices, for rates and their spread
+SMALL_SIDES = {"cpu": 256, "cuda": 1024}  # of those beside an all-reduce, which may be short
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"cpu": ("bf16",), "cuda": ("fp32", "tf32", "bf16", "fp16")}
+ROUNDS = 8
+FEWEST, MOST = 50, 2000  # products whose spread is measured
+BESIDE = 0.7  # of an all-reduce's time, in which the products beside it should end
+PASSED = 2**20  # float32 values of each tensor of a pass over memory
+QUANTILES = (5, 50, 95, 99)
+
+Interval = dict[str, float | None]
+
+
+def product(device: torch.device, side: int, dtype: torch.dtype = torch.float32) -> Call:
+    """Return a call that multiplies two square matrices of `side`."""
+    a, b = torch.rand(2, side, side, device=device).to(dtype)
+    return partial(torch.mm, a, b, out=torch.empty_like(a))
+
+
+def rates(device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+    """Measure floating-point operations per second of large products, by precision.
+
+    Returns:
+        The rates, and how many times as fast the operations are that are no products.
+    """
+    found, factors = dict[str, float](), dict[str, float]()
+    if device.type == "cpu":
+        measured = measured_rates(torch.get_num_threads())
+        found["fp32"] = measured.product
+        factors |= dict.fromkeys(CONVOLUTIONS, measured.convolution / measured.product)
+    side = SIDES[device.type]
+    for precision in PRECISIONS[device.type]:
+        with _tf32(precision == "tf32"):
+            call = product(device, side, DTYPES.get(precision, torch.float32))
+            call()
+            times = [per_call(call, 1, device).call_s for _ in range(ROUNDS)]
+        found[precision] = 2 * side**3 / float(np.median(times))
+    return found, factors
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def spread(world: World, seconds: float) -> dict[str, Any]:
+    """Measure how much a product's time differs from call to call, while all ranks compute.
+
+    Args:
+        seconds: to take, about.
+
+    Returns:
+        `jitter`: standard deviation relative to the rank's median, without stalls; `quantiles`
+        of the same relation, in percent, `ranks_s`: medians of each rank; `num_calls`,
+        `num_stalls`.
+    """
+    call = product(world.device, SIDES[world.device.type])
+    once = per_call(call, 2, world.device).call_s
+    wanted = min(max(FEWEST, int(seconds / once)), MOST)
+    num_calls = int(world.broadcast_text(str(wanted)))
+    world.barrier()
+    own_s = [per_call(call, 1, world.device).call_s for _ in range(num_calls)]
+    times = world.gather(torch.tensor(own_s, dtype=torch.float64)).numpy()
+    relative = times / np.median(times, axis=1, keepdims=True)
+    usual = relative[relative < STALL]
+    return {
+        "jitter": deviation(usual),
+        "quantiles": dict(
+            zip(map(str, QUANTILES), np.percentile(relative, QUANTILES), strict=True)
+        ),
+        "ranks_s": np.median(times, axis=1).tolist(),
+        "num_calls": num_calls,
+        "num_stalls": int(relative.size - usual.size),
+    }
+
+
+def deviation(values: Times, num_resamples: int = 500) -> Interval:
+    """Compute a standard deviation with its percentile bootstrap interval of 95 %."""
+    values = np.asarray(values)
+    picks = np.random.default_rng(0).integers(len(values), size=(num_resamples, len(values)))
+    low, high = np.percentile(values[picks].std(axis=1), [2.5, 97.5])
+    return {"median": float(values.std()), "low": float(low), "high": float(high)}
+
+
+def contention(world: World, size: int, all_reduce_s: float) -> Interval:
+    """Measure how much longer compute takes beside an all-reduce, as a share.
+
+    Args:
+        size: bytes of the all-reduce. all_reduce_s: its time.
+    """
+    device, comm = world.device, world.comm
+    call = product(device, SMALL_SIDES[device.type])
+    flat = torch.zeros(size // 4, device=device)
+    once = per_call(call, 4, device).call_s
+    num_calls = int(world.broadcast_text(str(max(1, int(BESIDE * all_reduce_s / once)))))
+    align = aligner(world)
+
+    def alone() -> float:
+        return per_call(call, num_calls, device, align).call_s
+
+    def beside() -> float:
+        handles = list[Any]()
+
+        def begin() -> None:
+            align()
+            with _side_stream(device):
+                handles.append(comm.iall_reduce(flat))
+
+        taken = per_call(call, num_calls, device, begin).call_s
+        handles[0].wait()
+        return taken
+
+    return excess(_slowest(world, [beside, alone]))
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Queue work on a GPU beside its current stream, as runs do; Gloo has threads for it."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def crowding(world: World) -> Interval:
+    """Measure how much longer a pass over memory takes while ranks on the same cores make one.
+
+    It is the share that remains after ranks have taken turns, where they are more than the cores,
+    for cores that are all busy; see lab.simulate.hardware.Hardware.
+    """
+    a, b, c = torch.ones(3, PASSED, device=world.device)
+    call = partial(torch.add, a, b, out=c)
+    align = aligner(world)
+
+    def alone() -> float:
+        taken = per_call(call, ROUNDS, world.device).call_s if world.rank == 0 else 0.0
+        align()
+        return taken
+
+    def together() -> float:
+        return per_call(call, ROUNDS, world.device, align).call_s
+
+    times = _slowest(world, [together, alone])
+    loaded = world.size / num_cores()
+    times[0] /= max(1.0, loaded)
+    return {key: value and value / min(1.0, loaded) for key, value in excess(times).items()}
+
+
+def _slowest(world: World, takes: list[Callable[[], float]]) -> np.ndarray:
+    """Return the seconds of each call on the rank where it took longest: [calls, rounds]."""
+    taken = take_turns(takes, ROUNDS, shows=False)
+    return world.gather(torch.tensor(taken, dtype=torch.float64)).numpy().max(axis=0)
+
+
+def excess(times: np.ndarray) -> Interval:
+    """Return by which share the first row of times exceeds the second, at least none."""
+    found = ratio(times[0], times[1])
+    return {key: None if value is None else max(0.0, value - 1) for key, value in found.items()}

@@ -1,0 +1,80 @@
+"""Measure this cluster and write its hardware file: `torchrun ... -m lab.calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.benchmarks.ranks import RanksFailed, measure
+from lab.benchmarks.request import read
+from lab.distributed.launcher import let_first_rank_report, run_as_process
+from lab.settings.command import Command, CommandLine, answer, report_error, show
+from lab.settings.errors import ConfigError
+from lab.settings.fields import file_setting, parsed, setting, split
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """The settings of lab.calibrate beside a run's."""
+
+    out: Path | None = file_setting(
+        "FILE.yaml for the hardware; FILE.json, FILE.md and FILE.png go next to it", ".yaml"
+    )
+    minutes: float = setting(5.0, "time for all of it, about", above=0, at_most=600, unit="min")
+    world_size: int | None = setting(None, "ranks to start, unless a launcher has; null: 2")
+
+
+COMMAND = Command(
+    "lab.calibrate",
+    """\
+Measure links, host time, codecs and compute of this cluster, and write them with intervals as a
+hardware file, which lab.predict and lab.advise take. Two ranks are fitted to; what more ranks
+measure is held out, and shows how well larger numbers are predicted. exchange=A,B names exchanges
+whose codecs are measured and whose steps are checked.""",
+    (
+        "torchrun --nproc-per-node 8 -m lab.calibrate out=mycluster.yaml",
+        "srun python -m lab.calibrate exchange=allreduce,onebit minutes=3 out=mycluster.yaml",
+        "python -m lab.calibrate world_size=4 cluster=emulated cluster.rate=1gbit out=gbit.yaml",
+        "python -m lab.predict hardware=./mycluster.yaml world_size=16,64 strategy=overlap",
+    ),
+    OwnSettings,
+    runs=True,
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print a table, and write the files of `out=`.
+
+    Returns:
+        0; 1 if a rank failed; 2 for a wrong setting; 130 after Ctrl-C.
+    """
+    return answer(COMMAND, arguments, _calibrate, _refuse)
+
+
+def _calibrate(line: CommandLine) -> int:
+    texts, words = split(line.settings, ("out",))
+    out = parsed(OwnSettings, texts).out
+    request = read(["calibrate", *words])
+    if line.shows_settings:
+        show((variant.config for variant in request.variants), line.flags)
+        return 0
+    try:
+        result = measure(request)
+    except RanksFailed as error:
+        report_error(COMMAND.name, error)
+        return 1
+    if result is not None:
+        from lab.benchmarks.calibrate import present  # imports Altair
+
+        present({"bench": request.bench, "command": line.text, **result}, out)
+    return 0
+
+
+def _refuse(error: ConfigError) -> int:
+    let_first_rank_report()
+    report_error(COMMAND.name, error)
+    return 2
+
+
+if __name__ == "__main__":
+    run_as_process(main)
