@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lab.advice.constant import constant_of
 from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
@@ -154,14 +155,33 @@ def _choices(ordered: Sequence[Option], least_efficiency: float) -> dict[str, An
     for place, option in enumerate(ordered):
         if option.efficiency >= least_efficiency:
             places.setdefault(option.forecast.name, place)
-    found: dict[str, Any] = {"best": {}, "contenders": {}}
+    found: dict[str, Any] = {"best": {}, "contenders": {}, "constant": {}}
     for kind in KINDS:
         best = [p for p in places.values() if ordered[p].forecast.lossy == (kind == "lossy")]
         forecasts = [ordered[place].forecast for place in best]
         close = {each.name for each in contenders(forecasts)} if forecasts else set[str]()
         found["best"][kind] = best
         found["contenders"][kind] = [p for p in best if ordered[p].forecast.name in close]
+        of_kind = [one for one in ordered if one.forecast.lossy == (kind == "lossy")]
+        found["constant"][kind] = _constant(of_kind)
     return found
+
+
+def _constant(options: Sequence[Option]) -> str | None:
+    """Say what one series for all ranks and batches costs, as predicted; None without a choice.
+
+    The options are ordered, the best first. One rank exchanges nothing, so it is no scenario.
+    """
+    rates: dict[tuple[int, int], dict[str, float]] = {}
+    for option in options:
+        place = option.cell.world_size, option.cell.batch_size
+        if option.cell.world_size > 1:
+            rates.setdefault(place, {}).setdefault(option.forecast.name, option.samples_per_s)
+    if len(rates) < 2 or max(map(len, rates.values())) < 2:
+        return None
+    regrets = [{k: max(each.values()) / v - 1 for k, v in each.items()} for each in rates.values()]
+    found = constant_of([0.0] * len(regrets), regrets)
+    return found and found.text
 
 
 def _row(advice: Advice, group: Group, option: Option) -> Row:

@@ -1,20 +1,23 @@
 """Advice held to a study: the first choice of each scenario, and the map of strategies.
 
-A choice is scored by how much slower it is than the best measured cell. The map shows which
-strategy is the fastest at each place, measured, and predicted by hardware not fitted to it.
+A choice is scored by how much slower it is than the best measured cell, and beside the best
+constant choice: the one strategy that would have been the best to take everywhere. The map shows
+which strategy is the fastest at each place, measured, and predicted by hardware not fitted to it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lab.advice.advise import Forecast, contenders, ranked, steps_on
+from lab.advice.constant import CLOSE, constant_of, verdict
 from lab.analysis.places import (
+    ADAPTIVE,
     NOTE,
     REFERENCE,
     Lead,
@@ -42,7 +45,6 @@ HEADER = (
     *("predicted", f"{REFERENCE} / predicted"),
     *("regret", "auto / fastest", f"priority / {REFERENCE}", "exposed"),
 )
-CLOSE = 0.05  # a choice with less regret is as good as the best
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Choice:
         chosen, best: names of the first choice, and of the strategy that was measured fastest.
         predicted_s, measured_s: step time of the first choice. best_s: measured step of the best.
         num_close: how many others advice cannot tell apart from its first choice.
+        regrets: of every strategy that was measured with one setting, by name.
     """
 
     conditions: str
@@ -69,6 +72,7 @@ class Choice:
     best: str
     best_s: float
     num_close: int
+    regrets: Mapping[str, float]
 
     @property
     def regret(self) -> float:
@@ -99,13 +103,16 @@ def report(found: Sequence[Choice]) -> list[str]:
     header += ["measured ms", "best", "measured ms", "regret", "not significantly slower"]
     lines, rows = [], []
     for kind, among in (("any", "all strategies"), ("exact", "exact strategies")):
-        if regrets := [choice.regret for choice in found if choice.kind == kind]:
+        if chosen := [choice for choice in found if choice.kind == kind]:
+            regrets = [choice.regret for choice in chosen]
             good = sum(regret <= CLOSE for regret in regrets)
             lines.append(
                 f"- among {among}, the first choice is within {100 * CLOSE:g} % of the best "
                 f"measured cell in {good} of {len(regrets)} scenarios; largest regret "
                 f"{100 * max(regrets):.1f} %"
             )
+            constant = constant_of(regrets, [choice.regrets for choice in chosen])
+            lines.append(f"- {verdict('the first choice', constant)}")
     for one in found:
         among = f"{one.num_strategies}{' exact' if one.kind == 'exact' else ''}"
         steps = (f"{1e3 * s:.1f}" for s in (one.predicted_s, one.measured_s, one.best_s))
@@ -138,6 +145,7 @@ def _choose(group: Group, kind: str, cells: Sequence[Observation]) -> Choice:
     forecasts = ranked(_forecast(group, cell, str(place)) for place, cell in enumerate(cells))
     # Their names are places, as one strategy may have been measured twice.
     first, best = cells[int(forecasts[0].name)], min(cells, key=lambda cell: cell.step_s)
+    counts = Counter(cell.name for cell in cells)
     return Choice(
         group.conditions,
         first.profile.name,
@@ -151,6 +159,7 @@ def _choose(group: Group, kind: str, cells: Sequence[Observation]) -> Choice:
         best.name,
         best.step_s,
         len(contenders(forecasts)),
+        {c.name: c.step_s / best.step_s - 1 for c in cells if counts[c.name] == 1},
     )
 
 
@@ -260,6 +269,7 @@ def section(found: Map) -> list[str]:
         "",
         *(_summary_line(name, each) for name, each in found.summaries.items()),
         _agreement(found.answers),
+        *_constant_lines(found.answers),
         "",
         *markdown(HEADER, [_map_row(found, answer) for answer in ordered]),
         "",
@@ -360,6 +370,22 @@ def _agreement(answers: Sequence[Answer]) -> str:
         f"places, and fastest or not significantly slower in {_percent(agrees)}; "
         f"largest regret {100 * (worst.regret.mid - 1):.1f} %, {_place_text(worst.place.where)}"
     )
+
+
+def _constant_lines(answers: Sequence[Answer]) -> list[str]:
+    """Hold the predicted strategies, and those that choose as they run, to constant choices."""
+    regrets = [
+        {name: each.mid - 1 for name, each in behind(answer.place).items()} for answer in answers
+    ]
+    fixed = [
+        {name: row[name] for name in answer.place.fixed()}
+        for answer, row in zip(answers, regrets, strict=True)
+    ]
+    taken = {"the predicted strategy": [answer.regret.mid - 1 for answer in answers]}
+    for name in ADAPTIVE:
+        if all(name in row for row in regrets):
+            taken[f"`{name}`"] = [row[name] for row in regrets]
+    return [f"- {verdict(who, constant_of(own, fixed))}" for who, own in taken.items()]
 
 
 def _map_row(found: Map, answer: Answer) -> list[str]:

@@ -172,6 +172,8 @@ def _first_choice(result: Row, kind: str) -> list[str]:
         names = ", ".join(row["series"] for row in close)
         lines += _wrapped([f"measure first: the prediction cannot tell it from {names}; run"])
         lines += [f"  {row['command']}" for row in (first, close[0])]
+    if constant := result["constant"][kind]:
+        lines += _wrapped([f"one for all numbers of ranks and batches, predicted: {constant}"])
     return lines
 
 

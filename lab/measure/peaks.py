@@ -96,7 +96,7 @@ GPUS = (
     _gpu(r"H100 80GB HBM3", HOPPER, 3350, 67, 494.5, 989.5),
     _gpu(r"H100 PCIe", HOPPER, 2000, 51, 378, 756),
     _gpu(r"H200", "NVIDIA H200 datasheet", 4800, 67, 494.5, 989.5),
-    _gpu(r"B200", "NVIDIA Blackwell architecture technical brief", 8000, half=2250),
+    _gpu(r"B200", "NVIDIA Blackwell architecture technical brief", 8000, 80, 1100, 2250),
     _gpu(r"GeForce RTX 3090", "NVIDIA Ampere GA102 whitepaper", 936, 35.6, 35.6, 71),
     _gpu(r"GeForce RTX 4090", "NVIDIA Ada GPU architecture whitepaper", 1008, 82.6, 82.6, 165.2),
 )

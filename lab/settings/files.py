@@ -70,6 +70,39 @@ def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str,
     Raises:
         ConfigError: there is no such file, or it is not a YAML mapping.
     """
+    content = _content_of(group, name, config_dir)
+    names = [name]
+    while group == "hardware" and "defaults" in content:
+        sibling = str(content.pop("defaults"))
+        if sibling in names:
+            raise ConfigError(f"{group}={name}: defaults={sibling}: must not lead back to itself")
+        names.append(sibling)
+        content = _completed(content, _content_of(group, sibling, config_dir))
+    return content
+
+
+def _completed(own: dict[str, Any], sibling: dict[str, Any]) -> dict[str, Any]:
+    """Fill in from the file that `defaults` names; a value that a file gives is not assumed."""
+    given = {
+        f"{key}.{inner}" if isinstance(value, dict) else key
+        for key, value in own.items()
+        for inner in (value if isinstance(value, dict) else [""])
+    }
+    assumed = {
+        key: ends
+        for key, ends in sibling.get("assumed", {}).items()
+        if not {key, key.partition(".")[0]} & given
+    }
+    merged = {**sibling, "assumed": assumed}
+    for key, value in own.items():
+        under = merged.get(key)
+        if isinstance(value, dict) and isinstance(under, dict):
+            value = {**under, **value}
+        merged[key] = value
+    return merged
+
+
+def _content_of(group: str, name: str, config_dir: str | None) -> dict[str, Any]:
     files = {name: file_at(group, name)} if is_file(name) else files_of(group, config_dir)
     if name not in files:
         known = ", ".join(sorted(files))

@@ -37,8 +37,12 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
         config_dir = None
     chosen = chosen_by(arguments, config_dir)
     lines = ["", "groups, each with its choices (* is what this command line takes):"]
-    for group in GROUPS:
-        lines.append(f"  {group}: {FIELDS[group].metadata['help'].removesuffix(' (a group)')}")
+    headings = {g: FIELDS[g].metadata["help"].removesuffix(" (a group)") for g in GROUPS}
+    if hardware := command.fields.get("hardware"):
+        headings["hardware"] = "machines and links, from files of conf/hardware"
+        chosen.setdefault("hardware", str(hardware.default))
+    for group, heading in headings.items():
+        lines.append(f"  {group}: {heading}")
         for name, file in sorted(files_of(group, config_dir).items()):
             mark = "*" if chosen.get(group) == name else " "
             lines.append(f"  {mark} {name:<22} {_described(file)}".rstrip())

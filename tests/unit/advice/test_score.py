@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lab import score as command
+from lab.advice.constant import constant_of, verdict
 from lab.advice.score import Map, choices, map_chart, map_of, report, section, write_map
 from lab.analysis.places import Place, Where
 from lab.draw.chart import drawn
@@ -57,8 +58,21 @@ def test_regret_is_of_measured_steps() -> None:
     assert exact.regret == pytest.approx(0.6)
     lines = report(found)
     assert "in 0 of 1 scenarios; largest regret 20.0 %" in lines[0]
+    assert "constant choice is `tree`: regret 0.0 % on average" in lines[1]  # it is the best here
+    assert lines[1].endswith("does not beat it: 20.0 % on average, 20.0 % at most")
     assert "| rate=1 | vgg16_p100 | 4 | 128 | 3 | onebit |" in lines[-2]
     assert report([]) == []
+
+
+def test_skill_is_over_the_best_strategy_to_take_everywhere() -> None:
+    regrets = [{"a": 0.0, "b": 0.06, "c": 0.0}, {"a": 0.3, "b": 0.0}, {"b": 0.04, "a": 0.0}]
+    found = constant_of([0.01, 0.0, 0.04], regrets)
+    assert found
+    assert (found.name, found.num_close, found.num_shared) == ("b", 0, 2)  # c is not everywhere
+    assert found.skill == pytest.approx(0.5)
+    assert "beats it (skill 0.50)" in verdict("advice", found)
+    assert "does not beat it (skill -2.00)" in verdict("a", constant_of([0.1, 0.1, 0.1], regrets))
+    assert "no strategy is in every scenario" in verdict("advice", constant_of([0], [{}]))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from lab.claims.predicted import MARGIN, crossover_batch, crossover_rate, profile_of
 from lab.cluster.settings import Change, Cluster
 from lab.model.profile import Layer, Profile
+from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, read_file
 from lab.simulate.fit import over_links
 from lab.simulate.hardware import PROTOCOLS, Hardware, Link, draws, parse, with_rate
@@ -54,6 +56,22 @@ def test_every_figure_said_to_be_assumed_has_a_range(name: str) -> None:
     ranges = {each.key.rpartition(".")[2] for each in hardware.assumed}
     assert set(marked) - {"library"} <= ranges
     assert all(math.isfinite(each.high) for each in hardware.assumed) and hardware.assumed
+
+
+def test_a_file_may_give_only_what_differs_from_a_sibling(tmp_path: Path) -> None:
+    own = "name: mine\ninter:\n  bandwidth_bytes_per_s: 1e9\nmemory_bytes: 1e9\n"
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware/mine.yaml").write_text(f"defaults: a100x8_hdr\n{own}")
+    mine = parse(read_file("hardware", "mine", str(tmp_path)))
+    theirs = parse(read_file("hardware", "a100x8_hdr"))
+    assert theirs.inter and mine.inter == replace(theirs.inter, bandwidth_bytes_per_s=1e9)
+    # What a file gives is not assumed; all else is as its sibling has it.
+    assumed = tuple(r for r in theirs.assumed if r.key != "inter.bandwidth_bytes_per_s")
+    assert len(assumed) < len(theirs.assumed)
+    assert mine == replace(theirs, name="mine", inter=mine.inter, memory_bytes=1e9, assumed=assumed)
+    (tmp_path / "hardware/mine.yaml").write_text(f"defaults: mine\n{own}")
+    with pytest.raises(ConfigError, match="^hardware=mine: defaults=mine: must not lead back"):
+        read_file("hardware", "mine", str(tmp_path))
 
 
 def read_text(name: str) -> str:
