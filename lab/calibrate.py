@@ -27,10 +27,10 @@ class OwnSettings:
 COMMAND = Command(
     "lab.calibrate",
     """\
-Measure links, host time, codecs and compute of this cluster, and write them with intervals as a
-hardware file, which lab.predict and lab.advise take. Two ranks are fitted to; what more ranks
-measure is held out, and shows how well larger numbers are predicted. exchange=A,B names exchanges
-whose codecs are measured and whose steps are checked.""",
+Measure links, host time, codecs and compute of this cluster, and write a hardware file with
+intervals. lab.predict and lab.advise read it. The fit uses two ranks; what more ranks measure is
+held out, and shows how well larger numbers are predicted. exchange=A,B names exchanges whose codecs
+are measured and whose steps are checked.""",
     (
         "torchrun --nproc-per-node 8 -m lab.calibrate out=mycluster.yaml",
         "srun python -m lab.calibrate exchange=allreduce,onebit minutes=3 out=mycluster.yaml",

@@ -197,6 +197,7 @@ def train(
 def joined() -> Iterator[int]:
     """Join the crew's ranks as a user's program does, and yield the rank."""
     dist.init_process_group("gloo")
+    dist.barrier()  # else one that leaves at once closes connections that others still make
     try:
         yield dist.get_rank()
     finally:

@@ -20,7 +20,7 @@ NOTEBOOK = ROOT / "examples/notebook.ipynb"
 LARGEST = 600_000  # bytes
 SMALLER = {
     "repeats=3": "repeats=1",
-    "steps=15": "steps=6",
+    "steps=15": "steps=8",
     "turns=5": "turns=3",
     'strategy=["none", "tree", "overlap", "onebit"]': 'strategy=["none", "tree"]',
     "world_size=[8, 16, 32]": "world_size=[16]",
