@@ -123,7 +123,7 @@ def test_cells_of_a_lost_node_run_on_the_other_and_none_is_done_twice(
     counts = tmp_path / "counts"
     counts.touch()
     # Long enough that the node dies while it runs one.
-    grid = ("strategy=none", "seed=1,2,3,4,5,6,7,8,9,10,11,12", "steps=400")
+    grid = ("strategy=none", "seed=1,2,3,4,5,6,7,8,9,10,11,12", "steps=1500")
     recorder = ("recorder=csv", "recorder._target_=counting.Counting", f"+recorder.file={counts}")
     process = sweep(environment, tmp_path, *grid, *recorder)
 
