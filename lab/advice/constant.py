@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from lab.simulate.score import skill
+
 CLOSE = 0.05  # a choice with less regret is as good as the best
 
 
@@ -32,8 +34,8 @@ class Constant:
 
     @property
     def skill(self) -> float:
-        """1 - mean regret of the choices / that of the constant; NaN if the constant has none."""
-        return 1 - mean(self.taken) / mean(self.regrets) if any(self.regrets) else math.nan
+        """The skill of the choices' mean regret over the constant's; NaN if that has none."""
+        return skill(mean(self.taken), mean(self.regrets))
 
     @property
     def text(self) -> str:

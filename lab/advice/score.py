@@ -336,10 +336,14 @@ def map_chart(found: Map) -> Chart:
         {("predicted", one.place.where) for one in wrong},
     )
     ranks = answers[0].place.where.world_size
+    num_best = sum(one.is_best for one in answers)
+    undecided = len(answers) - num_best - len(wrong)
     message = (
-        f"On {ranks} ranks the predicted strategy is among the fastest measured ones at "
-        f"{len(answers) - len(wrong)} of {len(answers)} places"
+        f"On {ranks} ranks the predicted strategy was measured fastest at {num_best} of "
+        f"{len(answers)} places"
     )
+    if undecided:
+        message += f", and not significantly slower at {undecided} more"
     sample = sample_of(len(one.place.steps_s[one.measured.name]) for one in answers)
     about = ["the fastest fixed strategy by model, batch and links", NOTE]
     about += [f"measured: {sample}; predicted: intervals of what the fit leaves open"]

@@ -154,7 +154,9 @@ def chart(result: dict[str, Any]) -> present.Drawn:
     first = result["rows"][0]
     count, total = first["num_different"], first["num_pairs"]
     message = f"{count} of {total} pairs of equal candidates are called different at 95 %"
-    about = f"{first['kind']} · {present.machine(result)} · {len(result['starts'])} starts"
+    about = (
+        f"{first['kind']} · {present.machine(result)} · {len(result['starts'])} starts; dotted: due"
+    )
     x = Axis("level of an interval (%)", ticks=[100 * each for each in LEVELS], domain=(45, 102))
     y = Axis("intervals that hold 1 (%)", domain=(0, 100))
     return message, [about], lines(data, x, y, looks_of(data["series"]), reference="ideal")

@@ -78,7 +78,7 @@ from lab.simulate.strategy import Strategy
 from lab.training.recording import surroundings
 
 # Shares of the time; what remains is for starting, joining, and what has a fixed number of rounds.
-OF_COLLECTIVES, OF_STEPS, OF_SPREAD = 0.4, 0.35, 0.05
+COLLECTIVES_SHARE, STEPS_SHARE, SPREAD_SHARE = 0.4, 0.35, 0.05
 SIZES = {  # bytes: as many as fit in the time
     "cpu": (2**12, 2**15, 2**18, 2**21, 2**24, 2**26),
     "cuda": (2**12, 2**15, 2**18, 2**21, 2**24, 2**27, 2**30),
@@ -121,7 +121,7 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     """Measure everything that takes all ranks."""
     groups = groups_of(world.comm.nodes)
     exchanges = {each.label: build(each.config.exchange) for each in request.variants}
-    share_s = OF_COLLECTIVES * seconds / len(groups)
+    share_s = COLLECTIVES_SHARE * seconds / len(groups)
     places = [
         replace(group, rows=_among(group.members, world, partial(_collectives, exchanges, share_s)))
         for group in groups
@@ -130,14 +130,14 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     contended = compute.contention(world, size, all_reduce_s)
     shared = world.device.type == "cpu" and (world.num_hosts == 1 or EMULATION in os.environ)
     crowded = {"crowding": compute.crowding(world)} if shared else {}
-    spread = compute.spread(world, OF_SPREAD * seconds)
+    spread = compute.spread(world, SPREAD_SHARE * seconds)
     rates, factors = compute.rates(world.device)
     of_codec = _codec_rates(world.device) if world.rank == 0 else {}
     world.barrier()
     configs = _with_steps(request, FULL_S * size / all_reduce_s)
     pairs = [group for group in groups if len(group.members) == NUM_RANKS]
     checked = [*pairs[-1:], *(group for group in groups if group not in pairs)]
-    share_s = OF_STEPS * seconds / len(checked)
+    share_s = STEPS_SHARE * seconds / len(checked)
     steps = {
         len(group.members): _among(group.members, world, partial(_steps, configs, share_s))
         for group in checked

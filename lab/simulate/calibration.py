@@ -43,12 +43,12 @@ LEAST_SPREAD = 0.2  # of the overhead between a few repeats, which may agree by 
 SEND_RECV = "sendrecv"  # a row of lab.bench collective
 LEAST_SENT = 2**18  # bytes
 # See `fit`: less than steps differ by from repeat to repeat, so what they tell clearly wins.
-OF_COLLECTIVES = 0.003
+COLLECTIVES_PRIOR = 0.003
 # What steps of two ranks tell, beside a link and codecs.
-OF_STEPS = ("reduce_bytes_per_s", "overhead_s", "crowding", "codec_s")
+TOLD_BY_STEPS = ("reduce_bytes_per_s", "overhead_s", "crowding", "codec_s")
 WAYS = ("intra", "inter")
-OF_COMPUTE = ("contention", "jitter")  # which layers that wait do not have
-OF_GPUS = {  # what is not measured: as the presets of NVIDIA's machines have it
+COMPUTE_TERMS = ("contention", "jitter")  # which layers that wait do not have
+UNMEASURED_ON_GPUS = {  # what is not measured: as the presets of NVIDIA's machines have it
     **{"codec_s": 5e-6, "codec_contention": 1.0, "engage": 0.03, "incast": 0.05},
     "assumed": {
         **{"codec_s": [2e-6, 1e-5], "codec_contention": [0.5, 1.0]},
@@ -77,7 +77,7 @@ class Place:
 def base_of(library: str, emulated: bool) -> Node:
     """Return what a calibration starts from: it measures no burst, duplex or cache."""
     if library == "nccl":
-        return {"library": library, "codec_bytes_per_s": 1e12, **OF_GPUS}
+        return {"library": library, "codec_bytes_per_s": 1e12, **UNMEASURED_ON_GPUS}
     node = read_file("hardware", "emulated_1gbit" if emulated else "this_machine")
     return {"reduce_bytes_per_s": START_SUM, **node}
 
@@ -220,9 +220,9 @@ def refine(node: Node, steps: Sequence[Steps], link: str) -> None:
     exposed = [scored_cell(group, cell).exposed_s for cell in cells if cell.name != NONE]
     missed = [abs(math.log(made / found)) for found, made in exposed if found > 0 and made > 0]
     wider = NORMAL_95 * NORMAL * median(missed) if missed else 0.0
-    found, _ = fit(start, cells, OF_COLLECTIVES)
+    found, _ = fit(start, cells, COLLECTIVES_PRIOR)
     codecs = (f"{CODEC_RATES}.{name}" for name, _ in found.codec_rates)
-    for key in [*(f"{link}.{name}" for name in LINK), *OF_STEPS, *codecs]:
+    for key in [*(f"{link}.{name}" for name in LINK), *TOLD_BY_STEPS, *codecs]:
         way, _, name = key.rpartition(".")
         value = get(found, CODEC + name if way == CODEC_RATES else name)
         if key not in node["assumed"] or value is None:
@@ -278,7 +278,7 @@ class Steps:
 
 def waiting(hardware: Hardware) -> Hardware:
     """Return the hardware for replayed layers: they wait, so nothing slows their computing."""
-    assumed = tuple(each for each in hardware.assumed if each.key not in OF_COMPUTE)
+    assumed = tuple(each for each in hardware.assumed if each.key not in COMPUTE_TERMS)
     return replace(hardware, contention=0.0, jitter=0.0, assumed=assumed)
 
 

@@ -140,7 +140,7 @@ def least_squares(
     return found.x, variance * np.linalg.pinv(found.jac.T @ found.jac)
 
 
-def calibrate(path: Path, preset: Hardware) -> Hardware:
+def fit_result(path: Path, preset: Hardware) -> Hardware:
     """Replace the preset's figures by those that a result of lab.bench contains.
 
     Raises:

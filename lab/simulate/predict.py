@@ -461,9 +461,9 @@ def groups_of(request: Request) -> tuple[Group, ...]:
         return fitted_groups(request.fit, request.profiles[0], request.hardware)
     hardware = request.hardware
     if request.fit:
-        from lab.simulate.fit import calibrate
+        from lab.simulate.fit import fit_result
 
-        hardware = calibrate(request.fit, hardware)
+        hardware = fit_result(request.fit, hardware)
     return (Group("", (), hardware, tuple(drawn(draws(hardware))), fitted=False),)
 
 

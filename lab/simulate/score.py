@@ -19,16 +19,18 @@ LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 NONE = "none"
 
 
-def skill(error: float, of_linear: float) -> float:
-    """Return how much of the error of linear scaling, that N ranks are N times as fast, is gone.
+def skill(error: float, of_null: float) -> float:
+    """Return how much of the error of a null model is gone.
 
-    Args: both are absolute errors of the same kind over the same figures, such as medians.
+    Args:
+        error, of_null: of the same kind over the same figures, such as medians. The null model of
+            predictions is linear scaling, that N ranks are N times as fast.
 
     Returns:
-        1 - error / of_linear: 1 is perfect, 0 no better, negative worse; NaN where linear scaling
-        has no error, or none is known.
+        1 - error / of_null: 1 is perfect, 0 no better, negative worse; NaN where the null model has
+        no error, or none is known.
     """
-    return 1 - error / of_linear if of_linear else math.nan
+    return 1 - error / of_null if of_null else math.nan
 
 
 @dataclass(frozen=True)

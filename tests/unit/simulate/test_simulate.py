@@ -22,7 +22,7 @@ from lab.record.trace import read_trace
 from lab.settings.config import choices_of
 from lab.settings.files import conf_dir, read_file
 from lab.simulate.costs import Load, Stage, longest_phase, stages_of
-from lab.simulate.fit import calibrate, fit
+from lab.simulate.fit import fit, fit_result
 from lab.simulate.hardware import PROTOCOLS, Link, parse, slowest, with_rate
 from lab.simulate.network import Network
 from lab.simulate.score import Observation
@@ -308,7 +308,7 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     rows.append({"algorithm": "send/recv", "size_bytes": 4096, "time_s": {"median": 1.0}})
     result = tmp_path / "collective.json"
     result.write_text(json.dumps({"bench": "collective", "world_size": 2, "rows": rows}))
-    found = calibrate(result, GUESS)
+    found = fit_result(result, GUESS)
     assert found.inter and LINKED.inter
     assert found.inter.latency_s == pytest.approx(LINKED.inter.latency_s, rel=1e-3)
     assert found.inter.bandwidth_bytes_per_s == pytest.approx(
@@ -317,7 +317,7 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
 
     rows = [{"codec": "onebit", "bytes": 4e9, "time_s": {"median": s}} for s in (0.5, 0.3)]
     result.write_text(json.dumps({"bench": "codec", "rows": rows}))
-    assert calibrate(result, GUESS).codec_bytes_per_s == pytest.approx(1e10)
+    assert fit_result(result, GUESS).codec_bytes_per_s == pytest.approx(1e10)
     arguments = ["world_size=4", "hardware=emulated_1gbit", f"fit={result}"]
     assert command.main(arguments) == 0
     assert "codec_bytes_per_s=1e+10" in capsys.readouterr().out
