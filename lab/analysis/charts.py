@@ -18,7 +18,7 @@ from lab.analysis.points import CEILING
 from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, WIDTH, Chart, wrap
 from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION, Look
-from lab.draw.plots import GAP, Axis, bars, fitted, joined, lines
+from lab.draw.plots import GAP, Axis, bars, fitted, in_rows, joined, lines
 from lab.measure.intervals import ENOUGH_REPEATS
 from lab.measure.spans import PHASES
 from lab.task.metrics import heading
@@ -78,8 +78,7 @@ def speedup_bars(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         alt.Chart().mark_rule(color=INK).encode(alt.YDatum(1)),
     ).properties(data=data, width=wide, height=high)
     header = alt.Header(labelExpr="split(datum.value, '|')", labelPadding=4)
-    facet = alt.Facet("series:N", title=None, sort=[*titles.values()], header=header)
-    body = panel.facet(facet=facet, columns=columns, spacing=GAP)
+    body = in_rows(panel, "series", [*titles.values()], columns, header)
     about = [f"Speedup over {baselines(points)}, {_scaling(points)}. {repeats(points)}."]
     notes = _notes(points, "Pale")
     return Chart("speedup_bars", _fastest(points), about, body, width, notes)

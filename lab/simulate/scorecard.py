@@ -26,6 +26,7 @@ from lab.draw.plots import (
     MOST_COLUMNS,
     PANEL,
     Axis,
+    in_rows,
     legend_columns,
     lines,
     round_values,
@@ -196,8 +197,7 @@ def chart(card: Scorecard) -> Chart:
     panels = [_short(links) or card.study for links in places]
     columns = min(len(panels), MOST_COLUMNS)
     side = PANEL if columns > 1 else ALONE
-    facet: Any = alt.Facet("links:N", sort=panels, title=None)
-    body = _panel(data, what, side).facet(facet=facet, columns=columns, spacing=GAP)
+    body = in_rows(_panel(data, what, side), "links", panels, columns)
     near = int(((data["predicted"] / data["measured"] - 1).abs() <= BAND).sum())
     message = (
         f"{what.capitalize()}: {near} of {len(data)} predictions are within {100 * BAND:.0f} % of "
