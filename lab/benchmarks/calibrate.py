@@ -129,7 +129,7 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     size, all_reduce_s = json.loads(world.broadcast_text(json.dumps(largest(places))))
     contended = compute.contention(world, size, all_reduce_s)
     shared = world.device.type == "cpu" and (world.num_hosts == 1 or EMULATION in os.environ)
-    crowded = {"crowding": compute.crowding(world)} if shared else {}
+    crowded = _crowded(world, groups) if shared else {}
     spread = compute.spread(world, SPREAD_SHARE * seconds)
     rates, factors = compute.rates(world.device)
     of_codec = _codec_rates(world.device) if world.rank == 0 else {}
@@ -150,6 +150,16 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
         "num_cores": num_cores() if shared else None,
         **{"spread": spread, "rates": rates, "factors": factors},
     }
+
+
+def _crowded(world: World, groups: Sequence[Group]) -> dict[str, Interval]:
+    """Measure what ranks take longer for that share cores."""
+    found = {"crowding": compute.crowding(world)}
+    for group in groups:
+        if group.link == "inter" and len(group.members) == NUM_RANKS:
+            shares = _among(group.members, world, lambda pair: [compute.message_cpu(pair)])
+            found |= zip(["message_cpu"], shares, strict=False)  # other ranks have none
+    return found
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Products of matrices stand for a model's layers, as large ones reach most of a d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -181,6 +182,20 @@ def crowding(world: World) -> Interval:
     loaded = world.size / num_cores()
     times[0] /= max(1.0, loaded)
     return {key: value and value / min(1.0, loaded) for key, value in excess(times).items()}
+
+
+def message_cpu(world: World) -> Interval:
+    """Measure for which share of a short all-reduce a rank keeps a core busy, in user or kernel."""
+    flat = torch.ones(1)
+
+    def share() -> float:
+        began, busy_from = time.perf_counter(), time.process_time()
+        for _ in range(FEWEST):
+            world.comm.all_reduce(flat)
+        return (time.process_time() - busy_from) / (time.perf_counter() - began)
+
+    shares = sorted(min(1.0, share()) for _ in range(ROUNDS))
+    return {"median": float(np.median(shares)), "low": shares[0], "high": shares[-1]}
 
 
 def _slowest(world: World, takes: list[Callable[[], float]]) -> np.ndarray:

@@ -2,9 +2,8 @@
 
 lab.calibrate measures (lab/benchmarks/calibrate.py). Links, sums and codecs are fitted to
 collectives of two ranks, and then, from there, to their steps; all else is taken as measured. The
-interval of a value holds what the fit or the median leaves open, and of a fitted value also the
-error that the fit leaves, so that predictions can be drawn from a file's `assumed` as from any
-other's.
+interval of a value holds what the fit or the median leaves open, so that predictions can be drawn
+from a file's `assumed` as from any other's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from lab.model.profile import replayed
 from lab.settings.files import read_file
 from lab.simulate.costs import stages_of
-from lab.simulate.fit import CODEC, NORMAL, collective_s, fit, fit_collectives, get
+from lab.simulate.fit import CODEC, collective_s, fit, fit_collectives, get
 from lab.simulate.hardware import CODEC_RATES, LINK, Hardware, draws, parse
 from lab.simulate.network import Network
 from lab.simulate.score import (
@@ -134,8 +133,7 @@ def _fitted(
         key = f"{place.link}.{name}" if name in LINK else name
         if name.startswith(CODEC):
             key = f"{CODEC_RATES}.{name.removeprefix(CODEC)}"
-        scale = math.hypot(min(found.errors[name], LARGEST_ERROR), found.residual)
-        factor = math.exp(NORMAL_95 * scale)
+        factor = math.exp(NORMAL_95 * min(found.errors[name], LARGEST_ERROR))
         value = get(found.hardware, name)
         assert value is not None  # it was fitted
         _put(node, key, value, (value / factor, value * factor))
@@ -206,8 +204,7 @@ def put_overhead(node: Node, steps: Steps) -> None:
 def refine(node: Node, steps: Sequence[Steps], link: str) -> None:
     """Fit anew to steps of two ranks, where an exchange meets more than a collective alone.
 
-    Each range gains the error that predictions of these steps had before: one of two ways to
-    measure the same link may be as far off on more ranks.
+    Ranges stay as wide as the fit to collectives left them.
 
     Args:
         steps: of two ranks, those that exchange nothing too.
@@ -216,10 +213,6 @@ def refine(node: Node, steps: Sequence[Steps], link: str) -> None:
     hardware = waiting(parse(node))
     start = replace(hardware, ranks_per_node=2 if link == "intra" else 1)
     cells = [each.observation() for each in steps if each.ranks == LARGEST_FITTED]
-    group = Group("", tuple(cells), start, fitted=False)
-    exposed = [scored_cell(group, cell).exposed_s for cell in cells if cell.name != NONE]
-    missed = [abs(math.log(made / found)) for found, made in exposed if found > 0 and made > 0]
-    wider = NORMAL_95 * NORMAL * median(missed) if missed else 0.0
     found, _ = fit(start, cells, COLLECTIVES_PRIOR)
     codecs = (f"{CODEC_RATES}.{name}" for name, _ in found.codec_rates)
     for key in [*(f"{link}.{name}" for name in LINK), *TOLD_BY_STEPS, *codecs]:
@@ -229,7 +222,7 @@ def refine(node: Node, steps: Sequence[Steps], link: str) -> None:
             continue
         low, high = node["assumed"][key]
         if low > 0:
-            factor = math.exp(math.hypot(math.log(high / low) / 2, wider))
+            factor = math.sqrt(high / low)
             low, high = value / factor, value * factor
         _put(node, key, value, (low, high))
 

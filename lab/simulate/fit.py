@@ -31,7 +31,6 @@ from lab.simulate.strategy import Strategy
 MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
 OUTLIER = 0.01  # residuals beyond it weigh less: no codec should bend what all cells share
 PRIOR = 1e-3  # pulls values that the cells do not determine towards the preset
-NORMAL = 1.4826  # times the median size of normal errors is their standard deviation
 FARTHEST = 10.0  # of a logarithm from its start: a wild step must not make a rate of zero
 # Start of the search where the preset has 0, because the search multiplies.
 START = {
@@ -39,6 +38,7 @@ START = {
     "contention": 0.05,
     "overhead_s": 1e-4,
     "overhead_s_per_rank": 1e-3,
+    "crowding": 0.05,
     "codec_s": 1e-4,
     "jitter": 0.01,
     "input_samples_per_s": 1e4,
@@ -178,12 +178,10 @@ class Collectives:
 
     Attributes:
         errors: of the logarithm of each value that was fitted, by name: its standard deviation.
-        residual: that of predicted / measured, which remains: 1.48 times the median of its size.
     """
 
     hardware: Hardware
     errors: Mapping[str, float]
-    residual: float
 
 
 def fit_collectives(
@@ -218,7 +216,6 @@ def fit_collectives(
     return Collectives(
         with_values(preset, names, np.exp(best)),
         dict(zip(names, spread, strict=True)),
-        NORMAL * float(np.median(np.abs(errors(best)))),
     )
 
 

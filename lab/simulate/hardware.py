@@ -23,7 +23,7 @@ LEAST = {
     **dict.fromkeys(("codec_bytes_per_s", *OPTIONAL), 1),
     **dict.fromkeys(("codec_s", "contention", "overhead_s", "overhead_s_per_rank", "burst_s"), 0),
     **{"jitter": 0, "num_slow": 0, "slow_factor": 1, "codec_contention": 0},
-    **{"engage": 0, "incast": 0, "wire_passes": 0},
+    **{"engage": 0, "incast": 0, "wire_passes": 0, "message_cpu": 0},
 }
 NOT_OF_A_FILE = ("learned", "measured")
 CODEC_RATES = "codec_rates"
@@ -231,6 +231,8 @@ class Hardware:
         host: a step takes no less than its host needs to launch it. None: no time.
         num_cores: cores that ranks share where they are emulated on one machine; codecs, messages
             and the update then take (ranks per core) times as long. None: every rank has its own.
+        message_cpu: share of a message's latency in which it keeps a core busy: this part takes
+            longer where ranks share cores, and the rest does not.
         crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,
             because they share caches, memory and perhaps the units of one core.
         memory_bytes: memory of a rank's device. None: unknown.
@@ -271,6 +273,7 @@ class Hardware:
     nccl: str | None = None
     host: Host | None = None
     num_cores: int | None = None
+    message_cpu: float = 1.0
     crowding: float | None = None
     memory_bytes: float | None = None
     device: Device | None = None

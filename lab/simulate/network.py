@@ -78,8 +78,8 @@ class Network:
             bandwidth = self.inter.bandwidth_bytes_per_s / slower
             self.inter = replace(self.inter, bandwidth_bytes_per_s=bandwidth)
         if hardware.num_cores:  # whoever handles messages waits for a core
-            latency_s = max(1.0, size / hardware.num_cores) * self.inter.latency_s
-            self.inter = replace(self.inter, latency_s=latency_s)
+            waiting = hardware.message_cpu * max(0.0, size / hardware.num_cores - 1)
+            self.inter = replace(self.inter, latency_s=(1 + waiting) * self.inter.latency_s)
         self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
 
     @property

@@ -271,6 +271,12 @@ def test_shared_cores_slow_codecs(profile: Profile) -> None:
         assert b.step_s - a.step_s == pytest.approx((factor - 1) * codec_s)
 
 
+def test_the_part_of_a_latency_that_needs_a_core_waits_for_one() -> None:
+    machine = replace(FLAT, inter=Link(1e-3, 1e12), num_cores=2, message_cpu=0.25)
+    for size, factor in ((2, 1.0), (3, 1.125), (4, 1.25)):
+        assert Network(machine, size).ring(0).seconds == pytest.approx(2e-3 * (size - 1) * factor)
+
+
 GUESS = replace(FLAT, inter=Link(1e-4, 2e8), codec_bytes_per_s=2e10)
 
 
