@@ -25,7 +25,7 @@ COLUMNS = 3
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of ranks, few to many
 COLOURS = dict(zip(KINDS, (ORANGE, VERMILLION, SKY, BLUE, GREY, GREEN), strict=True))
 LIMITS = (0.2, 5.0)  # of the axis of claims, in units of what a claim says
-LONGEST = 60  # letters of a claim
+LONGEST = 72  # letters of a claim
 MOST = 8  # powers of two: the end of the colours of a map
 MACHINES = (  # machine, column, colour, what the legend says
     ("desktop", 0, ORANGE, "published: desktop, 1 thread"),
