@@ -50,14 +50,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("choice", ["nets.Net", "pkg.sub.Net", "nets:Net", "torch.optim.AdamW"])
-def test_a_path_of_code_is_told_from_a_name(choice: str) -> None:
-    assert names_code(choice)
-
-
-@pytest.mark.parametrize("choice", ["lenet", "./nets.yaml", "nets.yaml", "resnet-1.5", "a/b.py"])
-def test_names_and_files_are_no_paths_of_code(choice: str) -> None:
-    assert not names_code(choice)
+def test_a_path_of_code_is_told_from_names_and_files() -> None:
+    assert all(map(names_code, ("nets.Net", "pkg.sub.Net", "nets:Net", "torch.optim.AdamW")))
+    others = ("lenet", "./nets.yaml", "nets.yaml", "resnet-1.5", "a/b.py")
+    assert not any(map(names_code, others))
 
 
 @pytest.mark.parametrize("path", ["nets.Net", "nets:Net"])
