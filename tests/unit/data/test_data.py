@@ -57,7 +57,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(params=["digits", "synthetic", "imagefolder", "text", "tokens", "arrays"])
+@pytest.fixture(
+    scope="module", params=["digits", "synthetic", "imagefolder", "text", "tokens", "arrays"]
+)
 def data(request: pytest.FixtureRequest, folder: Path, files: Path) -> Data:
     more = {
         "imagefolder": {"path": str(folder), "size": 16, "workers": 0},
