@@ -94,13 +94,6 @@ def test_failures_and_lost_cells_are_named_with_their_study(studies: list[Path])
     assert "failed: m2/ring-2: no" in text and "missing: m1/killed: left no record.json" in text
 
 
-def test_a_study_without_records_is_named(tmp_path: Path) -> None:
-    first = write(tmp_path / "a", BIG, 1.0, "tree")
-    (tmp_path / "b").mkdir()
-    with pytest.raises(ValueError, match=r"/b: holds no <cell>/record.json"):
-        load_study(first, tmp_path / "b")
-
-
 @pytest.mark.parametrize(
     ("folders", "labels"),
     [

@@ -154,16 +154,6 @@ def test_breakdown_runs_alone_give_the_phases(
     assert "skipped convergence: no finished throughput run that trains one model" in out
 
 
-def test_a_study_of_none_skips_what_it_cannot_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path, "none", 2)
-    assert main([str(tmp_path), "format=svg"]) == 0
-    out = capsys.readouterr().out
-    assert "skipped scaling: no 1-rank run to measure speedup from" in out
-    assert "skipped payload: no finished run sent anything" in out
-
-
 def test_a_single_point_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, "tree", 2)
     assert main([str(tmp_path), "only=payload", "format=svg"]) == 0
@@ -193,7 +183,6 @@ def test_runs_without_curves_skip_convergence(
         (["absent"], "absent: no such folder"),
         (["."], "holds no <cell>/record.json"),
         (["demo", "baseline=ring"], "baseline='ring'"),
-        (["demo", "format=gif"], "format=gif: allowed are png, svg, pdf"),
         (["demo", "out=demo/none-1-0-strong-throughput/record.json"], "File exists"),
     ],
 )
