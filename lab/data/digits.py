@@ -82,11 +82,7 @@ def _rotate(images: Tensor, angles: Tensor) -> Tensor:
 
 
 def _split(
-    images: Tensor,
-    targets: Tensor,
-    num_test: int,
-    device: torch.device,
-    num_classes: int | None,
+    images: Tensor, targets: Tensor, num_test: int, device: torch.device, num_classes: int | None
 ) -> TensorData:
     images, targets = images.to(device), targets.to(device)
     train, test = slice(None, -num_test), slice(-num_test, None)

@@ -94,9 +94,7 @@ def test_an_edit_makes_other_cells(project: Path) -> None:
     assert name() != first
 
 
-def test_a_file_that_is_edited_while_it_is_imported_has_the_hash_of_what_ran(
-    project: Path,
-) -> None:
+def test_a_file_that_is_edited_while_it_is_imported_has_the_hash_of_what_ran(project: Path) -> None:
     edit = "import pathlib\nfile = pathlib.Path(__file__)\nfile.write_text('class Net: pass')\n"
     (project / "slow.py").write_text(f"{edit}class Net: ...\n")
     ran = hashlib.sha256((project / "slow.py").read_bytes()).hexdigest()
