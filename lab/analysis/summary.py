@@ -98,12 +98,13 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     Args:
         floor: the study's noise floor (lab.analysis.compare); NaN if unknown.
     """
+    leaders_at = (_leader_line(group, floor) for group in together(points))
     parts = [
         *(_table(points) if points else ()),
         "\n".join(f"on={label}: {text}" for label, text in study.machines.items()),
-        "\n".join(line for line in (shared_runs(points), *_advice(points)) if line),
+        "\n".join(filter(None, [shared_runs(points), *_advice(points)])),
         "\n".join(_scalability_lines(points)),
-        "\n".join(line for line in (floor_text(floor), *leader_lines(points, floor)) if line),
+        "\n".join(filter(None, [floor_text(floor), *leaders_at])),
         "\n".join(_trouble(study)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -298,13 +299,8 @@ def _scalability_lines(points: Sequence[Point]) -> list[str]:
     return [title, pd.DataFrame(lines).to_string(index=False)]
 
 
-def leader_lines(points: Iterable[Point], floor: float) -> list[str]:
-    """Write a line for each context and world size; only runs that share them compete."""
-    lines = [_leader_line(group, floor) for group in together(points)]
-    return [line for line in lines if line]
-
-
 def _leader_line(points: list[Point], floor: float) -> str:
+    """Name the leaders of one context and world size; only runs that share them compete."""
     competing = {
         point.series for point in points if point.num_repeats and point.strategy != CEILING
     }
