@@ -54,7 +54,8 @@ def _around(name: str, value: float) -> dict[str, float]:
     return {f"{name}_lo": 0.95 * value, f"{name}_mid": value, f"{name}_hi": 1.05 * value}
 
 
-@pytest.mark.parametrize("name", CHARTS)
+# A chart of scaling is those of speedup and efficiency together.
+@pytest.mark.parametrize("name", some_of(CHARTS, also={*CHARTS} - {"speedup", "efficiency"}))
 @pytest.mark.parametrize(
     ("count", "width"), some_of([(4, pixels_of(3.3)), (8, WIDTH), (20, 1250)], every=2)
 )

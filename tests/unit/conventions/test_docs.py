@@ -22,6 +22,8 @@ from lab.simulate import predict as prediction
 from lab.study import grid
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.xdist_group("compositions")  # which a process remembers
+
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 STARTERS = (
     r"lab\.(train|sweep|bench|calibrate|profile_layers)\b"

@@ -79,6 +79,7 @@ def test_other_runs_are_taken(settings: tuple[str, ...]) -> None:
     graph.refuse(a_run(*settings))
 
 
+@pytest.mark.xdist_group("compositions")
 def test_the_page_lists_what_is_refused() -> None:
     assert refused.table() in refused.PAGE.read_text(), "python -m tests.support.refused writes it"
 
