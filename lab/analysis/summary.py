@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lab.analysis.compare import floor_text, leaders
 from lab.analysis.points import CEILING, Point, frame_of, together
 from lab.analysis.records import Cell, Study
 from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
+from lab.settings.names import flat
 from lab.task.metrics import PERCENT, heading, main_metric, metrics_of
 from lab.task.metrics import shown as shown_value
 
@@ -56,7 +57,7 @@ def records_table(study: Study) -> pd.DataFrame:
         {
             "folder": study.name_of(cell.folder),
             "series": cell.series,
-            **dict(_flat(cell.record.to_json())),
+            **{key: _in_a_column(value) for key, value in flat(cell.record.to_json()).items()},
         }
         for cell in study.cells
     ]
@@ -80,12 +81,8 @@ def _as_text(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value
+def _in_a_column(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str:

@@ -30,9 +30,8 @@ def read(arguments: Sequence[str]) -> tuple[Study, str]:
     Raises:
         ConfigError: a wrong setting, or a saved file that cannot be read.
     """
-    texts, _ = split(arguments, DEFAULTS)
-    texts = DEFAULTS | texts
-    name, runs_dir = one_value("study", texts), one_value("runs_dir", texts)
+    given, _ = split(arguments, DEFAULTS)
+    name, runs_dir = (one_value(key, DEFAULTS | given) for key in DEFAULTS)
     if is_file(name):
         return read_grid(arguments), f"study={Path(name).stem}: the grid of {name}"
     saved = load(Path(runs_dir) / name)

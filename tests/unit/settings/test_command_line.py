@@ -50,8 +50,8 @@ def folder(tmp_path: Path) -> Path:
     [
         [],
         ["strategy=onebit", "batch_size=32", "exchange.threshold=mean"],
-        ["model.hidden=[3,4]", "precision=bf16", "strategy=local_sgd", "model=mlp"],
-        ["cluster=emulated", "cluster.rates=[1gbit,10mbit]"],
+        ["model.hidden=[3,4]", "precision=bf16", "strategy=local_sgd", "model=mlp"]
+        + ["cluster=emulated", "cluster.rates=[1gbit,10mbit]"],
         ["strategy=overlap", "exchange=topk", "optim.lr=1"],
         ["+exchange.more=3", "exchange.more=4"],
         ["strategy=onebit", "~exchange.threshold", "++exchange.block_size=7"],
