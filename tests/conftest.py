@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import HANG_S, compositions, rank_server, round_products_once
+from tests.support import HANG_S, compositions, lock_lookups, rank_server, round_products_once
 from tests.support.commands import Finished, run_module
-from tests.support.operations import lock_lookups
 
 __all__ = ["Finished"]
 
