@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -121,6 +121,7 @@ def steps_of_a_round(strategy: str) -> int:
     return load([f"strategy={strategy}"]).sync.get("every", 1)
 
 
+@cache
 def bytes_per_value(exchange: str) -> float:
     """Bytes that the busier of two ranks sends for a value of a gradient, by its cost.
 
