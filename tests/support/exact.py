@@ -75,7 +75,8 @@ def delivered(codec: Codec, row: Tensor) -> Tensor:
         means = [row[side].mean() if side.any() else split for side in (upper, ~upper)]
         return torch.where(upper, *means)
     if isinstance(codec, Signs):
-        return torch.where(row < 0, -1.0, 1.0) * row.abs().mean()
+        magnitude = row.abs().mean()
+        return torch.where(row < 0, -magnitude, magnitude)
     if isinstance(codec, Levels):
         # Of two levels as near, float32 may choose either: so both choose in it.
         spread, least = (row.max() - row.min()).float(), torch.finfo(torch.float32).tiny

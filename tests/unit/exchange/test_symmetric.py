@@ -37,6 +37,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 ODD = {"a": (7, 65), "bias": (13,), "b": (3, 301), "one": (1,)}
 SMALL = {"a": (5, 65), "bias": (3,)}
+ONE = {"one": (1,)}  # of which most ranks own nothing
 NUM_STEPS = 3
 Shapes = dict[str, tuple[int, ...]]
 
@@ -94,18 +95,12 @@ def drawn(size: int, shapes: Shapes = ODD) -> Tensor:
 @pytest.mark.parametrize("size", some_of([1, 2, 4, 8], also=[1, 4]))
 @pytest.mark.parametrize("name", CODECS)
 def test_bits_and_bytes_are_those_of_two_stages(name: str, size: int) -> None:
-    gradients = drawn(size)
-    for keeps in (True, False):
-        ours = run(Symmetric, CODECS[name], gradients, keeps=keeps)
-        check_equal(ours, run(TwoStage, CODECS[name], gradients, keeps=keeps))
-        assert all(choices == [{"path": "symmetric", "parameters": 4}] for *_, choices in ours)
-
-
-@pytest.mark.parametrize("size", [2, 8])
-def test_a_rank_may_own_nothing(size: int) -> None:
-    gradients = drawn(size, {"one": (1,)})
-    ours = run(Symmetric, CODECS["int8"], gradients, {"one": (1,)})
-    check_equal(ours, run(TwoStage, CODECS["int8"], gradients, {"one": (1,)}))
+    for keeps, shapes in ((True, ODD), (False, ODD), (True, ONE)):
+        gradients = drawn(size, shapes)
+        ours = run(Symmetric, CODECS[name], gradients, shapes, keeps)
+        check_equal(ours, run(TwoStage, CODECS[name], gradients, shapes, keeps))
+        way = [{"path": "symmetric", "parameters": len(shapes)}]
+        assert all(choices == way for *_, choices in ours)
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
