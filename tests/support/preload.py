@@ -4,6 +4,7 @@ Nothing here may start a thread, as pyarrow's import does: a fork lacks the thre
 locks locked.
 """
 
+import gc
 import importlib
 import pkgutil
 
@@ -17,3 +18,5 @@ for package in ("codec", "data", "exchange", "model", "sync", "task", "transform
         importlib.import_module(module.name)
 
 ranks.load([])  # Hydra caches its parsed grammar
+
+gc.freeze()  # else each collection in a rank looks at all that was imported
