@@ -110,21 +110,20 @@ def by_sync(
     return sync.certificate
 
 
-OF_EXCHANGES = {
-    "summed, not averaged": "Summed",
-    "divided twice": "DividedTwice",
-    "not exchanged": "NotExchanged",
-    "wrong group": "WrongGroup",
-    "stale buffer": "Stale",
-}
+OF_EXCHANGES = (
+    ("summed, not averaged", by_ddp, "Summed"),
+    ("divided twice", by_sync, "DividedTwice"),
+    ("not exchanged", by_sync, "NotExchanged"),
+    ("wrong group", by_ddp, "WrongGroup"),
+    ("stale buffer", by_ddp, "Stale"),
+)
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     **{
         f"{way.__name__} {exchange}": (
             fault,
             lambda way=way, exchange=exchange: way(f"{EXCHANGES}.{exchange}"),
         )
-        for way in (by_ddp, by_sync)
-        for fault, exchange in OF_EXCHANGES.items()
+        for fault, way, exchange in OF_EXCHANGES
     },
     "by_ddp other weights": (
         "different initial weights",
@@ -159,11 +158,12 @@ def lines_of_mistakes() -> dict[str, str]:
 
 
 def lines_of_clean_loops(folder: Path) -> dict[str, str]:
-    """Train by all exchanges, without a mistake."""
+    """Train by exchanges of all kinds, without a mistake."""
     dist.init_process_group("gloo")
     lines = {}
-    for strategy in ("allreduce", "onebit", "int8", "topk", "powersgd", "bf16"):
-        for way in (by_ddp, by_sync):
+    ddp, sync = ("allreduce", "onebit", "int8", "powersgd"), ("allreduce", "onebit", "topk", "bf16")
+    for way, strategies in ((by_ddp, ddp), (by_sync, sync)):
+        for strategy in strategies:
             name = f"{way.__name__} {strategy}"
             lines[name] = way(strategy, file=folder / f"{name}.json").line
     dist.destroy_process_group()
