@@ -19,10 +19,12 @@ from tests.conftest import ROOT
 NOTEBOOK = ROOT / "examples/notebook.ipynb"
 LARGEST = 600_000  # bytes
 SMALLER = {
+    '"model.bytes_scale": 0.1': '"model.bytes_scale": 0.01, "model.time_scale": 0.1',
     "repeats=3": "repeats=1",
     "steps=15": "steps=8",
     "turns=5": "turns=3",
     'strategy=["none", "tree", "overlap", "onebit"]': 'strategy=["none", "tree"]',
+    "world_size=[1, 2, 4]": "world_size=[1, 4]",
     "world_size=[8, 16, 32]": "world_size=[16]",
 }
 
