@@ -99,12 +99,14 @@ def maker(name: str, *settings: str, **arguments: Any) -> Callable[[], Any]:
     return partial(build, node, **arguments)
 
 
+@cache
 def keeps_replicas_equal(strategy: str) -> bool:
     """Return whether ranks end with the same weights; other strategies are for timing only."""
     config = load([f"strategy={strategy}"])
     return strategy in LIBRARIES or build(config.exchange).keeps_replicas_equal
 
 
+@cache
 def is_exact(strategy: str) -> bool:
     """Return whether a strategy equals one process on the whole batch, up to rounding.
 
@@ -116,6 +118,7 @@ def is_exact(strategy: str) -> bool:
     return exchange.exact and steps_of_a_round(strategy) == 1
 
 
+@cache
 def steps_of_a_round(strategy: str) -> int:
     """Return the steps from one exchange to the next."""
     return load([f"strategy={strategy}"]).sync.get("every", 1)

@@ -113,26 +113,29 @@ def by_sync(
     return sync.certificate
 
 
-OF_EXCHANGES = {
-    "summed, not averaged": "Summed",
-    "divided twice": "DividedTwice",
-    "not exchanged": "NotExchanged",
-    "wrong group": "WrongGroup",
-    "stale buffer": "Stale",
-}
-WAYS: tuple[Callable[..., Any], ...] = (by_ddp, by_sync)
+Way = Callable[..., Any]
+OF_EXCHANGES: tuple[tuple[str, Way, str], ...] = (
+    ("summed, not averaged", by_ddp, "Summed"),
+    ("divided twice", by_sync, "DividedTwice"),
+    ("not exchanged", by_sync, "NotExchanged"),
+    ("wrong group", by_ddp, "WrongGroup"),
+    ("stale buffer", by_ddp, "Stale"),
+)
+CLEAN: tuple[tuple[Way, tuple[str, ...]], ...] = (
+    (by_ddp, ("allreduce", "onebit", "int8", "powersgd")),
+    (by_sync, ("allreduce", "onebit", "topk", "bf16")),
+)
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     **{
         f"{way.__name__} {exchange}": (fault, partial(way, f"{EXCHANGES}.{exchange}"))
-        for way in WAYS
-        for fault, exchange in OF_EXCHANGES.items()
+        for fault, way, exchange in OF_EXCHANGES
     },
     **{
         f"{way.__name__} other weights": (
             "different initial weights",
             partial(way, "onebit", then=shift_on_rank_1),
         )
-        for way in WAYS
+        for way, _ in CLEAN
     },
     "by_ddp frozen when DDP was made": ("left out", lambda: by_ddp(frozen_at_first=True)),
     "by_ddp frozen when attached": ("rare.bias: was frozen", lambda: by_ddp(frozen_longer=True)),
@@ -159,11 +162,11 @@ def lines_of_mistakes() -> dict[str, str]:
 
 
 def lines_of_clean_loops(folder: Path) -> dict[str, str]:
-    """Train by all exchanges, without a mistake."""
+    """Train by exchanges of all kinds, without a mistake."""
     dist.init_process_group("gloo")
     lines = {}
-    for strategy in ("allreduce", "onebit", "int8", "topk", "powersgd", "bf16"):
-        for way in WAYS:
+    for way, strategies in CLEAN:
+        for strategy in strategies:
             name = f"{way.__name__} {strategy}"
             lines[name] = way(strategy, file=folder / f"{name}.json").line
     dist.destroy_process_group()

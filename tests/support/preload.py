@@ -4,6 +4,7 @@ Nothing here may start a thread, as pyarrow's import does: a fork lacks the thre
 locks locked.
 """
 
+import gc
 import importlib
 import pkgutil
 
@@ -18,3 +19,5 @@ for package in ("codec", "data", "exchange", "model", "sync", "task", "transform
 
 compositions.share()
 ranks.load([])  # Hydra caches its parsed grammar
+
+gc.freeze()  # else each collection in a rank looks at all that was imported
