@@ -76,7 +76,7 @@ def test_vgg_16_needs_what_its_layers_add_up_to() -> None:
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     model = small()
-    memory = 20e6
+    memory = 1.5e6
     batch = largest_batch(model, STEP, memory)
     assert footprint(model, STEP, batch).total_bytes <= memory
     assert footprint(model, STEP, batch + 1).total_bytes > memory

@@ -20,7 +20,6 @@ PTB = {"vocabulary": 10_000}
 PUBLISHED = [
     # model, arguments, parameters, source
     (Transformer, {**GPT2, "size": "small"}, 124_439_808, "openai-community/gpt2's checkpoint"),
-    (Transformer, {**GPT2, "size": "medium"}, 354_823_168, "gpt2-medium's"),
     (Transformer, {**GPT2, "size": "xl"}, 1_557_611_200, "gpt2-xl's"),
     # nanoGPT's 10,646,784 without learned positions, plus 4224 biases in each of 6 blocks
     # (9 * 384 of linear layers, 2 * 384 of norms) and 384 of the last norm
