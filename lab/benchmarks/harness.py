@@ -425,6 +425,19 @@ def across_starts(
     return _in_json(of_level(values) if positive else student(np.array(values)))
 
 
+def joined_starts(
+    starts: Sequence[dict[str, Any]], of_row: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Combine results of several starts: each row by `of_row`, from that row of all starts.
+
+    Returns:
+        A result of the first one's form, and `starts`: each one's rows and order_seed.
+    """
+    rows = [of_row(each) for each in zip(*(start["rows"] for start in starts), strict=True)]
+    kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
+    return {**starts[0], "rows": rows, "starts": kept}
+
+
 def places(num_candidates: int, seed: int) -> list[int]:
     """Draw the order in which candidates are built, warmed up and numbered in one start.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lab.benchmarks.harness import (
     across_starts,
     here,
+    joined_starts,
     level,
     middle,
     places,
@@ -107,17 +108,15 @@ def measure(request: Request) -> dict[str, Any]:
 
 def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the results of several processes; see `lab.benchmarks.harness.across_starts`."""
-    rows = [
-        {
-            "name": each[0]["name"],
-            "added_s": across_starts([row["added_s"] for row in each], positive=False),
-            "over_ddp": across_starts([row["over_ddp"] for row in each], positive=False),
-        }
-        for each in zip(*(start["rows"] for start in starts), strict=True)
-    ]
-    kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
     plain_s = middle([start["plain_s"]["median"] for start in starts])
-    return {**starts[0], "rows": rows, "plain_s": plain_s, "starts": kept}
+    return joined_starts(starts, _across) | {"plain_s": plain_s}
+
+
+def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine a strategy's rows of all starts."""
+    keys = ("added_s", "over_ddp")
+    combined = {key: across_starts([row[key] for row in rows], positive=False) for key in keys}
+    return {"name": rows[0]["name"], **combined}
 
 
 class Candidate(NamedTuple):
