@@ -124,7 +124,7 @@ def test_a_collective_has_its_time_by_events_and_its_cost_to_the_host(
 
 @pytest.mark.parametrize("name", ["collective", "codec"])
 def test_tables_of_gpus_show_the_host_and_what_stays_in_the_cache(name: str) -> None:
-    result = committed(name) | {"cache_bytes": 600e6}
+    result: dict[str, Any] = committed(name) | {"cache_bytes": 600e6}
     assert "host (us)" not in text_of(result)
     rows = [{**row, "host_s": 4.25e-5} for row in result["rows"]]
     text = text_of({**result, "rows": rows})

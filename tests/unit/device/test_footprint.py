@@ -115,9 +115,3 @@ def test_checkpointing_keeps_inputs_alone() -> None:
         for model in (blocks, Checkpoint(r"\d+")(deepcopy(blocks)))
     )
     assert kept < 0.7 * plain
-
-
-def test_an_exchange_comes_on_top() -> None:
-    plain, with_it = (footprint(small(), STEP, 32, extra) for extra in (0, 1000))
-    assert with_it.kinds["exchange"] == 1000
-    assert with_it.total_bytes == plain.total_bytes + 1000

@@ -70,7 +70,7 @@ def of_kineto(of_copies: str, of_kernels: str) -> Callable[..., str]:
         )
 
     def write(copies: Any, kernels: Any) -> str:
-        events = [event(of_copies, *span, f'{{"bytes": {size}}}') for *span, size in copies]
+        events = [event(of_copies, at, took, f'{{"bytes": {size}}}') for at, took, size in copies]
         events += [event(of_kernels, *span) for span in kernels]
         return f'{{"schemaVersion": 1, "traceEvents": [{", ".join(events)}]}}'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -45,6 +46,14 @@ class Twice(nn.Module):
         return self.last(self.first(self.first(images)) * self.scale)
 
 
+@pytest.fixture
+def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Let marks be 0, 1, 2, ...; the next one is the next mark."""
+    numbers = count()
+    monkeypatch.setattr(layers, "mark", lambda _: float(next(numbers)))
+    return numbers
+
+
 def medians(clock: LayerClock, warmup: int) -> list[Layer]:
     names, times_ms = clock.times_ms(warmup)
     forward_ms, backward_ms = np.median(times_ms, axis=0).tolist()
@@ -52,9 +61,7 @@ def medians(clock: LayerClock, warmup: int) -> list[Layer]:
     return list(map(Layer, names, sizes, forward_ms, backward_ms))
 
 
-def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = count()
-    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
+def test_times_of_all_layers_add_up_to_the_whole_pass(moments: Iterator[int]) -> None:
     model = Twice()
     with LayerClock(model, CPU) as clock:
         for _ in range(3):
@@ -83,10 +90,8 @@ def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.Monkey
     ids=["branches", "tied"],
 )
 def test_layers_of_branches_and_tied_ones_are_measured(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: torch.Tensor, without: set[str]
+    moments: Iterator[int], model: nn.Module, inputs: torch.Tensor, without: set[str]
 ) -> None:
-    moments = count()
-    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
     with LayerClock(model, CPU) as clock:
         model(inputs).sum().backward()
     found = medians(clock, warmup=0)
@@ -116,7 +121,8 @@ def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(layer.forward_ms for layer in found.values()) == pytest.approx(90)
 
 
-def test_layers_out_of_the_ordinary_have_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("moments")
+def test_layers_out_of_the_ordinary_have_their_place() -> None:
     """Frozen weights, weights that another module uses, and tied ones."""
 
     class Odd(nn.Module):
@@ -132,8 +138,6 @@ def test_layers_out_of_the_ordinary_have_their_place(monkeypatch: pytest.MonkeyP
             mixed, _ = self.mix(*[self.below(inputs)] * 3)
             return self.head(mixed)
 
-    moments = count()
-    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
     model = Odd()
     with LayerClock(model, CPU) as clock:
         for _ in range(2):
