@@ -95,6 +95,20 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
         (["codec", "codec=zip", "num_values=4096"], "codec=zip: allowed are onebit"),
+        (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures one model"),
+        (
+            ["throughput", "batch_size=2000", "model=mlp"],
+            "batch_size=2000: the test part has 360 samples, too few for a batch of inference",
+        ),
+        (["convolution", "model=mlp"], "model=lab.model.mlp.mlp: has no 2-d convolution"),
+        (["convolution", "algorithm=magic"], "algorithm=magic: allowed are library, direct,"),
+        (["counters", "isa=avx512"], "isa=avx512: allowed are avx, avx2"),
+        (["counters", "trace=a.json", "model=lenet"], "model=lenet: is not used with trace="),
+        (
+            ["counters", "device=cuda"],
+            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted",
+        ),
+        (["footprint", "model=alexnet"], "model=alexnet: images of 32x32 px are too small"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

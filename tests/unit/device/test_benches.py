@@ -189,34 +189,6 @@ def test_layers_stand_under_the_roofs_of_this_machine(
     assert "copies: of 200 kB " in text and "fusable: bytes of operations without products" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("roofline", "batch_size=2,4"), "batch_size=2, batch_size=4: roofline measures one model"),
-        (
-            ("throughput", "batch_size=2000", "model=mlp"),
-            "batch_size=2000: the test part has 360 samples, too few for a batch of inference",
-        ),
-        (("convolution", "model=mlp"), "model=lab.model.mlp.mlp: has no 2-d convolution"),
-        (("convolution", "algorithm=magic"), "algorithm=magic: allowed are library, direct,"),
-        (("layout", "channels_last=true"), "channels_last=true: is not used by layout; allowed"),
-        (("counters", "isa=avx512"), "isa=avx512: allowed are avx, avx2"),
-        (("counters", "trace=a.json", "model=lenet"), "model=lenet: is not used with trace="),
-        (
-            ("counters", "device=cuda"),
-            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted",
-        ),
-        (("footprint", "model=alexnet"), "model=alexnet: images of 32x32 px are too small"),
-    ],
-)
-def test_wrong_input_is_one_line_and_code_2(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench.main(list(words)) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"lab.bench: error: {message}") and err.count("\n") == 1
-
-
 def test_layers_and_rest_are_compared_with_a_plain_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
