@@ -34,6 +34,7 @@ from lab.measure.interfaces import namespace, sent_bytes
 from lab.measure.intervals import Interval, of_level, student
 from lab.measure.layers import spin_stream
 from lab.measure.statistics import order
+from lab.settings.errors import ConfigError
 from lab.training.assemble import join
 from lab.training.recording import surroundings
 
@@ -242,6 +243,14 @@ def seconds_of(call: Call, device: torch.device) -> float:
     call()
     wait_for(device)
     return time.perf_counter() - began
+
+
+def device_for(wanted: str) -> torch.device:
+    """Return the device of one rank. ConfigError: GPUs are wanted, and there is none."""
+    try:
+        return torch.device("cuda" if worlds.check_gpus(wanted, 1) else "cpu")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def wait_for(device: torch.device) -> None:

@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.benchmarks.harness import (
     across_starts,
+    device_for,
     here,
     joined_starts,
     level,
@@ -52,7 +53,6 @@ from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker, StreamWorker
-from lab.distributed.world import check_gpus
 from lab.draw.looks import BLUE
 from lab.draw.plots import bars
 from lab.problem.build import blueprint
@@ -77,7 +77,7 @@ def measure(request: Request) -> dict[str, Any]:
     try:
         with ExitStack() as stack:
             first = request.variants[0].config
-            device = _device_of(first)
+            device = device_for(first.device)
             comm = stack.enter_context(_fake_comm(device))
             stack.enter_context(_no_work())
             built = {DDP: Candidate(DDP, _ddp(first, device), _plain(first, device))}
@@ -125,13 +125,6 @@ class Candidate(NamedTuple):
     name: str
     step: Step
     plain: Step
-
-
-def _device_of(config: DictConfig) -> torch.device:
-    try:
-        return torch.device("cuda" if check_gpus(config.device, 1) else "cpu")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _skeleton(config: DictConfig, device: torch.device) -> nn.Module:

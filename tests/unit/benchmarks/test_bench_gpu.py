@@ -68,7 +68,7 @@ def test_a_gpu_codec_is_measured_beyond_the_cache(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(codec, "_measure_all", measured)
     for count, device in ((1, "cuda"), (0, "cpu")):
-        monkeypatch.setattr(codec, "check_gpus", lambda *_, count=count: count > 0)
+        has_gpus(monkeypatch, count)
         with pytest.raises(Exception, match="too many for this GPU's memory"):
             codec.measure(read(["codec", "columns=1000"]))
         assert asked[device] == {"cuda": 400_000_000, "cpu": 25_000_000}[device]

@@ -124,6 +124,15 @@ def test_most_parameters_are_in_fc_layers(name: str, shape: tuple[int, ...], cla
     assert size(model.classifier) / size(model) == pytest.approx(0.948, abs=5e-4)
 
 
+def test_weights_depend_on_the_seed_alone() -> None:
+    found: list[torch.Tensor] = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        model = lenet(input_shape=(1, 16, 16), output_size=2)
+        found.append(nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+
+
 def documented() -> dict[str, tuple[int, list[int]]]:
     """By settings: the parameters in the table of docs/models.md, and the numbers of its input."""
     text = re.sub(r"(?<=\d) (?=\d{3})", "", (ROOT / "docs/models.md").read_text())
