@@ -179,28 +179,20 @@ def test_layers_on_a_gpu_last_as_long_as_their_kernels(monkeypatch: pytest.Monke
     assert gpu.log.count("sleep") == 4
 
 
-class Averages(list[Any]):
-    """Stand-in for torch.profiler's key_averages(), in microseconds."""
-
-    def add(self, key: str, kind: str, own_us: float, whole_us: float, note: bool = False) -> None:
-        self.append(
-            SimpleNamespace(
-                key=key,
-                device_type=getattr(DeviceType, kind),
-                self_device_time_total=own_us,
-                device_time_total=whole_us,
-                is_user_annotation=note,
-            )
-        )
+def average(key: str, kind: DeviceType, own_us: float, whole_us: float, note: bool = False) -> Any:
+    """Make an element of torch.profiler's key_averages()."""
+    times = {"self_device_time_total": own_us, "device_time_total": whole_us}
+    return SimpleNamespace(key=key, device_type=kind, is_user_annotation=note, **times)
 
 
 def test_kernels_of_a_step_are_counted_once_and_without_the_optimizer() -> None:
-    averages = Averages()
-    averages.add("aten::conv", "CPU", 900, 900)  # its kernels are listed separately
-    averages.add("conv_kernel", "CUDA", 900, 900)
-    averages.add("sgd_kernel", "CUDA", 60, 60)
-    averages.add("Optimizer.step#SGD.step", "CPU", 0, 60)
-    averages.add("Optimizer.step#SGD.step", "CUDA", 75, 75, note=True)
+    averages = [
+        average("aten::conv", DeviceType.CPU, 900, 900),  # its kernels are listed separately
+        average("conv_kernel", DeviceType.CUDA, 900, 900),
+        average("sgd_kernel", DeviceType.CUDA, 60, 60),
+        average("Optimizer.step#SGD.step", DeviceType.CPU, 0, 60),
+        average("Optimizer.step#SGD.step", DeviceType.CUDA, 75, 75, note=True),
+    ]
     assert kernels_ms(averages, num_steps=3) == pytest.approx(0.3)
 
 
