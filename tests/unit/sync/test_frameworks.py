@@ -232,22 +232,12 @@ def test_weights_are_those_of_a_naive_float64_reference(settings: str, size: int
             assert error < 1e-6
 
 
-@pytest.mark.parametrize("strategy", ["caffe", "torch7", "tensorflow"])
-def test_the_root_alone_holds_momentum_and_all_have_its_weights(strategy: str) -> None:
-    first, *others = run(3, f"strategy={strategy}")
-    assert first[2] == sum(weight.numel() for weight in first[0])
-    for weights, _, momentum in others:
-        assert momentum == 0
-        assert all(torch.equal(a, b) for a, b in zip(weights, first[0], strict=True))
-
-
 def test_cntk_without_a_double_buffer_is_onebit_after_backward_bit_for_bit() -> None:
     ours = run(3, "strategy=cntk")
     theirs = run(3, "strategy=onebit", "overlap=false", "bucket_mb=null")
     late = run(3, "strategy=cntk", "sync.double_buffer=true")
     for a, b, c in zip(ours, theirs, late, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(a[0], b[0], strict=True))
-        assert not any(torch.equal(one, other) for one, other in zip(a[0], c[0], strict=True))
+        assert all(map(torch.equal, a[0], b[0])) and not any(map(torch.equal, a[0], c[0]))
         assert a[1] == b[1] == c[1] > 0  # bytes
 
 
@@ -259,20 +249,23 @@ SENT = {  # whole models that each of four ranks sends in a step
 
 
 @pytest.mark.parametrize("strategy", SENT)
-def test_gradients_up_and_weights_down_are_counted(strategy: str) -> None:
+def test_the_root_alone_holds_momentum_and_sends_its_weights_to_all(strategy: str) -> None:
+    ranks = run(4, f"strategy={strategy}")
     model = sum(p.nbytes for p in network().parameters())
+    assert [momentum for *_, momentum in ranks] == [model // 4, 0, 0, 0]
+    for weights, *_ in ranks:
+        assert all(map(torch.equal, weights, ranks[0][0]))
     once = [32 if strategy == "tensorflow" else 0, 0, 0, 0]  # the order of four buckets, int64
-    sent = [payload for _, payload, _ in run(4, f"strategy={strategy}")]
+    sent = [payload for _, payload, _ in ranks]
     assert sent == [NUM_STEPS * n * model + o for n, o in zip(SENT[strategy], once, strict=True)]
 
 
-@pytest.mark.parametrize("size", range(1, 18))
-def test_the_binomial_tree_is_made_of_caffes_pairs(size: int) -> None:
-    children: dict[int, list[int]] = {rank: [] for rank in range(size)}
-    for parent, child in caffe_pairs(size):
-        children[parent].append(child)
-    for rank in range(size):
-        assert binomial_node(rank, size).children == children[rank]
+def test_the_binomial_tree_is_made_of_caffes_pairs() -> None:
+    for size in range(1, 18):
+        pairs = caffe_pairs(size)
+        for rank in range(size):
+            children = [child for parent, child in pairs if parent == rank]
+            assert binomial_node(rank, size).children == children
 
 
 @pytest.mark.parametrize(
@@ -282,10 +275,7 @@ def test_the_binomial_tree_is_made_of_caffes_pairs(size: int) -> None:
         ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: the root alone updates; allowed"),
         ("strategy=torch7 precision=fp16", "precision=fp16: only the root would know"),
         ("strategy=cntk overlap=true", "overlap=true: must be sync.double_buffer, which is false"),
-        (
-            "strategy=cntk sync.double_buffer=true overlap=false",
-            "overlap=false: must be sync",
-        ),
+        ("strategy=cntk sync.double_buffer=true overlap=false", "overlap=false: must be sync"),
         ("strategy=cntk sync.double_buffer=1", "sync.double_buffer=1: must be true or false"),
         ("strategy=cntk sync.double_buffer=true precision=fp16", "precision=fp16: a step cannot"),
     ],

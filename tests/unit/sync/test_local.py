@@ -128,20 +128,6 @@ def test_replicas_part_within_a_round_and_meet_at_its_end_and_at_the_last_step()
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("every", [1, 5, 10])
-def test_payload_per_step_is_a_ring_over_the_length_of_a_round(every: int) -> None:
-    batches, models = torch.randn(2, 20, 4, 6), networks(2)
-
-    def rank_main(comm: Comm) -> int:
-        with local(models[comm.rank], comm, every=every) as sync:
-            train(sync, batches[comm.rank], 20)
-        return comm.traffic.payload_bytes
-
-    num_bytes = sum(p.nbytes for p in models[0].parameters())
-    for payload in run_ranks(2, rank_main):
-        assert payload / 20 == pytest.approx(2 * num_bytes * (2 - 1) / 2 / every, rel=0.05)
-
-
 def test_outer_optimizer_is_sgd_with_nesterov_momentum_on_the_mean_change() -> None:
     changes = torch.randn(3, 2, 4)  # rounds, ranks, values
     lr, momentum = 0.7, 0.9
@@ -161,33 +147,6 @@ def test_outer_optimizer_is_sgd_with_nesterov_momentum_on_the_mean_change() -> N
         expected -= lr * (change + momentum * velocity)
     for result in run_ranks(2, rank_main):
         torch.testing.assert_close(result, expected)
-
-
-def test_a_round_goes_on_from_its_state_bit_for_bit() -> None:
-    batches, models, others = torch.randn(2, 11, 4, 6), networks(2), networks(2)
-    settings: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
-
-    def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
-        sync = local(models[comm.rank], comm, **settings)
-        resumed = local(others[comm.rank], comm, **settings)
-        with sync:
-            train(sync, batches[comm.rank], 6)
-            state = {kind: _cloned(tensors) for kind, tensors in sync.state_dict().items()}
-            resumed.module.load_state_dict(sync.module.state_dict())
-            train(sync, batches[comm.rank], 11)
-        assert state["anchor"]
-        resumed.load_state_dict(state)
-        resumed.step = 6
-        with resumed:
-            train(resumed, batches[comm.rank], 11)
-        return weights(sync), weights(resumed)
-
-    for whole, resumed in run_ranks(2, rank_main):
-        assert torch.equal(whole, resumed)
-
-
-def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def test_mean_of_states_keeps_types_and_memory_order() -> None:
