@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,28 +15,17 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lab.distributed.comm import Comm, run_ranks
-from lab.distributed.worker import InlineWorker
-from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange
 from lab.exchange.paths import Ring
 from lab.sync import pattern
-from lab.sync.base import SyncParts
 from lab.sync.local import DesLoc
+from tests.support.steps import made, take_steps
 from tests.unit.sync.test_local import networks
 
 PERIODS: dict[str, Any] = {"every": 2, "first_every": 6, "second_every": 12}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def des_loc(
-    model: nn.Module, comm: Comm, exchange: Exchange | None = None, **settings: Any
-) -> DesLoc:
-    settings = {**PERIODS, **settings}
-    of_run = {key: settings.pop(key) for key in ("overlap", "precision") if key in settings}
-    bucket_mb = settings.pop("bucket_mb", None)
-    exchange = exchange or AllReduce()
-    parts = SyncParts(model, model, exchange, comm, InlineWorker(), bucket_mb=bucket_mb, **of_run)
-    return DesLoc(parts, **settings)
+des_loc: Callable[..., DesLoc] = partial(made, DesLoc, **PERIODS)
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -43,12 +34,8 @@ def adamw(model: nn.Module) -> Optimizer:
 
 def train(sync: DesLoc, optimizer: Optimizer, batches: Tensor, num_steps: int) -> None:
     """Train up to step `num_steps` on this rank's batches, [steps of the whole run, rows, 6]."""
-    for step in range(sync.step, num_steps):
-        with sync.micro_batch(last=True):
-            (sync.module(batches[step]).square().mean() * sync.loss_factor).backward()
-        assert sync.finish() is None
-        sync.update(optimizer)
-        assert sync.after_update(last=step + 1 == len(batches)) is None
+    steps = range(sync.step, num_steps)
+    take_steps(sync, optimizer, batches.__getitem__, steps, last=len(batches) - 1)
 
 
 def kept(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit, TopK
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
-from lab.sync.base import SyncParts
 from lab.sync.drift import LIMIT, Drift
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import observe_drift
@@ -30,6 +30,7 @@ from tests.support.cases import (
     maker,
 )
 from tests.support.slow import some_of
+from tests.support.steps import made, take_steps
 
 SHAPES = {"fc": torch.Size((12, 70)), "bias": torch.Size((12,)), "conv": torch.Size((6, 5, 3, 3))}
 NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
@@ -145,7 +146,7 @@ def test_a_layer_that_some_steps_use_alarms_nobody(size: int) -> None:
     def rank_main(comm: Comm) -> list[dict[str, Any]]:
         torch.manual_seed(0)
         net = nn.ModuleList([nn.Linear(40, 30), nn.Linear(40, 30)])
-        sync = GradSync(SyncParts(net, net, TopK(0.05), comm, InlineWorker(), False, None))
+        sync = made(GradSync, net, comm, TopK(0.05))
         sync.observe_drift(EVERY)
         with sync:
             for step in range(3 * EVERY):
@@ -162,18 +163,12 @@ def test_a_layer_that_some_steps_use_alarms_nobody(size: int) -> None:
 
 def train(config: DictConfig, exchange: Exchange, comm: Comm, model: nn.Module) -> list[Any]:
     """Train a little with a strategy's sync; return the windows."""
-    shared = exchange, comm, TurnsWorker(), config.overlap, 1e-3
-    sync = build(config.sync, SyncParts(model, model, *shared))
+    of_run = {"overlap": config.overlap, "bucket_mb": 1e-3}
+    sync = made(partial(build, config.sync), model, comm, exchange, TurnsWorker(), **of_run)
     observe_drift(sync, 2, "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with sync:
-        for step in range(12):
-            with sync.micro_batch(last=True):
-                loss = sync.module(torch.randn(4, 40)).square().mean()
-                (loss * sync.loss_factor).backward()
-            sync.finish()
-            sync.update(optimizer)
-            sync.after_update(last=step == 11)
+        take_steps(sync, optimizer, lambda _: torch.randn(4, 40), range(12), last=11)
         sync.settle()
     return sync.drift.results()
 
@@ -214,9 +209,9 @@ def test_where_no_mean_reaches_all_ranks_in_its_step_it_is_refused(
     config, model = load([settings]), nn.Linear(4, 3)
 
     def rank_main(comm: Comm) -> None:
-        exchange = build(config.exchange)
-        parts = SyncParts(model, model, exchange, comm, InlineWorker(), config.overlap)
-        observe_drift(build(config.sync, parts), 5, precision)
+        kind, exchange = partial(build, config.sync), build(config.exchange)
+        sync = made(kind, model, comm, exchange, overlap=config.overlap)
+        observe_drift(sync, 5, precision)
 
     with pytest.raises(ConfigError, match=f"drift_every=5: {message}"):
         run_ranks(1, rank_main)

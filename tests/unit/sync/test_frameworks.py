@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import make_worker
 from lab.exchange.grouping import binomial_node
 from lab.settings.config import build, load
-from lab.sync.base import Sync, SyncParts
 from tests.support.slow import some_of
+from tests.support.steps import OF_RUN, made, take_steps
 
 CPU = torch.device("cpu")
 NUM_STEPS, LR, MOMENTUM, WEIGHT_DECAY = 6, 0.1, 0.9, 0.01
@@ -43,24 +44,6 @@ def loss(outputs: Tensor) -> Tensor:
     return (outputs - 1).square().mean()
 
 
-def train(sync: Sync, own: Tensor, steps: range) -> torch.optim.Optimizer:
-    """Run SGD on one rank's batches as the trainer does, in float32, from the state of `sync`."""
-    optimizer = torch.optim.SGD(
-        sync.module.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    with sync:
-        for step in steps:
-            with sync.micro_batch(last=True):
-                (loss(sync.module(own[step])) * sync.loss_factor).backward()
-            finite = sync.finish()
-            assert finite is None or finite
-            optimizer.step()
-            optimizer.zero_grad()
-            assert sync.after_update(last=step == steps[-1]) is None
-    sync.settle()
-    return optimizer
-
-
 def run(size: int, *settings: str) -> list[tuple[list[Tensor], int, int]]:
     """Return each rank's final weights, payload bytes, and values of momentum."""
     data, config = batches(size), load(list(settings))
@@ -71,9 +54,14 @@ def run(size: int, *settings: str) -> list[tuple[list[Tensor], int, int]]:
         config, model = configs[comm.rank], models[comm.rank]
         exchange = build(config.exchange)
         worker = make_worker(config.overlap, CPU, comm.backend, exchange.asynchronous(comm))
-        settings = config.overlap, config.bucket_mb, config.precision
-        sync = build(config.sync, SyncParts(model, model, exchange, comm, worker, *settings))
-        optimizer = train(sync, data[comm.rank], range(NUM_STEPS))
+        of_run = {key: config[key] for key in OF_RUN}
+        sync = made(partial(build, config.sync), model, comm, exchange, worker, **of_run)
+        rates: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+        optimizer = torch.optim.SGD(model.parameters(), **rates, fused=True)
+        inputs, last = data[comm.rank].__getitem__, NUM_STEPS - 1
+        with sync:
+            take_steps(sync, optimizer, inputs, range(NUM_STEPS), last=last, loss=loss)
+        sync.settle()
         worker.close()
         momentum = sum(s["momentum_buffer"].numel() for s in optimizer.state.values())
         return [p.detach() for p in model.parameters()], comm.traffic.payload_bytes, momentum

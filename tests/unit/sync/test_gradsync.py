@@ -14,8 +14,8 @@ from lab.distributed.comm import Collective, Comm, Done, run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
-from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
+from tests.support.steps import made
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ NET = Net()  # threads share one generator, so each has a copy
 def make(comm: Comm, overlap: bool, net: nn.Module = NET) -> tuple[GradSync, Recording]:
     net, exchange = copy.deepcopy(net), Recording()
     worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
-    return GradSync(SyncParts(net, net, exchange, comm, worker, overlap, 0)), exchange
+    return made(GradSync, net, comm, exchange, worker, overlap=overlap, bucket_mb=0), exchange
 
 
 def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def test_accumulation_exchanges_once_and_keeps_what_only_an_early_micro_batch_us
 def test_overlap_starts_exchanges_inside_backward_until_exit() -> None:
     def rank_main(comm: Comm) -> list[int]:
         net, exchange = Net(), Recording()  # exchanges run where they are submitted
-        sync = GradSync(SyncParts(net, net, exchange, comm, InlineWorker(), True, 0))
+        sync = made(GradSync, net, comm, exchange, overlap=True, bucket_mb=0)
 
         def begun_in_backward() -> int:
             exchange.seen.clear()
@@ -231,27 +231,11 @@ def test_error_of_an_exchange_reaches_finish() -> None:
 
     def rank_main(comm: Comm) -> None:
         net, worker = Net(), ThreadWorker(CPU)
-        sync = GradSync(SyncParts(net, net, Broken(), comm, worker, overlap=True, bucket_mb=0))
-        with sync:
+        with made(GradSync, net, comm, Broken(), worker, overlap=True, bucket_mb=0) as sync:
             step(sync, [(torch.randn(4, 6), {})])
 
     with pytest.raises(ConnectionError, match="peer is gone"):
         run_ranks(1, rank_main)
-
-
-def test_loss_scale_is_taken_off_before_the_exchange() -> None:
-    def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
-        plain = step(make(comm, overlap=False)[0], [(x, {})])["out.weight"]
-        sync, _ = make(comm, overlap=False)
-        sync.loss_scale = 1024.0
-        with sync.micro_batch(last=True):
-            (1024 * sync.module(x).square().mean()).backward()
-        sync.finish()
-        return plain, dict(sync.module.named_parameters())["out.weight"].grad  # type: ignore[return-value]
-
-    plain, unscaled = run_ranks(1, rank_main)[0]
-    torch.testing.assert_close(plain, unscaled)
 
 
 def sizes_of(buckets: list[BucketPlan]) -> list[list[str]]:
@@ -298,8 +282,7 @@ class Aliased(nn.Module):
 def test_gradients_that_share_memory_are_averaged_once() -> None:
     def rank_main(comm: Comm) -> list[float]:
         net = Aliased()
-        parts = SyncParts(net, net, AllReduce(), comm, InlineWorker(), overlap=True, bucket_mb=25)
-        with GradSync(parts) as sync:
+        with made(GradSync, net, comm, overlap=True, bucket_mb=25) as sync:
             with sync.micro_batch(last=True):
                 (net(torch.tensor(1.0 + comm.rank)) * sync.loss_factor).backward()
             sync.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lab.distributed.comm import Collective, Comm, run_ranks
-from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.measure.statistics import round_means
-from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.local import LocalSync
 from lab.training.checkpoint import mean_state
+from tests.support.steps import made, take_steps
 
 LOCAL_SGD: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
@@ -35,27 +34,14 @@ def networks(size: int) -> list[nn.Module]:
     return [copy.deepcopy(model) for _ in range(size)]
 
 
-def local(
-    model: nn.Module, comm: Comm, exchange: Exchange | None = None, **settings: Any
-) -> LocalSync:
-    settings = {"every": 4, **LOCAL_SGD, **settings}
-    of_run = {key: settings.pop(key) for key in ("overlap", "precision") if key in settings}
-    worker = InlineWorker()
-    parts = SyncParts(model, model, exchange or AllReduce(), comm, worker, **of_run)
-    return LocalSync(parts, **settings)
+local: Callable[..., LocalSync] = partial(made, LocalSync, every=4, **LOCAL_SGD)
 
 
 def train(sync: GradSync, batches: Tensor, num_steps: int) -> None:
     """Train up to step `num_steps` on this rank's batches, [steps of the whole run, rows, 6]."""
     optimizer = torch.optim.SGD(sync.module.parameters(), lr=0.1, weight_decay=0.01)
-    for step in range(sync.step, num_steps):
-        with sync.micro_batch(last=True):
-            (sync.module(batches[step]).square().mean() * sync.loss_factor).backward()
-        assert sync.finish() is None
-        optimizer.step()
-        optimizer.zero_grad()
-        finite = sync.after_update(last=step + 1 == len(batches))
-        assert finite is None or finite
+    steps = range(sync.step, num_steps)
+    take_steps(sync, optimizer, batches.__getitem__, steps, last=len(batches) - 1)
 
 
 def weights(sync: GradSync) -> Tensor:
@@ -69,7 +55,7 @@ def test_rounds_of_one_step_are_what_averaging_gradients_gives(size: int) -> Non
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
         other = copy.deepcopy(models[comm.rank])
         sync = local(models[comm.rank], comm, every=1)
-        reference = GradSync(SyncParts(other, other, AllReduce(), comm, InlineWorker()))
+        reference = made(GradSync, other, comm)
         for each in (sync, reference):
             with each:
                 train(each, batches[comm.rank], 6)

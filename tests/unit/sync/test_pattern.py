@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from lab.exchange.grouping import MIB, group
 from lab.measure.clock import Clock
 from lab.measure.spans import OWN
 from lab.settings.config import build, choices_of, load
-from lab.sync.base import Sync, SyncParts
+from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import (
     OF_CLASS,
@@ -37,15 +38,15 @@ from lab.sync.pattern import (
     pattern_of,
     send_order,
 )
+from tests.support.steps import OF_RUN, made
 
 LIBRARIES = {"ddp", "fsdp", "hsdp", "zeropp", "horovod"}  # these need their own process group
 
 
 def sync_of(comm: Comm, *settings: str) -> Sync:
     config, model = load(list(settings)), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    of_run = config.overlap, config.bucket_mb, config.precision
-    parts = SyncParts(model, model, build(config.exchange), comm, InlineWorker(), *of_run)
-    return build(config.sync, parts)
+    kind, of_run = partial(build, config.sync), {key: config[key] for key in OF_RUN}
+    return made(kind, model, comm, build(config.exchange), **of_run)
 
 
 @pytest.mark.parametrize("name", choices_of("sync"))
@@ -119,8 +120,8 @@ class Noting(AllReduce):
 def test_exchanges_begin_when_the_pattern_says(sync: str, overlap: bool, part: Begin) -> None:
     def rank_main(comm: Comm) -> tuple[Begin, list[str]]:
         model, exchange = nn.Linear(4, 3), Noting()
-        parts = SyncParts(model, model, exchange, comm, InlineWorker(), overlap, 25)
-        built: Sync = build(load([f"sync={sync}"]).sync, parts)
+        kind = partial(build, load([f"sync={sync}"]).sync)
+        built = made(kind, model, comm, exchange, overlap=overlap, bucket_mb=25)
         with built:
             for last in (False, True):  # the first step looks how often each gradient grows
                 exchange.ran.clear()
@@ -228,8 +229,8 @@ def own_of_a_step(comm: Comm, config: DictConfig, phase: str) -> dict[str, float
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     worker: Worker = ThreadWorker(CPU) if config.overlap else InlineWorker()
-    parts = SyncParts(net, net, build(config.exchange), comm, worker, config.overlap, 0)
-    with GradSync(parts) as sync:
+    of_run = {"overlap": config.overlap, "bucket_mb": 0}
+    with made(GradSync, net, comm, build(config.exchange), worker, **of_run) as sync:
         sync.clock = clock = Clock(CPU, breakdown=False)
         _step(sync, net)
         if comm.rank == LATE and phase == "backward":

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -287,8 +287,9 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
 def test_refusals(settings: dict[str, Any], message: str) -> None:
     arguments = {"trials": 0, "chunk_mb": 8, **settings}
     run = True, 25.0, arguments.pop("precision", "fp32")
-    model: Any = Net()
-    module = torch.compile(model, backend="eager") if arguments.pop("compiled", False) else model
+    model = module = Net()
+    if arguments.pop("compiled", False):
+        module = cast(nn.Module, torch.compile(model, backend="eager"))
     exchange = arguments.pop("exchange", AllReduce)()
 
     def rank_main(comm: Comm) -> None:

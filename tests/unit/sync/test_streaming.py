@@ -16,9 +16,9 @@ from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Work
 from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import Int8, OneBit
-from lab.sync.base import SyncParts
 from lab.sync.local import LocalSync, StreamingSync
 from lab.sync.pattern import fragments
+from tests.support.steps import made
 from tests.unit.sync.test_des_loc import des_loc
 from tests.unit.sync.test_local import local, networks, train, weights
 
@@ -32,20 +32,9 @@ def one_bit() -> OneBit:
     return OneBit(**ONEBIT, min_columns=1, warmup_steps=0, error_feedback=True)
 
 
-def streaming(
-    model: nn.Module,
-    comm: Comm,
-    exchange: Exchange | None = None,
-    worker: Worker | None = None,
-    bucket_mb: float | None = None,
-    **settings: Any,
-) -> StreamingSync:
+def streaming(*parts: Any, **settings: Any) -> StreamingSync:
     settings = {**OUTER, **HALVES, **settings}
-    overlap = settings.pop("overlap", bool(settings["delay"]))
-    precision = settings.pop("precision", "fp32")
-    exchange, worker = exchange or AllReduce(), worker or InlineWorker()
-    parts = SyncParts(model, model, exchange, comm, worker, overlap, bucket_mb, precision)
-    return StreamingSync(parts, **settings)
+    return made(StreamingSync, *parts, **{"overlap": bool(settings["delay"]), **settings})
 
 
 @pytest.mark.parametrize("make", [AllReduce, one_bit])
@@ -58,9 +47,9 @@ def test_one_fragment_without_delay_is_diloco_bit_for_bit(
 
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor, bool]:
         other = copy.deepcopy(models[comm.rank])
-        ours = streaming(models[comm.rank], comm, make(), None, bucket_mb, **WHOLE)
-        parts = SyncParts(other, other, make(), comm, InlineWorker(), bucket_mb=bucket_mb)
-        theirs = LocalSync(parts, **OUTER)
+        settings = {**OUTER, "bucket_mb": bucket_mb}
+        ours = streaming(models[comm.rank], comm, make(), **settings, **WHOLE)
+        theirs = local(other, comm, make(), **settings)
         same = True
         for each in (ours, theirs):
             with each:

@@ -24,6 +24,7 @@ from lab.sync.zero1 import Zero1
 from lab.training import checkpoint
 from lab.training.optim import Optim, Schedule, require_elementwise
 from lab.training.trainer import clip_gradients
+from tests.support.steps import take_steps
 
 CPU = torch.device("cpu")
 Make = Callable[[Any], Optimizer]
@@ -59,17 +60,17 @@ def parts(comm: Comm, overlap: bool = True, precision: str = "fp32", dtype: str 
 
 def train(sync: Sync, optimizer: Optimizer, steps: range, max_norm: float | None = None) -> None:
     """Take steps on batches of this rank as the trainer does."""
+
+    def inputs(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(sync.comm.size, 4, 7, generator=generator)[sync.comm.rank]
+
+    def clip() -> None:
+        if max_norm is not None:
+            clip_gradients(_Params(optimizer), max_norm, sync.norm)
+
     with sync:
-        for step in steps:
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(sync.comm.size, 4, 7, generator=generator)[sync.comm.rank]
-            with sync.micro_batch(last=True):
-                (sync.module(x).square().mean() * sync.loss_factor).backward()
-            sync.finish()
-            if max_norm is not None:
-                clip_gradients(_Params(optimizer), max_norm, sync.norm)
-            sync.update(optimizer)
-            sync.after_update(last=False)
+        take_steps(sync, optimizer, inputs, steps, before_update=clip)
 
 
 class _Params(nn.ParameterList):
