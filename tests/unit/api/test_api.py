@@ -17,6 +17,7 @@ def test_a_prediction_is_a_table_a_text_and_a_chart() -> None:
         {"hardware.inter.bandwidth_bytes_per_s": 1e9},
         strategy=["tree", "onebit"],
         world_size=[1, 4],
+        profile="resnet50_p100",
         hardware="eth10g",
     )
     assert list(found.frame["series"]) == ["tree", "onebit"] * 2

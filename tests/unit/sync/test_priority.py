@@ -25,6 +25,7 @@ from lab.sync import priority
 from lab.sync.base import SyncParts
 from lab.sync.priority import COLD, PrioritySync, Trial
 from tests.support.cases import maker
+from tests.support.steps import made
 
 CPU = torch.device("cpu")
 LATE_S = 0.08
@@ -66,9 +67,8 @@ class Noting(AllReduce):
 def make(
     comm: Comm, exchange: Exchange, worker: Worker, trials: int = 0, overlap: bool = True
 ) -> PrioritySync:
-    model = Net()
-    parts = SyncParts(model, model, exchange, comm, worker, overlap, 25.0)
-    return PrioritySync(parts, chunk_mb=CHUNK_MB, trials=trials)
+    own = {"chunk_mb": CHUNK_MB, "trials": trials}
+    return made(PrioritySync, Net(), comm, exchange, worker, overlap=overlap, bucket_mb=25.0, **own)
 
 
 def train(
