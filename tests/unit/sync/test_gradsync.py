@@ -47,6 +47,7 @@ class Recording(AllReduce):
         return super().stages(bucket, comm)
 
 
+torch.manual_seed(0)
 NET = Net()  # threads share one generator, so each has a copy
 
 
