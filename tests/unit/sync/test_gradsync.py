@@ -239,6 +239,20 @@ def test_error_of_an_exchange_reaches_finish() -> None:
         run_ranks(1, rank_main)
 
 
+def test_loss_scale_is_taken_off_before_the_exchange() -> None:
+    x = torch.randn(4, 6)
+
+    def rank_main(comm: Comm) -> list[Tensor]:
+        found = []
+        for scale in (1.0, 1024.0):
+            sync, _ = make(comm, overlap=False)
+            sync.loss_scale = scale
+            found.append(step(sync, [(x, {})])["out.weight"])
+        return found
+
+    torch.testing.assert_close(*run_ranks(1, rank_main)[0])
+
+
 def sizes_of(buckets: list[BucketPlan]) -> list[list[str]]:
     return [list(bucket.parameters) for bucket in buckets]
 
