@@ -1,10 +1,13 @@
 """Helpers that several tests share."""
 
 import os
+import threading
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import torch._ops
 
 from lab.distributed.world import is_available
 
@@ -33,3 +36,22 @@ def round_products_once() -> None:
 
     builder: Any = InterpreterBuilder
     builder.create_fma = fused
+
+
+def lock_lookups() -> None:
+    """Let one thread at a time look up an operation that has no Python object yet.
+
+    Two ranks that are threads would each make one, the second of which replaces the first. If a
+    dispatch mode asked for the first, torch keeps its address and calls freed memory later on.
+    """
+    lock = threading.RLock()
+
+    def locked(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def getattr_once(self: Any, name: str) -> Any:
+            with lock:
+                return self.__dict__[name] if name in self.__dict__ else find(self, name)
+
+        return getattr_once
+
+    for kind in (torch._ops._OpNamespace, torch._ops.OpOverloadPacket):
+        type.__setattr__(kind, "__getattr__", locked(kind.__getattr__))

@@ -9,11 +9,12 @@ import pkgutil
 
 import torch._dynamo  # noqa: F401
 
-from tests.support import ranks
+from tests.support import compositions, ranks
 
 for package in ("codec", "data", "exchange", "model", "sync", "task", "transform"):
     folder = importlib.import_module(f"lab.{package}")
     for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
         importlib.import_module(module.name)
 
+compositions.share()
 ranks.load([])  # Hydra caches its parsed grammar
