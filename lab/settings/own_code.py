@@ -280,7 +280,7 @@ def _closure(path: Path, root: Path, seen: set[Path]) -> set[Path]:
         seen.add(path)
         for name in _imported(path, root):
             for file in (root / f"{name}.py", root / name / "__init__.py"):
-                if file.is_file():
+                if file.is_file() and is_users(str(file)):  # the lab's own have a git commit
                     _closure(file, root, seen)
     return seen
 

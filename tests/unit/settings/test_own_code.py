@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from lab.settings.config import ConfigError, build, load
-from lab.settings.own_code import HASH_LENGTH, fingerprint, names_code
+from lab.settings.own_code import HASH_LENGTH, fingerprint, names_code, source_hashes
 from lab.study import grid
+from tests.support.misaveraged import Summed
 
 NETS = """\
 from layers import Wide
@@ -103,6 +104,8 @@ def test_a_file_that_is_edited_while_it_is_imported_has_the_hash_of_what_ran(pro
 
 def test_code_of_the_lab_and_of_packages_has_no_hash() -> None:
     assert load([]).code == {} and fingerprint({}) == ""
+    beside_it = source_hashes(Summed)  # which imports it
+    assert list(beside_it) == ["tests/support/misaveraged_py"]
     assert load(["task=torch.nn.SmoothL1Loss"]).code == {}
 
 
