@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lab.claims.metrics import Missing
 from lab.draw.text import markdown
 from lab.measure.intervals import Interval, of_level, of_ratio
+from lab.settings import checks
 from lab.settings.config import load
 from lab.settings.overrides import own_choices
 from lab.settings.reading import read_json
@@ -97,8 +98,7 @@ class Device:
             Missing: there is none.
             ValueError: the paper has no such benchmark, or the file is none of its results.
         """
-        if name not in self.benches:
-            raise ValueError(f"result={name}: allowed are {', '.join(self.benches)}")
+        checks.one_of("result", name, self.benches)
         path = self.folder / f"{name}.json" if self.folder else None
         if path is None or not path.is_file():
             raise Missing
@@ -113,8 +113,7 @@ class Device:
         return found
 
     def _settings(self, network: str) -> Sequence[str]:
-        if network not in self.networks:
-            raise ValueError(f"network={network}: allowed are {', '.join(self.networks)}")
+        checks.one_of("network", network, self.networks)
         return own_choices(shlex.split(self.networks[network]))
 
 

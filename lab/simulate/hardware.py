@@ -410,9 +410,7 @@ def _check_keys(where: str, node: Mapping[str, Any], kind: Kind) -> None:
 
 
 def _check_hardware(name: str, hardware: Hardware) -> None:
-    if hardware.library not in LIBRARIES:
-        allowed = ", ".join(LIBRARIES)
-        raise ValueError(f"{name}: library={hardware.library}: allowed are {allowed}")
+    checks.one_of(f"{name}: library", hardware.library, LIBRARIES)
     for key, least in LEAST.items():
         if getattr(hardware, key) is not None or key not in OPTIONAL:
             checks.number(f"{name}: {key}", getattr(hardware, key), least)
