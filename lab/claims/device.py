@@ -49,6 +49,11 @@ class Device:
     cells: Sequence[Cell] = ()
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def environments(self) -> list[Mapping[str, Any]]:
+        """Those of the runs, as far as they are known."""
+        return [cell.environment for cell in self.cells if cell.environment]
+
     def measured_on(self, result: str | None) -> str | None:
         """Return "gpu" or "cpu", on which a result or, without a name, the runs were measured.
 
@@ -56,10 +61,9 @@ class Device:
             None: nothing was measured.
         """
         try:
-            known = [self.result(result)["environment"]] if result else self._environments()
+            return kind_of([self.result(result)["environment"]] if result else self.environments)
         except Missing:
             return None
-        return kind_of(known)
 
     def figure(self, path: str | float) -> float:
         """Return a figure of the source's tables by its keys and places, joined by "/".
@@ -77,9 +81,6 @@ class Device:
         if found is None:
             raise Missing
         return float(found)
-
-    def _environments(self) -> list[Mapping[str, Any]]:
-        return [cell.environment for cell in self.cells if cell.environment]
 
     def blueprint(self, network: str) -> Blueprint:
         """Build a network for its shapes. ValueError: the paper names no such network."""
