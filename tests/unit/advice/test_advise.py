@@ -113,7 +113,8 @@ def test_it_says_that_a_profile_is_an_estimate(
     (tmp_path / "profile").mkdir()
     guess = replace(profile_of("vgg16_p100"), name="guess", source="estimate: counted operations")
     (tmp_path / "profile/guess.yaml").write_text(guess.to_yaml())
-    assert command.main([*SMALL, "profile=guess", "--config-dir", str(tmp_path)]) == 0
+    small = ["strategy=tree", "batch_size=64", "world_size=2", "profile=guess"]
+    assert command.main([*small, "--config-dir", str(tmp_path)]) == 0
     assert "predicted: profile guess (an estimate), hardware titanx_x4" in capsys.readouterr().out
 
 
@@ -206,8 +207,9 @@ def test_it_predicts_on_what_a_study_measured(
     small = ["strategy=allreduce,overlap", "batch_size=128", "world_size=4", f"fit={study}"]
     small += ["profile=alexnet_titanx", "profile.bytes_scale=0.02"]
     small += ["hardware=emulated_1gbit", "cluster=emulated"]
-    slow = first(advice(tmp_path, *small, "cluster.rate=300mbit"), "exact")
-    assert first(advice(tmp_path, *small), "exact")["samples_per_s"] > slow["samples_per_s"]
+    hardware = advice(tmp_path, *small, "cluster.rate=300mbit")["hardware"]
+    assert hardware["conditions"] == "cluster.rate=300mbit"
+    assert hardware["inter"]["bandwidth_bytes_per_s"] == pytest.approx(3e7, rel=0.05)
     capsys.readouterr()
     assert command.main([*small, "cluster.rate=10mbit"]) == 2
     line = capsys.readouterr().err

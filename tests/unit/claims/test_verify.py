@@ -24,6 +24,8 @@ from lab.simulate.step import simulate
 from tests.support.records import leave, make_record
 from tests.support.svg import overlapping
 
+pytestmark = pytest.mark.xdist_group("verify")  # shares the study, and what papers are predicted by
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
