@@ -236,9 +236,14 @@ def _ddp(config: DictConfig, device: torch.device) -> Step:
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=BUCKET_MB * model.bytes_scale, gradient_as_bucket_view=True
     )
-    # Its own all-reduce cannot run over the fake group; a hook that sends nothing takes as long.
-    wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+    wrapped.register_comm_hook(None, lambda _, bucket: _all_reduce_begun(bucket))
     return _cleared(model, lambda: wrapped().backward())
+
+
+def _all_reduce_begun(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Begin a bucket's all-reduce, as DDP does; the fake group has ended it, and has no future."""
+    dist.all_reduce(bucket.buffer(), async_op=True)
+    return debugging_hooks.noop_hook(None, bucket)
 
 
 def _cleared(model: nn.Module, step: Step) -> Step:

@@ -25,7 +25,7 @@ COLUMNS = 3
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of ranks, few to many
 COLOURS = dict(zip(KINDS, (ORANGE, VERMILLION, SKY, BLUE, GREY, GREEN), strict=True))
 LIMITS = (0.2, 5.0)  # of the axis of claims, in units of what a claim says
-LONGEST = 60  # letters of a claim
+LONGEST = 72  # letters of a claim
 MOST = 8  # powers of two: the end of the colours of a map
 MACHINES = (  # machine, column, colour, what the legend says
     ("desktop", 0, ORANGE, "published: desktop, 1 thread"),
@@ -239,12 +239,12 @@ def regime_map(speedups: SpeedupMap, about: Sequence[str]) -> Chart:
     ).properties(width=PANEL, height=PANEL * 3 / 4, data=data)
     pays = data[(data["ranks"] == max(speedups.ranks)) & (data["speedup"] > 1)]
     smallest = pays[pays["strategy"] != "none"].groupby("strategy")["batch"].min()
-    message = f"On {max(speedups.ranks)} ranks no batch is predicted to pay"
+    message = f"Predicted: {max(speedups.ranks)} ranks are slower than one at every batch"
     if not smallest.empty:
-        first = " and ".join(smallest.index[smallest == smallest.min()])
+        first = ", ".join(smallest.index[smallest == smallest.min()])
         message = (
-            f"On {max(speedups.ranks)} ranks training is predicted to pay from batch "
-            f"{smallest.min():.0f} on, with {first}"
+            f"Predicted: {max(speedups.ranks)} ranks are faster than one from global batch "
+            f"{smallest.min():.0f} on, first with {first}"
         )
     about = ["the line: as fast as one rank; red: slower", *about]
     return _in_panels("regimes", message, about, panel, [*speedups.values])
@@ -298,10 +298,10 @@ def speedup_over_rate(speedups: RateSpeedups, about: Sequence[str]) -> Chart:
     if not near.empty:
         best = near.loc[near["value"].idxmax()]
         message = (
-            f"Predicted: at the links it has, {own:.3g} Gb/s, {best['series']} gains most, "
-            f"{best['value']:.2f} × on {speedups.world_size} ranks"
+            f"Predicted: over links of {own:.3g} Gb/s, as the machine has, {best['series']} is "
+            f"fastest, {best['value']:.2f} × on {speedups.world_size} ranks"
         )
-    about = ["dotted: as fast as one rank, and the links it has", *about]
+    about = ["dotted: as fast as one rank; links of the machine", *about]
     return Chart("bandwidth", message, about, body, width)
 
 
@@ -355,7 +355,7 @@ def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
     marks = "band: allowed; diamond: predicted or counted, grey: as assumptions allow"
     if any(not math.isnan(each.measured.mid) for each in known):
         marks += "; dot: measured, black: 95 % interval"
-    evidence = f"evidence: {' and '.join(EVIDENCE)}"
+    evidence = f"evidence: {', '.join(EVIDENCE)} claims; the others could not fail"
     beside = LETTER * LABEL_PX * max(map(len, names), default=0)
     return Chart("claims", message, [marks, evidence, *about], body, int(440 + beside))
 
@@ -371,7 +371,7 @@ def _line(verdict: Verdict) -> dict[str, Any]:
     found |= {"lo": value.lo, "mid": value.mid, "hi": value.hi}
     return {
         **{"name": f"{text}: {verdict.words}", "kind": verdict.kind},
-        "decides": verdict.basis in ("counted", "predicted"),
+        "decides": verdict.basis in ("counted", "predicted", "collectives"),
         **{key: _clip(value, unit) for key, value in found.items()},
     }
 
@@ -439,7 +439,7 @@ def mini_batches(found: Sequence[Network], about: Sequence[str]) -> Chart:
     if known:
         inside = sum(min(others) <= mid <= max(others) for mid, others in known if others)
         message = (
-            f"On 1 thread, {inside} of {len(known)} networks take as long here as is published "
-            "of a desktop"
+            f"On one thread, the time of {inside} of {len(known)} networks here is within what is "
+            "published for a desktop CPU"
         )
     return Chart("mini_batches", message, ["published: a mark for each tool", *about], body, 460)

@@ -15,7 +15,7 @@ from lab.claims.device import mini_batches_table
 from lab.claims.findings import Findings, Reproduced
 from lab.claims.metrics import of_linear_scaling
 from lab.claims.predicted import MARGIN, Crossovers, Terms
-from lab.claims.verdicts import BASES, KINDS, OTHERS, SURE, Verdict, tally
+from lab.claims.verdicts import BASES, KINDS, OTHERS, SURE, UNTESTED, Verdict, tally
 from lab.draw.looks import order
 from lab.draw.text import markdown
 from lab.settings.atomic import write_atomically
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from lab.draw.chart import Chart
 
 LINEAR = "error of N ×"  # the null model: N ranks are N times as fast
+DISAGREES = (
+    "A claim disagrees if the value found is further from it than the claim allows; this does not "
+    "tell which of the two is wrong."
+)
 
 
 def summary(findings: Findings) -> list[str]:
@@ -46,43 +50,43 @@ def summary(findings: Findings) -> list[str]:
 def overview(papers: Mapping[str, Findings]) -> list[str]:
     """List what verdicts rest on and how they came out, then a line for each paper."""
     every = [verdict for found in papers.values() for verdict in found.verdicts]
-    columns = [key for key in BASES if key != "nothing"]
-    header = ["paper", *(key.replace("elsewhere", "not testable here") for key in columns)]
-    rows = [[name, *_agreeing(found.verdicts)] for name, found in papers.items()]
+    of_all = tally(every)
+    bases = [key for key in BASES if key not in UNTESTED and sum(of_all[key].values())]
+    rows = [[name, *_agreeing(found.verdicts, bases)] for name, found in papers.items()]
     return [
         *verdicts_table(every),
         "",
-        "Each paper: how many of its claims agree, of those that are evidence.",
+        "For each source: claims that agree, of those that count as evidence.",
         "",
-        *markdown([*header, *OTHERS.values()], rows),
+        *markdown(["source", *bases, "not tested", *OTHERS.values()], rows),
     ]
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> list[str]:
     """Write what decides verdicts, and how those that are evidence came out; nothing is summed."""
-    header = ["a verdict is", "claims", "agree", "disagree", "undecided", "how far off"]
+    header = ["how a claim was checked", "claims", "agree", "disagree", "undecided", "median error"]
     rows = []
     for basis, counts in tally(verdicts).items():
         outcomes = [counts[key] for key in ("holds", "fails", "within noise")]
-        testable = basis not in ("elsewhere", "nothing")
-        cells = [str(number) if testable else "–" for number in outcomes]
+        cells = [str(number) if basis not in UNTESTED else "–" for number in outcomes]
         if number := sum(counts.values()):
             far = "; ".join(_skill(verdicts)) if basis == "predicted" else ""
             rows.append([BASES[basis], str(number), *cells, far or "–"])
     kinds = Counter(verdict.kind for verdict in verdicts)
     others = [f"{kinds[key]} {text}" for key, text in OTHERS.items() if kinds[key]]
     lines = markdown(header, rows) if rows else ["No claim is evidence about its source."]
-    return [*lines, "", f"Besides, no evidence: {', '.join(others)}."] if others else lines
+    if rows:
+        lines += ["", DISAGREES]
+    return [*lines, "", f"Not counted as evidence: {', '.join(others)}."] if others else lines
 
 
-def _agreeing(verdicts: Sequence[Verdict]) -> list[str]:
-    """Write how many claims of a paper agree, by what decides; then those that are no evidence."""
+def _agreeing(verdicts: Sequence[Verdict], bases: Sequence[str]) -> list[str]:
+    """Write how many claims of a source agree, by what decides; then those that are no evidence."""
     counts, kinds = tally(verdicts), Counter(verdict.kind for verdict in verdicts)
-    untested = sum(sum(counts[basis].values()) for basis in ("elsewhere", "nothing"))
-    known = (counts[key] for key in BASES if key not in ("elsewhere", "nothing"))
-    cells = [f"{each['holds']} of {sum(each.values())}" for each in known]
-    numbers = [str(untested), *(str(kinds[key]) for key in OTHERS)]
-    return [cell if cell != "0 of 0" else "–" for cell in cells] + numbers
+    untested = sum(sum(counts[basis].values()) for basis in UNTESTED)
+    known = ((counts[key]["holds"], sum(counts[key].values())) for key in bases)
+    cells = [f"{holds} of {number}" if number else "–" for holds, number in known]
+    return cells + [str(number or "–") for number in (untested, *(kinds[key] for key in OTHERS))]
 
 
 def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
@@ -252,8 +256,8 @@ def _skill(verdicts: Sequence[Verdict]) -> list[str]:
     predicted, linear = map(median, zip(*errors, strict=True))
     gained = f"skill {skill(predicted, linear):.2f}" if linear else "no skill can be had"
     return [
-        f"{len(errors)} published figures of scaling: {100 * predicted:.1f} % in the median, "
-        f"{100 * linear:.1f} % if N ranks were N times as fast: {gained}"
+        f"linear scaling {100 * linear:.1f} %, the model {100 * predicted:.1f} %, "
+        f"on {len(errors)} scaling figures: {gained}"
     ]
 
 

@@ -30,17 +30,24 @@ KINDS = {
     "input": "no evidence: put into the model, or read off the profile alone",
     "own": "no evidence: the lab's own, which the source does not say",
 }
-OTHERS = {"arithmetic": "checks of arithmetic", "input": "inputs", "own": "of the lab's own"}
+OTHERS = {
+    "arithmetic": "arithmetic checks",
+    "input": "model inputs",
+    "own": "statements of the lab",
+}
 EVIDENCE = ("counted", "predicted", "measured")  # kinds that say something about the source
+BUS = "bus_gb_per_s"  # a quantity of one collective
 # What decides a verdict, in the order of a table.
 BASES = {
-    "counted": "counted: the same on any machine",
-    "predicted": "predicted by the cost model",
+    "counted": "counted exactly: operations or bytes, no time",
+    "predicted": "predicted by the cost model: training",
+    "collectives": "predicted by the cost model: single collectives",
     "emulated": "measured on an emulated cluster",
     "measured": "measured on this kind of device",
-    "elsewhere": "not testable here: measured on another kind of device",
-    "nothing": "not testable here: nothing has measured it",
+    "elsewhere": "not tested: only measured on another kind of device",
+    "nothing": "not tested: the lab has no measurement",
 }
+UNTESTED = ("elsewhere", "nothing")
 SURE = "holds at half and twice, too"
 FACTORS = (0.5, 2.0, 0.71, 1.41)
 CHANGES = tuple(
@@ -82,7 +89,7 @@ class Verdict:
         if not math.isnan(self.measured.mid) and not self.is_elsewhere:
             return "emulated" if self.machine == "emulated" else "measured"
         if self.predicted is not None:
-            return "predicted"
+            return "collectives" if self.claim.quantity == BUS else "predicted"
         return "nothing" if math.isnan(self.measured.mid) else "elsewhere"
 
     @property
@@ -119,6 +126,7 @@ class Verdict:
         if self.outcome == "unknown":
             return "not testable here: not measured"
         done = BASES[self.basis] if self.basis == "emulated" else self.basis
+        done = "predicted" if done == "collectives" else done
         done = self.kind if self.kind in ("arithmetic", "input") else done
         if self.outcome == "holds":
             return f"{done}: agrees"

@@ -292,7 +292,10 @@ def test_kinds_have_tables_of_their_own() -> None:
     found = [Verdict(one, 1.0, kind=kind) for kind in KINDS]
     lines = claims_tables(found)
     assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
-    assert "Besides, no evidence: 1 checks of arithmetic, 1 inputs, 1 of the lab's own." in lines
+    assert (
+        "Not counted as evidence: 1 arithmetic checks, 1 model inputs, 1 statements of the lab."
+        in lines
+    )
 
 
 ONE_SIDED = re.compile("only|at most|at least|up to|as much as|than|no more")

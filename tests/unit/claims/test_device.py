@@ -244,10 +244,10 @@ def test_all_papers_are_a_table(
     monkeypatch.setattr(verify, "choices_of", lambda *_: ("nvidia2017", "shi2016"))
     assert verify.main(["all"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| not testable here: nothing has measured it | 20 | – | – | – |")
+    assert lines[2].startswith("| not tested: the lab has no measurement | 20 | – | – | – |")
     nvidia, shi = (line.split("|")[2:-1] for line in lines[-2:])
-    assert [cell.strip() for cell in nvidia] == ["–", "–", "–", "–", "0", "29", "0", "0"]
-    assert [cell.strip() for cell in shi[:5]] == ["–", "–", "–", "–", "20"]
+    assert [cell.strip() for cell in nvidia] == ["–", "29", "–", "–"]
+    assert [cell.strip() for cell in shi] == ["20", "10", "–", "–"]
     assert verify.main(["all", "out=page.md"]) == 2
     assert "all: name the papers of a page, or all without one" in capsys.readouterr().err
 

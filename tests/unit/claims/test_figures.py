@@ -103,14 +103,16 @@ def test_the_map_shows_each_strategy_and_where_speedup_is_one() -> None:
     assert [row["log2"] for row in rows if row["strategy"] == "tree"][:4] == [-1, -2, 1, 2]
     even = [(row["ranks"], row["even"]) for row in rows if row["even"]]
     assert even == [(2, pytest.approx(64 * 2**0.5)), (4, pytest.approx(64 * 2**0.5))]
-    assert chart.message == "On 4 ranks training is predicted to pay from batch 64 on, with ring"
+    assert chart.message == (
+        "Predicted: 4 ranks are faster than one from global batch 64 on, first with ring"
+    )
 
 
 def test_speedup_over_rate_says_what_is_best_at_the_links() -> None:
     chart = figures.speedup_over_rate(RATES, [])
     assert {row["x"] for row in rows_of(chart) if row["value"]} == {0.8, 8.0}  # Gb/s
     assert chart.message == (
-        "Predicted: at the links it has, 1 Gb/s, tree gains most, 1.00 × on 4 ranks"
+        "Predicted: over links of 1 Gb/s, as the machine has, tree is fastest, 1.00 × on 4 ranks"
     )
 
 
@@ -131,7 +133,7 @@ def test_a_series_is_an_input_and_a_claim_for_each_further_point() -> None:
     assert (one.role, one.published, one.at.world_size) == ("input", 154, 1)
     assert (two.role, two.at.batch_size, eight.at.batch_size) == ("statement", 128, 512)
     assert eight.published == pytest.approx(1081 / 154) and eight.check.within == 0.1
-    assert eight.says == "VGG-16, batch 64: 8 GPUs 1081, 7.02 times as many"
+    assert eight.says == "VGG-16, batch 64: 8 GPUs train 1081 images/s, 7.02 times as many"
     with pytest.raises(ValueError, match="t: 'within'"):
         Paper.parse({**NODE, "series": [{k: v for k, v in LINE.items() if k != "within"}]})
 

@@ -56,7 +56,7 @@ def test_predictions_alone_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     failed = [row for row in rows(text) if "model misses by" in row]
     assert [name in row for name, row in zip(("Torch", "2.62"), failed, strict=True)] == [True] * 2
     assert text.count(": agrees") == len(rows(text)) - 2
-    assert "| counted: the same on any machine | 4 | 4 | 0 | 0 |" in text
+    assert "| counted exactly: operations or bytes, no time | 4 | 4 | 0 | 0 |" in text
     assert "| predicted by the cost model | 6 | 4 | 2 | 0 | 4 published figures of scaling:" in text
 
 
