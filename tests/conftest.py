@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import HANG_S, rank_server, round_products_once
+from tests.support import HANG_S, compositions, lock_lookups, rank_server, round_products_once
 from tests.support.commands import Finished, run_module
-from tests.support.operations import lock_lookups
 
 __all__ = ["Finished"]
 
 lock_lookups()
 round_products_once()
+compositions.share()
 
 # A shell's background job ignores Ctrl-C, and so would the commands that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

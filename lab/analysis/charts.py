@@ -158,10 +158,7 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     data: Frame = pd.DataFrame(
         {
             **{"name": name[at], "part": part, "value": 1e3 * values[at]},
-            **{
-                "panel": points["fixed_batch_size"][at],
-                "hollow": unlike[at],
-            },
+            **{"panel": points["fixed_batch_size"][at], "hollow": unlike[at]},
             **{"low": math.nan if low is None else 1e3 * low[at]},
             **{"high": math.nan if high is None else 1e3 * high[at]},
             **({"command": points["command"][at]} if "command" in points else {}),

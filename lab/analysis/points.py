@@ -93,7 +93,8 @@ class Point:
     @property
     def place(self) -> Place:
         """The values that tell it from the study's others."""
-        return place_of(self.one)
+        one = self.one
+        return one.series, one.scaling, one.world_size, one.fixed_batch_size
 
     @cached_property
     def context(self) -> tuple[object, ...]:
@@ -272,11 +273,6 @@ def points_of(cells: Iterable[Cell]) -> list[Point]:
 def frame_of(points: Iterable[Point]) -> pd.DataFrame:
     """Return the tidy table, a row for each point; NaN: not measured."""
     return pd.DataFrame([point.values() for point in points])
-
-
-def place_of(cell: Cell) -> Place:
-    """Return the place of the point that a cell belongs to."""
-    return cell.series, cell.scaling, cell.world_size, cell.fixed_batch_size
 
 
 def together(points: Iterable[Point]) -> list[list[Point]]:

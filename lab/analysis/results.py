@@ -259,10 +259,7 @@ class Sink:
 
 
 def report(
-    folders: Sequence[Path],
-    sink: Sink,
-    baseline: str | None = None,
-    target: float | None = None,
+    folders: Sequence[Path], sink: Sink, baseline: str | None = None, target: float | None = None
 ) -> None:
     """Write the tables and figures of the studies in `folders`, as one study; print its table.
 

@@ -167,13 +167,9 @@ def _hidden(first: list[str], typed: list[str], identities: Sequence[Identity]) 
     return [
         key
         for key in keys
-        for alike in [of_strategy if is_of_strategy(key) else groups]
-        if any(_several(key, each) for each in alike.values())
+        for alike in (of_strategy if is_of_strategy(key) else groups).values()
+        if len({each.resolved.get(key) for each in alike if each.resolved}) > 1
     ]
-
-
-def _several(key: str, alike: list[Identity]) -> bool:
-    return len({each.resolved.get(key) for each in alike if each.resolved}) > 1
 
 
 def _known(values: Mapping[str, str | None]) -> dict[str, str]:

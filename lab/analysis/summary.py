@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lab.analysis.compare import floor_text, leaders
 from lab.analysis.points import CEILING, Point, frame_of, together
 from lab.analysis.records import Cell, Study
 from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
+from lab.settings.names import flat
 from lab.task.metrics import PERCENT, heading, main_metric, metrics_of
 from lab.task.metrics import shown as shown_value
 
@@ -56,7 +57,7 @@ def records_table(study: Study) -> pd.DataFrame:
         {
             "folder": study.name_of(cell.folder),
             "series": cell.series,
-            **dict(_flat(cell.record.to_json())),
+            **{key: _in_a_column(value) for key, value in flat(cell.record.to_json()).items()},
         }
         for cell in study.cells
     ]
@@ -80,12 +81,8 @@ def _as_text(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value
+def _in_a_column(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str:
@@ -98,12 +95,13 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     Args:
         floor: the study's noise floor (lab.analysis.compare); NaN if unknown.
     """
+    leaders_at = (_leader_line(group, floor) for group in together(points))
     parts = [
         *(_table(points) if points else ()),
         "\n".join(f"on={label}: {text}" for label, text in study.machines.items()),
-        "\n".join(line for line in (shared_runs(points), *_advice(points)) if line),
+        "\n".join(filter(None, [shared_runs(points), *_advice(points)])),
         "\n".join(_scalability_lines(points)),
-        "\n".join(line for line in (floor_text(floor), *leader_lines(points, floor)) if line),
+        "\n".join(filter(None, [floor_text(floor), *leaders_at])),
         "\n".join(_trouble(study)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -298,13 +296,8 @@ def _scalability_lines(points: Sequence[Point]) -> list[str]:
     return [title, pd.DataFrame(lines).to_string(index=False)]
 
 
-def leader_lines(points: Iterable[Point], floor: float) -> list[str]:
-    """Write a line for each context and world size; only runs that share them compete."""
-    lines = [_leader_line(group, floor) for group in together(points)]
-    return [line for line in lines if line]
-
-
 def _leader_line(points: list[Point], floor: float) -> str:
+    """Name the leaders of one context and world size; only runs that share them compete."""
     competing = {
         point.series for point in points if point.num_repeats and point.strategy != CEILING
     }

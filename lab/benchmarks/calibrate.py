@@ -45,7 +45,6 @@ from lab.benchmarks.present import (
     machine,
     number,
     on_ranks_of,
-    tabulate,
     text,
     text_of,
     write,
@@ -506,7 +505,9 @@ def present(result: dict[str, Any], out: Path | None) -> None:
 
 
 def page(result: dict[str, Any], figure: str) -> str:
-    """Write a page: values with their intervals, held-out steps, spread of compute, collectives.
+    """Write a page: held-out steps, values with their intervals, and the spread of compute.
+
+    Its figure shows the collectives, whose times are in the JSON file.
 
     Args:
         figure: the name of the picture.
@@ -528,15 +529,8 @@ def page(result: dict[str, Any], figure: str) -> str:
             f"Of {spread['num_calls']} products on each rank, {spread['num_stalls']} stalled. "
             f"Quantiles of a product's time over its rank's median: {quantiles}."
         ],
-        ["## Collectives", ""],
-        markdown(*_of_collectives(result)),
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
-def _of_collectives(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header, *rows = tabulate(result["rows"], columns(result))
-    return header, rows
 
 
 def _of_steps(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

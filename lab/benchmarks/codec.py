@@ -37,7 +37,6 @@ from lab.benchmarks.request import Request
 from lab.codec import build
 from lab.codec.base import Reference
 from lab.codec.codecs import OneBit
-from lab.distributed.world import check_gpus
 from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER
 from lab.draw.looks import BLUE, GREEN, ORANGE
@@ -87,10 +86,7 @@ def measure(request: Request) -> dict[str, Any]:
     for name in names:
         if name not in CODECS:
             raise ConfigError(f"codec={name}: allowed are {', '.join(CODECS)}")
-    try:
-        device = torch.device("cuda" if check_gpus(wanted, 1) else "cpu")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    device = harness.device_for(wanted)
     num_values = settings["num_values"] or NUM_VALUES[device.type]
     rows = num_values // settings["columns"]
     if rows == 0:

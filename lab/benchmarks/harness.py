@@ -34,6 +34,7 @@ from lab.measure.interfaces import namespace, sent_bytes
 from lab.measure.intervals import Interval, of_level, student
 from lab.measure.layers import spin_stream
 from lab.measure.statistics import order
+from lab.settings.errors import ConfigError
 from lab.training.assemble import join
 from lab.training.recording import surroundings
 
@@ -244,6 +245,14 @@ def seconds_of(call: Call, device: torch.device) -> float:
     return time.perf_counter() - began
 
 
+def device_for(wanted: str) -> torch.device:
+    """Return the device of one rank. ConfigError: GPUs are wanted, and there is none."""
+    try:
+        return torch.device("cuda" if worlds.check_gpus(wanted, 1) else "cpu")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until a GPU has nothing to do."""
     if device.type == "cuda":
@@ -423,6 +432,19 @@ def across_starts(
     if len(values) < len(of_starts):
         return None
     return _in_json(of_level(values) if positive else student(np.array(values)))
+
+
+def joined_starts(
+    starts: Sequence[dict[str, Any]], of_row: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Combine results of several starts: each row by `of_row`, from that row of all starts.
+
+    Returns:
+        A result of the first one's form, and `starts`: each one's rows and order_seed.
+    """
+    rows = [of_row(each) for each in zip(*(start["rows"] for start in starts), strict=True)]
+    kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
+    return {**starts[0], "rows": rows, "starts": kept}
 
 
 def places(num_candidates: int, seed: int) -> list[int]:

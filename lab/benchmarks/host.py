@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.benchmarks.harness import (
     across_starts,
+    device_for,
     here,
+    joined_starts,
     level,
     middle,
     places,
@@ -51,7 +53,6 @@ from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker, StreamWorker
-from lab.distributed.world import check_gpus
 from lab.draw.looks import BLUE
 from lab.draw.plots import bars
 from lab.problem.build import blueprint
@@ -76,7 +77,7 @@ def measure(request: Request) -> dict[str, Any]:
     try:
         with ExitStack() as stack:
             first = request.variants[0].config
-            device = _device_of(first)
+            device = device_for(first.device)
             comm = stack.enter_context(_fake_comm(device))
             stack.enter_context(_no_work())
             built = {DDP: Candidate(DDP, _ddp(first, device), _plain(first, device))}
@@ -107,17 +108,15 @@ def measure(request: Request) -> dict[str, Any]:
 
 def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the results of several processes; see `lab.benchmarks.harness.across_starts`."""
-    rows = [
-        {
-            "name": each[0]["name"],
-            "added_s": across_starts([row["added_s"] for row in each], positive=False),
-            "over_ddp": across_starts([row["over_ddp"] for row in each], positive=False),
-        }
-        for each in zip(*(start["rows"] for start in starts), strict=True)
-    ]
-    kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
     plain_s = middle([start["plain_s"]["median"] for start in starts])
-    return {**starts[0], "rows": rows, "plain_s": plain_s, "starts": kept}
+    return joined_starts(starts, _across) | {"plain_s": plain_s}
+
+
+def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine a strategy's rows of all starts."""
+    keys = ("added_s", "over_ddp")
+    combined = {key: across_starts([row[key] for row in rows], positive=False) for key in keys}
+    return {"name": rows[0]["name"], **combined}
 
 
 class Candidate(NamedTuple):
@@ -126,13 +125,6 @@ class Candidate(NamedTuple):
     name: str
     step: Step
     plain: Step
-
-
-def _device_of(config: DictConfig) -> torch.device:
-    try:
-        return torch.device("cuda" if check_gpus(config.device, 1) else "cpu")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _skeleton(config: DictConfig, device: torch.device) -> nn.Module:

@@ -1,9 +1,7 @@
 """Peak memory of a steady step by strategy, each in fresh ranks, and in theory.
 
-The optimizer's state is counted from its tensors, after the last step.
-
-The peak is of resident memory on CPUs, by Linux's own mark (VmHWM, which writing 5 to clear_refs
-resets), and of allocated memory on GPUs.
+The optimizer's state is counted from its tensors, after the last step; lab.measure.memory has the
+peak.
 """
 
 from __future__ import annotations

@@ -81,27 +81,17 @@ def in_order(
 
 
 def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the results of several starts; see `lab.benchmarks.harness.across_starts`.
+    """Combine the results of several starts; see `lab.benchmarks.harness.across_starts`."""
+    return harness.joined_starts(starts, _across)
 
-    Returns:
-        A result of the first one's form, whose intervals are those between starts, and `starts`:
-        each one's rows and order_seed.
-    """
-    rows = [
-        {
-            **each[0],
-            "step_s": harness.middle([row["step_s"]["median"] for row in each]),
-            "ratio": harness.across_starts([row["ratio"] for row in each]),
-            "wall_ratio": harness.across_starts([row["wall_ratio"] for row in each]),
-            **{
-                key: harness.across_starts([row[key] for row in each], positive=False)
-                for key in ("exposed_exchange_s", "exposed_to_ddp")
-            },
-        }
-        for each in zip(*(start["rows"] for start in starts), strict=True)
-    ]
-    kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
-    return {**starts[0], "rows": rows, "starts": kept}
+
+def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine a candidate's rows of all starts."""
+    found = {**rows[0], "step_s": harness.middle([row["step_s"]["median"] for row in rows])}
+    for key in ("ratio", "wall_ratio", "exposed_exchange_s", "exposed_to_ddp"):
+        of_starts = [row[key] for row in rows]
+        found[key] = harness.across_starts(of_starts, positive=key in ("ratio", "wall_ratio"))
+    return found
 
 
 def compare(times: dict[str, np.ndarray], walls: dict[str, np.ndarray]) -> list[dict[str, Any]]:

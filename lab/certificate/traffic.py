@@ -107,11 +107,7 @@ def formula_bytes(
 
 
 def is_labs(exchange: Mapping[str, Any] | None) -> bool:
-    return bool(exchange) and str((exchange or {}).get("_target_", "")).startswith("lab.")
-
-
-def ring_bytes(num_values: int, size: int) -> float:
-    return 2 * (size - 1) * 4.0 * num_values
+    return str((exchange or {}).get("_target_", "")).startswith("lab.")
 
 
 @dataclass
@@ -150,17 +146,18 @@ class Ledger:
     def factor(self) -> float | None:
         """How many times fewer bytes were handed to the network than by an fp32 ring."""
         total = sum(self.entries[-1].payload)
-        return ring_bytes(self.num_values, len(self.entries[-1].payload)) / total if total else None
+        return self._ring_bytes / total if total else None
 
     @property
     def counted_factor(self) -> float | None:
         """The same of the bytes that an interface counted; the most of all exchanges."""
         counted = [each.counted for each in self.entries if each.counted]
-        return (
-            ring_bytes(self.num_values, len(self.entries[-1].payload)) / min(counted)
-            if counted
-            else None
-        )
+        return self._ring_bytes / min(counted) if counted else None
+
+    @property
+    def _ring_bytes(self) -> float:
+        """The bytes of all ranks in an fp32 ring."""
+        return 2 * (len(self.entries[-1].payload) - 1) * 4.0 * self.num_values
 
     def excess(self) -> tuple[float | None, str]:
         """Return counted bytes over payload, the least of all exchanges; or None, and why.

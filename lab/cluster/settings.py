@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lab.distributed import launcher
 from lab.settings import checks
 from lab.settings.config import ConfigError, build
+from lab.settings.errors import as_config_error
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -118,18 +119,14 @@ def adopt_ranks() -> None:
     Raises:
         ConfigError: they cannot meet.
     """
-    try:
+    with as_config_error():
         launcher.adopt()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def num_launched() -> int:
     """Return the number of ranks that a launcher has started; 1 without one."""
-    try:
+    with as_config_error():
         return launcher.world_size()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def cluster_of(config: DictConfig, world_size: int | None = None) -> Cluster | None:

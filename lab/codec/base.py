@@ -10,12 +10,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lab.codec.kernels import Peers, Reading, native, on_gpu, push
+from lab.codec.kernels import Messages, Native, Peers, Reading, Residual, library, on_gpu, push
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
 
 MANY = 2**20  # values, of which a header is a small part
 Shapes = Mapping[str, Sequence[int]]
-Residual = Tensor | None  # float32, like the values; replaced in place. None: no error feedback
 
 
 class Kernels(Protocol):
@@ -50,9 +49,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def reduce(
-        self, layout: Layout, messages: Tensor | Peers, residual: Residual, out: Tensor | Peers
-    ) -> None:
+    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
         """Fill the message `out` with the sum of messages, in their order, + residual.
 
         Args:
@@ -136,11 +133,10 @@ class Codec(ABC):
 
     def kernels(self, device: torch.device) -> Kernels:
         """Return the fastest kernels for tensors of `device`."""
-        if device.type == "cpu":
-            fast = native(self.name, self.option)
-        else:
-            fast = on_gpu(self.reading, device) if self.reading else None
-        return fast or Reference(self)
+        if device.type != "cpu":
+            return (on_gpu(self.reading, device) if self.reading else None) or Reference(self)
+        found = library(self.name)
+        return Reference(self) if found is None else Native(found, self.name, self.option)
 
 
 class Reference:
@@ -174,9 +170,7 @@ class Reference:
             torch.div(_sum_of_floats(messages, at, count), divisor, out=own)
         finite.copy_(out.isfinite().all())
 
-    def reduce(
-        self, layout: Layout, messages: Tensor | Peers, residual: Residual, out: Tensor | Peers
-    ) -> None:
+    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
         first = out[0] if isinstance(out, Peers) else out
         for piece in layout.pieces:
             self._encode(piece, self._sum(piece, messages), residual, first)
@@ -194,7 +188,7 @@ class Reference:
         self._codec.write(rows, *written)
         torch.sub(rows, self._codec.read(*written, piece.columns), out=kept)
 
-    def _sum(self, piece: Piece, messages: Tensor | Peers) -> Tensor:
+    def _sum(self, piece: Piece, messages: Messages) -> Tensor:
         total = self._codec.read(*self._parts(piece, messages[0]), piece.columns)
         for message in messages[1:]:
             total += self._codec.read(*self._parts(piece, message), piece.columns)
@@ -216,7 +210,7 @@ def _floats(message: Tensor, at: int, count: int) -> Tensor:
     return message[at : at + count * FLOAT_BYTES].view(torch.float32)
 
 
-def _sum_of_floats(messages: Tensor | Peers, at: int, count: int) -> Tensor:
+def _sum_of_floats(messages: Messages, at: int, count: int) -> Tensor:
     total = _floats(messages[0], at, count).clone()
     for message in messages[1:]:
         total += _floats(message, at, count)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lab.codec.gpu_kernels import add_magnitudes, decode_rows, encode_rows
 from lab.codec.gpu_topk import TopK
-from lab.codec.kernels import Peers, Reading
+from lab.codec.kernels import Messages, Peers, Reading, Residual
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece
 
 READ = 4096
@@ -32,7 +32,6 @@ LONGEST = 4096  # values of a row that registers hold: 16 for each of 256 thread
 LONG_TILE = 4096  # values of a longer row that are read at once
 SPAN = 65_536  # values that a program of `add_magnitudes` adds up
 FEW = 1 / 8  # a share of a bucket whose rows join wider ones: a launch costs more than idle lanes
-VALUES_PER_THREAD = 16
 WARP = 32
 REGISTERS = 2**15  # of a program at most: half of a multiprocessor's, so that two run at once
 SPARED = 2**10  # of one that sums messages: with all of them ptxas puts some into memory
@@ -63,7 +62,7 @@ class Form(NamedTuple):
     units: int = 1
     width: int = 1
     on_chip: bool = True
-    span: int = SPAN
+    span: int = 1
     per_thread: int = 16
     block: int = 0
 
@@ -120,25 +119,19 @@ class Triton:
         at = READINGS.index(reading.kind)
         units = reading.per_unit, reading.unit_bytes
         self._block = reading.block
-        self._form = Form(at, *units, reading.num_levels, NUM_SCALES[at])
+        self._form = Form(at, *units, reading.num_levels, NUM_SCALES[at], span=SPAN)
 
     def encode(
         self,
         layout: Layout,
         values: Tensor,
-        residual: Tensor | None,
+        residual: Residual,
         message: Tensor,
         finite: Tensor | None = None,
     ) -> None:
         self._encode(layout, (values, 0, 0), residual, message, finite)
 
-    def reduce(
-        self,
-        layout: Layout,
-        messages: Tensor | Peers,
-        residual: Tensor | None,
-        out: Tensor | Peers,
-    ) -> None:
+    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
         apart = messages.offsets if isinstance(messages, Peers) else messages.stride(0)
         self._encode(layout, (messages[0], len(messages), apart), residual, out, None)
 
@@ -155,8 +148,8 @@ class Triton:
         self,
         layout: Layout,
         source: tuple[Tensor, int, int | Tensor],
-        residual: Tensor | None,
-        out: Tensor | Peers,
+        residual: Residual,
+        out: Messages,
         finite: Tensor | None,
     ) -> None:
         first, apart = (out[0], out.offsets) if isinstance(out, Peers) else (out, None)

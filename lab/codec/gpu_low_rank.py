@@ -114,29 +114,8 @@ class Triton:
         arguments = out, p, q, plan.of_rows, plan.rank, subtract
         _launch(multiply_factors, plan.of_rows, *arguments, ROWS, COLUMNS)
 
-    def try_out(self, device: torch.device) -> None:
-        """Launch each kernel once."""
-        factors = Trial([(0, 8, 8, 1)], 8, 8, {})
-        p, q = torch.ones(2, 8, device=device)
-        matrix = torch.ones(64, device=device)
-        self.project(factors, matrix, matrix.clone(), q, p)
-        self.orthonormalise(factors, p, [])
-        self.project_back(factors, matrix, p, q, True)
-        self.rebuild(factors, p, q, matrix)
 
-
-class Trial(NamedTuple):
-    """Factors of a small matrix."""
-
-    matrices: Matrices
-    num_p: int
-    num_q: int
-    plans: dict[Any, Any]
-
-
-def made() -> Triton:
-    """Return the kernels."""
-    return Triton()
+made = Triton  # lab.codec.kernels.tried makes kernels by this name
 
 
 def _launch(kernel: Any, table: Tensor, *arguments: Any) -> None:

@@ -93,27 +93,8 @@ class Triton:
                 arguments = message, out, table, draws.seed, divisor
                 put_drawn[(len(table),)](*arguments, ranges, CLEARED, num_warps=WARPS)
 
-    def try_out(self, device: torch.device) -> None:
-        """Launch each kernel once."""
-        trial = Trial([64], [8], np.ones(1, dtype=np.int64), 1, {})
-        values, message = torch.zeros(2, 64, device=device), torch.zeros(9, device=device)
-        self.encode(trial, *values, message[:8], message[8])
-        self.decode(trial, message[:8], values[0], 2)
 
-
-class Trial(NamedTuple):
-    """Draws of zeros."""
-
-    sizes: list[int]
-    counts: list[int]
-    keys: np.ndarray
-    seed: int
-    plans: dict[Any, Any]
-
-
-def made() -> Triton:
-    """Return the kernels."""
-    return Triton()
+made = Triton  # lab.codec.kernels.tried makes kernels by this name
 
 
 def _planned(draws: Draws, device: torch.device) -> tuple[Tensor, int]:

@@ -32,7 +32,7 @@ from lab.codec.gpu_topk_kernels import (
     spread_largest,
     write_largest,
 )
-from lab.codec.kernels import Peers, push, together
+from lab.codec.kernels import Messages, Peers, Residual, push, together
 from lab.codec.layout import FLOAT_BYTES, Layout
 
 SAMPLE_BITS = 12  # a sample has 2**12 values, 8 for each of 512 threads
@@ -120,7 +120,7 @@ class TopK:
         self,
         layout: Layout,
         values: Tensor,
-        residual: Tensor | None,
+        residual: Residual,
         message: Tensor,
         finite: Tensor | None = None,
     ) -> None:
@@ -151,13 +151,7 @@ class TopK:
         with torch.cuda.device_of(out):
             spread_largest[(len(own.spread),)](*arguments, lanes, *SIZES, num_warps=WARPS)
 
-    def reduce(
-        self,
-        layout: Layout,
-        messages: Tensor | Peers,
-        residual: Tensor | None,
-        out: Tensor | Peers,
-    ) -> None:
+    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
         messages = together(messages)
         own = self._tables(layout, messages.device)
         if not own.sums:

@@ -31,12 +31,6 @@ def load(name: str, level: str) -> ctypes.CDLL | None:
     return build.load(source, level) if source.exists() else None
 
 
-def native(name: str, option: int) -> Native | None:
-    """Return the C++ kernels of a codec for this processor; None: there are none, or none built."""
-    found = library(name)
-    return None if found is None else Native(found, name, option)
-
-
 class Peers(tuple[Tensor, ...]):
     """Messages, uint8 [bytes] each, that lie apart: in the memory of several ranks of a node.
 
@@ -48,6 +42,10 @@ class Peers(tuple[Tensor, ...]):
         """Bytes from the first message to each, int64 [messages], where the messages are."""
         addresses = [message.data_ptr() for message in self]
         return torch.tensor(addresses, device=self[0].device) - addresses[0]
+
+
+Messages = Tensor | Peers  # uint8 [messages, bytes], or a message alone; or such that lie apart
+Residual = Tensor | None  # float32, like the values; replaced in place. None: no error feedback
 
 
 class Native:
@@ -63,7 +61,7 @@ class Native:
         self,
         layout: Layout,
         values: Tensor,
-        residual: Tensor | None,
+        residual: Residual,
         message: Tensor,
         finite: Tensor | None = None,
     ) -> None:
@@ -82,13 +80,7 @@ class Native:
             *(self._option, torch.get_num_threads()),
         )
 
-    def reduce(
-        self,
-        layout: Layout,
-        messages: Tensor | Peers,
-        residual: Tensor | None,
-        out: Tensor | Peers,
-    ) -> None:
+    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
         kept = None if residual is None else residual.data_ptr()
         rows, first = together(messages), out[0] if isinstance(out, Peers) else out
         self._reduce(
@@ -98,12 +90,12 @@ class Native:
         push(out)
 
 
-def together(messages: Tensor | Peers) -> Tensor:
+def together(messages: Messages) -> Tensor:
     """Return messages one behind the other, [messages, bytes]; a copy of those that lie apart."""
     return torch.stack(messages) if isinstance(messages, Peers) else messages
 
 
-def push(messages: Tensor | Peers) -> None:
+def push(messages: Messages) -> None:
     """Copy the first of several messages to all others."""
     if isinstance(messages, Peers) and len(messages) > 1:
         first, *others = messages
@@ -139,45 +131,28 @@ class Reading(NamedTuple):
 
 
 @functools.cache
-def tried(module: str, device: torch.device) -> Any:
-    """Return `made()` of a module if its trial works on `device`; otherwise warn and return None.
+def tried(
+    module: str,
+    device: torch.device,
+    trial: Callable[[Any, torch.device], None],
+    reading: Reading | None = None,
+) -> Any:
+    """Return the kernels of a module if a trial works on `device`; otherwise warn and return None.
 
     Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
     headers, and it supports only some GPUs and drivers: so only a trial shows whether it works.
 
+    Args:
+        trial: launches each kernel once.
+        reading: of the codec, for the module that serves several.
+
     Raises:
         torch.OutOfMemoryError: the trial does not fit; not a fault of Triton's.
     """
-
-    def trial() -> Any:
-        kernels = importlib.import_module(module).made()
-        kernels.try_out(device)
-        return kernels
-
-    return _if_it_works(trial, device)
-
-
-@functools.cache
-def on_gpu(reading: Reading, device: torch.device) -> Any:
-    """Return Triton's kernels of a codec if they work on `device`; see `tried`."""
-
-    def trial() -> Any:
-        kernels = importlib.import_module("lab.codec.gpu").made(reading)
-        # Launch each kernel once, on a row of zeros that any codec can encode.
-        layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 8 * columns))
-        values, finite = torch.zeros(65, device=device), torch.ones((), device=device).bool()
-        message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-        kernels.encode(layout, values, values.clone(), message, finite)
-        kernels.reduce(layout, message[None], values.clone(), message.clone())
-        kernels.add_up(layout, message[None], values, 1, finite)
-        return kernels
-
-    return _if_it_works(trial, device)
-
-
-def _if_it_works(trial: Callable[[], Any], device: torch.device) -> Any:
     try:
-        return trial()
+        kernels = importlib.import_module(module).made(*([reading] if reading else []))
+        trial(kernels, device)
+        return kernels
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers and drivers raise many types
@@ -185,3 +160,18 @@ def _if_it_works(trial: Callable[[], Any], device: torch.device) -> Any:
         name = type(error).__name__
         build.warn_slow(f"codecs: Triton does not work on {device} ({name}: {line})")
         return None
+
+
+def on_gpu(reading: Reading, device: torch.device) -> Any:
+    """Return Triton's kernels of a codec if they work on `device`; see `tried`."""
+    return tried("lab.codec.gpu", device, _trial, reading)
+
+
+def _trial(kernels: Any, device: torch.device) -> None:
+    """Encode, sum and decode a row of zeros that any codec can encode."""
+    layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 8 * columns))
+    values, finite = torch.zeros(65, device=device), torch.ones((), device=device).bool()
+    message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+    kernels.encode(layout, values, values.clone(), message, finite)
+    kernels.reduce(layout, message[None], values.clone(), message.clone())
+    kernels.add_up(layout, message[None], values, 1, finite)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate
 
-from lab.data.tensors import TensorData
+from lab.data.tensors import TensorData, image_data
 from lab.settings import checks
 
 NATIVE_PX = 8
@@ -32,7 +32,7 @@ def digits(*, seed: int, device: torch.device, size: int = 32) -> TensorData:
     """
     images, classes, num_test = _load(size)
     images = (images - images[:-num_test].mean()) / images[:-num_test].std()
-    return _split(images, classes, num_test, device, num_classes=10)
+    return image_data(images, classes, num_test, device, num_classes=10)
 
 
 def rotated_digits(
@@ -57,7 +57,7 @@ def rotated_digits(
     angles = math.radians(max_degrees) * (2 * torch.rand(len(images), generator=generator) - 1)
     images = _rotate(images, angles)
     images = (images - images[:-num_test].mean()) / images[:-num_test].std()
-    return _split(images, angles, num_test, device, num_classes=None)
+    return image_data(images, angles, num_test, device, num_classes=None)
 
 
 def _load(size: object) -> tuple[Tensor, Tensor, int]:
@@ -79,20 +79,3 @@ def _rotate(images: Tensor, angles: Tensor) -> Tensor:
     rows = [torch.stack(row, dim=1) for row in ((cos, -sin, zero), (sin, cos, zero))]
     grid = affine_grid(torch.stack(rows, dim=1), list(images.shape), align_corners=False)
     return grid_sample(images, grid, align_corners=False)
-
-
-def _split(
-    images: Tensor,
-    targets: Tensor,
-    num_test: int,
-    device: torch.device,
-    num_classes: int | None,
-) -> TensorData:
-    images, targets = images.to(device), targets.to(device)
-    train, test = slice(None, -num_test), slice(-num_test, None)
-    return TensorData(
-        (images[train], targets[train]),
-        (images[test], targets[test]),
-        unit="image",
-        num_classes=num_classes,
-    )

@@ -124,10 +124,7 @@ def _tensor_data(train: Pair, test: Pair | None, device: torch.device, value: An
     vocabulary = _vocabulary(train[0], num_classes)
     on_device = [(inputs.to(device), targets.to(device)) for inputs, targets in (train, test)]
     return TensorData(
-        *on_device,
-        unit=_unit(train[0], vocabulary),
-        num_classes=num_classes,
-        vocabulary=vocabulary,
+        *on_device, unit=_unit(train[0], vocabulary), num_classes=num_classes, vocabulary=vocabulary
     )
 
 

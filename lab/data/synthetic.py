@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lab.data.tensors import TensorData
+from lab.data.tensors import TensorData, image_data
 from lab.data.windows import Windows
 from lab.settings import checks
 
@@ -32,16 +32,12 @@ def synthetic(
         raise ValueError(f"data.shape={shape}: must be [C, H, W], integers of at least 1")
     checks.whole("data.num_classes", num_classes, 1)
     checks.whole("data.num_images", num_images, 1)
-    total = num_images + max(1, num_images // 8)
+    num_test = max(1, num_images // 8)
+    total = num_images + num_test
     generator = torch.Generator(device).manual_seed(seed)
     images = torch.randn(total, *sizes, generator=generator, device=device)
     labels = torch.randint(num_classes, (total,), generator=generator, device=device)
-    return TensorData(
-        (images[:num_images], labels[:num_images]),
-        (images[num_images:], labels[num_images:]),
-        unit="image",
-        num_classes=num_classes,
-    )
+    return image_data(images, labels, num_test, device, num_classes)
 
 
 def synthetic_tokens(

@@ -62,6 +62,17 @@ class TensorData:
             yield inputs[part], targets[part]
 
 
+def image_data(
+    images: Tensor, targets: Tensor, num_test: int, device: torch.device, num_classes: int | None
+) -> TensorData:
+    """Place images and their targets on the device, the last `num_test` of them to test on."""
+    train, test = (
+        (images[part].to(device), targets[part].to(device))
+        for part in (slice(None, -num_test), slice(-num_test, None))
+    )
+    return TensorData(train, test, unit="image", num_classes=num_classes)
+
+
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Return `values` on `device`: on a CPU the same memory, else an asynchronous copy.
 

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,6 +107,19 @@ def command(out: Path, l1: str, l2: str) -> list[str]:
         *("--collect-atstart=no", "--instr-atstart=no"),
         *(f"--D1={l1}", f"--LL={l2}", f"--callgrind-out-file={out}"),
     ]
+
+
+def output_of(program: Sequence[str], variables: Mapping[str, str], what: str) -> str:
+    """Run a program with these variables of the environment, and return what it prints.
+
+    Raises:
+        ConfigError: `what` failed, with the last line of its errors.
+    """
+    done = subprocess.run(program, capture_output=True, text=True, env=variables, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"{what}{lines[-1]}")
+    return done.stdout
 
 
 def read(path: Path) -> Counts:

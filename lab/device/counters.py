@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from lab.benchmarks.harness import joined
 from lab.benchmarks.present import Drawn, Row, decimals, machine, number, tabulate, text
 from lab.benchmarks.request import Request
 from lab.device import callgrind
+from lab.device.callgrind import output_of
 from lab.device.trace import about_trace, adds_up, kernels_of, left_out, read_events, read_from
 from lab.draw.altair import alt
 from lab.draw.chart import LABEL_PX, LETTER
@@ -87,9 +87,10 @@ def _counted(request: Request) -> list[dict[str, Any]]:
         out = Path(folder) / "counts"
         under = callgrind.command(out, own["l1"], own["l2"])  # refuses before minutes pass
         program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
-        plain = _printed("", program, variables)  # finds errors in seconds
+        plain = json.loads(output_of(program, variables, "counters: "))  # finds errors in seconds
         print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
-        counted = _printed("callgrind failed: ", [*under, *program], variables)
+        told = output_of([*under, *program], variables, "counters: callgrind failed: ")
+        counted = json.loads(told)
         # Less the count of a call that does nothing; the first is a warm-up.
         _, empty, *counts = (
             callgrind.read(out.with_name(f"{out.name}.{number}"))
@@ -106,19 +107,6 @@ def _counted(request: Request) -> list[dict[str, Any]]:
         }
         for found, row, timed in zip(counts, counted[1:], plain[1:], strict=True)
     ]
-
-
-def _printed(what: str, program: list[str], variables: dict[str, str]) -> list[dict[str, Any]]:
-    """Run a program, and return the JSON that it prints.
-
-    Raises:
-        ConfigError: `what` failed, with the last line of its errors.
-    """
-    done = subprocess.run(program, capture_output=True, text=True, env=variables)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(f"counters: {what}{lines[-1]}")
-    return json.loads(done.stdout)
 
 
 def _read_kernels(path: Path, request: Request) -> dict[str, Any]:

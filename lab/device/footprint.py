@@ -13,7 +13,6 @@ import contextlib
 import copy
 import math
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ from torch.optim import Optimizer
 from lab.benchmarks.harness import here
 from lab.benchmarks.present import Column, Drawn, decimals, number, span, tabulate, text
 from lab.benchmarks.request import Request
-from lab.device.callgrind import filled
+from lab.device.callgrind import filled, output_of
 from lab.draw.looks import BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import bars
 from lab.exchange.bucket import plan
@@ -135,14 +134,9 @@ def _resident(settings: tuple[str, ...]) -> int:
         ConfigError: it failed.
     """
     # glibc then returns freed blocks at once, so that resident memory is memory in use.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [*PROGRAM, *settings], capture_output=True, text=True, env=environment, check=False
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(f"measured=true: {' '.join(settings)}: {lines[-1]}")
-    return int(done.stdout)
+    variables = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    what = f"measured=true: {' '.join(settings)}: "
+    return int(output_of([*PROGRAM, *settings], variables, what))
 
 
 def main(settings: list[str]) -> None:

@@ -26,6 +26,7 @@ from lab.benchmarks.harness import (
 from lab.benchmarks.present import Drawn, Row, decimals, medians_of, ranged, span
 from lab.benchmarks.request import Request
 from lab.device.clock import (
+    WAYS,
     Call,
     ClockCost,
     ModuleClock,
@@ -45,7 +46,6 @@ from lab.training.assemble import Assembly, assembled
 WARMUP = 4
 LOSS = "(loss)"
 PLAIN, CLOCKED, WITHOUT = "plain", "clocked", "without input's gradient"
-WAYS = ("forward", "backward")
 PASSES: tuple[str, ...] = ("forward", "backward data", "backward weights", "backward, both at once")
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 MS = 1e3

@@ -15,18 +15,11 @@ from lab.diagnosis.view import reason
 from lab.draw.text import number_text
 from lab.measure.intervals import ENOUGH_REPEATS, Interval
 
-BASELINES = (
-    "allreduce",
-    "ddp",
-    "horovod",
-    "tree",
-    "overlap",
-)  # what people use, the most common first
+# What people use, the most common first.
+BASELINES = ("allreduce", "ddp", "horovod", "tree", "overlap")
 LIMITS = {
-    "input": "Waiting for data",
-    "straggler": "A slow rank",
-    "exchange": "Exchange",
-    "fixed": "Compute",
+    **{"input": "Waiting for data", "straggler": "A slow rank"},
+    **{"exchange": "Exchange", "fixed": "Compute"},
 }
 Explained = Mapping[Place, tuple[Evidence, Verdict]]
 

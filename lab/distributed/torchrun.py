@@ -18,55 +18,28 @@ import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
-    RendezvousInfo,
     RendezvousParameters,
-    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 HOST = "127.0.0.1"
 NAME = "loopback"
 
 
-class Loopback(RendezvousHandler):
+class Loopback(StaticTCPRendezvous):
     """The rendezvous of one host with itself; its ranks meet at the same store."""
 
     def __init__(self, job: str) -> None:
         listener = socket.create_server((HOST, 0))
-        self._job, self._port = job, listener.getsockname()[1]
+        port = listener.getsockname()[1]
+        super().__init__(HOST, port, rank=0, world_size=1, run_id=job, timeout=0)
         self._store = dist.TCPStore(
-            HOST,
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
 
     def get_backend(self) -> str:
         return NAME
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = dist.PrefixStore(self._job, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, self._port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._job
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:

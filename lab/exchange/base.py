@@ -132,7 +132,8 @@ class Exchange(ABC):
             largest: magnitude that no gradient of any rank exceeds.
             size: number of ranks.
         """
-        return 0.0 if self.exact else math.inf
+        bounds = [child.error_bound(largest, size) for child in self.children()]
+        return max(bounds, default=0.0 if self.exact else math.inf)
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         """Yield how many values its codec sends as they are, and which; none if it has no codec.
@@ -163,7 +164,7 @@ class Exchange(ABC):
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""
-        return []
+        return [choice for child in self.children() for choice in child.choices()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors that this rank keeps between steps, by parameter name."""

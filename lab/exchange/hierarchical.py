@@ -210,9 +210,6 @@ class Hierarchical(Staged):
     def steady_from(self) -> int | None:
         return self.inter.steady_from
 
-    def choices(self) -> list[dict[str, Any]]:
-        return self.inter.choices()
-
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         levels = self._levels
         if levels is None or levels.rail is None:
@@ -241,9 +238,6 @@ class Hierarchical(Staged):
             whole = _zeros(shapes, like.new_empty(0, dtype=torch.float32))
             self.add_residual(whole, comm)
             yield from ((name, 0, whole.flat[start:stop]) for name, start, stop in whole.spans())
-
-    def error_bound(self, largest: float, size: int) -> float:
-        return self.inter.error_bound(largest, size)
 
     def state_dict(self) -> dict[str, Any]:
         inter = self.inter.state_dict()

@@ -282,9 +282,18 @@ def factor_kernels(device: torch.device, rank: int) -> Reference:
     """Return the fastest kernels for tensors of `device`, and factors of at most `rank` columns."""
     fits = rank <= HIGHEST_RANK
     if device.type == "cuda" and fits:
-        return tried("lab.codec.gpu_low_rank", device) or Reference()
+        return tried("lab.codec.gpu_low_rank", device, _trial) or Reference()
     found = library("low_rank") if device.type == "cpu" and fits else None
     return Reference() if found is None else Native(found)
+
+
+def _trial(kernels: Reference, device: torch.device) -> None:
+    factors, matrix = Factors([(0, 8, 8, 1)]), torch.ones(64, device=device)
+    p, q = torch.ones(2, 8, device=device)
+    kernels.project(factors, matrix, matrix.clone(), q, p)
+    kernels.orthonormalise(factors, p, [])
+    kernels.project_back(factors, matrix, p, q, True)
+    kernels.rebuild(factors, p, q, matrix)
 
 
 def orthonormalise(ps: Iterable[Tensor]) -> None:

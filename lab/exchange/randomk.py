@@ -190,9 +190,16 @@ class Native(Reference):
 def kernels(device: torch.device) -> Reference:
     """Return the fastest kernels for tensors of `device`."""
     if device.type == "cuda":
-        return tried("lab.codec.gpu_randomk", device) or Reference()
+        return tried("lab.codec.gpu_randomk", device, _trial) or Reference()
     found = library("randomk") if device.type == "cpu" else None
     return Reference() if found is None else Native(found)
+
+
+def _trial(kernels: Reference, device: torch.device) -> None:
+    draws, values = Draws([64], [8], [1]), torch.zeros(2, 64, device=device)
+    message = torch.zeros(9, device=device)
+    kernels.encode(draws, values[0], values[1], message[:8], message[8])
+    kernels.decode(draws, message[:8], values[0], 2)
 
 
 def _each(draws: Draws, values: Tensor, message: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

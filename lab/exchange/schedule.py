@@ -74,9 +74,6 @@ class Composite(Exchange):
         needs = [e.memory_bytes(sizes) for e in used or self.parts.values()]
         return max(needs, key=lambda n: max(4 * sizes.gathered, n.scratch) + n.kept)
 
-    def error_bound(self, largest: float, size: int) -> float:
-        return max(exchange.error_bound(largest, size) for exchange in self.parts.values())
-
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         for name, exchange in self.parts.items():
             yield from exchange.left_exact(shapes, f"{key}{self._keys[name]}")
@@ -170,7 +167,7 @@ class Schedule(Composite):
             {"chosen": type(exchange).__name__, "first_step": start, "end_step": end}
             for exchange, (start, end) in zip(self.parts.values(), spans, strict=True)
         ]
-        return phases + [choice for e in self.parts.values() for choice in e.choices()]
+        return phases + super().choices()
 
 
 def _checked_ends(until: Any, num_phases: int) -> list[float]:

@@ -110,10 +110,12 @@ class Sizes:
         device = "cpu" if self.pretended else "cuda"
         return [*own, f"batch_size={batch}", f"device={device}", "optim.lr=0.001"]
 
-    def steps(self) -> list[str]:
-        """Return the settings of steps for several turns, after a warm-up."""
+    def steps(self, name: str, batch: int) -> tuple[str, ...]:
+        """Return the settings of a model's steps for several turns, after a warm-up."""
+        half = ["precision=bf16"] if name == "gpt2" else []
         warmup = 2 if self.pretended else 15  # a graph is captured within these, too
-        return [f"steps={warmup + (12 if self.pretended else 60)}", f"warmup_steps={warmup}"]
+        steps = f"steps={warmup + (12 if self.pretended else 60)}", f"warmup_steps={warmup}"
+        return (*self.model(name, batch), *half, *steps, "world_size=1")
 
     def rounds(self, number: int) -> str:
         """Return the setting of so many rounds."""
@@ -161,9 +163,8 @@ def _steps(name: str, batch: int, seconds: float, sizes: Sizes) -> Item:
             share = added_s / own_s if own_s > 0 else None
             yield Figure(f"{lossy} - none / its kernels", share, high=bound)
 
-    half = ["precision=bf16"] if name == "gpt2" else []
-    words = (*sizes.model(name, batch), *half, *sizes.steps(), "world_size=1")
     about = f"{name}, batch {batch}: steps of each strategy"
+    words = sizes.steps(name, batch)
     return Item(f"steps-{name}-{batch}", about, seconds, "steps", words, figures)
 
 
@@ -173,8 +174,7 @@ def _graphs(name: str, batch: int, seconds: float, sizes: Sizes) -> Item:
             gain = way["rows"][0]["ratio"]["median"]
             yield Figure(f"{way['strategy']}, eager / graph", gain, low=1.0)
 
-    half = ["precision=bf16"] if name == "gpt2" else []
-    words = (*sizes.model(name, batch), *half, *sizes.steps(), "world_size=1")
+    words = sizes.steps(name, batch)
     about = f"{name}, batch {batch}: each strategy over the same with graph=true"
     return Item(f"graph-{name}-{batch}", about, seconds + 5, "graphs", words, figures)
 

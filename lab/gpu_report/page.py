@@ -34,15 +34,12 @@ def write(path: Path, report: Report) -> list[str]:
         try:
             pictures[key] = _drawn(folder, key, entry) if entry["draws"] else []
         except ImportError as error:
-            missing = f"without figures, as {error.name} is missing: {_elsewhere(path)}"
+            command = f"python -m lab.gpu_report page={path.with_suffix('.json')}"
+            missing = f"without figures, as {error.name} is missing: {command} draws them elsewhere"
             break
     text = "\n\n".join(_parts(path, report, pictures, missing)) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text))
     return [f"wrote {path} and {path.with_suffix('.json')}", *([missing] if missing else [])]
-
-
-def _elsewhere(path: Path) -> str:
-    return f"python -m lab.gpu_report page={path.with_suffix('.json')} draws them elsewhere"
 
 
 def _done(report: Report) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -162,7 +162,9 @@ def said(entry: dict[str, Any], pretended: bool) -> list[str]:
     if entry["status"] != DONE:
         return [f"{entry['status']}: {entry['line']}"]
     figures = [Figure(**figure) for figure in entry["figures"]]
-    lines = [f"{each.name}: {written(each, pretended)}  {judged(each)}" for each in figures]
+    bounds = [f"({each.bound}: {each.verdict})" if each.bound else "" for each in figures]
+    values = [f"{each.name}: {written(each, pretended)}" for each in figures]
+    lines = [f"{value}  {bound}" for value, bound in zip(values, bounds, strict=True)]
     return [*map(str.rstrip, lines), f"done in {entry['seconds']:.1f} s"]
 
 
@@ -170,8 +172,3 @@ def written(figure: Figure, pretended: bool) -> str:
     """Write a figure's number with its unit."""
     number = "-" if figure.value is None else f"{figure.value:.4g} {figure.unit}".rstrip()
     return f"{number} (pretended)" if pretended else number
-
-
-def judged(figure: Figure) -> str:
-    """Write a figure's bound, and whether it is met."""
-    return f"({figure.bound}: {figure.verdict})" if figure.bound else ""

@@ -93,7 +93,6 @@ def wilson(count: int, total: int, level: float = LEVEL) -> dict[str, float | No
     """
     if total == 0:
         return {"median": None, "low": None, "high": None}
-
     z, share = float(ndtri((1 + level) / 2)), count / total
     middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z / (1 + z**2 / total) * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
@@ -102,7 +101,6 @@ def wilson(count: int, total: int, level: float = LEVEL) -> dict[str, float | No
 
 def quantile(degrees_of_freedom: int, level: float = LEVEL) -> float:
     """Return how many standard errors lie between the middle and an end of a t interval."""
-
     return float(stdtrit(degrees_of_freedom, (1 + level) / 2))
 
 

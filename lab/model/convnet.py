@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -120,6 +121,27 @@ def initialise_for_relu(module: Net, *, small_outputs: bool = False) -> Net:
         *_, last = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
         nn.init.normal_(last.weight, std=0.01)
     return module
+
+
+def normalised(
+    channels: int, outputs: int, kernel_size: int, stride: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    """Return a convolution without a bias, padded for stride 1, and the BatchNorm after it."""
+    padding = kernel_size // 2
+    convolution = nn.Conv2d(channels, outputs, kernel_size, stride, padding, bias=False)
+    return convolution, nn.BatchNorm2d(outputs)
+
+
+def with_pooled_head(
+    layers: OrderedDict[str, nn.Module], channels: int, output_size: int, dropout: float = 0.0
+) -> nn.Sequential:
+    """Put `layers`, which end with so many channels, under their mean pixel and one FC layer."""
+    layers["pool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    if dropout:
+        layers["dropout"] = nn.Dropout(dropout)
+    layers["fc"] = nn.Linear(channels, output_size)
+    return nn.Sequential(layers)
 
 
 def output_shape(features: nn.Sequential, input_shape: Sequence[int]) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lab.model.convnet import initialise_for_relu
+from lab.model.convnet import initialise_for_relu, normalised, with_pooled_head
 from lab.model.require import require_dropout, require_size
 
 SMALLEST_PX = 32  # five layers halve it to one
@@ -70,7 +70,7 @@ def googlenet(
         channels = module.out_channels
         if name in ("3b", "4e"):
             layers[f"pool{name[0]}"] = _halving()
-    model = _with_head(layers, channels, output_size, dropout)
+    model = with_pooled_head(layers, channels, output_size, dropout)
     return initialise_for_relu(model, small_outputs=True)
 
 
@@ -92,7 +92,7 @@ def inception_bn(*, input_shape: Sequence[int], output_size: int) -> nn.Sequenti
     for name, widths in BATCH_NORM.items():
         layers[f"inception_{name}"] = module = _inception_bn(channels, *widths)
         channels = module.out_channels
-    return initialise_for_relu(_with_head(layers, channels, output_size, dropout=0.0))
+    return initialise_for_relu(with_pooled_head(layers, channels, output_size))
 
 
 class Inception(nn.Module):
@@ -169,17 +169,4 @@ def _convolution(channels: int, outputs: int, kernel_size: int, stride: int = 1)
 
 
 def _normalised(channels: int, outputs: int, kernel_size: int, stride: int = 1) -> nn.Sequential:
-    padding = kernel_size // 2
-    convolution = nn.Conv2d(channels, outputs, kernel_size, stride, padding, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
-
-
-def _with_head(
-    layers: OrderedDict[str, nn.Module], channels: int, output_size: int, dropout: float
-) -> nn.Sequential:
-    layers["pool"] = nn.AdaptiveAvgPool2d(1)
-    layers["flatten"] = nn.Flatten()
-    if dropout:
-        layers["dropout"] = nn.Dropout(dropout)
-    layers["fc"] = nn.Linear(channels, output_size)
-    return nn.Sequential(layers)
+    return nn.Sequential(*normalised(channels, outputs, kernel_size, stride), nn.ReLU())

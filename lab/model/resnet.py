@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from lab.model.convnet import initialise_for_relu
+from lab.model.convnet import initialise_for_relu, normalised, with_pooled_head
 from lab.model.require import require_size
 from lab.settings import checks
 
@@ -46,7 +46,7 @@ def resnet56(*, input_shape: Sequence[int], output_size: int) -> nn.Sequential:
     853,018 parameters for 3 channels and 10 classes, at any image size.
     """
     require_size("resnet56", input_shape, CIFAR_SMALLEST_PX)
-    stem = _normalised(input_shape[0], CIFAR_WIDTHS[0], 3)
+    stem = normalised(input_shape[0], CIFAR_WIDTHS[0], 3)
     layers = OrderedDict[str, nn.Module](stem=nn.Sequential(*stem, nn.ReLU()))
     channels = CIFAR_WIDTHS[0]
     for stage, width in enumerate(CIFAR_WIDTHS, start=1):
@@ -55,7 +55,7 @@ def resnet56(*, input_shape: Sequence[int], output_size: int) -> nn.Sequential:
             blocks.append(_basic(channels, width, 2 if stage > 1 and block == 0 else 1))
             channels = width
         layers[f"stage{stage}"] = nn.Sequential(*blocks)
-    return _with_head(layers, channels, output_size)
+    return initialise_for_relu(with_pooled_head(layers, channels, output_size))
 
 
 class Residual(nn.Module):
@@ -94,7 +94,7 @@ def _for_imagenet(
 ) -> nn.Sequential:
     checks.one_of("model.stride_in", stride_in, STRIDES_IN)
     require_size(name, input_shape, SMALLEST_PX)
-    stem = [*_normalised(input_shape[0], 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    stem = [*normalised(input_shape[0], 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     layers = OrderedDict[str, nn.Module](stem=nn.Sequential(*stem))
     channels = 64
     for stage, (width, depth) in enumerate(zip(WIDTHS, depths, strict=True), start=1):
@@ -104,43 +104,26 @@ def _for_imagenet(
             blocks.append(_bottleneck(channels, width, stride, stride_in))
             channels = EXPANSION * width
         layers[f"stage{stage}"] = nn.Sequential(*blocks)
-    return _with_head(layers, channels, output_size)
+    return initialise_for_relu(with_pooled_head(layers, channels, output_size))
 
 
 def _bottleneck(channels: int, width: int, stride: int, stride_in: str) -> Residual:
     first, second = (stride, 1) if stride_in == "1x1" else (1, stride)
     outputs = EXPANSION * width
     body = nn.Sequential(
-        *_normalised(channels, width, 1, first),
+        *normalised(channels, width, 1, first),
         nn.ReLU(),
-        *_normalised(width, width, 3, second),
+        *normalised(width, width, 3, second),
         nn.ReLU(),
-        *_normalised(width, outputs, 1),
+        *normalised(width, outputs, 1),
     )
     if channels == outputs:
         return Residual(body, nn.Identity())
-    return Residual(body, nn.Sequential(*_normalised(channels, outputs, 1, stride)))
+    return Residual(body, nn.Sequential(*normalised(channels, outputs, 1, stride)))
 
 
 def _basic(channels: int, width: int, stride: int) -> Residual:
     body = nn.Sequential(
-        *_normalised(channels, width, 3, stride), nn.ReLU(), *_normalised(width, width, 3)
+        *normalised(channels, width, 3, stride), nn.ReLU(), *normalised(width, width, 3)
     )
     return Residual(body, Subsample(stride, width - channels) if stride > 1 else nn.Identity())
-
-
-def _normalised(
-    channels: int, outputs: int, kernel_size: int, stride: int = 1
-) -> tuple[nn.Module, nn.Module]:
-    padding = kernel_size // 2
-    convolution = nn.Conv2d(channels, outputs, kernel_size, stride, padding, bias=False)
-    return convolution, nn.BatchNorm2d(outputs)
-
-
-def _with_head(
-    layers: OrderedDict[str, nn.Module], channels: int, output_size: int
-) -> nn.Sequential:
-    layers["pool"] = nn.AdaptiveAvgPool2d(1)
-    layers["flatten"] = nn.Flatten()
-    layers["fc"] = nn.Linear(channels, output_size)
-    return initialise_for_relu(nn.Sequential(layers))

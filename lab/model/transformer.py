@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         size: nano, mini, small, medium, large or xl.
         layers, heads, width: instead of that size's; null keeps it.
         positions: "learned" vectors added to the tokens', as GPT-2; "rotary": queries and keys
-            turned by angles that grow with their position (see lab.model.transformer).
+            turned by angles that grow with their position (see Rotary).
         tied: the last layer's weight is the tokens' embedding (Press & Wolf 2017).
         dropout: probability that a value of embeddings, attention or a part's output is dropped.
     """

@@ -70,11 +70,6 @@ class Command:
         return fields_of(self.settings) | {field.name: field for field in self.grid}
 
     @property
-    def flags(self) -> str:
-        """Return the flags that the command accepts."""
-        return ", ".join(self.flag_names)
-
-    @property
     def flag_names(self) -> list[str]:
         """Return the flags that the command accepts, each with its value."""
         names = ["--help", "--version", "--shell-completion install=bash"]
@@ -315,7 +310,8 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
         return "--config-dir", f"config_dir={quoted(str(Path(value).absolute()))}"
     if command.runs and (setting := _as_setting(name, argument, value)):
         raise ConfigError(f"{name}: {setting}")
-    raise ConfigError(f"{name}: flags are {command.flags}; write settings as key=value")
+    flags = ", ".join(command.flag_names)
+    raise ConfigError(f"{name}: flags are {flags}; write settings as key=value")
 
 
 def _as_setting(name: str, argument: str, value: str) -> str | None:

@@ -38,7 +38,7 @@ from lab.settings.config import (
     check_name,
     no_choice,
 )
-from lab.settings.errors import ConfigError, one_line
+from lab.settings.errors import ConfigError, as_config_error, one_line
 from lab.settings.files import (
     choices_of,
     conf_dir,
@@ -50,7 +50,7 @@ from lab.settings.files import (
 )
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_numbers
 from lab.settings.own_code import check_choices, names_code
-from lab.settings.reading import DamagedFile, escaped, read_yaml
+from lab.settings.reading import escaped, read_yaml
 
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
@@ -247,10 +247,8 @@ def _names_group(override: Override, config_dir: str | None, files: Mapping[str,
 def _check(files: Mapping[str, str], overrides: Sequence[Override], config_dir: str | None) -> None:
     """Refuse files that are no YAML, which Hydra might read for minutes, or set other groups."""
     for group, file in files.items():
-        try:
+        with as_config_error(f"{group}="):
             read_yaml(file_at(group, file))
-        except DamagedFile as error:
-            raise ConfigError(f"{group}={error}") from None
         if group != "strategy" and PACKAGE.search(Path(file).read_text(encoding="utf-8")):
             raise ConfigError(f"{group}={file}: @package: only a strategy's file sets other groups")
     for override in overrides:

@@ -162,10 +162,7 @@ def of_loss(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def check_arguments(
-    function: Callable[..., Any],
-    arguments: Iterable[str],
-    offered: Iterable[str],
-    group: str,
+    function: Callable[..., Any], arguments: Iterable[str], offered: Iterable[str], group: str
 ) -> None:
     """Refuse settings that a callable does not take, or lacks.
 

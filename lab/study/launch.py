@@ -81,11 +81,7 @@ def _record(directory: Path) -> Record | None:
 
 
 def run_cells(
-    root: Path,
-    cells: Sequence[Cell],
-    turns: int | None,
-    timeout_s: float,
-    lock: int | None = None,
+    root: Path, cells: Sequence[Cell], turns: int | None, timeout_s: float, lock: int | None = None
 ) -> list[Record]:
     """Run cells in `root` under one fresh torchrun or horovodrun; return their records.
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from lab.cluster import sandbox
 from lab.settings.atomic import open_lock
 from lab.settings.command import CommandLine, show
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.names import root_of
 from lab.study import saved
 from lab.study.grid import Cell, Study
@@ -181,10 +181,8 @@ def _check_launcher(study: Study) -> None:
     from lab.distributed.world import check_gpus
 
     for cell in study.cells:
-        try:
+        with as_config_error(f"world_size={cell.world_size}: "):
             check_gpus(cell.config.device, 1 if cell.config.share_gpus else cell.world_size)
-        except ValueError as error:
-            raise ConfigError(f"world_size={cell.world_size}: {error}") from None
 
 
 def _make_root(study: Study) -> Path:

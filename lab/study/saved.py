@@ -30,9 +30,8 @@ def read(arguments: Sequence[str]) -> tuple[Study, str]:
     Raises:
         ConfigError: a wrong setting, or a saved file that cannot be read.
     """
-    texts, _ = split(arguments, DEFAULTS)
-    texts = DEFAULTS | texts
-    name, runs_dir = one_value("study", texts), one_value("runs_dir", texts)
+    given, _ = split(arguments, DEFAULTS)
+    name, runs_dir = (one_value(key, DEFAULTS | given) for key in DEFAULTS)
     if is_file(name):
         return read_grid(arguments), f"study={Path(name).stem}: the grid of {name}"
     saved = load(Path(runs_dir) / name)
@@ -40,7 +39,8 @@ def read(arguments: Sequence[str]) -> tuple[Study, str]:
     if name in choices_of("study", config_dir_of(arguments)):
         return read_grid(arguments), f"{where} conf/studies/{name}.yaml"
     asks_by_name = any(each.startswith("study=") for each in arguments)
-    if not saved or not asks_by_name or any(_is_of_grid(each) for each in arguments):
+    sets_a_grid = any(each.partition("=")[0] not in NOT_ALONE for each in arguments)
+    if not saved or not asks_by_name or sets_a_grid:
         beside = f", beside {len(saved)} saved in {runs_dir}/{name}/{FILE}" if saved else ""
         return read_grid(arguments), f"{where} this command{beside}"
     grids = [read_grid([*grid, *arguments]) for grid in saved]
@@ -79,10 +79,6 @@ def _grids(root: Path) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError):
         pass
     raise ConfigError(f"{path}: is not a list of a study's grids; delete or repair it")
-
-
-def _is_of_grid(argument: str) -> bool:
-    return argument.partition("=")[0] not in NOT_ALONE
 
 
 def _joined(grids: Sequence[Study]) -> Study:

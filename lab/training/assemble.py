@@ -212,11 +212,7 @@ def count(model: nn.Module) -> dict[str, int]:
 
 
 def _check_outputs(
-    task: Task,
-    model: nn.Module,
-    data: Data,
-    shapes: list[tuple[int, ...]],
-    inputs: Tensor,
+    task: Task, model: nn.Module, data: Data, shapes: list[tuple[int, ...]], inputs: Tensor
 ) -> None:
     """Refuse, before the first step, a model whose outputs do not fit the task."""
     try:

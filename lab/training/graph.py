@@ -46,9 +46,7 @@ class CudaGraph:
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         # Other threads may go on meanwhile: NCCL's and the lab's watchdog ask for their events.
         with torch.cuda.graph(
-            self._graph,
-            stream=torch.cuda.current_stream(),
-            capture_error_mode="thread_local",
+            self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
             return work()
 

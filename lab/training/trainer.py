@@ -511,9 +511,7 @@ class LossScale:
 
 
 def clip_gradients(
-    model: nn.Module,
-    max_norm: float,
-    over_ranks: Callable[[Tensor], Tensor] = lambda norm: norm,
+    model: nn.Module, max_norm: float, over_ranks: Callable[[Tensor], Tensor] = lambda norm: norm
 ) -> None:
     """Scale all gradients down to the norm `max_norm`, if theirs is larger.
 

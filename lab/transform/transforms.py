@@ -73,11 +73,10 @@ class Convolution:
     def __init__(self, choose: str = "profile", algorithm: str = "gemm") -> None:
         checks.one_of("transform.choose", choose, CHOICES)
         try:
-            ways: dict[str, Chooser] = {
-                **{"fixed": fixed(algorithm), "heuristic": heuristic, "profile": profile}
-            }
+            own = fixed(algorithm)
         except ValueError as error:
             raise ValueError(f"transform.{error}") from None
+        ways: dict[str, Chooser] = {"fixed": own, "heuristic": heuristic, "profile": profile}
         self._choose = ways[choose]
 
     def __call__(self, model: nn.Module) -> nn.Module:

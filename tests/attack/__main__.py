@@ -7,7 +7,6 @@ what the attacked processes print goes to a file beside it that ends in `.log`.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from tests.attack import (
 )
 from tests.attack.outcome import BAD, Attempt, table
 from tests.attack.readers import READERS
+from tests.support.commands import divert
 
 Part = Callable[[int, int, Path], Iterator[Attempt]]  # called with seed, how many, and a folder
 
@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
         if key not in allowed or not value.isdecimal():
             print(f"{key}={value}: allowed are {'=N, '.join(allowed)}=N, out=FILE", file=sys.stderr)
             return 2
-    _divert(Path(out).with_suffix(".log"))
+    divert(Path(out).with_suffix(".log"))
     for launcher, reason in launchers.missing().items():
         print(f"no attack by {launcher}: {reason}")
     counts = {name: int(given.get(name, count)) for name, (count, _) in PARTS.items()}
@@ -90,14 +90,6 @@ def _all(counts: dict[str, int], seed: int, out: Path) -> Iterator[Attempt]:
                     what = f"{attempt.attack}: {attempt.what}: {attempt.outcome}"
                     print(f"{what}: {attempt.said}")
                 yield attempt
-
-
-def _divert(log: Path) -> None:
-    """Send what attacked processes print to a file, so that the terminal shows what was lost."""
-    sys.stdout = sys.stderr = os.fdopen(os.dup(1), "w", buffering=1)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
 
 
 def _of_reader(name: str, seed: int, count: int) -> list[Attempt]:

@@ -1,14 +1,15 @@
-"""Ways to damage a file: bytes of any format, and values of JSON and YAML."""
+"""Ways to damage a file: bytes of any format, and values of JSON and YAML.
+
+Files that mean harm are in strangers.py.
+"""
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Callable
 from typing import Any
 
-DEPTH = 10_000
 LONG = 10_000
 ODD: tuple[Any, ...] = (
     *(None, True, [], {}, "", [None], {"": None}),
@@ -74,12 +75,6 @@ def no_key(content: bytes, chance: random.Random) -> bytes:
     return json.dumps(document).encode()
 
 
-def deep(content: bytes, chance: random.Random) -> bytes:
-    """Nest lists or objects, as JSON and YAML both write them, deeper than a parser recurses."""
-    opened, closed = chance.choice((("[", "]"), ('{"a":', "}")))
-    return (opened * DEPTH + "1" + closed * DEPTH).encode()
-
-
 def odd_line(content: bytes, chance: random.Random) -> bytes:
     """Replace the value of a line of YAML."""
     lines = content.decode().splitlines()
@@ -97,29 +92,9 @@ def no_line(content: bytes, chance: random.Random) -> bytes:
     return "\n".join(lines).encode()
 
 
-def multiply(content: bytes, chance: random.Random) -> bytes:
-    """Write YAML whose anchors stand for billions of values."""
-    lines = ['a0: &a0 ["x", "x", "x", "x", "x", "x", "x", "x", "x"]']
-    for level in range(1, 10):
-        parts = ", ".join([f"*a{level - 1}"] * 9)
-        lines.append(f"a{level}: &a{level} [{parts}]")
-    return "\n".join(lines).encode() + b"\n" + content
-
-
-def call(content: bytes, chance: random.Random) -> bytes:
-    """Ask a careless loader of YAML to call a function."""
-    return b"a: !!python/object/apply:os.mkdir [ran]\n" + content
-
-
-def bomb(content: bytes, chance: random.Random) -> bytes:
-    """Compress gigabytes into a few kilobytes."""
-    block = gzip.compress(bytes(2**26), compresslevel=9)
-    return block * 64  # members of a gzip file follow each other
-
-
 BYTES: tuple[Mutation, ...] = (flip, cut, drop, repeat, scatter, zero, empty)
-JSON: tuple[Mutation, ...] = (*BYTES, odd_value, odd_value, odd_value, odd_value, no_key, deep)
-YAML: tuple[Mutation, ...] = (*BYTES, odd_line, odd_line, odd_line, no_line, deep, multiply, call)
+JSON: tuple[Mutation, ...] = (*BYTES, odd_value, odd_value, odd_value, odd_value, no_key)
+YAML: tuple[Mutation, ...] = (*BYTES, odd_line, odd_line, odd_line, no_line)
 
 
 def _places(document: Any) -> list[tuple[Any, Any]]:

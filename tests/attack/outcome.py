@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lab.draw.text import markdown
+
 SURVIVED, REFUSED = "survived", "refused in one line"
 BAD = ("lost", "hung", "silent", "traceback", "code run", "secret", "memory")
 OUTCOMES = (SURVIVED, REFUSED, *BAD)
@@ -33,9 +35,8 @@ def table(attempts: Iterable[Attempt]) -> str:
     counts: dict[str, Counter[str]] = {}
     for attempt in attempts:
         counts.setdefault(attempt.attack, Counter())[attempt.outcome] += 1
-    names = ("attack", "tried", *OUTCOMES)
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for attack, found in counts.items():
-        numbers = (found.total(), *(found[outcome] for outcome in OUTCOMES))
-        lines.append(f"| {attack} | {' | '.join(map(str, numbers))} |")
-    return "\n".join(lines)
+    rows = [
+        [attack, *map(str, (found.total(), *(found[outcome] for outcome in OUTCOMES)))]
+        for attack, found in counts.items()
+    ]
+    return "\n".join(markdown(["attack", "tried", *OUTCOMES], rows))

@@ -26,7 +26,7 @@ from pathlib import Path
 from lab.settings import composition
 from tests.attack import acts
 from tests.attack.files import CELL, STUDY, make_files
-from tests.attack.mutations import BYTES, JSON, YAML, Mutation, bomb
+from tests.attack.mutations import BYTES, JSON, YAML, Mutation
 from tests.attack.outcome import REFUSED, SURVIVED, Attempt
 
 Main = Callable[[list[str]], int]
@@ -75,7 +75,7 @@ READERS: dict[str, Reader] = {
     ),
     "benchmark": Reader("layers.json", JSON, ("report", "layers.json", "out=page.html")),
     "trace": Reader("trace.json", JSON, (*TRACE, "trace=trace.json")),
-    "gzipped trace": Reader("trace.json.gz", (*BYTES, bomb), (*TRACE, "trace=trace.json.gz")),
+    "gzipped trace": Reader("trace.json.gz", BYTES, (*TRACE, "trace=trace.json.gz")),
     "arrays": Reader("arrays.npz", BYTES, ("read_arrays", "arrays.npz")),
     "table": Reader("table.parquet", BYTES, ("read_arrays", "table.parquet")),
 }

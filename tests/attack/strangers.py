@@ -14,6 +14,7 @@ import pickle
 import socket
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ import yaml
 
 from tests.attack import acts
 from tests.attack.files import make_files
-from tests.attack.mutations import DEPTH, LONG
+from tests.attack.mutations import LONG
 from tests.attack.outcome import Attempt
 from tests.attack.readers import READERS, judged, run
 
 OF_VARIABLE, OF_FILE = SECRETS = ("of-a-variable-91c4", "of-a-file-7f3e")
 SECRET_FILE = "other.txt"  # beside what is read
-HUGE_BYTES = 20 * 2**30
+HUGE_BYTES, DEPTH = 20 * 2**30, 10_000
 Text = Callable[[Any], bytes]  # makes a file's content of the document in it
-Place = Callable[[Path], None]  # puts something else where a file was
+Place = Callable[[Path], object]  # puts something else where a file was
 
 
 class Malice:
@@ -220,10 +221,6 @@ BINARIES: dict[str, Callable[[], bytes]] = {
 }
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _socket(path: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # a socket's path is short
@@ -240,7 +237,7 @@ def _holes(path: Path) -> None:
 
 
 PLACES: dict[str, Place] = {
-    "a pipe": _pipe,
+    "a pipe": os.mkfifo,
     "a socket": _socket,
     "20 GB of holes": _holes,
     "a folder": Path.mkdir,
@@ -252,16 +249,18 @@ PLACES: dict[str, Place] = {
 }
 
 
-def tricks(name: str) -> Iterator[tuple[str, bytes | Place]]:
-    """Yield what a stranger may put where a reader's file is, by what it is."""
-    yield from PLACES.items()
-    file = Path(READERS[name].file)
+def tricks(name: str) -> dict[str, Place]:
+    """Return what a stranger may put where a reader's file is, by what it is."""
+    file, contents = Path(READERS[name].file), BINARIES
     if file.suffix in (".json", ".yaml") or file.name == "DONE":
         document = yaml.safe_load(file.read_bytes())
         texts = TEXTS | (YAMLS if file.suffix == ".yaml" else {})
-        yield from ((what, text(document)) for what, text in texts.items())
-        return
-    yield from ((what, made()) for what, made in BINARIES.items())
+        contents = {what: partial(text, document) for what, text in texts.items()}
+    written = {
+        what: lambda path, content=content: path.write_bytes(content())
+        for what, content in contents.items()
+    }
+    return PLACES | written
 
 
 def attack(name: str, every: int = 1) -> Iterator[Attempt]:
@@ -280,14 +279,11 @@ def attack(name: str, every: int = 1) -> Iterator[Attempt]:
     whole = path.read_bytes()
     _, code = run(reader)
     assert code == 0
-    for what, trick in list(tricks(name))[len(name) % every :: every]:
+    for what, put in list(tricks(name).items())[len(name) % every :: every]:
         path.unlink()
-        if isinstance(trick, bytes):
-            path.write_bytes(trick)
-        else:
-            trick(path)
+        put(path)
+        content = b"" if what in PLACES else path.read_bytes()
         acts.seal(path)
-        content = trick if isinstance(trick, bytes) else b""
         yield judged(f"strangers: {name}", what, reader, content, SECRETS)
         if path.is_dir() and not path.is_symlink():
             path.rmdir()

@@ -15,20 +15,11 @@ from tests.conftest import ROOT
 
 LIMIT_S = 120.0
 RUN = (
-    *(
-        "device=cpu",
-        "strategy=onebit",
-        "data.size=16",
-        "batch_size=24",
-        "optim.lr=0.01",
-        "steps=12",
-    ),
-    *("checkpoint_every=3", "cell=a"),
+    "device=cpu strategy=onebit data.size=16 batch_size=24 optim.lr=0.01 steps=12"
+    " checkpoint_every=3 cell=a"
 )
-ALONE, PAIR = (
-    "-m lab.train",
-    "-m torch.distributed.run --standalone --nproc-per-node=2 -m lab.train",
-)
+TRAIN = f"{{python}} -m lab.train {RUN}"
+TRAIN_TWO = TRAIN.replace("-m", "-m torch.distributed.run --standalone --nproc-per-node=2 -m")
 
 
 @dataclass(frozen=True)
@@ -36,11 +27,11 @@ class Surroundings:
     """Where a run is tried.
 
     Attributes:
-        shell: commands of bash; {python} starts Python, {run} are the settings.
+        shell: commands of bash; {python} starts Python.
         environment: changes; empty text: the variable is removed.
     """
 
-    shell: str = f"{{python}} {ALONE} {{run}}"
+    shell: str = TRAIN
     environment: dict[str, str] = field(default_factory=dict[str, str])
     folder: str = "here"
 
@@ -73,7 +64,6 @@ NO_IPV4 = (
     "ip link set lo up && ip address delete 127.0.0.1/8 dev lo"
     " && echo ::1 localhost $(hostname) > hosts && mount --bind hosts /etc/hosts"
 )
-TRAIN, TRAIN_TWO = f"{{python}} {ALONE} {{run}}", f"{{python}} {PAIR} {{run}}"
 PLACES: dict[str, Surroundings] = {
     "no HOME": Surroundings(environment={"HOME": "", "XDG_CACHE_HOME": ""}),
     "a HOME that is not there": Surroundings(
@@ -85,8 +75,8 @@ PLACES: dict[str, Surroundings] = {
     ),
     "no locale": Surroundings(environment={"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}),
     "a path with spaces, 200 characters": Surroundings(folder="a b'\"$é" + "x" * 190),
-    "python -O": Surroundings(shell=f"{{python}} -O {ALONE} {{run}}"),
-    "ulimit -n 64": Surroundings(shell=f"ulimit -n 64; {TRAIN_TWO}"),
+    "python -O": Surroundings(TRAIN.replace("-m", "-O -m")),
+    "ulimit -n 64": Surroundings(f"ulimit -n 64; {TRAIN_TWO}"),
     "/dev/shm of 64 kB": Surroundings(_mounted("size=64k", "/dev/shm", TRAIN_TWO)),
     "a network without loopback": Surroundings(f"unshare --net {TRAIN}"),
     "a network of IPv6 alone": Surroundings(
@@ -124,7 +114,6 @@ def tried(name: str, place: Surroundings, folder: Path) -> Attempt:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment = {k: v for k, v in (environment | place.environment).items() if v}
     line = place.shell.replace("{python}", shlex.quote(sys.executable))
-    line = line.replace("{run}", shlex.join(RUN))
     attempt = Attempt("surroundings", name, SURVIVED)
     try:
         done = subprocess.run(

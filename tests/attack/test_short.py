@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.attack import kills, numbers, planted, strangers
+from lab.problem.build import output_shapes
+from lab.settings.errors import ConfigError
+from lab.task.tasks import Classification
+from tests.attack import kills, numbers, odd, planted, strangers
 from tests.attack.outcome import BAD, REFUSED, Attempt, table
 from tests.attack.readers import READERS, attack
 from tests.support.slow import some_of
@@ -28,14 +32,19 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert [attempt for attempt in attempts if attempt.outcome in BAD] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [("no test samples", "data has no test samples"), ("a label too high", "from 0 to 10")],
-)
-def test_data_that_no_one_can_learn_are_refused(kind: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["training", "test"])
+def test_data_without_samples_are_refused(part: str) -> None:
+    data = odd.data(seed=0, device=torch.device("cpu"), kind=f"no {part} samples")
+    with pytest.raises(ConfigError, match=f"^data has no {part} samples$"):
+        output_shapes(Classification(), data)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_label_too_high_is_refused(tmp_path: Path) -> None:
+    kind = "a label too high"
     attempt = numbers.tried(kind, kind, "onebit", numbers.of_data(kind), tmp_path)
     assert attempt.outcome == REFUSED
-    assert said in attempt.said
+    assert "from 0 to 10" in attempt.said
 
 
 @pytest.mark.slow

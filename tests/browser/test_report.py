@@ -58,15 +58,9 @@ def test_it_asks_for_nothing_says_nothing_and_draws_every_chart(opened: Opened) 
     assert opened.messages == []
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_no_text_is_clipped_or_lies_on_another(browser: Browser, report: Path, width: int) -> None:
-    size = {"width": width, "height": 900}
-    opened = open_page(browser, report.as_uri(), viewport=size)
-    assert opened.charts() >= 6
-    assert opened.page.evaluate(UNREADABLE, width) == []
-
-
-def test_the_verdict_and_the_first_chart_are_seen_at_once(browser: Browser, report: Path) -> None:
+def test_the_verdict_and_the_first_chart_are_seen_at_once_and_no_text_lies_on_another(
+    browser: Browser, report: Path
+) -> None:
     opened = open_page(browser, report.as_uri(), viewport={"width": 1280, "height": 900})
     opened.page.locator("figure[data-live]").first.wait_for()
     first = opened.page.locator("figure .drawing").first.bounding_box()
@@ -77,25 +71,31 @@ def test_the_verdict_and_the_first_chart_are_seen_at_once(browser: Browser, repo
     table = opened.page.locator("table").first.bounding_box()
     assert verdict and table
     assert verdict["y"] < first["y"] < table["y"]
+    assert opened.charts() >= 6
+    assert opened.page.evaluate(UNREADABLE, 1280) == []
 
 
-def test_what_a_line_shares_with_the_one_above_is_blank(opened: Opened) -> None:
+def test_on_a_phone_no_text_is_clipped_or_lies_on_another(browser: Browser, report: Path) -> None:
+    size = {"width": 390, "height": 900}
+    opened = open_page(browser, report.as_uri(), viewport=size)
+    assert opened.charts() >= 6
+    assert opened.page.evaluate(UNREADABLE, 390) == []
+
+
+def test_lines_are_sorted_and_filtered_and_blank_where_the_one_above_has_the_same(
+    opened: Opened,
+) -> None:
     table = opened.page.locator("#s1-points")
     assert table.locator("tbody td.again").count() > NUM_POINTS
     assert table.locator("tbody tr").first.locator("td.again").count() == 0
-    table.locator("th button", has_text="step ms").click()
+    head = table.locator("th", has_text="step ms")
+    head.locator("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
     rows = table.locator("tbody tr").evaluate_all(
         "rows => rows.map(row => [row.cells[0].textContent, row.cells[0].className])"
     )
     for (above, _), (text, kind) in pairwise(rows):
         assert (kind == "again") == (above == text)
-
-
-def test_lines_are_sorted_and_filtered(opened: Opened) -> None:
-    table = opened.page.locator("#s1-points")
-    head = table.locator("th", has_text="step ms")
-    head.locator("button").click()
-    assert head.get_attribute("aria-sort") == "ascending"
     place = 1 + table.locator("th").all_inner_texts().index("step ms")
     texts = table.locator(f"tbody tr td:nth-child({place})").all_inner_texts()
     times = [float(text.split(" ")[0]) for text in texts]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +21,7 @@ import lab
 from lab.distributed import world as worlds
 from lab.settings.errors import ConfigError
 from lab.training import rank_consistency
-from tests.support import HANG_S
+from tests.support.commands import Finished, run_module
 from tests.support.ports import free_port
 from tests.support.ranks import CREW, composed, execute
 
@@ -53,15 +53,19 @@ def executed(*by_rank: tuple[list[str], Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("key", UNLIKE)
-def test_unlike_settings_are_refused_on_all_ranks_by_name(key: str, tmp_path: Path) -> None:
-    runs = [*BASE, "strategy=none", f"runs_dir={tmp_path}"]
-    other, words = UNLIKE[key]
-    lines = CREW.call(2, executed, composed(*runs), composed(*runs, other))
-    assert lines[0] == lines[1]
-    assert f"{key}: " in lines[0] and words in lines[0]
-    assert lines[0].startswith("SharedError: ")
-    assert lines[0].endswith("; must be equal on all ranks")
+def all_executed(runs: list[tuple[Any, Any]]) -> list[str]:
+    return [executed(*by_rank) for by_rank in runs]
+
+
+def test_unlike_settings_are_refused_on_all_ranks_by_name(tmp_path: Path) -> None:
+    base = [*BASE, "strategy=none", f"runs_dir={tmp_path}"]
+    runs = [(composed(*base), composed(*base, other)) for other, _ in UNLIKE.values()]
+    first, second = CREW.call(2, all_executed, runs)
+    assert first == second
+    for (key, (_, words)), line in zip(UNLIKE.items(), first, strict=True):
+        assert f"{key}: " in line and words in line
+        assert line.startswith("SharedError: ")
+        assert line.endswith("; must be equal on all ranks")
     assert not any(tmp_path.iterdir())
 
 
@@ -71,26 +75,26 @@ def test_hosts_may_have_paths_of_their_own(tmp_path: Path) -> None:
     assert CREW.call(2, executed, one, other) == ["", ""]
 
 
-def joined(change: str) -> str:
-    """Join as two ranks, of which the second one has something else installed."""
-    if os.environ["RANK"] == "1":
-        match change:
-            case "torch":
-                torch.__version__ = TorchVersion("2.0.0")
-            case "lab":
-                lab.__version__ = "0.0.1"
-            case _:
-                rank_consistency.lab_code = lambda: "0123456789ab"  # pyright: ignore[reportAttributeAccessIssue]
+def joined(run: Any) -> list[str]:
+    """Join as two ranks, of which the second one has something else installed, each in turn."""
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of two hosts
-    return executed(*[composed(*BASE, "strategy=none")] * 2)
+    found = []
+    for where, name, value in (
+        (torch, "__version__", TorchVersion("2.0.0")),
+        (lab, "__version__", "0.0.1"),
+        (rank_consistency, "lab_code", lambda: "0123456789ab"),
+    ):
+        pretends = mock.patch.object(where, name, value)
+        with pretends if os.environ["RANK"] == "1" else nullcontext():
+            found.append(executed(run, run))
+    return found
 
 
-@pytest.mark.parametrize("change", ["torch", "lab", "code of the lab"])
-def test_unlike_software_is_refused_by_name(change: str) -> None:
-    lines = CREW.call(2, joined, change)
-    CREW.dismiss()  # the ranks pretend to have something else
-    assert lines[0] == lines[1]
-    assert lines[0].startswith(f"SharedError: {'torch' if change == 'torch' else 'lab'}: ")
+def test_unlike_software_is_refused_by_name() -> None:
+    first, second = CREW.call(2, joined, composed(*BASE, "strategy=none"))
+    assert first == second
+    for line, software in zip(first, ("torch", "lab", "lab"), strict=True):
+        assert line.startswith(f"SharedError: {software}: ")
 
 
 class Turned(nn.Sequential):
@@ -128,30 +132,29 @@ class RandomSamples(Dataset):
 
 
 HERE = __name__
-BUILT = {
-    "order of parameters": (
+BUILT = [
+    (
         f"model={HERE}.Turned",
         "parameter 3: 2.bias [10] float32 on rank 0, 3.weight [10, 10] float32 on rank 1",
     ),
-    "samples": (f"data={HERE}.other_samples", "data's samples (digest): "),
-    "number of samples": (f"data={HERE}.fewer_samples", "data's num_train: 36 on rank 0, 27 on"),
-}
+    (f"data={HERE}.other_samples", "data's samples (digest): "),
+    (f"data={HERE}.fewer_samples", "data's num_train: 36 on rank 0, 27 on"),
+]
 
 
-@pytest.mark.parametrize("what", BUILT)
-def test_unlike_models_and_data_are_refused_by_name(what: str, tmp_path: Path) -> None:
-    choice, words = BUILT[what]
-    run = composed("model=mlp", choice, "batch_size=8", "steps=2", f"runs_dir={tmp_path}")
-    lines = CREW.call(2, executed, run, run)
-    assert lines[0] == lines[1]
-    assert words in lines[0]
-    assert lines[0].startswith("SharedError: ")
-
-
-def test_samples_that_are_drawn_at_random_are_not_compared(tmp_path: Path) -> None:
-    choices = (f"data={HERE}.RandomSamples", f"runs_dir={tmp_path}", "batch_size=8", "steps=2")
-    run = composed("model=mlp", *choices)
-    assert CREW.call(2, executed, run, run) == ["", ""]
+def test_unlike_models_and_data_are_refused_by_name_and_random_samples_not_compared(
+    tmp_path: Path,
+) -> None:
+    base = ("model=mlp", "batch_size=8", "steps=2", f"runs_dir={tmp_path}")
+    choices = [*(choice for choice, _ in BUILT), f"data={HERE}.RandomSamples"]
+    runs = [composed(*base, choice) for choice in choices]
+    first, second = CREW.call(2, all_executed, [(run, run) for run in runs])
+    assert first == second
+    *refused, at_random = first
+    for line, (_, words) in zip(refused, BUILT, strict=True):
+        assert words in line
+        assert line.startswith("SharedError: ")
+    assert at_random == ""
 
 
 def test_comparing_leaves_generators_of_random_numbers_as_they_were() -> None:
@@ -194,57 +197,53 @@ def resumed_elsewhere(saved: Path, run: tuple[list[str], Any]) -> str:
     return executed(run, run)
 
 
-def entered(how: str) -> str:
-    """Enter a loop of one's own with what each rank has differently."""
+def entered() -> list[str]:
+    """Enter loops of one's own with what each rank has differently."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + (rank if how == "shape" else 0)))
-    strategy = ("onebit", "int8")[rank if how == "strategy" else 0]
-    try:
-        lab.grad_sync(model, strategy)
-        if how == "attach":
-            lab.attach(nn.parallel.DistributedDataParallel(model), ("topk", "onebit")[rank])
-    except ConfigError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
-    return ""
+    found = []
+    for enter in (
+        lambda: lab.grad_sync(nn.Linear(4, 4), ("onebit", "int8")[rank]),
+        lambda: lab.grad_sync(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank)), "onebit"),
+        lambda: lab.attach(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), LOSSY[rank]),
+    ):
+        try:
+            enter()
+        except ConfigError as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (
-            "strategy",
-            "exchange._target_: lab.exchange.compressed.OneBit on rank 0, lab.",
-        ),
-        ("shape", "parameter 2: 1.weight [4, 4] float32 on rank 0, 1.weight [5, 4] float32 on"),
-        (
-            "attach",
-            "exchange._target_: lab.exchange.compressed.TopK on rank 0, lab.",
-        ),
-    ],
-)
-def test_unlike_loops_are_refused_at_entry_by_name(how: str, words: str) -> None:
-    lines = CREW.call(2, entered, how)
-    assert lines[0] == lines[1]
-    assert words in lines[0]
+LOSSY = ("topk", "onebit")
 
 
-def test_the_first_rank_of_each_host_says_it_and_all_exit_with_code_2(tmp_path: Path) -> None:
+def test_unlike_loops_are_refused_at_entry_by_name() -> None:
+    first, second = CREW.call(2, entered)
+    assert first == second
+    strategy, shape, attached = first
+    assert "exchange._target_: lab.exchange.compressed.OneBit on rank 0, lab." in strategy
+    words = "parameter 2: 1.weight [4, 4] float32 on rank 0, 1.weight [5, 4] float32 on"
+    assert words in shape
+    assert "exchange._target_: lab.exchange.compressed.TopK on rank 0, lab." in attached
+
+
+def test_the_first_rank_of_each_host_says_it_and_all_exit_with_code_2(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     port = str(free_port())
-    ranks = []
-    for rank, batch in enumerate((8, 8, 4, 4)):
+
+    def run(rank: int, batch: int) -> Finished:
         place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         variables = {key: str(value) for key, value in {**place, **meet}.items()}
-        settings = [*BASE, "device=cpu", "strategy=none", f"runs_dir={tmp_path}"]
-        command = [sys.executable, "-m", "lab.train", *settings, f"batch_size={batch}"]
-        environment = {**os.environ, **variables}
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=HANG_S)[1] for rank in ranks]
+        settings = (*BASE, "device=cpu", "strategy=none", f"batch_size={batch}")
+        return run_module("lab.train", settings, tmp_path, environment | variables)
+
+    with ThreadPoolExecutor(4) as pool:
+        ended = [*pool.map(run, range(4), (8, 8, 4, 4))]
     line = (
         "lab.train: error: batch_size: 8 on ranks 0-1, 4 on ranks 2-3; must be equal on all ranks\n"
     )
-    assert said == [line, "", line, ""]
-    assert [rank.returncode for rank in ranks] == [2] * 4
+    assert [each.err for each in ended] == [line, "", line, ""]
+    assert [each.code for each in ended] == [2] * 4

@@ -6,10 +6,12 @@ Each small module is a unit of its own, where it may be one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +20,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import lab
+from lab.distributed.comm import Comm
 from lab.distributed.replicas import whole
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker
@@ -224,6 +227,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
     "few rows": lambda: Layers(nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH))),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    # Refused as it is made.
     "number": (
         changed(lambda net: setattr(net, "scale", nn.Parameter(torch.tensor(1.0)))),
         "scale: is a single number, shape []; FSDP divides the first dimension, so give it shape",
@@ -238,6 +242,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         two_types_in_a_layer,
         "in a module that cannot be sent apart from others; FSDP sends one type for each module",
     ),
+    # Refused in a step.
     "read in training": (
         running(in_training),
         "first.weight: is read while the forward of its module",
@@ -247,6 +252,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "weight: another rank's forward ran its module and this rank's did",
     ),
 }
+IN_A_STEP = ("read in training", "other paths")
 BY_TORCH_ALONE = ("complex", "double")  # other reduce-scatters sum float32
 
 
@@ -282,10 +288,15 @@ def alone(make: Callable[[], nn.Module], size: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
+@cache
+def config_of(*settings: str) -> DictConfig:
+    return load(["strategy=fsdp", "bucket_mb=1e-4", *settings])
+
+
 def sharded(make: Callable[[], nn.Module], comm: Any, *settings: str) -> dict[str, Tensor] | str:
     """Train under FSDPSync; return whole weights, or the message of what it refuses."""
     torch.manual_seed(0)
-    net, config = make(), load(["strategy=fsdp", "bucket_mb=1e-4", *settings])
+    net, config = make(), config_of(*settings)
     parts = SyncParts(
         net, net, build(config.exchange), comm, InlineWorker(), True, config.bucket_mb,
         sample=torch.zeros(1, 8, dtype=next(net.parameters()).dtype),
@@ -340,35 +351,46 @@ def test_any_model_trains_in_two_levels_and_as_one_unit(settings: str) -> None:
         assert_equal(name, found, 4)
 
 
-def refuse(name: str, settings: str) -> str | dict[str, Tensor]:
-    return sharded(REFUSED[name][0], join().comm, *settings.split())
+def refused(names: list[str]) -> list[str | dict[str, Tensor]]:
+    comm = join().comm
+    return [sharded(REFUSED[name][0], comm) for name in names]
 
 
 # An error in backward may leave collectives under way: these ranks do nothing else.
-@pytest.mark.parametrize("name", some_of(REFUSED, every=3))
-def test_what_fsdp_cannot_train_is_named(name: str) -> None:
-    for found in spawn(2, refuse, name, ""):
-        assert isinstance(found, str) and "\n" not in found
-        assert REFUSED[name][1] in found
+@pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in REFUSED if name not in IN_A_STEP],
+        ["other paths"],
+        pytest.param(["read in training"], marks=pytest.mark.slow),
+    ],
+)
+def test_what_fsdp_cannot_train_is_named(names: list[str]) -> None:
+    for of_rank in spawn(2, refused, names):
+        for name, found in zip(names, of_rank, strict=True):
+            assert isinstance(found, str) and "\n" not in found
+            assert REFUSED[name][1] in found
 
 
-def by_codec(name: str) -> str | dict[str, Tensor]:
+def by_codec() -> list[str | dict[str, Tensor]]:
     comm = join().comm
-    try:
-        return sharded(RIGHT[name], comm, "sync.reduce_scatter=lab", "exchange=onebit")
-    finally:
-        stop()
+    settings = ("sync.reduce_scatter=lab", "exchange=onebit")
+    return [sharded(RIGHT[name], comm, *settings) for name in BY_TORCH_ALONE]
 
 
-@pytest.mark.parametrize("name", BY_TORCH_ALONE)
-def test_a_type_that_the_lab_does_not_scatter_is_named(name: str) -> None:
-    (found,) = CREW.call(1, by_codec, name)
-    assert "exchange=OneBit scatters float32, bfloat16 and float16 gradients" in str(found)
+def test_a_type_that_the_lab_does_not_scatter_is_named() -> None:
+    (found,) = CREW.call(1, by_codec)
+    for text in found:
+        assert "exchange=OneBit scatters float32, bfloat16 and float16 gradients" in str(text)
 
 
-def in_a_loop(exchange: str) -> tuple[float, bool]:
+def in_loops(exchanges: list[str]) -> list[tuple[float, bool]]:
+    comm = join().comm
+    return [in_a_loop(comm, exchange) for exchange in exchanges]
+
+
+def in_a_loop(comm: Comm, exchange: str) -> tuple[float, bool]:
     """Return how far delivered gradients and residuals are from the sums, and if None stays."""
-    comm = join().comm
     assert isinstance(comm, TorchComm)
     torch.manual_seed(0)
     made: Any = unused()
@@ -396,7 +418,6 @@ def in_a_loop(exchange: str) -> tuple[float, bool]:
         kept = kept.reshape(rows, -1).expand_as(total).clone()
         comm.all_reduce(kept)
         off = max(off, float((delivered[name] + kept - due(name, comm.size)).abs().max()))
-    stop()
     return off, none
 
 
@@ -413,8 +434,8 @@ def due(name: str, size: int) -> Tensor:
     return gradient
 
 
-@pytest.mark.parametrize("exchange", ["allreduce", "onebit", "int4"])
-def test_in_a_loop_nothing_is_lost_where_parameters_are_frozen_or_unused(exchange: str) -> None:
-    for off, none in CREW.call(2, in_a_loop, exchange):
-        assert off < 1e-5
-        assert none
+def test_in_a_loop_nothing_is_lost_where_parameters_are_frozen_or_unused() -> None:
+    for of_rank in CREW.call(2, in_loops, ["allreduce", "onebit", "int4"]):
+        for off, none in of_rank:
+            assert off < 1e-5
+            assert none

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lab.codec import build
@@ -116,9 +116,13 @@ def finished(trainer: Trainer) -> dict[str, Tensor]:
     return {**found, "losses": losses, "traffic": traffic}
 
 
-def compared(settings: tuple[str, ...], world: World) -> Compared:
+def config_of(settings: tuple[str, ...]) -> DictConfig:
+    """Compose a case's settings, once for all ranks."""
     steps = STEPS_OF_DDP if "strategy=ddp" in settings else STEPS
-    config = load([*RUN, *MORE, f"steps={steps}", *settings])
+    return load([*RUN, *MORE, f"steps={steps}", *settings])
+
+
+def compared(config: DictConfig, world: World) -> Compared:
     with assembled(config, world) as part:
         tapes = note_steps(part.trainer)
         by_host = finished(part.trainer)
@@ -131,10 +135,10 @@ def compared(settings: tuple[str, ...], world: World) -> Compared:
     return Compared(differences(*tapes), captured_at, otherwise)
 
 
-def compared_cases(cases: dict[str, tuple[str, ...]]) -> dict[str, Compared]:
+def compared_cases(configs: dict[str, DictConfig]) -> dict[str, Compared]:
     world = join()
     with mock_gpu():
-        found = {name: compared(settings, world) for name, settings in cases.items()}
+        found = {name: compared(config, world) for name, config in configs.items()}
     worlds.stop()
     return found
 
@@ -144,7 +148,8 @@ def cases(request: pytest.FixtureRequest) -> dict[str, Compared]:
     chosen = all_cases()
     if not request.param:
         chosen = {name: chosen[name] for name in ALWAYS}
-    ranks = spawn(2, compared_cases, chosen, timeout_s=900)
+    configs = {name: config_of(settings) for name, settings in chosen.items()}
+    ranks = spawn(2, compared_cases, configs, timeout_s=900)
     assert ranks[0].keys() == ranks[1].keys() == chosen.keys()
     return ranks[0]
 
@@ -178,11 +183,11 @@ OTHERWISE = {
 }
 
 
-def differences_of_others() -> dict[str, list[str]]:
+def differences_of_others(configs: dict[str, DictConfig]) -> dict[str, list[str]]:
     world, found = join(), dict[str, list[str]]()
     with mock_gpu(), mock.patch.object(graph, "no_graph", lambda *_: ""):
-        for name, settings in OTHERWISE.items():
-            with assembled(load([*RUN, *MORE, f"steps={STEPS}", *settings]), world) as part:
+        for name, config in configs.items():
+            with assembled(config, world) as part:
                 tapes = note_steps(part.trainer)
                 finished(part.trainer)
             found[name] = differences(*tapes)
@@ -191,32 +196,32 @@ def differences_of_others() -> dict[str, list[str]]:
 
 
 def test_steps_that_are_no_graph_are_told_apart() -> None:
-    found = spawn(2, differences_of_others)[0]
+    configs = {name: config_of(settings) for name, settings in OTHERWISE.items()}
+    found = spawn(2, differences_of_others, configs)[0]
     assert found.keys() == OTHERWISE.keys()
     assert all(found.values())
     assert "all" in found["moving memory"][0] or "copy" in found["moving memory"][0]
 
 
-def run_on_mock_gpu(arguments: list[str], config: Any) -> Outcome:
+def run_on_mock_gpu(runs: list[tuple[list[str], DictConfig]]) -> list[Outcome]:
     with mock_gpu():
-        return execute(arguments, config)
-
-
-def train(*settings: str) -> Outcome:
-    fixed = ("optim.lr=0.0078125", "optim.schedule=constant", "optim.warmup_steps=0")
-    return spawn(2, run_on_mock_gpu, *composed(*RUN, *fixed, "strategy=onebit", *settings))[0]
+        return [execute(*run) for run in runs]
 
 
 def test_a_run_is_recorded_evaluated_and_resumed_as_without_a_graph() -> None:
-    more = ("steps=12", "eval_every=5", "checkpoint_every=6")
-    whole = train(*more, "cell=whole").record
+    fixed = ("optim.lr=0.0078125", "optim.schedule=constant", "optim.warmup_steps=0")
+    more = ("model=mlp", "model.hidden=[64]", "steps=9", "eval_every=4", "checkpoint_every=5")
+    resume = "resume=runs/default/whole/checkpoints/step_000005"
+    runs = [
+        composed(*RUN, *fixed, "strategy=onebit", *more, *each)
+        for each in (("cell=whole",), ("graph=false",), ("cell=b", resume))
+    ]
+    whole, by_host, resumed = (each.record for each in spawn(2, run_on_mock_gpu, runs)[0])
     assert (whole["status"], whole["graph_from"]) == ("done", 3)
     assert whole["certificate"]["num_exchanges"] == 3
     assert whole["warmup"]["num_steps"] >= 4
-    by_host = train(*more, "graph=false").record
     assert by_host["graph_from"] is None
-    resumed = train(*more, "cell=b", "resume=runs/default/whole/checkpoints/step_000006").record
-    assert resumed["graph_from"] == 9
+    assert resumed["graph_from"] == 8
     hashes = {each["replica_hash"] for each in (whole, by_host, resumed)}
     assert len(hashes) == 1 and None not in hashes
     for key in ("payload_bytes_per_step", "messages_per_step", "final"):
@@ -253,15 +258,9 @@ def error_of(settings: tuple[str, ...], break_off: bool) -> tuple[int, str]:
     return parts.trainer.progress.step, ""
 
 
-def test_a_loss_is_read_while_the_next_step_runs_and_names_its_own() -> None:
-    ((step, error),) = spawn(1, error_of, ("strategy=onebit",), False)
-    assert step == 7
-    assert error.startswith("gradient not finite at step 6")
-
-
-def test_batches_of_another_shape_are_refused() -> None:
-    ((_, error),) = spawn(1, error_of, ("strategy=onebit",), True)
-    assert error.startswith("graph=true: inputs of step 6 are torch.float32 [23, 1, 16, 16], those")
+def errors() -> list[tuple[int, str]]:
+    cases = ((), False), ((), True), ((f"model={__name__}.Unused",), False)
+    return [error_of(("strategy=onebit", *more), break_off) for more, break_off in cases]
 
 
 class Unused(nn.Module):
@@ -275,8 +274,12 @@ class Unused(nn.Module):
         return self.used(inputs.flatten(1))
 
 
-def test_a_parameter_without_a_gradient_is_named_before_a_step_is_captured() -> None:
-    model = "model=tests.distributed.test_graph.Unused"
-    ((step, error),) = spawn(1, error_of, ("strategy=onebit", model), False)
-    assert step == 3
-    assert error.startswith("graph=true: unused.") and "has no gradient on rank 0" in error
+def test_losses_batches_and_unused_parameters_are_refused_by_the_step_that_has_them() -> None:
+    """A loss is read while the next step runs; an unused parameter found before a capture."""
+    ((not_finite, another_shape, unused),) = spawn(1, errors)
+    assert not_finite[0] == 7
+    assert not_finite[1].startswith("gradient not finite at step 6")
+    inputs = "inputs of step 6 are torch.float32 [23, 1, 16, 16], those"
+    assert another_shape[1].startswith(f"graph=true: {inputs}")
+    assert unused[0] == 3
+    assert unused[1].startswith("graph=true: unused.") and "has no gradient on rank 0" in unused[1]

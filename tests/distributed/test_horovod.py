@@ -19,7 +19,7 @@ from lab.training import checkpoint
 from tests.conftest import ROOT, Finished, record, wait_for
 from tests.distributed.test_strategies import distance
 from tests.support import HANG_S
-from tests.support.ranks import train
+from tests.support.ranks import refusals, spawn, train
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"
@@ -84,10 +84,9 @@ def test_onebit_is_the_same_over_horovod_bit_for_bit(horovodrun: Callable[..., F
     library, except two small tensors in full precision, whose sum of two has one order."""
     done = horovodrun("strategy=onebit", *RUN, "cell=horovod")
     assert done.code == 0, done.err[-2000:]
-    over_gloo = train(2, "strategy=onebit", *RUN, "cell=gloo")
-    assert (
-        record(Path("runs/default/horovod"))["replica_hash"] == over_gloo[0].record["replica_hash"]
-    )
+    over_gloo = train(2, "strategy=onebit", *RUN, "cell=gloo")[0].record
+    found = record(Path("runs/default/horovod"))
+    assert (found["launcher"], found["replica_hash"]) == ("horovodrun", over_gloo["replica_hash"])
 
 
 @pytest.mark.slow
@@ -182,21 +181,25 @@ def test_ranks_of_torchrun_are_refused() -> None:
     assert "comm=horovod: torchrun started these ranks; start them with horovodrun" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("comm=horovod", "backend=gloo"), "backend=gloo: comm=horovod has its own"),
-        (("strategy=horovod", "overlap=false"), "overlap=False bucket_mb=None: strategy=horovod"),
-        (("strategy=horovod", "comm=torch"), "strategy=horovod: runs over comm=horovod only"),
-        (("strategy=horovod", "exchange=onebit"), "exchange=OneBit: strategy=horovod has its own"),
-        (("strategy=horovod", "channels_last=true"), "strategy=horovod takes contiguous"),
-        (("strategy=horovod", "sync.compression=zip"), "sync.compression=zip: allowed are none"),
-    ],
-)
-def test_wrong_settings(
-    command: Callable[..., Finished], settings: tuple[str, ...], message: str
-) -> None:
-    done = command("lab.train", "device=cpu", *settings, *RUN)
-    assert done.code == 2
-    assert message in done.err
-    assert "Traceback" not in done.err
+WRONG = {
+    ("comm=horovod", "backend=gloo"): "backend=gloo: comm=horovod has its own",
+    ("strategy=horovod", "overlap=false"): "overlap=False bucket_mb=None: strategy=horovod",
+    ("strategy=horovod", "comm=torch"): "strategy=horovod: runs over comm=horovod only",
+    ("strategy=horovod", "exchange=onebit"): "exchange=OneBit: strategy=horovod has its own",
+    ("strategy=horovod", "channels_last=true"): "strategy=horovod takes contiguous",
+    ("strategy=horovod", "sync.compression=zip"): "sync.compression=zip: allowed are none",
+}
+
+
+def refusals_of_one_rank(runs: list[tuple[str, ...]]) -> list[str]:
+    """Return what runs are refused with that no launcher has started."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    return refusals(runs)
+
+
+def test_wrong_settings() -> None:
+    runs = [("device=cpu", *settings, *RUN) for settings in WRONG]
+    (found,) = spawn(1, refusals_of_one_rank, runs)
+    for message, line in zip(WRONG.values(), found, strict=True):
+        assert message in line and "\n" not in line

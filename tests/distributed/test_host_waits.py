@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
+from omegaconf import DictConfig
 
 from lab.codec import build
 from lab.distributed import world as worlds
@@ -25,7 +26,7 @@ from tests.support.ranks import join, spawn
 pytestmark = pytest.mark.xdist_group("host waits")
 
 Guarded = Callable[[], AbstractContextManager[None]]
-RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "warmup_steps=2")
+RUN = ("device=cpu", "data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "warmup_steps=2")
 FREE_STEPS, STEPS = 7, 4  # in the first, buckets are planned and `auto` decides
 MORE = {
     "local_sgd": ("sync.every=2",),
@@ -51,9 +52,9 @@ MAY_WAIT = {
 }
 
 
-def steps(settings: tuple[str, ...], world: World, guarded: Guarded) -> None:
+def steps(config: DictConfig, world: World, guarded: Guarded) -> None:
     """Train for some steps, the last of them within `guarded()`."""
-    with assembled(load([*RUN, *settings]), world) as part:
+    with assembled(config, world) as part:
         loop = part.trainer.steps()
         for _ in range(FREE_STEPS):
             next(loop)
@@ -62,14 +63,14 @@ def steps(settings: tuple[str, ...], world: World, guarded: Guarded) -> None:
                 next(loop)
 
 
-def waits_in_steps(names: set[str]) -> dict[str, list[Wait]]:
+def waits_in_steps(configs: dict[str, DictConfig]) -> dict[str, list[Wait]]:
     """Return by case the waits in steps after the first ones, of some cases."""
     assemble.make_worker = lambda *_, **__: InlineWorker()
     build.load = lambda *_: None  # codecs are plain torch, as on GPUs
     world, found = join(), {}
-    for name in sorted(names):
+    for name, config in configs.items():
         with Guard() as guard:
-            steps(("device=cpu", *CASES[name]), world, guard.step)
+            steps(config, world, guard.step)
         found[name] = guard.waits
     worlds.stop()
     return found
@@ -78,7 +79,8 @@ def waits_in_steps(names: set[str]) -> dict[str, list[Wait]]:
 @pytest.fixture(scope="module", params=[8, pytest.param(1, marks=pytest.mark.slow)])
 def waits(request: pytest.FixtureRequest) -> dict[str, list[Wait]]:
     some = {*[*CASES][:: request.param], "precision=fp16"}  # the last may wait
-    return spawn(2, waits_in_steps, some)[0]
+    configs = {name: load([*RUN, *CASES[name]]) for name in sorted(some)}
+    return spawn(2, waits_in_steps, configs)[0]
 
 
 def test_the_host_waits_for_nothing_in_a_step(waits: dict[str, list[Wait]]) -> None:

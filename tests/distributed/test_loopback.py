@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import wait_for
+from tests.conftest import Finished, wait_for
 from tests.support import HANG_S
 
 LISTENS = "0A"  # a state in /proc/net/tcp
@@ -38,40 +39,36 @@ def listening(process: int) -> list[str]:
     return found
 
 
-def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
+def test_nothing_listens_beyond_loopback_and_arguments_and_exit_codes_are_passed_on(
+    tmp_path: Path,
+) -> None:
+    script, ends = tmp_path / "rank.py", tmp_path / "ends"
     script.write_text(
-        "import os, time, torch.distributed as dist\n"
+        "import os, sys, time, torch.distributed as dist\n"
         "os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n"
         "dist.init_process_group('gloo')\n"
         "dist.barrier()\n"
         f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').close()\n"
-        "time.sleep(600)\n"
+        f"while not os.path.exists(r'{ends}'): time.sleep(0.05)\n"
+        "os._exit(3 if os.environ['RANK'] == sys.argv[1] else 0)\n"
     )
     line = [sys.executable, "-m", "lab.distributed.torchrun", "--nproc-per-node=2", str(script)]
-    process = subprocess.Popen(line)
+    process = subprocess.Popen([*line, "1"], stderr=subprocess.PIPE)
     try:
         wait_for(lambda: all((tmp_path / rank).exists() for rank in "01"))
         found = listening(process.pid)
         assert len(found) >= 3  # the store, and Gloo of each rank
         assert set(found) <= set(LOOPBACK)
+        ends.touch()
+        _, error = process.communicate(timeout=HANG_S)
+        assert process.returncode == 1 and b"exitcode  : 3" in error
     finally:
-        process.terminate()
-        process.wait(HANG_S)
+        process.kill()
 
 
-def test_an_exit_code_and_arguments_are_passed_on(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text("import os, sys; sys.exit(3 if os.environ['RANK'] == sys.argv[1] else 0)\n")
-    line = [sys.executable, "-m", "lab.distributed.torchrun", "--nproc-per-node=2", str(script)]
-    bad = subprocess.run([*line, "1"], capture_output=True, timeout=HANG_S)
-    assert bad.returncode == 1 and b"exitcode  : 3" in bad.stderr
-
-
-def test_options_that_torchrun_refuses_take_one_line() -> None:
+def test_options_that_torchrun_refuses_take_one_line(command: Callable[..., Finished]) -> None:
     """It has many of its own; a number is refused without a text of its own."""
-    line = [sys.executable, "-m", "lab.distributed.torchrun", "--nproc-per-node=0", "script.py"]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=HANG_S)
+    done = command("lab.distributed.torchrun", "--nproc-per-node=0", "script.py")
     refused = "--nproc-per-node=0: torchrun accepts no such number"
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"lab.distributed.torchrun: error: {refused}\n"
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"lab.distributed.torchrun: error: {refused}\n"

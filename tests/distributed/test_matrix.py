@@ -7,11 +7,12 @@ against the exchange's cost (lab.certificate). The combinations are those of con
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
 from lab.settings.config import choices_of
-from tests.support.ranks import train, train_on_two_nodes
+from tests.support.ranks import CREW, refusals, train, train_on_two_nodes
 from tests.support.slow import some_of
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=4", "warmup_steps=1")
@@ -35,26 +36,52 @@ REFUSED = {
     "des_loc": "is not exact; second moments need one that is",
 }
 # They scatter sums; fsdp has two levels of its own, sync.reduce_scatter=two_levels.
-SCATTERING = {"fsdp", "zero1"}
-PARTS = list(itertools.product(*(choices_of(group) for group in ("path", "codec", "memory"))))
-MATRIX = [pytest.param(s, *p, id=" ".join((s, *p))) for s in SYNCS for p in PARTS]
+SCATTERING = ("fsdp", "zero1")
+PATHS, CODECS, MEMORIES = (choices_of(group) for group in ("path", "codec", "memory"))
+MATRIX = [*itertools.product(SYNCS, PATHS, CODECS, MEMORIES)]
+
+
+def refusal_of(sync: str, path: str) -> str | None:
+    if sync in SCATTERING and path == "hierarchical":
+        return "has no reduce-scatter; allowed are"
+    return REFUSED.get(sync)
+
+
+def settings_of(sync: str, path: str, codec: str, memory: str) -> tuple[str, ...]:
+    parts = (f"path={path}", f"codec={codec}", f"memory={memory}")
+    return f"strategy={sync}", *parts, *SYNCS[sync], *RUN
+
+
+TRAINED = [case for case in MATRIX if not refusal_of(*case[:2])]
+SCATTERED = [path for path in PATHS if path != "hierarchical"]
+# Both that scatter take each codec, by one path or another.
+EACH_CODEC = [
+    (sync, SCATTERED[number % len(SCATTERED)], codec, MEMORIES[number % len(MEMORIES)])
+    for sync in SCATTERING
+    for number, codec in enumerate(CODECS)
+]
 
 
 @pytest.mark.parametrize("size", some_of([3, 1], also=[3]))
-@pytest.mark.parametrize(("sync", "path", "codec", "memory"), some_of(MATRIX, every=13))
-def test_trains_or_is_refused(sync: str, path: str, codec: str, memory: str, size: int) -> None:
-    parts = (f"path={path}", f"codec={codec}", f"memory={memory}")
-    settings = (f"strategy={sync}", *parts, *SYNCS[sync], *RUN)
-    refused = REFUSED.get(sync)
-    if sync in SCATTERING and path == "hierarchical":
-        refused = "has no reduce-scatter; allowed are"
-    if refused:
-        with pytest.raises(AssertionError, match=f"ConfigError: exchange=.*{refused}"):
-            train(size, *settings)
-        return
-    outcomes = (train_on_two_nodes if path == "hierarchical" else train)(size, *settings)
+@pytest.mark.parametrize(
+    ("sync", "path", "codec", "memory"), some_of(TRAINED, every=37, also=EACH_CODEC)
+)
+def test_trains_with_a_certificate(
+    sync: str, path: str, codec: str, memory: str, size: int
+) -> None:
+    run = train_on_two_nodes if path == "hierarchical" else train
+    outcomes = run(size, *settings_of(sync, path, codec, memory))
     record = outcomes[0].record
     assert record["status"] == "done"
     assert size == 1 or record["certificate"]["holds"] or sync == "zero1"  # see test_zero1
     if sync != "fsdp":  # ranks have shards, whose sums the certificate compares
         assert len({outcome.record["replica_hash"] for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize("every", some_of([13, 1], also=[13]))
+def test_what_a_sync_does_not_take_is_refused_in_a_line(every: int) -> None:
+    cases = [case for case in MATRIX if refusal_of(*case[:2])][::every]
+    runs = [("device=cpu", *settings_of(*case)) for case in cases]
+    (found,) = CREW.call(1, refusals, runs)
+    for case, line in zip(cases, found, strict=True):
+        assert re.match(f"exchange=.*{refusal_of(*case[:2])}", line), case

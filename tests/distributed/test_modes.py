@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from tests.distributed.test_strategies import distance
-from tests.support.ranks import Outcome, train
+from tests.support.ranks import Outcome, train, train_once
 from tests.support.slow import some_of
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=10", "warmup_steps=2")
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
+    """Run on some ranks, once for all tests."""
+    place = f"runs_dir={tmp_path_factory.mktemp('once')}"
+    return lambda size, *settings: train_once(size, *RUN, *settings, place)
 
 
 def apart(ours: list[Outcome], theirs: list[Outcome]) -> float:
     return distance(ours[0].weights, theirs[0].weights)
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "overlap", "ddp"])
-def test_accumulation_is_one_exchange_of_the_same_mean(strategy: str) -> None:
-    whole = train(2, f"strategy={strategy}", *RUN)
+@pytest.mark.parametrize("strategy", some_of(["allreduce", "overlap", "ddp"], every=2))
+def test_accumulation_is_one_exchange_of_the_same_mean(
+    strategy: str, once: Callable[..., list[Outcome]]
+) -> None:
+    whole = once(2, f"strategy={strategy}")
     parts = train(2, f"strategy={strategy}", "accumulate=3", *RUN)
     assert apart(parts, whole) < 1e-6
     for key in ("payload_bytes_per_step", "messages_per_step"):
@@ -26,37 +37,37 @@ def test_accumulation_is_one_exchange_of_the_same_mean(strategy: str) -> None:
         assert min(parts[0].record[key]) > 0
 
 
-def test_weak_scaling_fixes_the_batch_of_a_rank() -> None:
+def test_weak_scaling_fixes_the_batch_of_a_rank(once: Callable[..., list[Outcome]]) -> None:
     weak = train(2, *RUN, "batch_size=12", "scaling=weak")
     assert weak[0].record["batch_size"] == 24
     assert weak[0].record["per_rank_batch_size"] == 12
-    assert weak[0].record["replica_hash"] == train(2, *RUN)[0].record["replica_hash"]
+    assert weak[0].record["replica_hash"] == once(2)[0].record["replica_hash"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_deterministic_reruns_are_bit_identical(size: int) -> None:
-    first, second = (train(size, "deterministic=true", *RUN) for _ in range(2))
+def test_deterministic_reruns_are_bit_identical() -> None:
+    first, second = (train(2, "deterministic=true", *RUN) for _ in range(2))
     assert first[0].record["replica_hash"] == second[0].record["replica_hash"]
-    other = train(size, "deterministic=true", "seed=1", *RUN)
+    other = train(2, "deterministic=true", "seed=1", *RUN)
     assert first[0].record["replica_hash"] != other[0].record["replica_hash"]
 
 
-def test_what_is_clipped_is_the_mean_gradient() -> None:
-    clipped = [train(size, "clip_grad_norm=0.05", *RUN) for size in (1, 2, 3)]
-    assert apart(clipped[1], clipped[0]) < 1e-6
-    assert apart(clipped[2], clipped[0]) < 1e-6
-    assert apart(train(1, *RUN), clipped[0]) > 1e-3
+def test_what_is_clipped_is_the_mean_gradient(once: Callable[..., list[Outcome]]) -> None:
+    alone, among_three = (train(size, "clip_grad_norm=0.05", *RUN) for size in (1, 3))
+    assert apart(among_three, alone) < 1e-6
+    assert apart(once(2), alone) > 1e-3
 
 
-def test_channels_last_changes_the_layout_alone() -> None:
-    assert apart(train(2, "channels_last=true", *RUN), train(2, *RUN)) < 1e-5
+def test_channels_last_changes_the_layout_alone(once: Callable[..., list[Outcome]]) -> None:
+    assert apart(train(2, "channels_last=true", *RUN), once(2)) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", some_of(["allreduce", "onebit", "ddp"], every=3))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precision_trains(strategy: str, precision: str) -> None:
+def test_lower_precision_trains(
+    strategy: str, precision: str, once: Callable[..., list[Outcome]]
+) -> None:
     outcomes = train(2, f"strategy={strategy}", f"precision={precision}", *RUN)
-    assert 0 < apart(outcomes, train(2, f"strategy={strategy}", *RUN)) < 0.1
+    assert 0 < apart(outcomes, once(2, f"strategy={strategy}")) < 0.1
     assert outcomes[0].record["final"]["loss"] < 2.303
 
 

@@ -21,11 +21,6 @@ RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=6", "warmup_step
 CPU = torch.device("cpu", 0)
 
 
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def files() -> list[Path]:
     """List the files of windows that stay: another test's may be there until it is mapped."""
     found = list[Path]()

@@ -35,7 +35,7 @@ GENERIC = {
         "test_allocates_what_its_card_says[gossip-1-4]",
     ),
     "tests/unit/exchange/test_exchanges.py": (
-        "test_exact_exchanges_give_every_rank_the_mean[gossip-8-1000]",
+        "test_exact_exchanges_give_every_rank_the_mean[gossip-8]",
     ),
     "tests/unit/simulate/test_simulate.py": (
         "test_overlap_is_never_worse_than_blocking[gossip-nccl]",

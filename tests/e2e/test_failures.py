@@ -82,6 +82,12 @@ LATER = [
 ]
 
 
+def told(*runs: tuple[str, ...]) -> list[str]:
+    """Make runs in turn, all by one process; return the line that each is refused with, or none."""
+    (found,) = ranks.CREW.call(1, ranks.refusals, [("device=cpu", *run) for run in runs])
+    return found
+
+
 def test_settings_that_prove_wrong_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Finished]
 ) -> None:
@@ -99,17 +105,17 @@ def test_settings_that_prove_wrong_later(
 
 
 def test_batch_that_does_not_divide(train: Train) -> None:
-    done = train(3, "batch_size=100")
+    done = train(2, "batch_size=99")
     assert done.code != 0
-    nearest = "3 ranks with accumulate=1 need a multiple of 3; nearest are 99 and 102"
-    assert done.error_lines == [f"lab.train: error: batch_size=100: {nearest}"]
+    nearest = "2 ranks with accumulate=1 need a multiple of 2; nearest are 98 and 100"
+    assert done.error_lines == [f"lab.train: error: batch_size=99: {nearest}"]
 
 
-def test_unwritable_run_directory(command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_unwritable_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file stands where the directory should")
-    done = command("lab.train", *QUICK)
-    assert done.code == 2
-    assert re.search(r"runs_dir: cannot write .*runs/default", done.error_lines[0])
+    (refused,) = told(QUICK)
+    assert re.search(r"runs_dir: cannot write .*runs/default", refused)
     assert (tmp_path / "runs").read_text().startswith("a file")
 
 
@@ -148,10 +154,12 @@ def test_a_hang_ends_the_run_in_one_line(train: Train, tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges_at_its_last_step_has_failed(
-    command: Callable[..., Finished], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     settings = ("steps=1", "optim.lr=1e38", "optim.warmup_steps=0", "cell=bad", "data.size=16")
-    assert command("lab.train", *settings).code == 1
+    with pytest.raises(AssertionError, match="ended without an answer"):
+        ranks.spawn(1, ranks.execute, *ranks.composed(*settings))
     result = record(tmp_path / "runs/default/bad")
     assert result["status"] == "failed"
     assert "not finite" in result["error"]
@@ -259,47 +267,48 @@ def test_killed_rank_is_started_again_by_plain_torchrun(
 
 
 def test_resume_never_writes_over_a_finished_run(
-    command: Callable[..., Finished], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = tmp_path / "runs/default"
-    assert command("lab.train", *QUICK, "cell=a", "checkpoint_every=3").code == 0
-    assert command("lab.train", *QUICK, "strategy=tree").code == 0
+    monkeypatch.chdir(tmp_path)
+    runs, first, tree = Path("runs/default"), (*QUICK, "cell=a"), (*QUICK, "strategy=tree")
+    assert told((*first, "checkpoint_every=3"), tree) == ["", ""]
     before = {path: path.read_text() for path in runs.glob("*/record.json")}
-    refused = command("lab.train", *QUICK, "cell=a", "resume=auto")
-    assert refused.code == 2
-    assert "already holds a record (done)" in refused.error_lines[0]
-    taken = command("lab.train", *QUICK, "cell=a")
-    assert taken.code == 2 and "cell=a" in taken.error_lines[0]
+    assert len(before) == 2
     middle = f"resume={runs / 'a/checkpoints/step_000003'}"
-    assert command("lab.train", *QUICK, "strategy=tree", middle).code == 0
-    assert command("lab.train", *QUICK, "strategy=tree", "resume=auto").code == 0
+    refused, taken, *done = told(
+        (*first, "resume=auto"), first, (*tree, middle), (*tree, "resume=auto")
+    )
+    assert "already holds a record (done)" in refused
+    assert "cell=a" in taken
+    assert done == ["", ""]
     assert len(list(runs.glob("*/record.json"))) == 4
     assert {path: path.read_text() for path in before} == before
 
 
-def test_resume_refuses_what_does_not_fit(command: Callable[..., Finished], tmp_path: Path) -> None:
-    onebit = (*QUICK, "strategy=onebit")
-    assert command("lab.train", *onebit, "cell=a", "checkpoint_every=3").code == 0
-    middle = f"resume={tmp_path / 'runs/default/a/checkpoints/step_000003'}"
-    for wrong, message in (
-        ("exchange.granularity=block", "the checkpoint holds residuals of exchange="),
-        ("channels_last=true", "the checkpoint was written with channels_last=False"),
-        ("model=mlp", "the checkpoint is of another model"),
-        ("steps=2", "is at step 3, this run ends at 2"),
-    ):
-        done = command("lab.train", *onebit, middle, wrong)
-        assert done.code == 2
-        assert message in done.error_lines[0]
+def test_resume_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    onebit, middle = (*QUICK, "strategy=onebit"), "resume=runs/default/a/checkpoints/step_000003"
+    wrong = {
+        "exchange.granularity=block": "the checkpoint holds residuals of exchange=",
+        "channels_last=true": "the checkpoint was written with channels_last=False",
+        "model=mlp": "the checkpoint is of another model",
+        "steps=2": "is at step 3, this run ends at 2",
+    }
+    whole = (*onebit, "cell=a", "checkpoint_every=3")
+    done, *refused = told(whole, *((*onebit, middle, setting) for setting in wrong))
+    assert done == ""
+    for message, line in zip(wrong.values(), refused, strict=True):
+        assert message in line
 
 
 def test_epochs_are_counted_in_samples_when_the_batch_changes(
-    command: Callable[..., Finished], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ("data.size=16", "optim.lr=0.01", "device=cpu", "epochs=1")
+    monkeypatch.chdir(tmp_path)
+    settings = ("data.size=16", "optim.lr=0.01", "epochs=1")
+    middle = "resume=runs/default/a/checkpoints/step_000020"
     first = (*settings, "batch_size=48", "checkpoint_every=10", "cell=a")
-    assert command("lab.train", *first).code == 0
-    middle = f"resume={tmp_path / 'runs/default/a/checkpoints/step_000020'}"
-    assert command("lab.train", *settings, "batch_size=96", middle, "cell=b").code == 0
+    assert told(first, (*settings, "batch_size=96", middle, "cell=b")) == ["", ""]
     assert record(tmp_path / "runs/default/a")["num_steps"] == 30  # 1437 images
     assert record(tmp_path / "runs/default/b")["num_steps"] == 20 + 5  # 960, then 477 more
 

@@ -11,6 +11,7 @@ import pytest
 
 from lab.settings.config import choices_of
 from tests.conftest import ROOT, Finished, record
+from tests.support.ranks import CREW, refusals
 
 COMMAND_FILES = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem != "__init__")
 COMMANDS = (*(f"lab.{command}" for command in COMMAND_FILES), "lab.cluster")
@@ -42,11 +43,11 @@ def test_plain_python_is_one_rank_and_torchrun_reads_the_same(
 
 
 def test_run_names_are_readable_and_never_reused(
-    command: Callable[..., Finished], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     settings = ("strategy=tree", "batch_size=24", "data.size=16", "steps=6", "device=cpu")
-    for _ in range(2):
-        assert command("lab.train", *settings).code == 0
+    assert CREW.call(1, refusals, [settings, settings]) == [["", ""]]
     names = sorted(path.name for path in (tmp_path / "runs/default").iterdir())
     assert names == [
         "tree-n1-b24-data.size_16-steps_6-device_cpu",

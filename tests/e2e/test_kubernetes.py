@@ -95,14 +95,8 @@ POD = "spec pytorchReplicaSpecs Worker template spec"
     ("file", "where", "wrong", "error"),
     [
         ("pytorchjob.yaml", "spec elasticPolicy", {"minReplica": 2}, KeyError),
-        ("pytorchjob.yaml", "spec elasticPolicy", {"minReplicas": "2"}, TypeError),
-        ("pytorchjob.yaml", "spec", {"nprocPerNode": 1}, TypeError),
-        ("pytorchjob.yaml", POD, {"terminationGracePeriod": 120}, KeyError),
         ("pytorchjob.yaml", POD, {"containers": None}, TypeError),
-        ("pytorchjob.yaml", f"{POD} containers 0", {"arguments": []}, KeyError),
         ("pytorchjob.yaml", f"{POD} containers 0 resources", {"limits": {"cpu": 4}}, TypeError),
-        ("pytorchjob.yaml", f"{POD} containers 0 volumeMounts 0", {"name": None}, TypeError),
-        ("runs.yaml", "spec", {"accessModes": "ReadWriteMany"}, TypeError),
         ("runs.yaml", "spec", {"storageclassName": "nfs"}, KeyError),
     ],
 )

@@ -1,6 +1,7 @@
 """The same weights for the same seed and strategy, whoever starts the ranks.
 
-SLURM's srun has its own file, as it needs a cluster: tests/e2e/test_slurm.py.
+SLURM's srun has its own file, as it needs a cluster: tests/e2e/test_slurm.py; horovodrun is in
+tests/distributed/test_horovod.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from tests.support.ranks import CREW, train_once
 RUN = ("strategy=onebit", "batch_size=24", "optim.lr=0.01", "data.size=16", "steps=6")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-HOROVODRUN = (sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", "2")
 RAY = (sys.executable, str(ROOT / "examples/ray/train.py"), "2")
 
 
@@ -68,15 +68,6 @@ def test_mpirun(expected: str, environment: dict[str, str], tmp_path: Path) -> N
     line = (*MPIRUN, environment["PYTHON_EXEC"], "-m", "lab.train")
     found = start(line, environment, tmp_path)
     assert (found["launcher"], found["replica_hash"]) == ("mpirun", expected)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"
-)
-def test_horovodrun(expected: str, environment: dict[str, str], tmp_path: Path) -> None:
-    line = (*HOROVODRUN, environment["PYTHON_EXEC"], "-m", "lab.train")
-    found = start(line, environment, tmp_path)
-    assert (found["launcher"], found["replica_hash"]) == ("horovodrun", expected)
 
 
 @pytest.mark.slow

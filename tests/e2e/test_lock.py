@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.conftest import ROOT, Finished
+from tests.support.slow import some_of
 
 LOCKS = USERS, DEVELOPERS = ROOT / "constraints.txt", ROOT / "constraints-dev.txt"
 PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
@@ -57,7 +58,8 @@ def is_cuda(name: str) -> bool:
 
 
 @pytest.mark.xdist_group("lock")
-@pytest.mark.parametrize(("platform", "python"), COMBINATIONS)
+# Of nine, three stand for each platform and each Python once.
+@pytest.mark.parametrize(("platform", "python"), some_of(COMBINATIONS, every=4))
 def test_lock_resolves(platform: str, python: str) -> None:
     assert resolved(resolve(LOCKS, platform, python), LOCKS, "linux" in platform)
 

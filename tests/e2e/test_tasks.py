@@ -111,12 +111,12 @@ def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "bigram.yaml").write_text(
-        "_target_: tests.support.bigram.Bigram\nwidth: 8\n"
+        "_target_: tests.support.misfits.Bigram\nwidth: 8\n"
     )
     data = ("data=text", f"data.path={ROOT}/docs", "data.suffix=.md", "data.context=32")
     settings = ("task=language_modelling", "config_dir=conf", "model=bigram", *data)
     settings += ("strategy=onebit", "batch_size=32", "optim.lr=4", "warmup_steps=2")
-    once = train(2, *settings, "steps=40", "eval_every=20", "checkpoint_every=20", "cell=a")
+    once = train(2, *settings, "steps=20", "eval_every=10", "checkpoint_every=10", "cell=a")
     record = once[0].record
     first, last = record["evaluations"]
     assert record["final"] == {name: last[name] for name in ("loss", "perplexity")}
@@ -133,8 +133,8 @@ def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
     assert f"speed           {rate:.0f} sequences/s, {32 * rate:.0f} tokens/s, wall" in shown
     assert f"data            {read.data_source}" in shown
 
-    checkpoint = "resume=runs/default/a/checkpoints/step_000020"
-    again = train(2, *settings, "steps=40", checkpoint, "cell=b")
-    assert again[0].record["attempts"][0]["first_step"] == 20
+    checkpoint = "resume=runs/default/a/checkpoints/step_000010"
+    again = train(2, *settings, "steps=20", checkpoint, "cell=b")
+    assert again[0].record["attempts"][0]["first_step"] == 10
     for one, other in zip(once, again, strict=True):
         assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)

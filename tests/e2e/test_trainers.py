@@ -16,7 +16,6 @@ from torch import Tensor
 from tests.conftest import ROOT
 from tests.support.ranks import spawn
 
-COMPRESSING = ("onebit", "powersgd")
 Trained = tuple[list[float], list[Tensor]]  # the losses of a start, and the weights at its end
 
 
@@ -37,10 +36,9 @@ def train_all(library: str, folder: Path) -> tuple[dict[str, Trained], str, str]
     with redirect_stdout(io.StringIO()) as output:
         found["ddp"] = train(None, "ddp")
         found["allreduce"] = train("allreduce", "allreduce")
-        for name in COMPRESSING:
-            found[name] = train(name, name)
-            train(name, f"{name} resumed", epochs=1)
-            found[f"{name} resumed"] = train(name, f"{name} resumed")
+        found["onebit"] = train("onebit", "onebit")
+        train("onebit", "onebit resumed", epochs=1)
+        found["onebit resumed"] = train("onebit", "onebit resumed")
         if dist.get_rank() == 0:
             swap_residuals(folder / "onebit resumed")
         dist.barrier()
@@ -70,14 +68,13 @@ def test_a_trainer_accumulates_is_certified_and_resumes(library: str, tmp_path: 
     ranks = spawn(2, train_all, library, tmp_path)
     output = ranks[0][1]
     # Once for each start with an exchange; a false alarm would have raised.
-    assert output.count("certificate: 2 ranks equal, gradients averaged once over 2 of 2") == 7
+    assert output.count("certificate: 2 ranks equal, gradients averaged once over 2 of 2") == 4
     for rank, (found, _, refusal) in enumerate(ranks):
         assert f"is of rank {1 - rank} of 2, and this is rank {rank} of 2" in refusal
         plain, weights = found["ddp"]
         assert found["allreduce"][0] == pytest.approx(plain, abs=1e-6)
         torch.testing.assert_close(found["allreduce"][1], weights, atol=1e-6, rtol=0)
-        for name in COMPRESSING:
-            (losses, whole), (resumed, again) = found[name], found[f"{name} resumed"]
-            assert losses != plain
-            assert resumed == losses[len(losses) // 2 :]
-            assert all(map(torch.equal, whole, again))
+        (losses, whole), (resumed, again) = found["onebit"], found["onebit resumed"]
+        assert losses != plain
+        assert resumed == losses[len(losses) // 2 :]
+        assert all(map(torch.equal, whole, again))

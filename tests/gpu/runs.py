@@ -24,9 +24,9 @@ APART = "apart"  # each rank has a GPU of its own
 BY_NCCL = ("nccl by host", "nccl by switch")
 
 
-def needs_send_recv(strategy: str) -> bool:
+def needs_send_recv(strategy: str, *settings: str) -> bool:
     """Whether its exchange sends from rank to rank."""
-    return build(load([f"strategy={strategy}"]).exchange).needs_send_recv
+    return build(load([f"strategy={strategy}", *settings]).exchange).needs_send_recv
 
 
 def train(size: int, *settings: str, sharing: str = "gloo") -> list[Outcome]:

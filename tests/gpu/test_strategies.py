@@ -1,14 +1,16 @@
-"""Every strategy on one GPU, by NCCL alone or as several ranks that share it, as an emulation.
+"""Every strategy on GPUs: alone by NCCL, and as several ranks that share one, an emulation.
 
-The GPU is the first one, also where there are several: test_several_gpus.py has those.
+Where there are several, also as ranks with a GPU each, over NCCL and the links that join them.
 """
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.gpu.conftest import DEVICE
 from tests.gpu.runs import (
+    APART,
     RUN,
     check_exact,
     first_way_to_share,
@@ -18,11 +20,31 @@ from tests.gpu.runs import (
     transform_of,
 )
 from tests.support.cases import STRATEGIES
+from tests.support.ranks import Outcome
+
+NUM_GPUS = torch.cuda.device_count()
 
 
 @pytest.fixture(scope="module")
-def sharing() -> str:
+def shared() -> str:
     return first_way_to_share()
+
+
+@pytest.fixture(scope="module", params=["shared", APART])
+def sharing(request: pytest.FixtureRequest) -> str:
+    if request.param != APART:
+        return request.getfixturevalue("shared")
+    if DEVICE == "cuda" and NUM_GPUS < 2:
+        pytest.skip(f"ranks with a GPU each need at least 2; there are {NUM_GPUS}")
+    return APART
+
+
+def together(strategy: str, sharing: str, *settings: str) -> list[Outcome]:
+    """Train on three ranks, or on as many as there are GPUs for."""
+    size = min(NUM_GPUS, 3) if DEVICE == "cuda" and sharing == APART else 3
+    if DEVICE == "cuda" and sharing == "gloo" and needs_send_recv(strategy, *settings):
+        pytest.skip("NCCL refuses to share this GPU, and Gloo has no send and recv on GPUs")
+    return train(size, f"strategy={strategy}", *settings, *RUN, sharing=sharing)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -34,25 +56,26 @@ def test_alone_on_its_gpu(strategy: str) -> None:
     check_exact(strategy, outcome, train_on_cpu("strategy=none", transform_of(strategy), *RUN))
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shared_by_several_ranks(strategy: str, size: int, sharing: str) -> None:
-    if sharing == "gloo" and DEVICE == "cuda" and needs_send_recv(strategy):
-        pytest.skip("NCCL refuses to share this GPU, and Gloo has no send and recv on GPUs")
-    outcomes = train(size, f"strategy={strategy}", *RUN, sharing=sharing)
+def test_several_ranks(strategy: str, sharing: str) -> None:
+    outcomes = together(strategy, sharing)
+    record = outcomes[0].record
     assert {outcome.record["status"] for outcome in outcomes} == {"done"}
     if DEVICE == "cuda":
-        assert [one["kind"] for one in outcomes[0].record["emulation"]] == ["shared_gpus"]
+        kinds = [each["kind"] for each in record["emulation"]]
+        assert kinds == ([] if sharing == APART else ["shared_gpus"])
+        assert sharing != APART or record["backend"] == "nccl"
+    if strategy != "none":  # whose replicas drift apart
+        assert len({outcome.record["replica_hash"] for outcome in outcomes}) == 1
     (alone,) = train(1, "strategy=none", transform_of(strategy), *RUN)
     check_exact(strategy, outcomes[0], alone)
 
 
-@pytest.mark.parametrize("exchange", ["allreduce", "onebit", "bf16"])
+@pytest.mark.parametrize("exchange", ["allreduce", "ring", "onebit", "bf16"])
 def test_overlapped_is_blocking_bit_for_bit(exchange: str, sharing: str) -> None:
-    settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN)
-    deterministic = "deterministic=true"
+    settings = (f"exchange={exchange}", "bucket_mb=0.05", "deterministic=true")
     blocking, overlapped = (
-        train(2, *settings, deterministic, f"overlap={switch}", sharing=sharing)
+        together("allreduce", sharing, *settings, f"overlap={switch}")
         for switch in ("false", "true")
     )
     assert blocking[0].record["replica_hash"] == overlapped[0].record["replica_hash"]
@@ -68,11 +91,11 @@ def test_memory_of_ranks_gives_the_bits_of_messages(codec: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["overlap", "onebit"])
-def test_resumed_run_ends_in_the_same_bits(strategy: str, sharing: str) -> None:
+def test_resumed_run_ends_in_the_same_bits(strategy: str, shared: str) -> None:
     settings = (f"strategy={strategy}", "deterministic=true", "checkpoint_every=10", *RUN)
-    whole = train(2, *settings, "cell=a", sharing=sharing)
+    whole = train(2, *settings, "cell=a", sharing=shared)
     half_way = "resume=runs/default/a/checkpoints/step_000010"
-    resumed = train(2, *settings, "cell=b", half_way, sharing=sharing)
+    resumed = train(2, *settings, "cell=b", half_way, sharing=shared)
     assert whole[0].record["replica_hash"] == resumed[0].record["replica_hash"]
 
 

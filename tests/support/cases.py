@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lab.settings.config import build, choices_of, load
+from lab.settings.files import read_file
 from lab.simulate.costs import payload_bytes
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
@@ -71,9 +72,17 @@ COMPRESSES_LITTLE = {
 TEMPORARIES = {"muon": 1.5, "dion": 1.1}
 
 
+def exchange_node(name: str, *settings: str) -> DictConfig:
+    """Return the settings of an exchange; Hydra takes a tenth of a second, which few files need."""
+    content = read_file("exchange", name)
+    if settings or "defaults" in content or "${" in str(content):
+        return load([f"exchange={name}", *settings]).exchange
+    return OmegaConf.create(content)
+
+
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:
     """Return the composed settings of an exchange."""
-    node = OmegaConf.to_container(load([f"exchange={name}", *settings]).exchange, resolve=True)
+    node = OmegaConf.to_container(exchange_node(name, *settings), resolve=True)
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
 
@@ -86,16 +95,18 @@ def maker(name: str, *settings: str, **arguments: Any) -> Callable[[], Any]:
         arguments: of its class, in the place of what is set.
     """
     given = (*OVER_TIME.get(name, ()), *settings)
-    node = load([f"exchange={name}", *(f"exchange.{setting}" for setting in given)]).exchange
+    node = exchange_node(name, *(f"exchange.{setting}" for setting in given))
     return partial(build, node, **arguments)
 
 
+@cache
 def keeps_replicas_equal(strategy: str) -> bool:
     """Return whether ranks end with the same weights; other strategies are for timing only."""
     config = load([f"strategy={strategy}"])
     return strategy in LIBRARIES or build(config.exchange).keeps_replicas_equal
 
 
+@cache
 def is_exact(strategy: str) -> bool:
     """Return whether a strategy equals one process on the whole batch, up to rounding.
 
@@ -107,11 +118,13 @@ def is_exact(strategy: str) -> bool:
     return exchange.exact and steps_of_a_round(strategy) == 1
 
 
+@cache
 def steps_of_a_round(strategy: str) -> int:
     """Return the steps from one exchange to the next."""
     return load([f"strategy={strategy}"]).sync.get("every", 1)
 
 
+@cache
 def bytes_per_value(exchange: str) -> float:
     """Bytes that the busier of two ranks sends for a value of a gradient, by its cost.
 

@@ -21,6 +21,7 @@ from lab.certificate.check import check_of
 from lab.certificate.examination import CertificateError
 from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import make_worker
+from lab.exchange.base import Exchange
 from lab.record.schema import Certificate
 from lab.settings.config import build, load
 from lab.sync.base import Sync, SyncParts
@@ -78,6 +79,8 @@ class Case:
     """A run: its settings, a name of a model, ranks, micro-batches, and the scale of the loss.
 
     Attributes:
+        exchange: another class for that of the settings, whose arguments it takes if it is a kind
+            of theirs. (Settings that name it would have all files that it imports compared.)
         spoil: called with model and sync before the first step, on each rank.
         same_samples: all ranks train on the same.
     """
@@ -89,6 +92,7 @@ class Case:
     loss_scale: float = 1.0
     spoil: Callable[[nn.Module, Sync, int], None] | None = None
     same_samples: bool = False
+    exchange: type[Exchange] | None = None
 
     def __str__(self) -> str:
         more = f"accumulate={self.accumulate} scale={self.loss_scale:g}"
@@ -98,6 +102,9 @@ class Case:
 def certified(case: Case) -> list[Certificate]:
     """Run a case; return each rank's certificate, also of a run that failed."""
     config = load(list(case.settings))
+    if (other := case.exchange) is not None:
+        kept = config.exchange if issubclass(other, type(build(config.exchange))) else {}
+        config.exchange = {**kept, "_target_": f"{other.__module__}.{other.__name__}"}
     configs = [copy.deepcopy(config) for _ in range(case.size)]  # threads that build write to them
     make, inputs = model_of(case.model)
     models = []

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,6 +67,15 @@ def _be_command(
     for descriptor, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     run_as_main([module, *arguments], directory, environment)
+
+
+def divert(log: Path) -> None:
+    """Send what other processes print to a file, and what this one prints to the terminal alone."""
+    screen: Any = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stdout = sys.stderr = screen
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def run_as_main(line: list[str], directory: str, environment: dict[str, str]) -> None:

@@ -78,6 +78,8 @@ class Compiled(NamedTuple):
     wide_stores: int
 
 
+# A name in CASES, an architecture, and works of the kernels to look at; of none, at all kernels.
+Case = tuple[str, int, Sequence[str]]
 Operation = tuple[str, int, int | None]  # its name, its address, and that of a branch's target
 
 
@@ -197,26 +199,31 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def compiled(cases: Sequence[tuple[str, int]]) -> Iterator[Compiled]:
-    """Compile the kernels of codecs for architectures."""
+def compiled(cases: Sequence[Case]) -> Iterator[Compiled]:
+    """Compile the kernels of codecs for architectures.
+
+    Where works are named, subroutines are looked for in the path of whole tiles alone.
+    """
     os.environ.pop("TRITON_INTERPRET", None)  # the package of this file has set it
     driver, launches = _Driver(), list[_Launch]()
     importlib.import_module("triton").runtime.driver.set_active(driver)
     noted(launches)
-    for codec, driver.architecture in cases:
+    for codec, driver.architecture, works in cases:
         launches.clear()
         CASES[codec]()
         for launch in launches:
-            yield _described(codec, driver.architecture, launch)
+            if not works or _work(launch)[0] in works:
+                yield _described(codec, driver.architecture, launch, all_paths=not works)
 
 
-def _described(codec: str, architecture: int, launch: _Launch) -> Compiled:
+def _described(codec: str, architecture: int, launch: _Launch, all_paths: bool) -> Compiled:
     whole, path = (
         kernel.warmup(*launch.arguments, grid=(1,), **launch.options)
         for kernel in (launch.whole, launch.path)
     )
     threads = 32 * whole.metadata.num_warps
-    (used, operations), (_, of_path) = _disassembled(whole), _disassembled(path)
+    used, of_path = _used(whole), _disassembled(path)
+    operations = _disassembled(whole) if all_paths else of_path
     work, values, passes = _work(launch)
     calls = sum(each.startswith("CALL") for each, *_ in operations)
     wide = (sum(each.startswith(f"{m}.E.128") for each, *_ in of_path) for m in ("LDG", "STG"))
@@ -269,30 +276,28 @@ def _work(launch: _Launch) -> tuple[str, int, int]:
     }.get(launch.kernel, (FEW, 1, 1))
 
 
-def _disassembled(kernel: Any) -> tuple[dict[str, int], list[Operation]]:
-    """Return what a kernel uses, and its operations in order."""
+def _dumped(kernel: Any, option: str) -> str:
     nvidia = Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        used, code = (
-            subprocess.run(
-                [nvidia / "bin/cuobjdump", option, file.name],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    lines = re.findall(
-        r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)(?:[^;]*?(0x[0-9a-f]+))?", code
-    )
-    operations = [
+        line = [nvidia / "bin/cuobjdump", option, file.name]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+
+
+def _used(kernel: Any) -> dict[str, int]:
+    """Return the registers and the stack of a thread."""
+    used = re.findall(r"(REG|STACK):(\d+)", _dumped(kernel, "-res-usage"))
+    return {name: int(number) for name, number in used}
+
+
+def _disassembled(kernel: Any) -> list[Operation]:
+    """Return a kernel's operations in order; takes a third of a second."""
+    operation = r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)(?:[^;]*?(0x[0-9a-f]+))?"
+    return [
         (name, int(at, 16), int(to, 16) if to and name.startswith("BRA") else None)
-        for at, name, to in lines
+        for at, name, to in re.findall(operation, _dumped(kernel, "-sass"))
         if name != "NOP"
     ]
-    found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", used)}
-    return found, operations
 
 
 def _outside(*arguments: str) -> str:
@@ -303,7 +308,7 @@ def _outside(*arguments: str) -> str:
     return done.stdout
 
 
-def compiled_outside(cases: Sequence[tuple[str, int]]) -> list[Compiled]:
+def compiled_outside(cases: Sequence[Case]) -> list[Compiled]:
     """Compile in another process, where Triton's interpreter is off."""
     return [Compiled(*each) for each in json.loads(_outside(json.dumps(cases)))]
 
@@ -333,7 +338,7 @@ def page() -> Iterator[str]:
     """Yield the lines of the page of results."""
     round_products_once()
     yield NOTES
-    found = compiled_outside([(name, arch) for name in CASES for arch in ARCHITECTURES])
+    found = compiled_outside([(name, arch, ()) for name in CASES for arch in ARCHITECTURES])
     rows = dict.fromkeys((each.codec, each.kernel) for each in found)
     lines = list[list[str]]()
     for codec, kernel in rows:

@@ -60,11 +60,11 @@ def _of_codec(codec: Codec, gradients: Tensor) -> tuple[Tensor, Tensor]:
     for piece in layout.pieces:
         for rows in true:
             own = rows[piece.start : piece.stop].view(piece.rows, piece.columns)
-            own.copy_(torch.stack([_delivered(codec, row) for row in own]))
+            own.copy_(torch.stack([delivered(codec, row) for row in own]))
     return mean, true.mean(dim=0)
 
 
-def _delivered(codec: Codec, row: Tensor) -> Tensor:
+def delivered(codec: Codec, row: Tensor) -> Tensor:
     """Return what a codec makes of a row, float64 [columns]."""
     if isinstance(codec, OneBit):
         split = row.mean() if codec.threshold == "mean" else row.new_zeros(())
@@ -75,10 +75,12 @@ def _delivered(codec: Codec, row: Tensor) -> Tensor:
         means = [row[side].mean() if side.any() else split for side in (upper, ~upper)]
         return torch.where(upper, *means)
     if isinstance(codec, Signs):
-        return torch.where(row < 0, -1.0, 1.0) * row.abs().mean()
+        magnitude = row.abs().mean()
+        return torch.where(row < 0, -magnitude, magnitude)
     if isinstance(codec, Levels):
         # Of two levels as near, float32 may choose either: so both choose in it.
-        low, step = row.min().float(), (row.max() - row.min()).float() / (codec.num_levels - 1)
+        spread, least = (row.max() - row.min()).float(), torch.finfo(torch.float32).tiny
+        low, step = row.min().float(), (spread / (codec.num_levels - 1)).clamp(min=least)
         level = ((row.float() - low) / step + 0.5).floor().double()
         return row.min() + level * (row.max() - row.min()) / (codec.num_levels - 1)
     if isinstance(codec, Float8):

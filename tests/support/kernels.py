@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import threading
+from collections.abc import Callable
 from ctypes import CDLL
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -45,6 +48,26 @@ def of_codec(codec: Codec, level: str) -> Kernels:
         pytest.importorskip("triton", reason="no triton here")
         return cast(Kernels, OnGPU(importlib.import_module("lab.codec.gpu").made(codec.reading)))
     return Native(library_at(level, codec.name), codec.name, codec.option)
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let codecs have GPUs' kernels, one at a time: Triton's interpreter is not made for threads.
+
+    Ranks that are threads may then exchange by them. Spans are short: the interpreter reads all.
+    """
+    module, lock = pytest.importorskip("lab.codec.gpu", reason="no triton here"), threading.RLock()
+
+    def alone(kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            with lock:
+                kernel(*arguments)
+
+        return call
+
+    for kind, name in product((module.Triton, module.TopK), ("encode", "reduce", "add_up")):
+        monkeypatch.setattr(kind, name, alone(getattr(kind, name)))
+    monkeypatch.setattr(module, "SPAN", module.TILE)
+    monkeypatch.setattr(Codec, "kernels", lambda codec, _: module.made(codec.reading))
 
 
 class Counter:

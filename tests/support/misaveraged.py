@@ -14,39 +14,40 @@ from lab.exchange.compressed import Int8, OneBit
 
 
 class Mean(Exchange):
-    """The mean of gathered gradients, in rank order."""
+    """The mean of gathered gradients, in rank order, times a factor."""
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
-        bucket.flat.copy_(self.gathered(bucket, comm).mean(dim=0))
+        mean = self.gathered(bucket, comm).mean(dim=0)
+        bucket.flat.copy_(mean * self.factor(comm.size))
 
     def gathered(self, bucket: GradBucket, comm: Comm) -> Tensor:
         heard = bucket.flat.new_empty(comm.size, len(bucket.flat))
         comm.all_gather(heard, bucket.flat)
         return heard
 
+    def factor(self, size: int) -> float:
+        return 1.0
+
 
 class Summed(Mean):
     """The sum."""
 
-    def average(self, bucket: GradBucket, comm: Comm) -> None:
-        super().average(bucket, comm)
-        bucket.flat.mul_(comm.size)
+    def factor(self, size: int) -> float:
+        return size
 
 
 class DividedTwice(Mean):
     """The mean, divided by the number of ranks again."""
 
-    def average(self, bucket: GradBucket, comm: Comm) -> None:
-        super().average(bucket, comm)
-        bucket.flat.div_(comm.size)
+    def factor(self, size: int) -> float:
+        return 1 / size
 
 
 class Scaled(Mean):
     """The mean, times a factor that no number of ranks explains."""
 
-    def average(self, bucket: GradBucket, comm: Comm) -> None:
-        super().average(bucket, comm)
-        bucket.flat.mul_(1.5)
+    def factor(self, size: int) -> float:
+        return 1.5
 
 
 class NotExchanged(Mean):
@@ -123,12 +124,20 @@ class Uncompressed(OneBit):
         bucket.flat.div_(comm.size)
 
 
-class SummedOneBit(OneBit):
-    """1-bit SGD whose sum is not divided."""
+class SummedAfter(Exchange):
+    """The sum of the exchange that comes after it in a class's bases."""
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from super().stages(bucket, comm)
         bucket.flat.mul_(comm.size)
+
+
+class SummedOneBit(SummedAfter, OneBit):
+    """1-bit SGD whose sum is not divided."""
+
+
+class SummedInt8(SummedAfter, Int8):
+    """ByteGrad whose mean is multiplied by the number of ranks."""
 
 
 class ForgetsResidual(OneBit):
@@ -138,14 +147,6 @@ class ForgetsResidual(OneBit):
         yield from super().stages(bucket, comm)
         for _, _, values in self.memory.kept():
             values[: len(values) // 8].zero_()
-
-
-class SummedInt8(Int8):
-    """ByteGrad whose mean is multiplied by the number of ranks."""
-
-    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        yield from super().stages(bucket, comm)
-        bucket.flat.mul_(comm.size)
 
 
 class DividedBFloat16(AllReduce):

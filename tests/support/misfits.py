@@ -1,4 +1,4 @@
-"""Data and models that do not fit the task, named by `_target_` in tests."""
+"""Data and models that do not fit the task, and one that does, named by `_target_` in tests."""
 
 from __future__ import annotations
 
@@ -45,3 +45,15 @@ class Levels(nn.Module):
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """Map values from -1 to 1 [batch, pixels] to levels from 0 to 16."""
         return (8 * pixels + 8).long().clamp(0, 16)
+
+
+class Bigram(nn.Sequential):
+    """Predict the next token from the last one: [batch, context] -> [batch, context, vocabulary].
+
+    Args:
+        vocabulary: number of token ids.
+        width: of a token's vector.
+    """
+
+    def __init__(self, *, vocabulary: int, width: int = 16) -> None:
+        super().__init__(nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary))

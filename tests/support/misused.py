@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,25 @@ def shift_on_rank_1(net: Net) -> None:
             net.rare.bias[3] += 1e-5
 
 
+def train(
+    module: nn.Module,
+    early: Callable[[], AbstractContextManager[object]],
+    late: Callable[[], AbstractContextManager[object]] = nullcontext,
+    finish: Callable[[], object] = lambda: None,
+) -> None:
+    """Take steps of two micro-batches, of which `early` and `late` enclose forward and backward."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with early():
+            loss(module, 10 + step).backward()
+        with late():
+            loss(module, step).backward()
+        finish()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+        optimizer.step()
+
+
 def by_ddp(
     strategy: str = "allreduce",
     *,
@@ -70,15 +90,7 @@ def by_ddp(
         state = lab.attach(ddp, strategy, **arguments)
     net.rare.bias.requires_grad_(True)
     then(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with ddp.no_sync():
-            loss(ddp, 10 + step).backward()
-        with ddp.no_sync() if no_sync else contextlib.nullcontext():
-            loss(ddp, step).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-        optimizer.step()
+    train(ddp, ddp.no_sync, ddp.no_sync if no_sync else nullcontext)
     return state.certificate
 
 
@@ -96,44 +108,35 @@ def by_sync(
     with lab.grad_sync(net, strategy, check="first", certificate=file) as sync:
         net.rare.bias.requires_grad_(True)
         then(net)
-        trained = copy.deepcopy(net) if copied else net
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            with sync.accumulate():
-                loss(trained, 10 + step).backward()
-            loss(trained, step).backward()
-            if not forget:
-                sync.finish()
-            nn.utils.clip_grad_norm_(trained.parameters(), 0.01)
-            optimizer.step()
+        finish = (lambda: None) if forget else sync.finish
+        train(copy.deepcopy(net) if copied else net, sync.accumulate, finish=finish)
     return sync.certificate
 
 
-OF_EXCHANGES = {
-    "summed, not averaged": "Summed",
-    "divided twice": "DividedTwice",
-    "not exchanged": "NotExchanged",
-    "wrong group": "WrongGroup",
-    "stale buffer": "Stale",
-}
+Way = Callable[..., Any]
+OF_EXCHANGES: tuple[tuple[str, Way, str], ...] = (
+    ("summed, not averaged", by_ddp, "Summed"),
+    ("divided twice", by_sync, "DividedTwice"),
+    ("not exchanged", by_sync, "NotExchanged"),
+    ("wrong group", by_ddp, "WrongGroup"),
+    ("stale buffer", by_ddp, "Stale"),
+)
+CLEAN: tuple[tuple[Way, tuple[str, ...]], ...] = (
+    (by_ddp, ("allreduce", "onebit", "int8", "powersgd")),
+    (by_sync, ("allreduce", "onebit", "topk", "bf16")),
+)
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     **{
-        f"{way.__name__} {exchange}": (
-            fault,
-            lambda way=way, exchange=exchange: way(f"{EXCHANGES}.{exchange}"),
-        )
-        for way in (by_ddp, by_sync)
-        for fault, exchange in OF_EXCHANGES.items()
+        f"{way.__name__} {exchange}": (fault, partial(way, f"{EXCHANGES}.{exchange}"))
+        for fault, way, exchange in OF_EXCHANGES
     },
-    "by_ddp other weights": (
-        "different initial weights",
-        lambda: by_ddp("onebit", then=shift_on_rank_1),
-    ),
-    "by_sync other weights": (
-        "different initial weights",
-        lambda: by_sync("onebit", then=shift_on_rank_1),
-    ),
+    **{
+        f"{way.__name__} other weights": (
+            "different initial weights",
+            partial(way, "onebit", then=shift_on_rank_1),
+        )
+        for way, _ in CLEAN
+    },
     "by_ddp frozen when DDP was made": ("left out", lambda: by_ddp(frozen_at_first=True)),
     "by_ddp frozen when attached": ("rare.bias: was frozen", lambda: by_ddp(frozen_longer=True)),
     "by_sync frozen at first": ("rare.bias: was frozen", lambda: by_sync("onebit", frozen=True)),
@@ -159,11 +162,11 @@ def lines_of_mistakes() -> dict[str, str]:
 
 
 def lines_of_clean_loops(folder: Path) -> dict[str, str]:
-    """Train by all exchanges, without a mistake."""
+    """Train by exchanges of all kinds, without a mistake."""
     dist.init_process_group("gloo")
     lines = {}
-    for strategy in ("allreduce", "onebit", "int8", "topk", "powersgd", "bf16"):
-        for way in (by_ddp, by_sync):
+    for way, strategies in CLEAN:
+        for strategy in strategies:
             name = f"{way.__name__} {strategy}"
             lines[name] = way(strategy, file=folder / f"{name}.json").line
     dist.destroy_process_group()

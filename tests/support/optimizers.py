@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 
@@ -50,3 +50,33 @@ def two_rates(params: Iterable[Tensor], lr: float = 0.1, **others: Any) -> Optim
 def not_one(params: Iterable[Tensor], lr: float = 0.1) -> list[Tensor]:
     """Return no optimizer."""
     return [*params]
+
+
+class TrustAll(SGD):
+    """Scales each step by the norm of all gradients together, as LAMB over all would."""
+
+    def step(self, closure: None = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        total = nn.utils.get_total_norm([g for g in gradients if g is not None])
+        for gradient in gradients:
+            if gradient is not None:
+                gradient /= total
+        super().step()
+
+
+class Counting(SGD):
+    """Decays its rate by its own count of steps, which it keeps for a whole group."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / group["count"]
+        super().step()
+
+
+class Failing(SGD):
+    """Wants all parameters at each step."""
+
+    def step(self, closure: None = None) -> None:
+        if len(self.param_groups[0]["params"]) < 2:
+            raise RuntimeError("where are the others?")

@@ -12,12 +12,7 @@ RESULTS = ROOT / "docs/results"
 ALONE = ("tf_benchmarks", "tf_parameter_server", "tf_benchmarks_real", "horovod")
 PREDICTED: dict[str, tuple[str, ...]] = {page: (page,) for page in ALONE}
 PREDICTED["nvidia"] = ("nvidia_dle", "mlperf", "h100", "nccl_tests")
-COMPUTED = (
-    "mutants",
-    "seeds",
-    "gpu_kernels",
-    "published",
-)  # any machine can run them again
+COMPUTED = ("mutants", "seeds", "gpu_kernels", "published")  # any machine can run them again
 MEASURED = sorted({path.stem for path in RESULTS.glob("*.md")} - {*PREDICTED, *COMPUTED, "README"})
 # A change here may change what was measured.
 CODE = ("codec", "distributed", "exchange", "sync", "training", "cluster", "model/replay.py")

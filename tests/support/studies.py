@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +21,9 @@ SIZES, BATCHES, REPEATS = (1, 2, 4), (64, 128), 5
 NOISE = 0.02
 # Names that attack a page, a terminal or a spreadsheet.
 HOSTILE = (
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "\"' onmouseover='alert(1)",
-    "{{ 7 * 7 }}",
-    "${alert(1)}",
-    "]]><!--",
-    "\u202egnp.exe",
-    "\x00\x1b[31m",
-    "=HYPERLINK(1)",
-    "x" * 10_000,
+    *("</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>"),
+    *("\"' onmouseover='alert(1)", "{{ 7 * 7 }}", "${alert(1)}", "]]><!--"),
+    *("\u202egnp.exe", "\x00\x1b[31m", "=HYPERLINK(1)", "x" * 10_000),
 )
 
 
@@ -50,35 +44,23 @@ def make_study(
     rng = np.random.default_rng(seed)
     repeats = -(-num_cells // (len(STRATEGIES) * len(SIZES) * len(batches)))
     repeats = max(repeats, REPEATS if batches == BATCHES else 1)
-    for strategy, exposed in STRATEGIES.items():
-        for size in SIZES:
-            for batch in batches:
-                for repeat in range(repeats):
-                    alone = 1e-3 * batch / size
-                    added = 0.02 * exposed if size > 1 else 0.0
-                    seconds = (alone + added) / (faster if size > 1 else 1.0)
-                    seconds *= float(np.exp(rng.normal(0, NOISE)))
-                    cell = f"{strategy}-n{size}-b{batch}-r{repeat}"
-                    record = make_record(
-                        strategy,
-                        size,
-                        seconds,
-                        batch_size=batch,
-                        study=name,
-                        cell=cell,
-                        repeat=repeat,
-                        started_at=f"2026-11-0{1 + repeat % 9}T10:00:00+00:00",
-                        payload_bytes_per_step=[int(1e6 * exposed * 10 * (size > 1))] * size,
-                        num_parameters=2_500_000,
-                        final={"loss": 0.3, "accuracy": 0.9},
-                        environment={
-                            "cpu": "made",
-                            "num_cores": 4,
-                            "memory_gib": 8,
-                            "torch": "2.13",
-                        },
-                    )
-                    leave(folder / cell, record)
+    environment = {"cpu": "made", "num_cores": 4, "memory_gib": 8, "torch": "2.13"}
+    cells = product(STRATEGIES.items(), SIZES, batches, range(repeats))
+    for (strategy, exposed), size, batch, repeat in cells:
+        alone = 1e-3 * batch / size
+        added = 0.02 * exposed if size > 1 else 0.0
+        seconds = (alone + added) / (faster if size > 1 else 1.0)
+        seconds *= float(np.exp(rng.normal(0, NOISE)))
+        cell = f"{strategy}-n{size}-b{batch}-r{repeat}"
+        record = make_record(
+            strategy, size, seconds,
+            batch_size=batch, study=name, cell=cell, repeat=repeat,
+            started_at=f"2026-11-0{1 + repeat % 9}T10:00:00+00:00",
+            payload_bytes_per_step=[int(1e6 * exposed * 10 * (size > 1))] * size,
+            num_parameters=2_500_000, final={"loss": 0.3, "accuracy": 0.9},
+            environment=environment,
+        )  # fmt: skip
+        leave(folder / cell, record)
     write_timeline(folder / f"overlap-n{SIZES[-1]}-b64-r0", SIZES[-1])
     write_curve(folder / f"overlap-n{SIZES[-1]}-b128-r0", SIZES[-1])
     return folder
@@ -103,32 +85,24 @@ def name_by(folder: Path, names: Sequence[str]) -> None:
 def write_timeline(cell: Path, num_ranks: int, num_steps: int = 5, num_buckets: int = 8) -> None:
     """Write a timeline of some steps, each with an exchange for each bucket, a layer's."""
     spans = list[Span]()
-    for rank in range(num_ranks):
-        for step in range(num_steps):
-            begin = 0.1 * step
-            ends = {
-                "data": 0.005,
-                "forward": 0.03,
-                "backward": 0.08,
-                "wait": 0.09,
-                "optimizer": 0.1,
-            }
-            spans.append(Span(rank, "step", f"step {step}", begin, begin + 0.1))
-            last = 0.0
-            for row, end in ends.items():
-                spans.append(Span(rank, row, row, begin + last, begin + end))
-                last = end
-            for layer in range(num_buckets):
-                forward = begin + 0.005 + 0.025 / num_buckets * layer
-                backward = begin + 0.08 - 0.05 / num_buckets * (layer + 1)
-                ends_s = forward + 0.025 / num_buckets, backward + 0.05 / num_buckets
-                spans.append(Span(rank, "layer", f"layer{layer}", forward, ends_s[0]))
-                spans.append(Span(rank, "layer", f"layer{layer}", backward, ends_s[1]))
-            for bucket in range(num_buckets):
-                start = begin + 0.03 + 0.006 * bucket
-                name = f"layer{bucket}.weight layer{bucket}.bias"
-                spans.append(Span(rank, "exchange", name, start, start + 0.01))
-                spans.append(Span(rank, "codec", name, start, start + 0.002))
+    ends = {"": 0.0, "data": 0.005, "forward": 0.03, "backward": 0.08}
+    ends |= {"wait": 0.09, "optimizer": 0.1}
+    for rank, step in product(range(num_ranks), range(num_steps)):
+        begin = 0.1 * step
+        spans.append(Span(rank, "step", f"step {step}", begin, begin + 0.1))
+        for (_, start), (row, end) in pairwise(ends.items()):
+            spans.append(Span(rank, row, row, begin + start, begin + end))
+        for layer in range(num_buckets):
+            forward = begin + 0.005 + 0.025 / num_buckets * layer
+            backward = begin + 0.08 - 0.05 / num_buckets * (layer + 1)
+            ends_s = forward + 0.025 / num_buckets, backward + 0.05 / num_buckets
+            spans.append(Span(rank, "layer", f"layer{layer}", forward, ends_s[0]))
+            spans.append(Span(rank, "layer", f"layer{layer}", backward, ends_s[1]))
+        for bucket in range(num_buckets):
+            start = begin + 0.03 + 0.006 * bucket
+            name = f"layer{bucket}.weight layer{bucket}.bias"
+            spans.append(Span(rank, "exchange", name, start, start + 0.01))
+            spans.append(Span(rank, "codec", name, start, start + 0.002))
     write_trace(cell / TIMELINE, spans, {"strategy": "overlap", "world_size": num_ranks})
 
 

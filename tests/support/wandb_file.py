@@ -67,11 +67,8 @@ def _messages(content: bytes) -> Iterator[bytes]:
             continue
         length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
         at += HEADER
-        message = (
-            content[at : at + length]
-            if kind in (FULL, FIRST)
-            else message + content[at : at + length]
-        )
+        begun = b"" if kind in (FULL, FIRST) else message
+        message = begun + content[at : at + length]
         at += length
         if kind in (FULL, LAST):
             yield message

@@ -12,7 +12,6 @@ Returns 1 if anything is wrong, crashed or misleading.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -20,8 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+from lab.draw.text import markdown
+from tests.support.commands import divert
 from tests.zoo import fuzz
 from tests.zoo.drive import (
     BAD,
@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
         cases = random_cases(int(given.get("num", 2000)), int(given.get("seed", 0)))
     else:
         cases = whole_product({key: value.split(",") for key, value in given.items()})
-    _divert(out.with_suffix(".log"))
+    divert(out.with_suffix(".log"))
     judged = run_all(cases, out)
     print(table(judged))
     return int(any(outcome.kind in BAD for _, outcome in judged))
@@ -107,7 +107,7 @@ def run_all(cases: list[Case], out: Path) -> list[Judged]:
 def table(judged: list[Judged]) -> str:
     """Count outcomes by entrance, by exchange, by loop and by model, as Markdown."""
     kinds = (RIGHT, REFUSED, *BAD, SKIPPED)
-    lines = [f"| | cases | {' | '.join(kinds)} |", "|---" * (len(kinds) + 2) + "|"]
+    rows: list[list[str]] = []
     keys: list[tuple[str, Callable[[Case], str]]] = [
         ("entrance", lambda case: case.entrance),
         ("exchange", lambda case: case.exchange),
@@ -121,17 +121,8 @@ def table(judged: list[Judged]) -> str:
             counts.setdefault(of(case), Counter())[outcome.kind] += 1
         for name, found in sorted(counts.items()):
             numbers = (found.total(), *(found[kind] for kind in kinds))
-            lines.append(f"| {key} {name} | {' | '.join(map(str, numbers))} |")
-    return "\n".join(lines)
-
-
-def _divert(log: Path) -> None:
-    """Send what the processes print to a file, so that the terminal shows what was found."""
-    screen: Any = os.fdopen(os.dup(1), "w", buffering=1)
-    sys.stdout = sys.stderr = screen
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+            rows.append([f"{key} {name}", *map(str, numbers)])
+    return "\n".join(markdown(["", "cases", *kinds], rows))
 
 
 if __name__ == "__main__":

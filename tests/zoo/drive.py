@@ -424,13 +424,8 @@ def run_process(case: Case) -> bytes | Outcome:
 
 # Models that differ from others in many ways at once, for all loops under all exchanges.
 HARD = (
-    "experts",
-    "mixed_bits",
-    "columns",
-    "recomputed_twice",
-    "unusedhead",
-    "spectral",
-    "tinyones",
+    *("experts", "mixed_bits", "columns", "recomputed_twice"),
+    *("unusedhead", "spectral", "tinyones"),
 )
 
 

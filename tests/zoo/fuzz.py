@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo.models import ROWS, STATIC, Batch, Model, Product, draw
+from tests.zoo.models import ROWS, STATIC, Batch, Model, Net, Product, draw
 
 WIDTHS = (1, 3, 17, 63, 64, 65, 96)
 DTYPES = (torch.bfloat16, torch.float16, torch.float64, torch.complex64)
@@ -47,62 +47,23 @@ class Block:
         return f"{self.kind} {self.width}x{self.out}{dtype} {self.manner}"
 
 
-class Scaled(nn.Module):
-    """A number, and parameters without values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(2, 0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x
+def _looked(net: Any, x: Tensor) -> Tensor:
+    """Return a row of a table for each number that the inputs make."""
+    return net.table((x.detach().float().sum(1).abs() * 3).long() % 20)
 
 
-class Looked(nn.Module):
-    """A row of a table for each number that the inputs make."""
-
-    def __init__(self, out: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table((x.detach().float().sum(1).abs() * 3).long() % 20)
+def _convolved(out: int) -> nn.Module:
+    """Build convolutions over the features, one of them grouped, and an average of `out` parts."""
+    body = nn.Sequential(nn.Conv1d(1, 6, 3, padding=1), nn.Conv1d(6, 6, 1, groups=3))
+    pool = nn.functional.adaptive_avg_pool1d
+    return Net(lambda net, x: pool(net.body(x[:, None]), out).mean(1), body=body)
 
 
-class Convolved(nn.Module):
-    """Convolutions over the features, of which one is grouped, and an average of `out` parts."""
-
-    def __init__(self, out: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(1, 6, 3, padding=1), nn.Conv1d(6, 6, 1, groups=3))
-        self.out = out
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.adaptive_avg_pool1d(self.body(x[:, None]), self.out).mean(1)
-
-
-class Recurrent(nn.Module):
-    """A GRU over the features."""
-
-    def __init__(self, out: int) -> None:
-        super().__init__()
-        self.core = nn.GRU(1, out, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.core(x[:, :3, None])[0][:, -1]
-
-
-class Biased(nn.Module):
-    """A bias and buffers, some of them expanded."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(width))
-        self.register_buffer("shift", torch.randn(1).expand(width))
-        self.register_buffer("mask", torch.rand(width) < 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias * self.get_buffer("mask") + self.get_buffer("shift")
+def _biased(width: int) -> nn.Module:
+    """Build a bias and buffers, some of them expanded."""
+    parts = {"shift": torch.randn(1).expand(width), "mask": torch.rand(width) < 0.5}
+    bias = nn.Parameter(torch.randn(width))
+    return Net(lambda net, x: x + net.bias * net.mask + net.shift, bias=bias, **parts)
 
 
 def _matrix(layout: Callable[[int, int], Tensor]) -> Callable[[int, int], nn.Module]:
@@ -117,13 +78,19 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "rows": _matrix(lambda width, out: torch.randn(2 * width, out)[::2]),
     "offset": _matrix(lambda width, out: torch.randn(width * out + 3)[3:].view(width, out)),
     "weight norm": lambda width, out: parametrizations.weight_norm(nn.Linear(width, out)),
-    "scaled": lambda width, _: Scaled(),
+    # A number, and a parameter without values.
+    "scaled": lambda width, _: Net(
+        lambda net, x: net.scale * x,
+        **{"scale": nn.Parameter(torch.ones(())), "none": nn.Parameter(torch.zeros(2, 0))},
+    ),
     "norm": lambda width, _: nn.LayerNorm(width),
     "batch norm": lambda width, _: nn.BatchNorm1d(width),
-    "biased": lambda width, _: Biased(width),
-    "looked up": lambda _, out: Looked(out),
-    "convolved": lambda _, out: Convolved(out),
-    "recurrent": lambda _, out: Recurrent(out),
+    "biased": lambda width, _: _biased(width),
+    "looked up": lambda _, out: Net(_looked, table=nn.Embedding(20, out)),
+    "convolved": lambda _, out: _convolved(out),
+    "recurrent": lambda _, out: Net(
+        lambda net, x: net.core(x[:, :3, None])[0][:, -1], core=nn.GRU(1, out, batch_first=True)
+    ),
 }
 SAME_WIDTH = ("scaled", "norm", "batch norm", "biased")
 ONE_DTYPE = ("looked up", "convolved", "recurrent", "batch norm", "norm", "weight norm")

@@ -231,13 +231,6 @@ def keep_zeros(run: Run) -> None:
 
 
 @loop()
-def adamw(run: Run) -> None:
-    handle = run.open(run.make())
-    for step in steps(handle, torch.optim.AdamW(handle.net.parameters(), lr=0.01, eps=1e-2)):
-        run.loss(handle, step).backward()
-
-
-@loop()
 def accumulated(run: Run) -> None:
     """Steps of one to three micro-batches."""
     handle, optimizer = run.begin()
@@ -328,7 +321,13 @@ def adversary(run: Run) -> None:
         (losses[0] + losses[1]).backward()
 
 
-def _step_by_closure(run: Run, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
+@loop()
+def lbfgs(run: Run) -> None:
+    """A closure that is called several times in a step."""
+    handle = run.open(run.make())
+    trained = [p for p in handle.net.parameters() if p.requires_grad]
+    options: dict[str, Any] = {"max_iter": 2, "tolerance_change": 0, "tolerance_grad": 0}
+    optimizer = torch.optim.LBFGS(trained, lr=0.05, **options)
     for step in range(STEPS):
 
         def closure(step: int = step) -> float:
@@ -339,21 +338,6 @@ def _step_by_closure(run: Run, handle: Handle, optimizer: torch.optim.Optimizer)
             return float(loss.detach())
 
         optimizer.step(closure)
-
-
-@loop()
-def closure(run: Run) -> None:
-    handle = run.open(run.make())
-    _step_by_closure(run, handle, run.sgd(handle.net.parameters()))
-
-
-@loop()
-def lbfgs(run: Run) -> None:
-    """A closure that is called several times in a step."""
-    handle = run.open(run.make())
-    trained = [p for p in handle.net.parameters() if p.requires_grad]
-    options: dict[str, Any] = {"max_iter": 2, "tolerance_change": 0, "tolerance_grad": 0}
-    _step_by_closure(run, handle, torch.optim.LBFGS(trained, lr=0.05, **options))
 
 
 @loop()
@@ -373,28 +357,6 @@ def averaged_copy(run: Run) -> None:
         optimizer.step()
         copy.update_parameters(handle.net)
     run.extras |= {f"copy of {n}": p.detach() for n, p in copy.module.named_parameters()}
-
-
-@loop()
-def clipped(run: Run) -> None:
-    handle, optimizer = run.begin()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        run.loss(handle, step).backward()
-        handle.finish()
-        nn.utils.clip_grad_norm_(handle.net.parameters(), 0.05)
-        optimizer.step()
-
-
-@loop(unusual_at=2)
-def freezing(run: Run) -> None:
-    """A half of the parameters is frozen at a step."""
-    handle, optimizer = run.begin()
-    for step in steps(handle, optimizer):
-        if step == 2:
-            for parameter in halves(handle.net)[0]:
-                parameter.requires_grad_(False)
-        run.loss(handle, step).backward()
 
 
 @loop(unusual_at=2, refused="always", ddp=False)

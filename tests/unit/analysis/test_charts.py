@@ -14,6 +14,7 @@ from lab.draw.chart import DASHES, WIDTH, Chart, drawn, pixels_of, spread
 from lab.draw.looks import LOOKS, looks_of
 from tests.conftest import ROOT
 from tests.support.cases import ALL_STRATEGIES
+from tests.support.slow import some_of
 from tests.support.svg import outside, overlapping
 
 STRATEGIES = ("none", "allreduce", "tree", "overlap", "int8", "onebit", "topk", "powersgd")
@@ -53,8 +54,11 @@ def _around(name: str, value: float) -> dict[str, float]:
     return {f"{name}_lo": 0.95 * value, f"{name}_mid": value, f"{name}_hi": 1.05 * value}
 
 
-@pytest.mark.parametrize("name", CHARTS)
-@pytest.mark.parametrize(("count", "width"), [(4, pixels_of(3.3)), (8, WIDTH), (20, 1250)])
+# A chart of scaling is those of speedup and efficiency together.
+@pytest.mark.parametrize("name", some_of(CHARTS, also={*CHARTS} - {"speedup", "efficiency"}))
+@pytest.mark.parametrize(
+    ("count", "width"), some_of([(4, pixels_of(3.3)), (8, WIDTH), (20, 1250)], every=2)
+)
 def test_no_text_lies_on_another_or_leaves_the_picture(name: str, count: int, width: int) -> None:
     strategies = (*STRATEGIES, *(f"onebit bucket_mb={n}" for n in range(20)))[:count]
     svg = drawn(chart(name, summary_of(strategies), width).spec(), "svg").decode()

@@ -1,4 +1,4 @@
-"""Runs that differ in anything that matters are never merged; copies are refused."""
+"""Runs that differ in anything that matters are never merged."""
 
 from __future__ import annotations
 
@@ -69,11 +69,6 @@ def test_another_machine_or_code_is_another_series(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     assert len(set(series(tmp_path, make(TREE, **first), make(TREE, **second)))) == 2
-
-
-def test_copies_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"0 and 1 are the same cell, repeat=0; remove one"):
-        series(tmp_path, make(TREE), make(TREE))
 
 
 def test_a_failed_run_and_its_successor_are_no_copies(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_tables_figures_and_explanations_use_it_and_say_so(tmp_path: Path) -> No
     results = Results(study)
     data: Any = _from_one_rank(results.summary())
     assert sorted(zip(data["series"], data["world_size"], strict=True)) == [
-        *(("overlap", 1), ("overlap", 2), ("tree", 1), ("tree", 2)),
+        *(("overlap", 1), ("overlap", 2), ("tree", 1), ("tree", 2))
     ]
     assert f"{note}." in results.notes("strong")
     overlap = next(cell for cell in study.cells if cell.strategy == "overlap")

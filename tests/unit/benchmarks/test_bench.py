@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,24 +13,19 @@ import torch
 from torch import Tensor
 
 from lab import bench
-from lab.benchmarks import aa, certificate, codec, collective, compressors, host, memory, step
+from lab.benchmarks import aa, codec, collective, compressors, host, step
 from lab.benchmarks.catalogue import size_name
-from lab.benchmarks.harness import Sent, difference, level, middle, places, ratio
-from lab.benchmarks.present import chart_of, fastest, is_result, text_of, write
+from lab.benchmarks.harness import Sent, places
+from lab.benchmarks.present import chart_of, text_of
 from lab.benchmarks.request import read
 from lab.distributed.comm import Comm, run_ranks
-from lab.draw.chart import drawn
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Int8
-from lab.exchange.cost import Sizes
 from lab.measure.intervals import of_ratio
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.settings.config import ConfigError, build, load
-from lab.simulate.costs import extra_bytes
-from tests.conftest import ROOT
-from tests.support.cases import exchange_settings
-from tests.support.svg import outside, overlapping
+from tests.unit.benchmarks.test_shown import SURROUNDINGS, committed, results
 
 CPU = torch.device("cpu")
 
@@ -48,9 +41,10 @@ def test_one_list_or_sets_of_settings_are_compared() -> None:
     assert sets == ["overlap exchange=none", "ddp"]
     assert labels("collective", "exchange=star") == ["star"]
     assert labels("memory", "strategy=tree") == ["none", "tree"]  # the baseline
-    assert labels("hook", "model=mlp")[0::4] == ["onebit sync=ddp sync.hook=lab", "onebit"]
+    hook = read(["hook", "model=mlp"])
+    named = [variant.label for variant in hook.variants]
+    assert (hook.bench, *named[0::4]) == ("step", "onebit sync=ddp sync.hook=lab", "onebit")
     assert labels("hook", "strategy=overlap,ddp") == ["overlap", "ddp"]
-    assert read(["hook"]).bench == "step"
 
 
 def test_settings_of_a_set_reach_its_run_alone() -> None:
@@ -81,7 +75,6 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["step", "strategy=ddp,ddp"], "listed twice; lab.bench step aa=true compares equal"),
         (["step", "strategy=tree,ddp", "pairs=9"], "pairs=9: has no effect without aa=true"),
         (["hook", "aa=true"], "aa=true: no such setting"),
-        (["step", "strategy=tree,ddp", "starts=0"], "starts=0: must be an integer of at least 1"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "one list at a time"),
         (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),
         (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
@@ -92,7 +85,6 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"], "others' turns"),
         (["step", "strategy=overlap,priority"], "others' turns"),
         (["step", "strategy=ddp", "tf32=true,false"], "tf32: candidates take turns in one"),
-        (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: candidates take"),
         (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: candidates"),
         (
             ["collective", "sizes=[4KiB,6B]"],
@@ -101,9 +93,22 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["collective", "sizes=[16]"], "MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B"),
         (["collective", "batch_size=8"], "batch_size=8: is not used by collective; allowed are"),
         (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),
-        (["codec", "num_values=1e6"], "num_values=1e6: must be an integer of at least 1"),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
         (["codec", "codec=zip", "num_values=4096"], "codec=zip: allowed are onebit"),
+        (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures one model"),
+        (
+            ["throughput", "batch_size=2000", "model=mlp"],
+            "batch_size=2000: the test part has 360 samples, too few for a batch of inference",
+        ),
+        (["convolution", "model=mlp"], "model=lab.model.mlp.mlp: has no 2-d convolution"),
+        (["convolution", "algorithm=magic"], "algorithm=magic: allowed are library, direct,"),
+        (["counters", "isa=avx512"], "isa=avx512: allowed are avx, avx2"),
+        (["counters", "trace=a.json", "model=lenet"], "model=lenet: is not used with trace="),
+        (
+            ["counters", "device=cuda"],
+            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted",
+        ),
+        (["footprint", "model=alexnet"], "model=alexnet: images of 32x32 px are too small"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
@@ -162,21 +167,17 @@ def wrong_by_rank(size: int, make: dict[str, Callable[[], Exchange]]) -> list[di
     return run_ranks(size, rank_main)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_all_reduces_of_the_lab_are_exact_on_whole_numbers(size: int) -> None:
+def test_all_reduces_of_the_lab_are_exact_on_whole_numbers() -> None:
     names = ("ring", "tree", "tree_pipelined", "tree_double", "star", "bf16", "fp16")
-    nodes = {name: load([f"exchange={name}"]).exchange for name in names}
+    make = {name: partial(build, load([f"exchange={name}"]).exchange) for name in names}
     nothing = dict.fromkeys(("allreduce", *names, "sendrecv"), 0)
-    make = {name: partial(build, node) for name, node in nodes.items()}
-    assert wrong_by_rank(size, make) == [nothing] * size
+    assert wrong_by_rank(5, make) == [nothing] * 5
 
 
 @pytest.mark.parametrize(
     ("nodes", "pairs"),
     [
         ([[0, 1, 2]], {0: 1}),
-        ([[0], [1], [2]], {0: 1}),
-        ([[0, 1], [2, 3]], {0: 2, 1: 3}),
         ([[0, 2], [1, 3]], {0: 1, 2: 3}),  # numbered round the hosts
         ([[0, 1, 2], [3], [4, 5]], {0: 3}),
         ([[0], [1, 2], [3, 4], [5, 6, 7]], {0: 1, 3: 5, 4: 6}),
@@ -323,12 +324,11 @@ def test_between_starts_is_students_interval_of_one_ratio_a_start() -> None:
     assert "Student's t over 3 fresh starts, order_seed=7 to 9" in shown
 
 
-@pytest.mark.parametrize("number", [2, 3, 5])
-def test_as_many_starts_as_candidates_give_each_of_them_each_place(number: int) -> None:
-    drawn = np.array([places(number, seed) for seed in range(4 * number)])
-    for block in drawn.reshape(4, number, number):
-        assert all(sorted(column) == list(range(number)) for column in block.T)
-    assert len({tuple(each) for each in drawn[::number]}) > 1
+def test_as_many_starts_as_candidates_give_each_of_them_each_place() -> None:
+    drawn = np.array([places(3, seed) for seed in range(12)])
+    for block in drawn.reshape(4, 3, 3):
+        assert all(sorted(column) == [0, 1, 2] for column in block.T)
+    assert len({tuple(each) for each in drawn[::3]}) > 1
 
 
 def test_equal_candidates_are_called_different_as_often_as_their_level_says() -> None:
@@ -417,8 +417,7 @@ def test_steps_that_leave_no_turn_are_too_few(loop: Loop, line: str) -> None:
 
 
 def test_one_rank_says_what_it_skips() -> None:
-    result = results()["step"] | {"world_size": 1, "steps_per_turn": 10}
-    said = text_of({"bench": "step", **result})
+    said = text_of(committed("step") | {"world_size": 1, "steps_per_turn": 10})
     assert "on 1 rank (gloo), a turn of 10 steps of each in every round, without its first" in said
     assert "1 rank skips what travels" in said
 
@@ -430,179 +429,6 @@ def test_peak_sees_what_was_freed_before_it_is_read() -> None:
     assert peak_bytes(CPU) - before == pytest.approx(2**26, rel=0.05)
     reset_peak(CPU)
     assert peak_bytes(CPU) < before + 2**22
-
-
-def test_theory_counts_buffers_scratch_and_residuals() -> None:
-    sizes = Sizes(n=1000, gathered=400, largest=800, rank=0, N=2)
-    expected = {
-        "allreduce": 1600,  # gathered
-        "bf16": 1600 + 2000,  # all values as 2 bytes each, kept from step to step
-        "tree": 3200,  # one bucket
-        "tree_pipelined": 1600 + 3 * 3200,  # three chunks as large as the bucket
-        "ring": 1600 + 3 * 1600,
-        "onebit": 1600 + 6000 + 2.5 * (125 + 8000 / 1024),  # both residuals, and 2.5 messages
-        "topk": 1600
-        + 4000
-        + 10 * 24,  # the residual, and a message of 1 % of the values three times
-    }
-    for name, extra in expected.items():
-        assert extra_bytes(sizes, exchange_settings(name)) == pytest.approx(extra, rel=1e-5), name
-
-
-def memory_answer(name: str, peak: float, theory: float | None) -> dict[str, Any]:
-    peaks = [{"median": peak - 5e6, "mad": 0.0}, {"median": peak, "mad": 1e5}]
-    row = {"name": name, "peak_bytes": peaks, "extra_theory_bytes": [theory, theory]}
-    row["optimizer_bytes"] = [1e6, peak / 10]
-    return {**SURROUNDINGS, "rows": [{**row, "num_steps": 7, "num_parameters": 10**7}]}
-
-
-SURROUNDINGS = {
-    "command": "python -m lab.bench",
-    "world_size": 2,
-    "backend": "gloo",
-    "emulation": "2 threads of 2 ranks share 1 CPU cores",
-    "environment": {"gpus": [], "cpu": "a CPU", "num_cores": 1, "num_threads": 1, "torch": "2"},
-}
-
-
-def results() -> dict[str, dict[str, Any]]:
-    """Make a small result of each benchmark that has a figure, as in its JSON."""
-    answers = [memory_answer("none", 3e8, 1e7), memory_answer("gossip", 4e8, None)]
-    combined = memory.combine([*answers, memory_answer("tree", 3.5e8, 4e7)])
-    rng = np.random.default_rng(0)
-    times = {name: rng.random((3, 9))[i] + i for i, name in enumerate(("none", "tree", "ddp"))}
-    by_algorithm = {"allreduce": times["ddp"], "ring": times["tree"], "sendrecv": times["none"] + 1}
-    rows = [
-        collective._row(name, size, by_algorithm, 0, 2, 1.0)
-        for size in (4096, 2**20)
-        for name in by_algorithm
-    ]
-    operation = codec.Operation("onebit", "encode", lambda: None, 10**6, 1, [0.1] * 3, [0.1] * 3)
-    slow = codec.Operation("grace_like", "decode", lambda: None, 10**6, 1, [5.0], [0.1])
-    coded = [
-        {**codec._row(each, 10**6, 10, 10), "over_torch": None, "wrong": 0}
-        for each in (operation, slow)
-    ]
-    reference = {"name": "torch.add(a, b, out=c)", **codec._rate([0.1], 10**6)}
-    kernels = {"kernels": {"level": "AVX2", "compiler": "c++ 1"}, "device": "cpu"}
-    values = {"shape": [10, 100], "num_values": 1000, "reference": reference, **kernels}
-    took, times_ms = times["ddp"], {name: middle(1e-3 * each) for name, each in times.items()}
-    cost = certificate.cost([0.3, 0.6, 0.3], [0.4, 0.7, 0.35])
-    checked = {"name": "onebit", "line": "certificate: all is well", **cost}
-    marked = [{"name": name, "step_s": middle(took)} for name in ("with marks", "without")]
-    sides = {"ratio": ratio(took, took), "added_s": difference(took, took)}
-    scattered = {"algorithm": "torch", "size_bytes": 4096, "wrong": 0, "crossed_share": None}
-    scattered |= {"time_s": times_ms["ddp"], "ratio_to_torch": ratio(took, took)}
-    added = {"added_s": level(1e-4 * took), "over_ddp": ratio(took, took)}
-    of_host = {"plain_s": times_ms["tree"], "num_parameters": 6, "num_ranks": 8}
-    hosts = [{"name": name, **added} for name in (host.DDP, "overlap")]
-    own = {
-        "memory": combined,
-        "step": {"rows": step.compare(times, times), "num_pairs": 9, "steps_per_round": 1},
-        "collective": {"rows": rows, "num_rounds": 9},
-        "codec": {**values, "rows": coded},
-        "certificate": {"rows": [checked], "num_rounds": 3},
-        "marks": {"rows": marked, **sides, "num_pairs": 9, "num_buckets": 4, "marks_s": 2e-5},
-        "reduce_scatter": {"rows": [scattered], "num_rounds": 9},
-        "host": {"rows": hosts, **of_host, "num_rounds": 9},
-    }
-    return {name: {**SURROUNDINGS, **each} for name, each in own.items()}
-
-
-COMMITTED = {
-    "aa": "aa",
-    "memory": "exchange/memory",
-    "step": "exchange/step_fc_2",
-    "collective": "exchange/collective_4",
-    "codec": "beyond/codec",
-    "recording": "recording",
-    "straggler": "beyond/straggler",
-}
-
-
-def committed(name: str) -> dict[str, Any]:
-    """Read a result in docs/results; the others are made up."""
-    if name in COMMITTED:
-        return json.loads((ROOT / "docs/results" / f"{COMMITTED[name]}.json").read_text())
-    return json.loads(json.dumps({"bench": name, **results()[name]}, allow_nan=False))
-
-
-@pytest.mark.parametrize("name", [*COMMITTED, "certificate", "marks", "reduce_scatter", "host"])
-def test_a_result_is_shown_whole_from_its_json_alone(name: str) -> None:
-    golden = Path(__file__).parent / "golden" / f"{name}.txt"
-    assert text_of(committed(name)) + "\n" == golden.read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("aa", "5 of 200 pairs of equal candidates are called different at 95 %"),
-        ("memory", "Peak memory on 2 ranks is 0.98 to 1.08 of theory"),
-        ("step", "onebit takes 0.80 of ddp's step time"),
-        (
-            "collective",
-            "None is significantly faster than the library; ring takes 1.03 of its time, at 64 MiB",
-        ),
-        (
-            "codec",
-            "Encode takes 0.524 (fp16) to 72.2 (grace_like) times as long as "
-            "torch.add(a, b, out=c)",
-        ),
-        ("host", "Exchanges cost the training thread 1.00 × the host time of DDP"),
-    ],
-)
-def test_a_chart_says_what_it_shows_and_no_text_hides_another(name: str, message: str) -> None:
-    chart = chart_of(committed(name))
-    assert chart and chart.message == message
-    svg = drawn(chart.spec(), "svg").decode()
-    assert overlapping(svg) == [] and outside(svg) == []
-
-
-@pytest.mark.slow
-def test_no_text_hides_another_in_any_committed_figure() -> None:
-    files = [path for path in (ROOT / "docs/results").rglob("*.json") if "pages" not in path.parts]
-    results = {path: json.loads(path.read_text()) for path in files}
-    drawn_ones = {path: chart_of(each) for path, each in results.items() if is_result(each)}
-    svgs = {path: drawn(each.spec(), "svg").decode() for path, each in drawn_ones.items() if each}
-    assert len(svgs) > 30
-    assert {path: texts for path, svg in svgs.items() if (texts := overlapping(svg))} == {}
-    assert {path: texts for path, svg in svgs.items() if (texts := outside(svg))} == {}
-
-
-@pytest.mark.parametrize("name", ["memory", "step", "collective", "codec", "host"])
-def test_what_is_unknown_is_no_number_and_emulation_is_told(name: str) -> None:
-    result = json.loads(json.dumps({"bench": name, **results()[name]}, allow_nan=False))
-    assert "nan" not in text_of(result)
-    assert "emulated: 2 threads of 2 ranks share 1 CPU cores" in text_of(result)
-    chart = chart_of(result)
-    assert chart and "emulated: 2 threads of 2 ranks share 1 CPU cores" in chart.about
-    assert drawn(chart.spec(), "png")
-
-
-def test_a_message_says_no_more_than_intervals_do() -> None:
-    def of(*ends: float | None) -> dict[str, float | None]:
-        return dict(zip(("low", "median", "high"), ends, strict=True))
-
-    far = of(1.5, 1.6, 1.7)
-    assert fastest({"a": of(0.7, 0.8, 0.9), "b": far}, "ddp") == "a takes 0.80 of ddp's time"
-    beats = "ddp beats all: b, the nearest, takes 1.60 × its time"
-    assert fastest({"b": far}, "ddp") == beats
-    assert fastest({"a": of(0.9, 0.99, 1.1)}, "ddp").startswith(
-        "None is significantly faster than ddp"
-    )
-    assert fastest({"a": of(None, 0.5, None)}, "ddp").endswith("too few rounds to be sure")
-
-
-def test_a_benchmark_without_a_chart_writes_its_result_alone(tmp_path: Path) -> None:
-    assert write(tmp_path / "a.json", committed("recording")) == [tmp_path / "a.json"]
-    assert json.loads((tmp_path / "a.json").read_text()) == committed("recording")
-
-
-def test_the_cost_of_a_check_is_counted_in_steps() -> None:
-    found = certificate.cost([0.3, 0.6, 0.3], [0.4, 0.7, 0.35])
-    assert found["step_s"]["median"] == pytest.approx(0.1)
-    assert found["added_s"]["median"] == pytest.approx(0.1)
-    assert found["added_steps"]["median"] == pytest.approx(1.0)
 
 
 def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:

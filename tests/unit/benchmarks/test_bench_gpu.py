@@ -19,7 +19,7 @@ from lab.exchange.allreduce import AllReduce
 from lab.study import grid
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.support.slow import some_of
-from tests.unit.benchmarks.test_bench import results
+from tests.unit.benchmarks.test_shown import committed
 
 
 def num_ranks(*settings: str) -> int:
@@ -54,7 +54,7 @@ def test_one_gpu_has_nothing_to_exchange_and_one_line_says_what_to_do(
     assert "device=cpu" in error and "share_gpus=true backend=gloo" in error
 
 
-@pytest.mark.parametrize("name", some_of(["kim2017", "codecs", "error_feedback"], every=3))
+@pytest.mark.parametrize("name", some_of(["error_feedback", "kim2017", "codecs"], every=3))
 def test_studies_that_ask_nothing_of_gpus_stay_on_cpus(name: str) -> None:
     assert {cell.config.device for cell in grid.read([f"study={name}"]).cells} == {"cpu"}
 
@@ -68,7 +68,7 @@ def test_a_gpu_codec_is_measured_beyond_the_cache(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(codec, "_measure_all", measured)
     for count, device in ((1, "cuda"), (0, "cpu")):
-        monkeypatch.setattr(codec, "check_gpus", lambda *_, count=count: count > 0)
+        has_gpus(monkeypatch, count)
         with pytest.raises(Exception, match="too many for this GPU's memory"):
             codec.measure(read(["codec", "columns=1000"]))
         assert asked[device] == {"cuda": 400_000_000, "cpu": 25_000_000}[device]
@@ -124,9 +124,9 @@ def test_a_collective_has_its_time_by_events_and_its_cost_to_the_host(
 
 @pytest.mark.parametrize("name", ["collective", "codec"])
 def test_tables_of_gpus_show_the_host_and_what_stays_in_the_cache(name: str) -> None:
-    result = {"bench": name, "cache_bytes": 60e6, **results()[name]}
+    result: dict[str, Any] = committed(name) | {"cache_bytes": 600e6}
     assert "host (us)" not in text_of(result)
     rows = [{**row, "host_s": 4.25e-5} for row in result["rows"]]
     text = text_of({**result, "rows": rows})
     assert "host (us)" in text and "42.5" in text
-    assert "tensors of up to 60 MB stay in the GPU's cache" in text
+    assert "tensors of up to 600 MB stay in the GPU's cache" in text

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lab.record.schema import Certificate
 from lab.sync.base import Sync
 from lab.sync.local import LocalSync
+from tests.support import misaveraged
 from tests.support.certified import MODELS, MORE, UNCHECKED, Case, certified, clean_cases
-from tests.support.misaveraged import Bypassed, Uncompressed
 from tests.support.slow import some_of
 
 
@@ -22,26 +21,24 @@ def other_weights(model: nn.Module, _sync: Sync, rank: int) -> None:
 
 def sends_all(_model: nn.Module, sync: Sync, _rank: int) -> None:
     """Swap the exchange that the settings name for one that does not compress."""
-    sync.exchange = Uncompressed()
+    sync.exchange = misaveraged.Uncompressed()
 
 
 def sends_elsewhere(_model: nn.Module, sync: Sync, _rank: int) -> None:
-    sync.exchange = Bypassed()
+    sync.exchange = misaveraged.Bypassed()
 
 
 def lossy(strategy: str, exchange: str) -> Case:
-    target = f"exchange._target_=tests.support.misaveraged.{exchange}"
-    return Case((f"strategy={strategy}", target), "images", 4)
+    return Case((f"strategy={strategy}",), "images", 4, exchange=getattr(misaveraged, exchange))
 
 
 def wrong(exchange: str, *more: str, model: str = "perceptron", size: int = 4) -> Case:
-    settings = ("strategy=overlap", f"exchange=tests.support.misaveraged.{exchange}", *more)
-    return Case(settings, model, size)
+    settings = ("strategy=overlap", *more)
+    return Case(settings, model, size, exchange=getattr(misaveraged, exchange))
 
 
-def one_bit(exchange: str, size: int = 3) -> Case:
-    target = f"exchange._target_=tests.support.misaveraged.{exchange}"
-    return Case(("strategy=onebit", target), size=size)
+def one_bit(exchange: str) -> Case:
+    return Case(("strategy=onebit",), size=3, exchange=getattr(misaveraged, exchange))
 
 
 FAULTS = {
@@ -126,42 +123,62 @@ def test_a_right_run_is_not_accused(case: Case) -> None:
     assert bool(certificate.proven) == unchecked.isdisjoint(case.settings)
 
 
-def outcomes(certificate: Certificate) -> dict[str, str]:
-    return {finding.property: finding.outcome for finding in certificate.findings}
+def right(settings: str) -> Case:
+    return Case(tuple(settings.split()), size=3)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("case", "words"),
     [
         (
-            "strategy=caffe",
+            right("strategy=caffe"),
             "gradients averaged once at the root over 3 of 3, 3 of 3 parameters, as",
         ),
-        ("strategy=local_sgd sync.every=2", "weight changes averaged once over 3 of 3, 3 of 3 par"),
-        ("strategy=cntk sync.double_buffer=true", "gradients averaged once, a step late, over 3"),
         (
-            "strategy=priority sync.trials=0 sync.chunk_mb=0.01",
+            right("strategy=local_sgd sync.every=2"),
+            "weight changes averaged once over 3 of 3, 3 of 3 par",
+        ),
+        (
+            right("strategy=cntk sync.double_buffer=true"),
+            "gradients averaged once, a step late, over 3",
+        ),
+        (
+            right("strategy=priority sync.trials=0 sync.chunk_mb=0.01"),
             "gradients averaged once over 3 of 3, 3 of 3 parameters, as many bytes as fp32",
         ),
-        ("strategy=topk", "3 of 3 parameters, 33.0x less than fp32 (not counted: threads"),
-        ("strategy=none", "not checked, because strategy=none exchanges nothing"),
+        (right("strategy=topk"), "3 of 3 parameters, 33.0x less than fp32 (not counted: threads"),
+        (right("strategy=none"), "not checked, because strategy=none exchanges nothing"),
         (
-            "strategy=overlap exchange=none",
+            right("strategy=overlap exchange=none"),
             "not checked, because strategy=overlap exchanges nothing",
         ),
         (
-            "strategy=onebit exchange.error_feedback=false",
+            right("strategy=onebit exchange.error_feedback=false"),
             "1 of 3 parameters (exchange=OneBit states no bound of its error: 0.weight and 1 more)",
+        ),
+        (  # forward leaves parameters out
+            Case(("strategy=onebit",), "tied"),
+            "8 of 10 parameters (unused: never.weight and 1 more)",
+        ),
+        (  # a user's exchange sends by no comm
+            wrong("Bypassed", size=2),
+            "3 of 3 parameters, bytes not counted, because exchange=Bypassed",
+        ),
+        (  # if all ranks have the same samples, a rank's own gradient is the mean
+            Case(("strategy=overlap",), size=3, same_samples=True),
+            "3 ranks equal, gradients not checked, because gradients alike on all",
         ),
     ],
 )
-def test_a_certificate_says_what_was_promised_and_no_more(settings: str, words: str) -> None:
-    certificate = certified(Case(tuple(settings.split()), size=3))[0]
+def test_a_certificate_says_what_was_promised_and_no_more(case: Case, words: str) -> None:
+    certificate = certified(case)[0]
     assert words in certificate.line
     assert certificate.holds
-    unchecked = {name for name, outcome in outcomes(certificate).items() if outcome != "holds"}
+    unchecked = {f.property for f in certificate.findings if f.outcome != "holds"}
     assert unchecked >= {"bytes"}  # threads have no interface
-    assert ("averaged once" in unchecked) == (not certificate.proven)
+    assert ("averaged once" in unchecked) == ("exchanged" in unchecked) == (not certificate.proven)
+    assert ("equal start" in unchecked) == (not certificate.num_exchanges)
+    assert (certificate.unused or []) == ["never.weight", "never.bias"] * ("unused" in words)
 
 
 def test_a_certificate_says_how_much_travels_as_float32() -> None:
@@ -171,30 +188,6 @@ def test_a_certificate_says_how_much_travels_as_float32() -> None:
         "exchange.min_columns=64"
     )
     assert "travel as" not in certified(Case(("strategy=onebit",), size=2))[0].line
-
-
-def test_parameters_that_forward_left_out_are_reported_not_accused() -> None:
-    certificate = certified(Case(("strategy=onebit",), "tied"))[0]
-    assert certificate.unused == ["never.weight", "never.bias"]
-    assert "8 of 10 parameters (unused: never.weight and 1 more)" in certificate.line
-    assert certificate.holds
-
-
-def test_a_users_exchange_that_sends_by_no_comm_is_not_accused() -> None:
-    certificate = certified(wrong("Bypassed", size=2))[0]
-    assert certificate.holds
-    assert "3 of 3 parameters, bytes not counted, because exchange=Bypassed" in certificate.line
-
-
-def test_gradients_alike_on_all_ranks_prove_nothing() -> None:
-    """If all ranks have the same samples, a rank's own gradient is the mean."""
-    certificate = certified(Case(("strategy=overlap",), size=3, same_samples=True))[0]
-    assert (
-        "3 ranks equal, gradients not checked, because gradients alike on all" in certificate.line
-    )
-    assert certificate.holds
-    assert outcomes(certificate)["equal start"] == "holds"
-    assert outcomes(certificate)["exchanged"] == "not checked"
 
 
 def test_a_round_that_ranks_leave_with_other_weights_is_found() -> None:

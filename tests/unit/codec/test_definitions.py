@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from lab.codec.base import Codec, Reference
-from lab.codec.codecs import THRESHOLDS, Int4, Int8, Levels, OneBit, Signs, TopK
+from lab.codec.codecs import THRESHOLDS, Int4, Int8, OneBit, Signs, TopK
+from tests.support.exact import delivered
 from tests.support.kernels import KINDS, LEVELS, of_codec, same, unaligned
 from tests.support.kernels import values_of as drawn
+from tests.support.slow import some_of
 
 LENGTHS = [1, 7, 8, 9, 64, 1000]
 # Few values are large, and all near each other, so that a sample misses them or finds too many.
@@ -45,58 +48,28 @@ def test_onebit_reads_each_side_of_the_mean_as_mean_and_deviation() -> None:
     assert payload.tolist() == [[0b1100]]
 
 
-def one_bit(row: Tensor, threshold: str) -> Tensor:
-    """Decode a row as the paper defines it."""
-    if threshold == "mean":
-        deviation = (row - row.mean()).abs().mean()
-        return torch.where(row >= row.mean(), row.mean() + deviation, row.mean() - deviation)
-    decoded = torch.zeros_like(row)
-    for side in (row < 0, row >= 0):
-        decoded[side] = row[side].mean()
-    return decoded
-
-
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("columns", [1, 7, 64, 1000])
-def test_onebit_agrees_with_float64_arithmetic(columns: int, threshold: str) -> None:
-    values = torch.randn(5, columns)
-    expected = torch.stack([one_bit(row, threshold) for row in values.double()])
-    decoded = through(OneBit(threshold), values).double()
-    torch.testing.assert_close(decoded, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-def test_onebit_reads_zeros_as_zeros_and_equal_values_as_they_are(threshold: str) -> None:
-    for values in (torch.zeros(2, 20), torch.full((1, 9), -2.0)):
-        assert torch.equal(through(OneBit(threshold), values), values)
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_signs_are_of_the_mean_magnitude(length: int) -> None:
-    values = torch.randn(1, length)
-    expected = torch.where(values < 0, -1.0, 1.0).double() * values.double().abs().mean()
-    torch.testing.assert_close(through(Signs(1), values).double(), expected, rtol=1e-6, atol=0)
+@pytest.mark.parametrize(
+    ("codec", "rtol", "atol"),
+    [
+        *((OneBit(threshold), 1e-6, 1e-7) for threshold in THRESHOLDS),
+        (Signs(1), 1e-6, 0.0),
+        *((levels, 0.0, 1e-5) for levels in (Int8(16), Int4(16))),
+    ],
+)
+def test_rows_are_read_as_float64_arithmetic_says(codec: Codec, rtol: float, atol: float) -> None:
+    for columns in LENGTHS:
+        values = torch.randn(5, columns) * 3 + 1
+        before, decoded = values.clone(), through(codec, values).double()
+        expected = torch.stack([delivered(codec, row) for row in values.double()])
+        torch.testing.assert_close(decoded, expected, rtol=rtol, atol=atol)
+        assert torch.equal(values, before)
+        equal = torch.full((2, columns), -2.0)
+        assert torch.equal(through(codec, equal), equal)
 
 
 def test_the_sign_of_the_first_value_is_the_lowest_bit() -> None:
     _, payload = written(Signs(1), torch.tensor([[-1.0, 1, -1, 1, 1, 1, 1, 1, 1, -1]]))
     assert payload.tolist() == [[0b00000101, 0b10]]
-
-
-@pytest.mark.parametrize("codec", [Int8(16), Int4(16)], ids=["int8", "int4"])
-@pytest.mark.parametrize("columns", LENGTHS)
-def test_levels_are_the_nearest(columns: int, codec: Levels) -> None:
-    values = torch.randn(3, columns) * 3 + 1
-    before = values.clone()
-    for row, decoded in zip(values, through(codec, values), strict=True):
-        levels = row.min() + torch.arange(codec.num_levels) * (row.max() - row.min()) / (
-            codec.num_levels - 1
-        )
-        nearest = (row[:, None] - levels).abs().amin(dim=1)
-        torch.testing.assert_close((decoded - row).abs(), nearest, atol=1e-5, rtol=0)
-    assert torch.equal(values, before)
-    equal = torch.full((1, columns), -2.5)
-    assert torch.equal(through(codec, equal), equal)
 
 
 def test_int4_packs_two_values_a_byte_the_first_below() -> None:
@@ -131,10 +104,17 @@ def values_of(kind: str, length: int) -> Tensor:
     return drawn(kind, length)
 
 
+LARGEST = [
+    *product([*LEVELS, "definition"], [*KINDS, *SKEWED], [True, False]),
+    *some_of(
+        product(["triton"], [*KINDS, *SKEWED], [True, False]),
+        also=[("triton", "normal", False), *(("triton", kind, True) for kind in SKEWED)],
+    ),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy's, interpreting
-@pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("kind", [*KINDS, *SKEWED])
-@pytest.mark.parametrize("level", [*LEVELS, "triton", "definition"])
+@pytest.mark.parametrize(("level", "kind", "feedback"), LARGEST)
 def test_topk_takes_the_largest(level: str, kind: str, feedback: bool) -> None:
     for length in (1, 1000, 9001) if level == "triton" else (1, 33, 1000, 100_000):
         for ratio in (0.001, 0.03, 1):

@@ -21,7 +21,8 @@ from lab.settings.files import choices_of
 from lab.simulate import predict as prediction
 from lab.study import grid
 from tests.conftest import ROOT
-from tests.support.slow import some_of
+
+pytestmark = pytest.mark.xdist_group("compositions")  # which a process remembers
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 STARTERS = (
@@ -79,17 +80,39 @@ def test_studies_that_no_command_names_compose_too() -> None:
         check_study([f"study={study}"])
 
 
-LARGE = r"study=(pays|links|beyond|kim2017|advice|codecs|shi2016)\b|bench memory strategy=none,all"
+LARGE = r"study=(aa|pays|links|beyond|kim2017|advice|codecs|shi2016)\b|memory strategy=none,all"
+
+
+def distinct(lines: list[str]) -> dict[str, list[str]]:
+    """Return by command the lines that differ in more than the file that they write."""
+    found = dict[str, dict[str, str]]()
+    for line in lines:
+        command = re.search(r"lab\.\w+.*", line)
+        asked = re.sub(r" out=\S+", "", command[0]) if command else f"lab.train {settings(line)}"
+        found.setdefault(asked.split()[0], {}).setdefault(asked, line)
+    return {name: list(alike.values()) for name, alike in found.items()}
+
+
+QUICK = distinct([line for line in commands() if not re.search(LARGE, line)])
+SLOW = distinct([line for line in commands() if re.search(LARGE, line)])
 
 
 @pytest.mark.parametrize(
-    "line", some_of(commands(), also=[line for line in commands() if not re.search(LARGE, line)])
+    ("name", "lines"),
+    [*QUICK.items(), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW.items())],
 )
-def test_settings_in_documents_are_accepted(line: str) -> None:
+def test_settings_in_documents_are_accepted(name: str, lines: list[str]) -> None:
+    for line in lines:
+        try:
+            check(name, line)
+        except Exception as error:
+            error.add_note(line)
+            raise
+
+
+def check(name: str, line: str) -> None:
     given = [each for each in settings(line) if not each.startswith("out=")]
-    command = re.search(r"lab\.\w+", line)
-    name = command[0] if command else ""
-    words = shlex.split(line.partition(name)[2], comments=True) if name else []
+    words = shlex.split(line.partition(name)[2], comments=True)
     if name in OF_FOLDERS:
         found = read(OF_FOLDERS[name], words)
         kept = [each for each in found.settings if not each.startswith("out=")]
@@ -117,12 +140,13 @@ def test_settings_in_documents_are_accepted(line: str) -> None:
         load(given)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_files_that_documents_name_are_there(path: Path) -> None:
-    text = re.sub(r"^```\w+\n.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    linked = [path.parent / each for each in re.findall(r"\]\((?!https:)([^)#:]+)", text)]
+def test_files_that_documents_name_are_there() -> None:
     generated = [ROOT / "docs" / page for page in GENERATED]
-    assert [each for each in linked if not each.exists() and each not in generated] == []
-    named = re.findall(r"\b(?:launch|docker|tests|lab|conf)/[\w./-]*\w", text)
-    named = [each for each in named if "gossip" not in each]  # the example of a new exchange
-    assert [each for each in named if not (ROOT / each).exists()] == []
+    missing = list[Path]()
+    for path in DOCUMENTS:
+        text = re.sub(r"^```\w+\n.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        linked = [path.parent / each for each in re.findall(r"\]\((?!https:)([^)#:]+)", text)]
+        named = re.findall(r"\b(?:launch|docker|tests|lab|conf)/[\w./-]*\w", text)
+        named = [ROOT / each for each in named if "gossip" not in each]  # a new exchange's example
+        missing += [each for each in (*linked, *named) if not each.exists()]
+    assert [each for each in missing if each not in generated] == []

@@ -28,6 +28,8 @@ from tests.support.cases import (
     steps_of_a_round,
 )
 
+pytestmark = pytest.mark.xdist_group("compositions")  # which a process remembers
+
 ROWS, COLUMNS = 1024, 2048
 TABLE = {name: strategy_table.about(name)[1] for name in ALL_STRATEGIES}
 OTHERS = (ROOT / "docs/exchanges/compression.md").read_text().partition("## Other codecs")[2]

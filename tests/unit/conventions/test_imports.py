@@ -25,7 +25,7 @@ ONLY_IN = {
     },
     "wandb": {"lab/record/recorders.py"},
     "hydra": {
-        *("lab/settings/composition.py", "lab/settings/config.py", "lab/settings/overrides.py"),
+        *("lab/settings/composition.py", "lab/settings/config.py", "lab/settings/overrides.py")
     },
     "horovod": {"lab/distributed/horovod_comm.py"},
 }

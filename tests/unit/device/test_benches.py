@@ -16,24 +16,28 @@ from lab.benchmarks.harness import ENOUGH_ROUNDS
 from lab.benchmarks.present import is_result
 from lab.convolution.algorithms import ALGORITHMS
 from lab.convolution.problem import Pass
-from lab.device import callgrind, convolution, counters, roofline, throughput
+from lab.device import callgrind, convolution, counters, layout, roofline, throughput
 from lab.device.counters import hits
 from lab.device.formats import Moves, Reorder
-from lab.device.layout import NUM_LOGGED, Operation, Times, sums
+from lab.device.layout import NUM_LOGGED, Operation, Times
 from lab.training import assemble
-from tests.unit.device.test_charts import chart_in
+from tests.unit.benchmarks.test_shown import chart_in
 
 LENET = ("model=lenet", "batch_size=2", "threads=1", "rounds=6")
+
+
+def measured(folder: Path, *words: str) -> dict[str, Any]:
+    """Run a benchmark, and read the result that it writes to a.json."""
+    out = folder / "a.json"
+    assert bench.main([*words, f"out={out}"]) == 0
+    return json.loads(out.read_text())
 
 
 def test_every_algorithm_is_measured_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(convolution, "BUDGET_S", 0.0)
-    out = tmp_path / "lenet.json"
-    assert bench.main(["convolution", *LENET, f"out={out}"]) == 0
-    result = json.loads(out.read_text())
-    rows = result["rows"]
+    rows = measured(tmp_path, "convolution", *LENET)["rows"]
     assert len(rows) == 2 * 3 * len(ALGORITHMS)
     assert {row["shape"] for row in rows} == {"1x32x32 -> 20, 5x5", "20x14x14 -> 50, 5x5"}
     for row in rows:
@@ -46,7 +50,7 @@ def test_every_algorithm_is_measured_or_says_why_not(
     text = capfd.readouterr().out
     assert "[1/2] features.0: 1x32x32 -> 20, 5x5" in text and "onednn_verbose" not in text
     assert "backward data of the first layer" in text
-    assert out.with_suffix(".png").is_file()
+    assert (tmp_path / "a.png").is_file()
 
 
 def row_of(
@@ -86,10 +90,8 @@ def test_sums_take_the_library_for_what_is_refused_and_leave_out_what_no_step_ne
 def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "a.json"
-    words = ["model=lenet", "batch_size=64", "optim=sgd,adamw", "memory_gb=1", f"out={out}"]
-    assert bench.main(["footprint", *words]) == 0
-    rows = json.loads(out.read_text())["rows"]
+    words = ("model=lenet", "batch_size=64", "optim=sgd,adamw", "memory_gb=1")
+    rows = measured(tmp_path, "footprint", *words)["rows"]
     assert [row["name"] for row in rows] == ["optim=sgd", "optim=adamw"]
     sgd, adamw = rows
     assert sgd["total_bytes"] == sum(sgd["bytes"].values()) < adamw["total_bytes"]
@@ -98,10 +100,8 @@ def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
 
 
 def test_memory_of_ranks_that_exchange(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "a.json"
-    words = ["model=lenet", "batch_size=64", "strategy=allreduce,onebit", f"out={out}"]
-    assert bench.main(["footprint", "num_ranks=4", *words]) == 0
-    exact, lossy = json.loads(out.read_text())["rows"]
+    words = ("model=lenet", "batch_size=64", "strategy=allreduce,onebit", "num_ranks=4")
+    exact, lossy = measured(tmp_path, "footprint", *words)["rows"]
     assert exact["per_rank_batch_size"] == 16
     assert lossy["bytes"]["exchange"] > exact["bytes"]["exchange"] > 0  # residuals
     assert bench.main(["footprint", "num_ranks=4", "batch_size=6"]) == 2
@@ -112,10 +112,8 @@ def test_memory_of_ranks_that_exchange(tmp_path: Path, capsys: pytest.CaptureFix
 def test_throughput_has_a_line_for_each_batch_and_a_knee(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "a.json"
-    words = ["model=mlp", "batch_size=2,32", "threads=1", "rounds=6", f"out={out}"]
-    assert bench.main(["throughput", *words]) == 0
-    result = json.loads(out.read_text())
+    words = ("model=mlp", "batch_size=2,32", "threads=1", "rounds=6")
+    result = measured(tmp_path, "throughput", *words)
     few, many = result["rows"]
     assert (few["batch_size"], many["batch_size"]) == (2, 32)
     for row in (few, many):
@@ -132,17 +130,15 @@ def test_throughput_has_a_line_for_each_batch_and_a_knee(
 def test_throughput_compares_settings_at_one_batch_and_has_no_knee(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "a.json"
-    words = ["batch_size=4", "model=lenet,mlp", "threads=1", "rounds=6", f"out={out}"]
-    assert bench.main(["throughput", *words]) == 0
-    result = json.loads(out.read_text())
+    words = ("batch_size=4", "model=lenet,mlp", "threads=1", "rounds=6")
+    result = measured(tmp_path, "throughput", *words)
     lenet, mlp = result["rows"]
     assert (lenet["name"], mlp["series"]) == ("model=lenet", "model=mlp")
     assert result["knees"] == {} and lenet["flops_per_sample"] > 3 * mlp["flops_per_sample"]
     assert lenet["formula_flops"] == 2 * (20 * 28 * 28 * 25 + 50 * 10 * 10 * 20 * 25)
     text = capsys.readouterr().out
     assert "knee" not in text and "lenet: forward of one image takes 0.007044 GFLOP" in text
-    assert "Training lenet, mlp: model=" in chart_in(out).message
+    assert "Training lenet, mlp: model=" in chart_in(tmp_path / "a.json").message
 
 
 @pytest.mark.slow
@@ -156,19 +152,18 @@ def test_throughput_has_a_curve_and_a_knee_for_each_series_of_batches(
         return graph.forward
 
     monkeypatch.setattr(assemble, "BACKEND", noting)
-    out = tmp_path / "a.json"
     batches = (2, 3, 4, 5, 6)
     eager = [f"{letter}=batch_size={batch}" for letter, batch in zip("abcde", batches, strict=True)]
     others = [f"{x}=batch_size={b} compile=true" for x, b in zip("fghij", batches, strict=True)]
-    words = ["model=lenet", "threads=1", "rounds=1", *eager, *others, f"out={out}"]
-    assert bench.main(["throughput", *words]) == 0
+    result = measured(
+        tmp_path, "throughput", "model=lenet", "threads=1", "rounds=1", *eager, *others
+    )
     # Each batch has kernels of its own, of training and of inference: no shape is a symbol.
     assert sorted(shape[0] for shape in shapes) == sorted(batches * 2)
-    result = json.loads(out.read_text())
     assert set(result["knees"]) == {"", "compile=true"}
     text = capsys.readouterr().out
     assert "knee (default): " in text and "knee (compile=true): " in text
-    assert "Training lenet " in chart_in(out).message
+    assert "Training lenet " in chart_in(tmp_path / "a.json").message
 
 
 def test_the_knee_is_the_first_batch_close_to_the_best_rate() -> None:
@@ -182,10 +177,7 @@ def test_layers_stand_under_the_roofs_of_this_machine(
 ) -> None:
     monkeypatch.setattr(roofline, "COPIES", (200_000, 8_000_000))
     monkeypatch.setattr(roofline, "STEPS", 8)
-    out = tmp_path / "a.json"
-    words = ["model=lenet", "batch_size=4", "threads=1", f"out={out}"]
-    assert bench.main(["roofline", *words]) == 0
-    rows = json.loads(out.read_text())["rows"]
+    rows = measured(tmp_path, "roofline", "model=lenet", "batch_size=4", "threads=1")["rows"]
     assert [row["way"] for row in rows] == ["forward", "backward"] * 4
     first, first_backward, second, second_backward = rows[:4]
     assert first["flops"] == 4 * 2 * 20 * 28 * 28 * 25  # 4 images, 20 maps of 28x28, 5x5 filters
@@ -197,46 +189,11 @@ def test_layers_stand_under_the_roofs_of_this_machine(
     assert "copies: of 200 kB " in text and "fusable: bytes of operations without products" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("roofline", "batch_size=2,4"), "batch_size=2, batch_size=4: roofline measures one model"),
-        (
-            ("throughput", "batch_size=2000", "model=mlp"),
-            "batch_size=2000: the test part has 360 samples, too few for a batch of inference",
-        ),
-        (("convolution", "model=mlp"), "model=lab.model.mlp.mlp: has no 2-d convolution"),
-        (("convolution", "algorithm=magic"), "algorithm=magic: allowed are library, direct,"),
-        (("convolution", "batch_size=2,4"), "batch_size=2, batch_size=4: convolution measures one"),
-        (("layout", "model=mlp"), "model=lab.model.mlp.mlp: has no 2-d convolution"),
-        (("layout", "batch_size=2,4"), "batch_size=2, batch_size=4: layout measures one model"),
-        (("layout", "channels_last=true"), "channels_last=true: is not used by layout; allowed"),
-        (("layout", "rounds=0"), "rounds=0: must be an integer of at least 1"),
-        (("convolution", "optim=adamw"), "optim=adamw: is not used by convolution; allowed are"),
-        (("counters", "isa=avx512"), "isa=avx512: allowed are avx, avx2"),
-        (
-            ("counters", "device=cuda"),
-            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted",
-        ),
-        (("footprint", "memory_gb=much"), "memory_gb=much: must be an integer of at least 1"),
-        (("footprint", "model=alexnet"), "model=alexnet: images of 32x32 px are too small"),
-    ],
-)
-def test_wrong_input_is_one_line_and_code_2(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench.main(list(words)) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"lab.bench: error: {message}") and err.count("\n") == 1
-
-
 def test_layers_and_rest_are_compared_with_a_plain_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "lenet.json"
-    settings = ("model=lenet", "batch_size=16", "threads=1", "rounds=6", "input_grad=true")
-    assert bench.main(["layers", *settings, f"out={out}"]) == 0
-    row = json.loads(out.read_text())["rows"][0]
+    words = ("model=lenet", "batch_size=16", "threads=1", "rounds=6", "input_grad=true")
+    (row,) = measured(tmp_path, "layers", *words)["rows"]
     kinds = [layer["kind"] for layer in row["layers"]]
     assert kinds == [
         *("Conv2d", "MaxPool2d", "Conv2d", "MaxPool2d", "Flatten", "Linear", "ReLU", "Linear"),
@@ -250,42 +207,29 @@ def test_layers_and_rest_are_compared_with_a_plain_step(
     biased = [layer["kind"] for layer in row["layers"] if layer["bias_s"]]
     assert biased == ["Conv2d", "Conv2d", "Linear", "Linear"]
     text = capfd.readouterr().out
-    assert (
-        "biases take" in text
-        and "add up to" in text
-        and "the gradient of the model's input costs" in text
-    )
-    assert "convolutions take" in text and "times as long as forward" in text
-    assert chart_in(out).message.startswith("Conv2d takes ")
-
-
-def test_layers_are_told_apart_in_half_precision(tmp_path: Path) -> None:
-    out = tmp_path / "half.json"
-    settings = ("model=lenet", "batch_size=8", "threads=1", "rounds=2", "precision=bf16")
-    assert bench.main(["layers", *settings, f"out={out}"]) == 0
-    layers = json.loads(out.read_text())["rows"][0]["layers"]
-    assert [layer["kind"] for layer in layers if layer["bias_s"]] == ["Conv2d"] * 2 + ["Linear"] * 2
+    for said in ("biases take", "add up to", "convolutions take", "times as long as forward"):
+        assert said in text
+    assert "the gradient of the model's input costs" in text
+    assert chart_in(tmp_path / "a.json").message.startswith("Conv2d takes ")
 
 
 def test_several_settings_are_compared_by_kind_and_a_compiled_step_by_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assemble, "BACKEND", "eager")  # its kernels are not the subject
-    out = tmp_path / "mlp.json"
-    settings = ("model=mlp", "batch_size=8", "threads=1", "rounds=6")
-    assert bench.main(["layers", *settings, "compile=false,true", f"out={out}"]) == 0
-    eager, whole = json.loads(out.read_text())["rows"]
+    words = ("model=mlp", "batch_size=8", "threads=1", "rounds=6", "compile=false,true")
+    eager, whole = measured(tmp_path, "layers", *words)["rows"]
     assert eager["layers"] and not whole["layers"] and whole["compiled"]
     assert whole["phases_s"]["backward"]["median"] > 0
-    assert chart_in(out).message.startswith("A step of mlp takes ")
+    assert chart_in(tmp_path / "a.json").message.startswith("A step of mlp takes ")
 
 
 def test_models_are_compared_by_shares_of_their_steps(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out = f"out={tmp_path}/a.json"
-    two = ("a=model=lenet batch_size=8", "b=model=mlp batch_size=16")
-    assert bench.main(["layers", "threads=1", "rounds=2", *two, out]) == 0
+    two = ("a=model=lenet batch_size=8 precision=bf16", "b=model=mlp batch_size=16")
+    layers = measured(tmp_path, "layers", "threads=1", "rounds=2", *two)["rows"][0]["layers"]
+    assert [layer["kind"] for layer in layers if layer["bias_s"]] == ["Conv2d"] * 2 + ["Linear"] * 2
     chart = chart_in(tmp_path / "a.json")
     assert chart.message.endswith(" % of a step of each model")
     marks = {line["mark"] for line in chart.spec()["datasets"].popitem()[1] if line["mark"]}
@@ -296,25 +240,22 @@ def test_models_are_compared_by_shares_of_their_steps(
 def test_counts_join_their_layers_less_what_calling_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def printed(what: str, program: list[str], variables: dict[str, str]) -> Any:
+    def output_of(program: list[str], variables: dict[str, str], what: str) -> str:
         assert variables["ONEDNN_MAX_CPU_ISA"] == variables["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
         start = program.index(sys.executable)
         with redirect_stdout(io.StringIO()) as text:
             callgrind.main(program[start + 3 :])
         found = json.loads(text.getvalue())
-        if what:
+        if "callgrind" in what:
             out = Path(program[start - 1].removeprefix("--callgrind-out-file="))
             for number in range(1, len(found) + 2):
                 values = f"{100 * number} {30 * number} {20 * number} {3 * number} 2 1 1"
                 written = f"events: Ir Dr Dw D1mr D1mw DLmr DLmw\ntotals: {values}\n"
                 out.with_name(f"{out.name}.{number}").write_text(written)
-        return found
+        return text.getvalue()
 
-    monkeypatch.setattr(counters, "_printed", printed)
-    out = tmp_path / "counted.json"
-    words = ("model=lenet", "batch_size=2,4", "isa=avx2")
-    assert bench.main(["counters", *words, f"out={out}"]) == 0
-    rows = json.loads(out.read_text())["rows"]
+    monkeypatch.setattr(counters, "output_of", output_of)
+    rows = measured(tmp_path, "counters", "model=lenet", "batch_size=2,4", "isa=avx2")["rows"]
     first, second = rows[:2]
     assert (first["layer"], first["pass"], first["name"]) == ("features.0", "forward", "2")
     assert (second["layer"], second["pass"]) == ("features.0", "backward")
@@ -322,41 +263,32 @@ def test_counts_join_their_layers_less_what_calling_costs(
     assert hits(second, "l1", "load") == pytest.approx(1 - 6 / 60)
     assert {row["name"] for row in rows} == {"2", "4"}
     assert "times as long as without callgrind" in capfd.readouterr().out
-    assert "of the instructions of lenet load or store" in chart_in(out).message
+    assert "of the instructions of lenet load or store" in chart_in(tmp_path / "a.json").message
 
 
 @pytest.mark.slow
 def test_computed_memory_is_compared_with_that_of_a_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "mlp.json"
-    settings = ("model=mlp", "model.hidden=[8192,2048]", "batch_size=64", "measured=true")
-    assert bench.main(["footprint", *settings, f"out={out}"]) == 0
-    row = json.loads(out.read_text())["rows"][0]
+    words = ("model=mlp", "model.hidden=[8192,2048]", "batch_size=64", "measured=true")
+    (row,) = measured(tmp_path, "footprint", *words)["rows"]
     assert row["measured_bytes"] == pytest.approx(row["total_bytes"], rel=0.15)
     assert "measured (MB)" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("bench", ["codec", "layers", "counters"])
-def test_results_of_all_benchmarks_are_known_as_such(bench: str) -> None:
-    assert is_result({"bench": bench})
-
-
-@pytest.mark.parametrize("value", [None, [], {}, {"bench": "show"}, {"bench": []}, {"bench": "no"}])
-def test_other_files_are_no_results(value: object) -> None:
-    assert not is_result(value)
+def test_results_are_told_from_other_files() -> None:
+    assert is_result({"bench": "codec"}) and is_result({"bench": "layers"})
+    assert not any(map(is_result, (None, [], {}, {"bench": "show"}, {"bench": []})))
 
 
 LAYOUTS = ["NCHW", "NHWC", "blocked"]
 
 
 def test_layers_and_steps_take_turns_in_all_layouts(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "lenet.json"
-    words = ["model=lenet", "batch_size=2", "threads=1", "rounds=6", f"out={out}"]
-    assert bench.main(["layout", *words]) == 0
-    result = json.loads(out.read_text())
+    monkeypatch.setattr(layout, "NUM_LOGGED", 1)
+    result = measured(tmp_path, "layout", *LENET)
     rows = result["rows"]
     assert [row["layout"] for row in rows] == LAYOUTS * 2 * len(Pass)
     assert {row["shape"] for row in rows} == {"1x32x32 -> 20, 5x5", "20x14x14 -> 50, 5x5"}
@@ -377,7 +309,7 @@ def test_layers_and_steps_take_turns_in_all_layouts(
     text = capfd.readouterr()
     assert "[2/2] features.2: 20x14x14 -> 50, 5x5" in text.out and "mixed: conv" in text.out
     assert "onednn_verbose" not in text.out and "profiler_st" not in text.err
-    assert "NCHW" in chart_in(out).message  # whichever layout was the fastest here
+    assert "NCHW" in chart_in(tmp_path / "a.json").message  # whichever layout was the fastest here
 
 
 def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
@@ -392,7 +324,7 @@ def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
         operation(Pass.BACKWARD_DATA, 100.0, 1, False),
         operation(Pass.BACKWARD_WEIGHTS, 2.0, 1, True),
     ]
-    (row,) = sums("all", operations)["layouts"]
+    (row,) = layout.sums("all", operations)["layouts"]
     assert row["time_s"]["median"] == pytest.approx(1.5 * (3 * 1.0 + 2.0))
     assert row["reorders"] == {"abcd>acdb": 4} and row["reorder_s"] == pytest.approx(4 * 0.25)
     assert row["num_copies"] == 4 and row["copy_s"] == pytest.approx(4 * 0.5)

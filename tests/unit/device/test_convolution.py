@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lab.convolution import layer
-from lab.convolution.algorithms import ALGORITHMS, LIBRARY, Gemm, Library, matrices
+from lab.convolution.algorithms import ALGORITHMS, Gemm, Library
 from lab.convolution.layer import ChosenConv2d, calls_of, fixed, heuristic, profile
-from lab.convolution.problem import Pass, Problem, Unsupported
+from lab.convolution.problem import Algorithm, Pass, Problem, Unsupported
 from lab.model.convnet import lenet
 from lab.model.mlp import mlp
 from lab.transform.transforms import CHOICES, Convolution
@@ -105,21 +104,6 @@ def test_computes_on_the_device_of_its_inputs(name: str) -> None:
     with OneDevice():
         for call in calls_of(dict.fromkeys(Pass, ALGORITHMS[name]), problem, x, w, dy).values():
             call()
-
-
-@pytest.mark.parametrize(("m", "r"), [(2, 3), (4, 3), (2, 5), (3, 4), (3, 2)])
-def test_winograds_matrices_are_those_of_the_definition(m: int, r: int) -> None:
-    use = matrices(m, r)
-    d, g = np.arange(1.0, m + r), np.arange(2.0, r + 2)
-    kernel, inputs = use.kernel @ torch.from_numpy(g), use.input @ torch.from_numpy(d)
-    assert (use.output @ (kernel * inputs)).numpy() == pytest.approx(
-        np.correlate(d, g, "valid"), rel=1e-7
-    )
-
-
-def test_winograds_input_matrix_of_f_2_3_is_lavins() -> None:
-    lavin = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]])
-    assert matrices(2, 3).input.abs().numpy() == pytest.approx(np.abs(lavin), abs=1e-9)
 
 
 # Kim et al. 2017, slide 8: conv2 of AlexNet at 256 images.
@@ -215,10 +199,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return kept
 
 
-def take_for_library(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> None:
-    """Let it run as itself too: the library's passes together are one call of torch."""
+def tried(monkeypatch: pytest.MonkeyPatch, slow: Slow, other: Algorithm) -> Algorithm:
+    """Return which of two, of which the slow one is the library, a trial chooses for forward."""
+    # It runs as itself too: the library's passes together are one call of torch.
     monkeypatch.setattr(layer, "LIBRARY", slow)
     monkeypatch.setattr(layer, "convolve", layer._Passes.apply)
+    monkeypatch.setattr(layer, "willing", lambda *_: [slow, other])
+    return profile(SMALL, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))[Pass.FORWARD]
 
 
 def names(chosen: layer.Chosen) -> list[str]:
@@ -244,34 +231,26 @@ def test_the_heuristic_takes_the_fewest_operations() -> None:
 
 
 def test_a_trial_takes_the_fastest(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, gemm = Slow(clock), Gemm()
-    take_for_library(monkeypatch, slow)
-    monkeypatch.setattr(layer, "willing", lambda *_: [slow, gemm])
-    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    assert profile(SMALL, x, w)[Pass.FORWARD] is gemm
+    gemm = Gemm()
+    assert tried(monkeypatch, Slow(clock), gemm) is gemm
 
 
 def test_a_trial_stays_with_the_library_unless_another_is_clearly_faster(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer, "willing", lambda *_: [LIBRARY, Slow(clock)])
-    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    assert profile(SMALL, x, w)[Pass.FORWARD] is LIBRARY
+    slow = Slow(clock)
+    assert tried(monkeypatch, slow, Slow(clock)) is slow
 
 
 def test_who_was_only_lucky_in_the_first_trials_does_not_win(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, lucky = Slow(clock), Lucky(clock)
-    take_for_library(monkeypatch, slow)
-    monkeypatch.setattr(layer, "willing", lambda *_: [slow, lucky])
-    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    assert profile(SMALL, x, w)[Pass.FORWARD] is slow
+    assert tried(monkeypatch, slow, lucky) is slow
     assert lucky.num_calls > Lucky.NUM_FAST
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("name", "bias"), [("library", True), ("gemm", True), ("fft", False)])
 def test_a_layer_gives_the_same_outputs_and_gradients(name: str, bias: bool) -> None:
     layer = nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=bias)
     other = ChosenConv2d(copy.deepcopy(layer), fixed(name))

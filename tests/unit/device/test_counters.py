@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from collections import Counter
@@ -16,7 +15,7 @@ from lab.device import callgrind
 from lab.device.callgrind import Counts
 from lab.device.counters import short
 from lab.device.trace import kernels_of
-from tests.unit.device.test_charts import chart_in
+from tests.unit.benchmarks.test_shown import chart_in
 from tests.unit.device.test_transfer import kernel, write
 
 COPIED = 400_000
@@ -165,38 +164,18 @@ def test_what_all_metrics_names_share_is_written_once(
     assert "metrics are named smsp__inst_executed_op_…_pred_on.sum" in text
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "No such file or directory"),
-        (b"nothing", "is not a trace: "),
-        (b"[]", "holds no metrics of kernels"),
-        (json.dumps(EVENTS[:3]).encode(), "profiler_measure_per_kernel=True"),
-        (b'[{"cat": "cuda_profiler_range", "name": "a", "args": {}}]', "holds no metrics"),
-        (b'[{"cat": "cuda_profiler_range", "name": "a"}]', "kernels without a name or args: 1"),
-        (b'[{"cat": "cuda_profiler_range", "name": "a", "args": 3}]', "without a name or args"),
-    ],
-)
 def test_what_holds_no_counters_is_one_line_and_code_2(
-    tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "a.json"
-    if content is not None:
-        path.write_bytes(content)
-    assert bench.main(["counters", f"trace={path}"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("lab.bench: error: trace=") and message in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("trace=a.json", "model=lenet"), "model=lenet: is not used with trace="),
-        (("trace=a.json", "l1=32768,8,64"), "l1=32768,8,64: is not used with trace="),
-    ],
-)
-def test_settings_beside_a_trace_are_refused(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench.main(["counters", *words]) == 2
-    assert message in capsys.readouterr().err
+    no_kernel, no_metrics = kernel(100, 50), {"cat": "cuda_profiler_range", "name": "a", "args": {}}
+    unknown = {"cat": "cuda_profiler_range", "name": "a"}
+    for event, said in (
+        (no_kernel, "profiler_measure_per_kernel=True"),
+        (no_metrics, "profiler_measure_per_kernel=True"),
+        (unknown, "left out: kernels without a name or args: 1"),
+    ):
+        trace = write(tmp_path / "a.json", [event])
+        assert bench.main(["counters", f"trace={trace}"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"lab.bench: error: trace={trace}: holds no metrics of kernels")
+        assert said in err and err.count("\n") == 1

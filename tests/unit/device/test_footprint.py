@@ -76,7 +76,7 @@ def test_vgg_16_needs_what_its_layers_add_up_to() -> None:
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     model = small()
-    memory = 20e6
+    memory = 1.5e6
     batch = largest_batch(model, STEP, memory)
     assert footprint(model, STEP, batch).total_bytes <= memory
     assert footprint(model, STEP, batch + 1).total_bytes > memory
@@ -115,9 +115,3 @@ def test_checkpointing_keeps_inputs_alone() -> None:
         for model in (blocks, Checkpoint(r"\d+")(deepcopy(blocks)))
     )
     assert kept < 0.7 * plain
-
-
-def test_an_exchange_comes_on_top() -> None:
-    plain, with_it = (footprint(small(), STEP, 32, extra) for extra in (0, 1000))
-    assert with_it.kinds["exchange"] == 1000
-    assert with_it.total_bytes == plain.total_bytes + 1000

@@ -48,14 +48,6 @@ def test_layers_are_scaled_to_a_pass_without_clocks() -> None:
     assert scaled_to(12.0, times).tolist() == [[[6.0, 1.5], [3.0, 1.5]]]
 
 
-def test_times_on_a_line_give_its_parts() -> None:
-    batches = (64, 16, 32)
-    times = [np.array([3.0 + 0.5 * batch, 0.25 * batch]) for batch in batches]
-    fixed, per_sample = fixed_and_per_sample(batches, times)
-    assert fixed == pytest.approx([3.0, 0.0], abs=1e-12)
-    assert per_sample == pytest.approx([0.5, 0.25])
-
-
 def test_an_error_weighs_by_its_share_of_the_time() -> None:
     """Both points are 10 % too long; in absolute terms the larger would decide the line."""
     batches, times = (1, 100, 1000), [1.1, 100.0, 1100.0]

@@ -12,7 +12,7 @@ import pytest
 
 from lab import bench
 from lab.device.trace import copies_of, read_events
-from tests.unit.device.test_charts import chart_in
+from tests.unit.benchmarks.test_shown import chart_in
 
 KEYS = ("ts", "dur")
 
@@ -50,8 +50,9 @@ def write(path: Path, trace: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-@pytest.mark.parametrize("trace", [EVENTS, {"traceEvents": EVENTS}])
+@pytest.mark.parametrize(
+    ("name", "trace"), [("a.json", EVENTS), ("a.json.gz", {"traceEvents": EVENTS})]
+)
 def test_copies_add_up_by_kind(tmp_path: Path, name: str, trace: object) -> None:
     found = copies_of(read_events(write(tmp_path / name, trace)))
     pinned, inside, back = found
@@ -87,15 +88,13 @@ def test_a_copy_takes_its_duration_however_late_it_begins(start_us: float) -> No
         ("MemcpyP2P", "PtoP", "MemcpyP2P"),
     ],
 )
-@pytest.mark.parametrize("category", ["gpu_memcpy", "kernel", None])
-def test_names_of_other_vendors_are_understood(
-    name: str, direction: str, kind: str, category: str | None
-) -> None:
+def test_names_of_other_vendors_are_understood(name: str, direction: str, kind: str) -> None:
     """ROCm's older profilers call copies kernels; others write no categories at all."""
-    event = {**copy(0, 5, 8, ""), "name": name, "cat": category}
-    (found,) = copies_of([event, kernel(0, 5)])
-    assert (found.direction, found.kind) == (direction, kind)
-    assert (found.num_bytes, found.hidden_s) == (8, pytest.approx(5e-6))
+    for category in ("gpu_memcpy", "kernel", None):
+        event = {**copy(0, 5, 8, ""), "name": name, "cat": category}
+        (found,) = copies_of([event, kernel(0, 5)])
+        assert (found.direction, found.kind) == (direction, kind), category
+        assert (found.num_bytes, found.hidden_s) == (8, pytest.approx(5e-6))
 
 
 def test_xlas_streams_tell_its_copies_and_kernels_from_the_hosts() -> None:

@@ -16,9 +16,12 @@ from lab.distributed import torch_comm
 from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.launcher import RankInfo
 from lab.distributed.torch_comm import TWO_WAY_BYTES, TorchComm
-from lab.distributed.world import stop
 from lab.settings.config import build, load
-from tests.support.ranks import join, spawn
+from tests.support.ranks import CREW, join
+
+
+def collectives(comm: Comm) -> tuple[Any, Any]:
+    return scatter_and_split(comm), rows_and_both_ways(comm)
 
 
 def scatter_and_split(comm: Comm) -> tuple[list[float], int, list[float], int]:
@@ -31,33 +34,6 @@ def scatter_and_split(comm: Comm) -> tuple[list[float], int, list[float], int]:
     gathered = torch.empty(half.size)
     half.all_gather(gathered, torch.tensor([float(comm.rank)]))
     return part.tolist(), sent, gathered.tolist(), comm.traffic.payload_bytes - sent
-
-
-def check(size: int, results: Sequence[Any]) -> None:
-    of_ranks = 100.0 * sum(range(size))
-    for rank, (part, sent, gathered, sent_in_half) in enumerate(results):
-        assert part == [size * (4 * rank + i) + of_ranks for i in range(4)]
-        assert sent == (size - 1) * 16
-        assert gathered == [float(other) for other in range(rank % 2, size, 2)]
-        assert sent_in_half == 4 * (len(gathered) - 1)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_threads(size: int) -> None:
-    check(size, run_ranks(size, scatter_and_split))
-
-
-def test_what_is_not_counted_leaves_parts_of_a_comm_counting() -> None:
-    """As after an evaluation, which broadcasts buffers."""
-
-    def rank_main(comm: Comm) -> int:
-        part = comm.split(0)
-        with comm.traffic.uncounted():
-            comm.all_reduce(torch.zeros(8))
-        part.all_reduce(torch.zeros(4))
-        return comm.traffic.payload_bytes
-
-    assert run_ranks(2, rank_main) == [16, 16]
 
 
 def rows_and_both_ways(comm: Comm) -> tuple[list[float], bool, int]:
@@ -75,26 +51,40 @@ def rows_and_both_ways(comm: Comm) -> tuple[list[float], bool, int]:
     return rows[:, 0].tolist(), bool((output == expected[:, None]).all()), sent
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_rows_and_large_messages_of_threads(size: int) -> None:
-    check_rows(size, run_ranks(size, rows_and_both_ways))
+def check(size: int, results: Sequence[Any]) -> None:
+    of_ranks = 100.0 * sum(range(size))
+    for rank, ((part, sent, gathered, sent_in_half), rows) in enumerate(results):
+        assert part == [size * (4 * rank + i) + of_ranks for i in range(4)]
+        assert sent == (size - 1) * 16
+        assert gathered == [float(other) for other in range(rank % 2, size, 2)]
+        assert sent_in_half == 4 * (len(gathered) - 1)
+        assert rows == ([float(other) for other in range(size)], True, (size - 1) * 16)
 
 
-def check_rows(size: int, results: list[Any]) -> None:
-    assert results == [([float(rank) for rank in range(size)], True, (size - 1) * 16)] * size
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_collectives_of_threads(size: int) -> None:
+    check(size, run_ranks(size, collectives))
 
 
-def on_gloo() -> tuple[Any, Any]:
-    comm = join().comm
-    result = scatter_and_split(comm), rows_and_both_ways(comm)
-    stop()
-    return result
+def collectives_on_gloo() -> tuple[Any, Any]:
+    return collectives(join().comm)
 
 
-def test_gloo() -> None:
-    scattered, rows = zip(*spawn(3, on_gloo), strict=True)
-    check(3, scattered)
-    check_rows(3, list(rows))
+def test_collectives_of_gloo() -> None:
+    check(3, CREW.call(3, collectives_on_gloo))
+
+
+def test_what_is_not_counted_leaves_parts_of_a_comm_counting() -> None:
+    """As after an evaluation, which broadcasts buffers."""
+
+    def rank_main(comm: Comm) -> int:
+        part = comm.split(0)
+        with comm.traffic.uncounted():
+            comm.all_reduce(torch.zeros(8))
+        part.all_reduce(torch.zeros(4))
+        return comm.traffic.payload_bytes
+
+    assert run_ranks(2, rank_main) == [16, 16]
 
 
 GPU = torch.device("cuda", 0)

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from lab.distributed import horovod_comm, world
 from lab.distributed.comm import Comm
 from lab.distributed.launcher import RankInfo
-from lab.distributed.world import MOST_NAMED, Disagreement, differences, ranks_in_words, written
-from lab.exchange.base import Exchange
+from lab.distributed.world import MOST_NAMED, Disagreement, differences, written
 from lab.settings.config import ConfigError, build, load
 from lab.sync.ddp import DDPSync
 from lab.training.assemble import require_like_gpus
@@ -74,6 +73,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return store
 
 
+GPU = torch.device("cuda", 0)
 SAID = written({"device": "cpu", "number of ranks": "3"})  # what a rank says when it comes
 
 
@@ -151,36 +151,23 @@ def test_horovod_without_cuda_names_the_device_to_use(
         horovod_comm.connect(*arguments)
 
 
-def ranks_with(*kinds: str) -> Any:
-    """Return a stand-in for a rank's World, with the given kinds of GPUs."""
-    return SimpleNamespace(device=torch.device("cuda", 0), gather_text=lambda own: list(kinds))
-
-
-def exchange(name: str) -> Exchange:
-    return build(load([f"exchange={name}"]).exchange)
-
-
 def test_what_all_ranks_compute_alike_needs_gpus_of_one_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    own = exchange("powersgd")
-    require_like_gpus(ranks_with("A100", "A100"), own)
-    with pytest.raises(
-        ConfigError, match=r"one kind.* A100 \(ranks \[0, 2\]\), H100 \(ranks \[1\]"
-    ):
-        require_like_gpus(ranks_with("A100", "H100", "A100"), own)
 
+    def required(exchange: str, *kinds: str) -> None:
+        world: Any = SimpleNamespace(device=GPU, gather_text=lambda own: list(kinds))
+        require_like_gpus(world, build(load([f"exchange={exchange}"]).exchange))
 
-def test_other_exchanges_take_gpus_of_any_kind() -> None:
+    required("powersgd", "A100", "A100")
     for name in ("allreduce", "onebit", "topk", "randomk", "ring"):
-        require_like_gpus(ranks_with("A100", "H100"), exchange(name))
-
-
-def test_auto_needs_what_it_is_made_of() -> None:
-    assert exchange("auto").needs_like_gpus  # of powersgd
-    others = ["exchange=auto", "exchange.among=[bf16,onebit]"]
-    assert not build(load(others).exchange).needs_like_gpus
+        required(name, "A100", "H100")
+    for name in ("powersgd", "auto"):  # `auto` is made of it
+        with pytest.raises(ConfigError, match=r"kind.* A100 \(ranks \[0, 2\]\), H100 \(ranks \[1"):
+            required(name, "A100", "H100", "A100")
+    others = load(["exchange=auto", "exchange.among=[bf16,onebit]"])
+    assert not build(others.exchange).needs_like_gpus
 
 
 @pytest.mark.parametrize(("hook", "needs"), [("fp16", False), ("powersgd", True)])
@@ -205,17 +192,19 @@ def test_of_ddps_hooks_powersgd_needs_gpus_of_one_kind(hook: str, needs: bool) -
             [{"code.nets_py": "1a2b", "seed": "0"}, {"seed": "0"}],
             "code.nets_py: 1a2b on rank 0, nothing on rank 1; must be equal on all ranks",
         ),
+        (
+            [{"n": "1"}, {"n": "2"}, {"n": "1"}, {"n": "1"}],
+            "n: 1 on ranks 0, 2-3, 2 on rank 1; must be equal on all ranks",
+        ),
+        (  # of many, the first are named and the others counted
+            [{f"key{n}": side for n in range(MOST_NAMED + 3)} for side in "ab"],
+            "; ".join(f"key{n}: a on rank 0, b on rank 1" for n in range(MOST_NAMED))
+            + "; and 3 more; must be equal on all ranks",
+        ),
     ],
 )
 def test_what_differs_is_named_with_its_ranks(stated: list[dict[str, str]], line: str) -> None:
     assert differences(stated) == line
-
-
-def test_of_many_differences_the_first_are_named_and_the_others_counted() -> None:
-    one, other = ({f"key{n}": f"{side}" for n in range(MOST_NAMED + 3)} for side in range(2))
-    line = differences([one, other])
-    assert line.count(" on rank 0") == MOST_NAMED
-    assert "; and 3 more; must be equal" in line
 
 
 def test_long_values_that_differ_at_their_ends_are_told_apart() -> None:
@@ -223,14 +212,6 @@ def test_long_values_that_differ_at_their_ends_are_told_apart() -> None:
     first, second = line.removeprefix("path: ").split(" on rank 0, ")
     assert len(line) < 300
     assert first != second.partition(" on rank 1")[0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([0, 2, 3, 7], "ranks 0, 2-3, 7")],
-)
-def test_ranks_in_words(ranks: list[int], words: str) -> None:
-    assert ranks_in_words(ranks) == words
 
 
 VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root)\n"
@@ -285,9 +266,19 @@ def test_ranks_take_gpus_in_turn(machine: Machine) -> None:
     ],
 )
 def test_gpus_that_torch_cannot_use_are_no_reason_for_the_cpu(
-    machine: Machine, device: str, cuda: str | None, counted: int, said: str
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    cuda: str | None,
+    counted: int,
+    said: str,
 ) -> None:
+    def warn() -> bool:  # as torch does, of a driver that is too old
+        warnings.warn("CUDA initialization: The NVIDIA driver is too old", stacklevel=1)
+        return False
+
     machine("535.104.05", ("nvidia0", "nvidiactl"), cuda=cuda, counted=counted)
+    monkeypatch.setattr(torch.cuda, "is_available", warn)
     with pytest.raises(ValueError) as error:
         world.pick_device(device, 0, 1)
     (line,) = str(error.value).splitlines()
@@ -358,14 +349,3 @@ def test_a_gpu_that_refuses_is_one_line(machine: Machine, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "set_device", refuse)
     with pytest.raises(ValueError, match=r"cannot use GPU 0: CUDA-capable .* unavailable$"):
         world.pick_device("cuda", 0, 1)
-
-
-def test_torchs_own_warning_is_left_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def warn() -> bool:
-        warnings.warn("CUDA initialization: The NVIDIA driver is too old", stacklevel=1)
-        return False
-
-    machine("535.104.05", ("nvidia0",))
-    monkeypatch.setattr(torch.cuda, "is_available", warn)
-    with pytest.raises(ValueError, match="driver 535"):
-        world.check_gpus("auto", 1)

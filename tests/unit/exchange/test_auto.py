@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm, SilentComm, run_ranks
-from lab.exchange.allreduce import AllReduce, NoExchange
+from lab.exchange.allreduce import AllReduce
 from lab.exchange.auto import NEAR, Auto, Tuner, probe_cost
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit, TopK
-from lab.exchange.schedule import Schedule
 from tests.support.cases import maker
 
 PLANS = (  # buckets of the first step and of later ones
@@ -53,10 +52,14 @@ class LeavesAll(AllReduce):
         yield sum(shape.numel() for shape in shapes.values()), key
 
 
-class SlowForW(LeavesAll):
+class SlowFor(LeavesAll):
+    def __init__(self, parameter: str) -> None:
+        super().__init__()
+        self.parameter = parameter
+
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         super().average(bucket, comm)
-        time.sleep(0.03 * ("w" in bucket.shapes))
+        time.sleep(0.03 * (self.parameter in bucket.shapes))
 
 
 def auto(rounds: int = 1, **candidates: Exchange) -> Auto:
@@ -129,12 +132,7 @@ def test_each_bucket_may_have_its_own() -> None:
     gradients = torch.randn(LATE, 2, NUM_VALUES)
 
     def rank_main(comm: Comm) -> tuple[dict[str, str], list[tuple[int, str]]]:
-        class SlowForV(LeavesAll):
-            def average(self, bucket: GradBucket, comm: Comm) -> None:
-                super().average(bucket, comm)
-                time.sleep(0.03 * ("v" in bucket.shapes))
-
-        exchange = auto(one=SlowForW(), other=SlowForV())
+        exchange = auto(one=SlowFor("w"), other=SlowFor("v"))
         steps(exchange, gradients, comm)
         left = [(n, key.rpartition(".")[2]) for n, key in exchange.left_exact(SHAPES)]
         return chosen(exchange), left
@@ -175,7 +173,7 @@ def test_a_resume_keeps_what_was_decided_and_another_number_of_ranks_does_not() 
     assert state["chosen"] == {} and state["onebit.residual"]
 
 
-@pytest.mark.parametrize("name", ["allreduce", "bf16", "int8", "int4", "onebit", "topk", "ring"])
+@pytest.mark.parametrize("name", ["allreduce", "bf16", "int8", "onebit", "topk", "ring"])
 def test_a_cost_probe_counts_the_bytes_that_are_sent_then(name: str) -> None:
     make, shapes = maker(name), {"w": torch.Size((64, 128))}
 
@@ -189,25 +187,6 @@ def test_a_cost_probe_counts_the_bytes_that_are_sent_then(name: str) -> None:
 
     for foreseen, sent in run_ranks(3, rank_main):
         assert foreseen == sent > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"among": ["a", "x"]}, r"exchange\.among=\['a', 'x'\]: must be a list of some of a, b, c"),
-        ({"among": []}, r"exchange\.among=\[\]: must be"),
-        ({"among": "a"}, r"exchange\.among=a: must be"),
-        ({"rounds": 0}, r"exchange\.rounds=0: must be an integer of at least 1"),
-        ({"tolerance": 1}, r"exchange\.tolerance=1: must be a number from 0 to below 1"),
-        ({"among": ["b"]}, r"exchange\.candidates\.b=NoExchange: does not keep replicas equal"),
-        ({"among": ["c"]}, r"exchange\.candidates\.c=Schedule: is made of others"),
-    ],
-)
-def test_wrong_arguments_name_the_setting(settings: dict[str, Any], message: str) -> None:
-    nested = Schedule(AllReduce(), AllReduce(), None, (1,))
-    candidates = {"a": AllReduce(), "b": NoExchange(), "c": nested}
-    with pytest.raises(ValueError, match=message):
-        Auto(**({"candidates": candidates, "among": ["a"], "rounds": 1, "tolerance": 0} | settings))
 
 
 def tuner_of(predicted: list[float], rounds: int, tolerance: float = 0.01) -> Tuner:
@@ -260,16 +239,14 @@ def test_the_first_visit_of_each_has_two_cold_steps() -> None:
     assert tuner.num_untimed == 1
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.05])
-def test_noise_costs_little(noise: float) -> None:
-    chance, behind, num_steps = random.Random(1), [], []
+def test_noise_costs_little() -> None:
+    chance, behind = random.Random(1), list[float]()
     for seed in range(200):
         steps = [chance.uniform(1.0, 1.5) for _ in range(11)]
         tuner = tuner_of([step / 2 for step in steps], 4)
-        visits = held(tuner, steps, noise, seed)
+        held(tuner, steps, 0.05, seed)
         assert tuner.winner is not None
         behind.append(steps[tuner.winner] / min(steps) - 1)
-        num_steps.append(len(visits))
     assert sum(each <= 0.03 for each in behind) >= 0.9 * len(behind)
     assert max(behind) < 0.08
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lab.exchange.muon import Dion, Muon
 from lab.exchange.onebit_adam import IntervalSchedule, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -72,6 +71,25 @@ def test_two_messages_a_bucket_of_a_24th_of_the_rings_bytes(
         assert ring / payload >= 24
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("make", "steps", "of_all", "of_shard"),
+    [
+        (partial(ONE_BIT, block_size=256), FREEZE + 2, 8, 8),
+        (ZERO_ONE, LAST + 2, 12, 4),
+    ],
+    ids=SIGNED,
+)
+def test_a_rank_keeps_so_many_bytes_a_value(
+    make: Callable[[], Any], steps: int, of_all: int, of_shard: int, size: int
+) -> None:
+    rows_and_columns = sum(shape[0] + NUM // shape[0] for shape in ROWS.values())
+    for ledger in deliver(make, ROWS, gradients(steps, size)):
+        state = ledger.exchange.state_dict()
+        kept = sum(t.nbytes for tensors in state.values() for t in tensors.values())
+        assert kept <= (of_all + of_shard / size) * NUM + 8 * rows_and_columns
+
+
 @pytest.mark.parametrize(("make", "last"), SIGNED.values(), ids=SIGNED)
 def test_rows_that_never_had_a_gradient_do_not_move(make: Callable[[], Any], last: int) -> None:
     given = gradients(last + 30, 3)
@@ -99,9 +117,9 @@ def frozen_at(ledgers: list[Ledger]) -> set[int | None]:
 
 SETTLING = partial(OneBitAdam, block_size=64, settle_below=0.5, **SETTLES)
 ADAMS: list[tuple[Callable[[], Any], dict[str, tuple[int, ...]], int]] = [
-    *((SETTLING, ROWS, stop) for stop in (3, 14, 15, 16, 17, 18, 30, 45)),
-    *((ZERO_ONE, ROWS, stop) for stop in (3, 4, 5, 6, 12, 13, LAST, LAST + 1, LAST + 4)),
-    *((partial(OneBitLamb, block_size=64, freeze_at=12), SHAPES, stop) for stop in (8, 15, 30)),
+    *((SETTLING, ROWS, stop) for stop in (3, 15, 16, 17, 30)),
+    *((ZERO_ONE, ROWS, stop) for stop in (4, 5, 12, 13, LAST, LAST + 1)),
+    *((partial(OneBitLamb, block_size=64, freeze_at=9), SHAPES, stop) for stop in (8, 15, 32)),
     *((make, SHAPES, 5) for make in (Muon, Dion)),
 ]
 
@@ -122,16 +140,21 @@ def test_a_resumed_run_has_the_same_bits(
     assert frozen_at(resumed) == frozen_at(whole)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("make", [Muon, Dion, *(make for make, _ in SIGNED.values())])
-def test_a_gradient_that_is_not_finite_reaches_all(make: Callable[[], Any], bad: float) -> None:
-    given = torch.randn(2, 3, num_values(SHAPES))
-    given[1, 2, 5] = bad
-    deliver(make, SHAPES, given, weights=Net())  # compares `finite` with the gradients
+def test_a_gradient_that_is_not_finite_reaches_all(make: Callable[[], Any]) -> None:
+    for bad in (torch.nan, torch.inf):
+        given = torch.randn(2, 3, num_values(SHAPES))
+        given[1, 2, 5] = bad
+        deliver(make, SHAPES, given, weights=Net())  # compares `finite` with the gradients
 
 
-def went_on(make: Callable[[], Any], old_size: int, new_size: int) -> tuple[Tensor, Tensor]:
-    """Return directions of another number of ranks, which goes on, and those of the old one."""
+@pytest.mark.parametrize("new_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("make", "old_size", "rtol"), [(partial(Muon, dtype="float32"), 4, 1e-4), (Dion, 3, 1e-3)]
+)
+def test_another_number_of_ranks_goes_on_where_the_old_one_stopped(
+    make: Callable[[], Any], old_size: int, new_size: int, rtol: float
+) -> None:
     given, net = torch.randn(8, old_size, num_values(SHAPES)), Net()
     first = deliver(make, SHAPES, given[:5], weights=net)
     old, states = [ledger.exchange.state_dict() for ledger in first], list[dict[str, Any]]()
@@ -141,51 +164,5 @@ def went_on(make: Callable[[], Any], old_size: int, new_size: int) -> tuple[Tens
         states.append(exchange.redistribute(old, rank, new_size))
     mean = given[5:].mean(dim=1, keepdim=True).expand(-1, new_size, -1)
     resumed = deliver(make, SHAPES, mean, states, 5, weights=net)[0].directions
-    return resumed, deliver(make, SHAPES, given, weights=net)[0].directions[5:]
-
-
-@pytest.mark.parametrize("new_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("make", "old_size", "rtol"), [(partial(Muon, dtype="float32"), 4, 1e-4), (Dion, 3, 1e-3)]
-)
-def test_another_number_of_ranks_goes_on_where_the_old_one_stopped(
-    make: Callable[[], Any], old_size: int, new_size: int, rtol: float
-) -> None:
-    resumed, whole = went_on(make, old_size, new_size)
+    whole = deliver(make, SHAPES, given, weights=net)[0].directions[5:]
     torch.testing.assert_close(resumed, whole, rtol=rtol, atol=1e-4)
-
-
-REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (OneBitAdam, {"betas": (0.9, 1.0)}, r"betas=\[0.9, 1.0\]: must be two numbers"),
-    (OneBitAdam, {"eps": 0}, "eps=0: must be a number above 0"),
-    (OneBitAdam, {"block_size": 4}, "block_size=4: must be an integer of at least 8"),
-    (OneBitAdam, {"settle_every": 1}, "settle_every=1: must be an integer of at least 2"),
-    (OneBitAdam, {"settle_below": 1}, "settle_below=1: must be a number above 0"),
-    (OneBitAdam, {"freeze_at": 0}, "freeze_at=0: must be an integer of at least 1"),
-    (OneBitAdam, {"signs_of": "sums"}, "signs_of=sums: allowed are momentum, gradient"),
-    (OneBitAdam, {"least_steps": 0}, "least_steps=0: must be an integer of at least 1"),
-    (ZeroOneAdam, {"updates_per_interval": 0}, "updates_per_interval=0: must be an integer of at"),
-    (ZeroOneAdam, {"longest_interval": 12}, "longest_interval=12: must be a power of two"),
-    (ZeroOneAdam, {"block_size": 4}, "block_size=4: must be an integer of at least 8"),
-    (OneBitLamb, {"ratio_range": (2, 10)}, r"ratio_range=\[2, 10\]: must be two numbers above 0"),
-    (OneBitLamb, {"factor_range": (0, 4)}, r"factor_range=\[0, 4\]: must be two numbers above 0"),
-    (OneBitLamb, {"ratio_decay": 1}, "ratio_decay=1: must be a number from 0 to below 1"),
-    (OneBitLamb, {"factor_change": -1}, "factor_change=-1: must be a number from 0 to below 1"),
-    (OneBitLamb, {"eps": 0}, "eps=0: must be a number above 0"),
-    (Muon, {"momentum": 1.0}, "momentum=1.0: must be a number from 0 to below 1"),
-    (Muon, {"nesterov": 1}, "nesterov=1: must be true or false"),
-    (Muon, {"steps": 0}, "steps=0: must be an integer of at least 1"),
-    (Muon, {"dtype": "fp8"}, "dtype=fp8: allowed are auto, bfloat16, float32"),
-    (Muon, {"eps": -1.0}, "eps=-1.0: must be a number above 0"),
-    (Dion, {"rank_fraction": 0.0}, "rank_fraction=0.0: must be a number above 0 and at most 1"),
-    (Dion, {"momentum": 1.0}, "momentum=1.0: must be a number from 0 to below 1"),
-    (Dion, {"betas": [0.9]}, "betas="),
-]
-
-
-@pytest.mark.parametrize(("make", "settings", "message"), REFUSED)
-def test_settings_out_of_range_are_refused(
-    make: Callable[..., Any], settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=f"exchange.{message}"):
-        make(**settings)

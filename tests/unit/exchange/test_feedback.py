@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,7 +47,11 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "signs": lambda: Signs(100),
     "topk": lambda: Largest(0.05),
 }
-PATHS = {"two stages": TwoStage, "all-gather": AllGather}
+# Over the paths that no exchange of COMPRESSING has; of the first three, over one.
+OTHER_PATHS: list[tuple[str, type[TwoStage | AllGather]]] = [
+    *((name, TwoStage) for name in ("bfloat16", "int8", "signs", "topk")),
+    *((name, AllGather) for name in ("float8", "onebit", "int4")),
+]
 
 
 def compressor(exchange: str, **arguments: Any) -> Make:
@@ -72,9 +77,8 @@ FEEDBACK: dict[str, Callable[[bool], Any]] = {
         for g in ("column", "block")
     },
     **{
-        f"{codec} by {path}": lambda keeps, c=codec, p=path: PATHS[p](CODECS[c](), Memory(keeps))
-        for codec in CODECS
-        for path in PATHS
+        f"{codec} by {path.__name__}": lambda keeps, c=codec, p=path: p(CODECS[c](), Memory(keeps))
+        for codec, path in OTHER_PATHS
     },
 }
 # Hydra composes in one thread alone.
@@ -98,7 +102,7 @@ def test_delivered_and_residuals_make_the_true_sum_though_buckets_change(
     assert all(all(ledger.finite) for ledger in ledgers)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 3])
 def test_int8_is_off_by_half_a_level_at_each_stage(size: int) -> None:
     gradients = torch.randn(1, size, NUM_VALUES) * torch.logspace(-3, 3, NUM_VALUES)
     (found,) = exchanged(compressor("int8"), gradients)[0].means
@@ -116,8 +120,8 @@ def half_a_level(values: Tensor) -> Tensor:
     return torch.cat([(b.max() - b.min()).expand(len(b)) / 510 for b in blocks])
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_fp16_rounds_each_gradient_and_each_sum(size: int) -> None:
+def test_fp16_rounds_each_gradient_and_each_sum() -> None:
+    size = 3
     gradients = torch.randn(1, size, NUM_VALUES)
     (found,) = exchanged(compressor("fp16"), gradients)[0].means
     # Half a unit in the last of 11 places, of each gradient's share and of each partial sum.
@@ -133,11 +137,11 @@ EVERY: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("size", some_of([1, 3], also=[3]))
 @pytest.mark.parametrize("name", EVERY)
-def test_a_gradient_that_is_not_finite_reaches_all(name: str, size: int, bad: float) -> None:
-    for place in (5, 705, 2000):  # in a matrix, in a bias, in kernels
+def test_a_gradient_that_is_not_finite_reaches_all(name: str, size: int) -> None:
+    # In a matrix, in a bias, in kernels.
+    for place, bad in product((5, 705, 2000), (torch.nan, torch.inf)):
         gradients = torch.randn(2, size, NUM_VALUES)
         gradients[1, -1, place] = bad
         for ledger in exchanged(EVERY[name], gradients):
@@ -172,15 +176,15 @@ def test_zeros_stay_zeros_and_do_no_harm(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("num_values", [0, 1])
-def test_a_bucket_of_one_value_or_none(name: str, num_values: int) -> None:
+def test_a_bucket_of_one_value_or_none(name: str) -> None:
     def rank_main(comm: Comm) -> Tensor:
-        flat = torch.full((num_values,), 1.5 + comm.rank)
-        EVERY[name]().average(GradBucket({"w": flat.shape}, flat), comm)
-        return flat
+        flats = torch.empty(0), torch.full((1,), 1.5 + comm.rank)
+        for flat in flats:
+            EVERY[name]().average(GradBucket({"w": flat.shape}, flat), comm)
+        return torch.cat(flats)
 
     for flat in run_ranks(3, rank_main):
-        torch.testing.assert_close(flat, torch.full((num_values,), 2.5))
+        torch.testing.assert_close(flat, torch.full((1,), 2.5))
 
 
 @pytest.mark.parametrize("name", FEEDBACK)
@@ -273,20 +277,19 @@ def test_powersgd_finds_the_largest_directions_from_its_warm_start() -> None:
 
 
 @pytest.mark.parametrize("name", FEEDBACK)
-@pytest.mark.parametrize("new_size", [1, 3, 8])
-def test_other_ranks_share_what_was_kept(name: str, new_size: int) -> None:
+def test_other_ranks_share_what_was_kept(name: str) -> None:
     ledgers = exchanged(keeping(name), torch.randn(3, 4, NUM_VALUES), TWO)
     states, total = states_of(ledgers), kept_by_all(ledgers)
     shared = {"residual", "owner", "owner_start"}
-    for rank in range(new_size):
+    for new_size in (1, 3, 5):
         new = keeping(name)()
-        new.load_state_dict(new.redistribute(states, rank, new_size))
+        new.load_state_dict(new.redistribute(states, new_size - 1, new_size))
         for kind in states[0].keys() - shared:  # equal on all ranks
             for parameter, value in states[0][kind].items():
                 assert torch.equal(new.state_dict()[kind][parameter], value)
-    none = torch.zeros(1, new_size, NUM_VALUES)  # of which all that arrives was kept
-    went_on = exchanged(keeping(name), none, states=states, first=5)
-    assert (went_on[0].delivered + kept_by_all(went_on) - total).norm() <= 1e-5 * total.norm()
+        none = torch.zeros(1, new_size, NUM_VALUES)  # of which all that arrives was kept
+        went_on = exchanged(keeping(name), none, states=states, first=5)
+        assert (went_on[0].delivered + kept_by_all(went_on) - total).norm() <= 1e-5 * total.norm()
 
 
 @pytest.mark.parametrize("name", FEEDBACK)
@@ -305,17 +308,3 @@ def test_residuals_of_an_earlier_version_are_refused_in_a_line() -> None:
     old = {"residual": {"w": torch.ones(4, 64)}, "stripe_residual": {"w": torch.ones(2, 64)}}
     with pytest.raises(ValueError, match="an earlier version of the lab wrote these residuals"):
         TwoStage(OneBitRows(), Memory()).load_state_dict(old)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RandomK(ratio=1.5), r"exchange.ratio=1.5: must be a number above 0 and at most 1"),
-        (lambda: RandomK(seed="a"), r"exchange.seed=a: must be an integer"),  # type: ignore[arg-type]
-        (lambda: PowerSGD(rank=0), r"exchange.rank=0: must be an integer of at least 1"),
-        (lambda: TopK(error_feedback=1), r"exchange.error_feedback=1: must be true or false"),  # type: ignore[arg-type]
-    ],
-)
-def test_wrong_arguments_name_the_setting(make: Make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

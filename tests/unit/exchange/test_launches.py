@@ -18,9 +18,7 @@ from tests.support.kernels import LAUNCHED, Counter
 
 NUM_RANKS, BUCKET_MB = 8, 25.0
 ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB, on_gpu=True)
-# Of a step of AlexNet: of torch that move values, of Triton, and collectives. Before buckets had
-# plans, in 6 buckets: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk 254 + 0 + 6, signsgd_ef
-# 323 + 64 + 7, int8 438 + 0 + 12, int4 730 + 0 + 12, randomk 856 + 0 + 6.
+# Of a step of AlexNet in 4 buckets: of torch that move values, of Triton, and collectives.
 LAUNCHES = {
     "allreduce": (0, 0, 4),
     "bf16": (8, 0, 4),

@@ -36,8 +36,9 @@ def gradients(steps: int, size: int, shapes: dict[str, tuple[int, ...]] = SHAPES
     return torch.randn(steps, size, num_values(shapes))
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "nesterov"), [(1, True), (2, True), (3, True), (4, True), (3, False)]
+)
 def test_ranks_end_where_torchs_muon_ends_alone(size: int, nesterov: bool) -> None:
     given = gradients(8, size, MATRICES)
     ours = torch.randn(given.shape[2])
@@ -61,9 +62,8 @@ def cut(values: Tensor) -> list[Tensor]:
     return list(values.split([prod(shape) for shape in MATRICES.values()]))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_in_float32_ranks_equal_one_process(size: int) -> None:
-    given = gradients(6, size)
+def test_in_float32_ranks_equal_one_process() -> None:
+    given = gradients(6, 3)
     make = partial(Muon, dtype="float32")
     ranks, alone = (deliver(make, SHAPES, g, weights=Net()) for g in (given, given.mean(1, True)))
     torch.testing.assert_close(ranks[0].directions, alone[0].directions, rtol=1e-5, atol=1e-5)
@@ -147,8 +147,9 @@ def by_the_text(given: Tensor, fraction: float, mu: float = 0.95) -> Tensor:
     return torch.stack(directions)
 
 
-@pytest.mark.parametrize("fraction", [0.25, 1.0])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "fraction"), [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.25), (3, 1.0)]
+)
 def test_ranks_follow_the_text_on_the_mean_gradient(size: int, fraction: float) -> None:
     given = gradients(8, size, MATRICES)
     ranks = deliver(partial(Dion, fraction), MATRICES, given)[0].directions.double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from lab.exchange.randomk import Draws, Native, Reference, kernels, places
 from tests.support.kernels import (
+    HERE,
     KINDS,
     LENGTHS,
     LEVELS,
@@ -18,13 +20,17 @@ from tests.support.kernels import (
     unaligned,
     values_of,
 )
+from tests.support.slow import some_of
 
 SEEDS = (0, 12345, 2**32 - 1, 2**63 - 1)
+CASES = [
+    *product([HERE], KINDS, [True, False]),
+    *some_of(
+        product([*(level for level in LEVELS if level != HERE), "triton"], KINDS, [True, False]),
+        also=[*product([*LEVELS, "triton"], ["normal"], [True]), ("triton", "nan", False)],
+    ),
+]
 CPU = torch.device("cpu")
-
-
-def seeded(sizes: list[int], counts: list[int], seeds: list[int]) -> Draws:
-    return Draws(sizes, counts, seeds)
 
 
 def implementation(level: str) -> Any:
@@ -53,9 +59,7 @@ def test_all_values_are_equally_probable() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy's, interpreting
-@pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", [*LEVELS, "triton"])
+@pytest.mark.parametrize(("level", "kind", "feedback"), CASES)
 def test_kernels_take_what_the_reference_takes(level: str, kind: str, feedback: bool) -> None:
     fast, slow = implementation(level), Reference()
     interpreted = level == "triton"  # which is slow
@@ -64,7 +68,7 @@ def test_kernels_take_what_the_reference_takes(level: str, kind: str, feedback: 
             gradient = unaligned(values_of(kind, length))
             residual = values_of(kind, length) / 2 if feedback else None
             count = max(length * 3 // 10, 1)
-            draws = seeded([length], [count], [seed])
+            draws = Draws([length], [count], [seed])
             sent, kept, probes = torch.full((2, count), 7.0), [], torch.zeros(2)
             for codec, values, probe in zip((fast, slow), sent, probes, strict=True):
                 kept.append(None if residual is None else residual.clone())
@@ -85,7 +89,7 @@ def test_kernels_take_what_the_reference_takes(level: str, kind: str, feedback: 
 def test_each_parameter_of_a_bucket_is_drawn_by_its_own_seed(level: str) -> None:
     codec = implementation(level)
     sizes, counts = [1000, 7, 300], [100, 7, 30]
-    draws = seeded(sizes, counts, list(SEEDS[:3]))
+    draws = Draws(sizes, counts, SEEDS[:3])
     gradients, residuals, out = torch.randn(1307), torch.zeros(1307), torch.full((1307,), 7.0)
     sent, probe = torch.empty(137), torch.zeros(())
     codec.encode(draws, gradients.clone(), residuals, sent, probe)
@@ -98,7 +102,7 @@ def test_each_parameter_of_a_bucket_is_drawn_by_its_own_seed(level: str) -> None
 
 def test_without_values_nothing_is_drawn() -> None:
     nothing, probe = torch.empty(0), torch.zeros(())
-    draws = seeded([0], [0], [1])
+    draws = Draws([0], [0], [1])
     kernels(CPU).encode(draws, nothing, nothing.clone(), nothing.clone(), probe)
     kernels(CPU).decode(draws, nothing, nothing.clone(), 1)
     assert probe == 0

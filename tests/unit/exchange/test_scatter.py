@@ -66,7 +66,7 @@ def scattered(size: int, exchange: Exchange) -> tuple[Tensor, int]:
     return torch.stack(parts), sent[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize(
     ("exchange", "tolerance"),
     [
@@ -128,7 +128,7 @@ def residuals(states: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("make", [onebit, lambda: Int4(16)])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_coarse_codec_delivers_everything_but_its_residuals(
     size: int, make: Callable[[], OneBit | Int4]
 ) -> None:
@@ -186,7 +186,7 @@ def in_words(block: int, payload: int, n: int) -> int:
     return sum(-(-part // 16) * 16 for part in parts)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 3)])
 @pytest.mark.parametrize(
     ("make", "tolerance", "num_bytes"),
     [

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from lab.exchange.cost import Sizes
 from lab.exchange.memory import Memory
 from lab.exchange.symmetric import Symmetric
 from lab.simulate.recorded import META, Collected, Moved, Passes, Recorder
-from tests.support.kernels import Counter
+from tests.support.kernels import Counter, interpret
 from tests.support.slow import some_of
 
 CODECS: dict[str, Callable[[], Codec]] = {
@@ -40,6 +37,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 ODD = {"a": (7, 65), "bias": (13,), "b": (3, 301), "one": (1,)}
 SMALL = {"a": (5, 65), "bias": (3,)}
+ONE = {"one": (1,)}  # of which most ranks own nothing
 NUM_STEPS = 3
 Shapes = dict[str, tuple[int, ...]]
 
@@ -94,21 +92,15 @@ def drawn(size: int, shapes: Shapes = ODD) -> Tensor:
     return torch.randn(NUM_STEPS, size, num_values)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", some_of([1, 2, 4, 8], also=[1, 4]))
 @pytest.mark.parametrize("name", CODECS)
 def test_bits_and_bytes_are_those_of_two_stages(name: str, size: int) -> None:
-    gradients = drawn(size)
-    for keeps in (True, False):
-        ours = run(Symmetric, CODECS[name], gradients, keeps=keeps)
-        check_equal(ours, run(TwoStage, CODECS[name], gradients, keeps=keeps))
-        assert all(choices == [{"path": "symmetric", "parameters": 4}] for *_, choices in ours)
-
-
-@pytest.mark.parametrize("size", [2, 8])
-def test_a_rank_may_own_nothing(size: int) -> None:
-    gradients = drawn(size, {"one": (1,)})
-    ours = run(Symmetric, CODECS["int8"], gradients, {"one": (1,)})
-    check_equal(ours, run(TwoStage, CODECS["int8"], gradients, {"one": (1,)}))
+    for keeps, shapes in ((True, ODD), (False, ODD), (True, ONE)):
+        gradients = drawn(size, shapes)
+        ours = run(Symmetric, CODECS[name], gradients, shapes, keeps)
+        check_equal(ours, run(TwoStage, CODECS[name], gradients, shapes, keeps))
+        way = [{"path": "symmetric", "parameters": len(shapes)}]
+        assert all(choices == way for *_, choices in ours)
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
@@ -120,41 +112,20 @@ def test_what_is_not_finite_reaches_all_ranks(value: float) -> None:
     assert all(same_bits(means, ours[0][0]) for means, *_ in ours)
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codecs have GPUs' kernels, one at a time: the interpreter is not made for threads."""
-    pytest.importorskip("triton", reason="no triton here")
-    module, lock = importlib.import_module("lab.codec.gpu"), threading.RLock()
-
-    def alone(kernel: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            with lock:
-                kernel(*arguments)
-
-        return call
-
-    for kind, name in product((module.Triton, module.TopK), ("encode", "reduce", "add_up")):
-        monkeypatch.setattr(kind, name, alone(getattr(kind, name)))
-    plain = Codec.kernels
-
-    def kernels(codec: Codec, device: torch.device) -> Any:
-        return module.made(codec.reading) if codec.reading else plain(codec, device)
-
-    monkeypatch.setattr(Codec, "kernels", kernels)
-
-
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy's, interpreting
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("size", some_of([2, 4, 8], also=[2]))
 @pytest.mark.parametrize("name", CODECS)
-def test_gpu_kernels_read_and_write_the_buffers_of_several_ranks(name: str, size: int) -> None:
+def test_gpu_kernels_read_and_write_the_buffers_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, name: str, size: int
+) -> None:
     """In Triton's interpreter without a GPU: N buffers in one process, each for itself."""
+    interpret(monkeypatch)
     gradients = drawn(size, SMALL)[:2]
     ours = run(Symmetric, CODECS[name], gradients, SMALL)
     check_equal(ours, run(TwoStage, CODECS[name], gradients, SMALL))
 
 
-@pytest.mark.parametrize(("name", "num_kernels"), [("onebit", 3), ("int8", 3), ("signs", 5)])
+@pytest.mark.parametrize(("name", "num_kernels"), [("onebit", 3), ("signs", 5)])
 def test_a_step_launches_kernels_of_the_codec_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, name: str, num_kernels: int
 ) -> None:

@@ -16,6 +16,7 @@ from lab.gpu_report import __main__ as command
 from lab.gpu_report import measuring, page, run
 from lab.gpu_report.items import SMALL, Figure, Item, Sizes, chosen, items_of
 from lab.settings.errors import ConfigError
+from tests.support.slow import some_of
 
 WORDS = ("codec", "codec=[onebit]", "num_values=256", "columns=64", "device=cpu", "rounds=1")
 
@@ -55,7 +56,8 @@ def read_items(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(run.gc, "collect", lambda: 0)  # takes most of an item's time
     return tmp_path / "gpu.json"
 
 
@@ -140,8 +142,6 @@ def test_without_a_gpu_one_line_says_what_to_do(
     ("bounds", "value", "verdict"),
     [
         ({"low": 0.8}, 0.8, "met"),
-        ({"low": 0.8}, 0.5, "missed by 0.3"),
-        ({"high": 1.5}, 1.4, "met"),
         ({"high": 1.5}, 2.0, "missed by 0.5"),
         ({"high": 1.5}, None, "not known"),
         ({}, 2.0, ""),
@@ -174,13 +174,20 @@ def test_steps_are_held_to_their_kernels_and_to_ddp() -> None:
     assert [each.name for each in large if each.bound] == ["overlap / ddp"]
 
 
-@pytest.mark.parametrize("pretended", [False, True])
+@pytest.mark.parametrize("pretended", some_of([False, True], also=[False]))
 def test_every_item_is_a_command_line_of_the_lab(pretended: bool) -> None:
     items = items_of(Sizes(pretended))
     assert len({one.key for one in items}) == len(items) > 35
     assert sum(one.seconds for one in items) < 15 * 60
     assert {one.kind for one in items} == set(measuring.KINDS)
+    seen = set[tuple[str, ...]]()  # each model, and each benchmark with its own settings, once
     for one in items:
+        model = tuple(word for word in one.words if word.startswith(("model", "task")))
+        others = (word for word in one.words if not word.startswith(("data", "batch_size")))
+        own = one.kind, *(word for word in others if word not in model)
+        if {model, own} <= seen:
+            continue
+        seen |= {model, own}
         of_run = {"steps": "step", "graphs": "step", "copies": "throughput", "counters": "layers"}
         words = [word for word in one.words if word != "strategy=none"]
         more = ["strategy=none,ddp"] if of_run.get(one.kind) == "step" else []

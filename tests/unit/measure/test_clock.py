@@ -62,13 +62,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Device]:
     return make
 
 
-@pytest.mark.parametrize("breakdown", [False, True])
-@pytest.mark.parametrize("lag", [0, 40])
+@pytest.mark.parametrize(("lag", "breakdown"), [(0, False), (40, True)])
 def test_a_long_run_keeps_few_marks_and_all_seconds(
-    gpu: Callable[[int], Device], breakdown: bool, lag: int
+    gpu: Callable[[int], Device], lag: int, breakdown: bool
 ) -> None:
     device, clock, most = gpu(lag), Clock(torch.device("cuda"), breakdown), 0
-    for number in range(5000):
+    for number in range(2500):
         with clock.step():
             for _ in range(number % 3):
                 with clock.phase("forward"):
@@ -77,13 +76,13 @@ def test_a_long_run_keeps_few_marks_and_all_seconds(
     gc.collect()
     assert most <= 7 * (KEPT_STEPS + 2) + lag
     assert device.num_made <= 7 * (KEPT_STEPS + 2) + lag < device.num_marks / 100
-    lengths = 1 + 2 * (np.arange(5000) % 3)
+    lengths = 1 + 2 * (np.arange(2500) % 3)
     assert np.array_equal(clock.step_seconds(), lengths)
     assert clock.total_seconds() == lengths.sum()
-    assert np.array_equal(clock.gap_seconds(), [0.0] + [1.0] * 4999)
+    assert np.array_equal(clock.gap_seconds(), [0.0] + [1.0] * 2499)
     forward = clock.phase_seconds()[:, 1]
-    expected = np.where(np.arange(5000) % 3, np.arange(5000) % 3, np.nan)
-    assert np.array_equal(forward, expected if breakdown else np.full(5000, np.nan), equal_nan=True)
+    expected = np.where(np.arange(2500) % 3, np.arange(2500) % 3, np.nan)
+    assert np.array_equal(forward, expected if breakdown else np.full(2500, np.nan), equal_nan=True)
 
 
 def test_a_pause_is_in_no_gap_and_spans_are_told_from_where_it_begins(
@@ -103,15 +102,12 @@ def test_a_pause_is_in_no_gap_and_spans_are_told_from_where_it_begins(
     assert {round(span.end_s - span.start_s, 6) for span in spans} == {1.0}
 
 
-@pytest.mark.parametrize("lag", [0, 7, 40])
+@pytest.mark.parametrize("lag", [0, 7])
 def test_finished_steps_are_told_as_the_device_passes_them_and_nothing_waits(
     gpu: Callable[[int], Device], lag: int
 ) -> None:
-    device, clock, told = (
-        gpu(lag),
-        Clock(torch.device("cuda"), breakdown=False),
-        list[list[float]](),
-    )
+    device, clock = gpu(lag), Clock(torch.device("cuda"), breakdown=False)
+    told = list[list[float]]()
     for _ in range(50):
         with clock.step():
             pass

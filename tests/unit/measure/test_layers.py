@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -45,6 +46,14 @@ class Twice(nn.Module):
         return self.last(self.first(self.first(images)) * self.scale)
 
 
+@pytest.fixture
+def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Let marks be 0, 1, 2, ...; the next one is the next mark."""
+    numbers = count()
+    monkeypatch.setattr(layers, "mark", lambda _: float(next(numbers)))
+    return numbers
+
+
 def medians(clock: LayerClock, warmup: int) -> list[Layer]:
     names, times_ms = clock.times_ms(warmup)
     forward_ms, backward_ms = np.median(times_ms, axis=0).tolist()
@@ -52,9 +61,7 @@ def medians(clock: LayerClock, warmup: int) -> list[Layer]:
     return list(map(Layer, names, sizes, forward_ms, backward_ms))
 
 
-def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = count()
-    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
+def test_times_of_all_layers_add_up_to_the_whole_pass(moments: Iterator[int]) -> None:
     model = Twice()
     with LayerClock(model, CPU) as clock:
         for _ in range(3):
@@ -83,10 +90,8 @@ def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.Monkey
     ids=["branches", "tied"],
 )
 def test_layers_of_branches_and_tied_ones_are_measured(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: torch.Tensor, without: set[str]
+    moments: Iterator[int], model: nn.Module, inputs: torch.Tensor, without: set[str]
 ) -> None:
-    moments = count()
-    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
     with LayerClock(model, CPU) as clock:
         model(inputs).sum().backward()
     found = medians(clock, warmup=0)
@@ -116,7 +121,8 @@ def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(layer.forward_ms for layer in found.values()) == pytest.approx(90)
 
 
-def test_layers_out_of_the_ordinary_have_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("moments")
+def test_layers_out_of_the_ordinary_have_their_place() -> None:
     """Frozen weights, weights that another module uses, and tied ones."""
 
     class Odd(nn.Module):
@@ -132,8 +138,6 @@ def test_layers_out_of_the_ordinary_have_their_place(monkeypatch: pytest.MonkeyP
             mixed, _ = self.mix(*[self.below(inputs)] * 3)
             return self.head(mixed)
 
-    moments = count()
-    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
     model = Odd()
     with LayerClock(model, CPU) as clock:
         for _ in range(2):
@@ -175,28 +179,20 @@ def test_layers_on_a_gpu_last_as_long_as_their_kernels(monkeypatch: pytest.Monke
     assert gpu.log.count("sleep") == 4
 
 
-class Averages(list[Any]):
-    """Stand-in for torch.profiler's key_averages(), in microseconds."""
-
-    def add(self, key: str, kind: str, own_us: float, whole_us: float, note: bool = False) -> None:
-        self.append(
-            SimpleNamespace(
-                key=key,
-                device_type=getattr(DeviceType, kind),
-                self_device_time_total=own_us,
-                device_time_total=whole_us,
-                is_user_annotation=note,
-            )
-        )
+def average(key: str, kind: DeviceType, own_us: float, whole_us: float, note: bool = False) -> Any:
+    """Make an element of torch.profiler's key_averages()."""
+    times = {"self_device_time_total": own_us, "device_time_total": whole_us}
+    return SimpleNamespace(key=key, device_type=kind, is_user_annotation=note, **times)
 
 
 def test_kernels_of_a_step_are_counted_once_and_without_the_optimizer() -> None:
-    averages = Averages()
-    averages.add("aten::conv", "CPU", 900, 900)  # its kernels are listed separately
-    averages.add("conv_kernel", "CUDA", 900, 900)
-    averages.add("sgd_kernel", "CUDA", 60, 60)
-    averages.add("Optimizer.step#SGD.step", "CPU", 0, 60)
-    averages.add("Optimizer.step#SGD.step", "CUDA", 75, 75, note=True)
+    averages = [
+        average("aten::conv", DeviceType.CPU, 900, 900),  # its kernels are listed separately
+        average("conv_kernel", DeviceType.CUDA, 900, 900),
+        average("sgd_kernel", DeviceType.CUDA, 60, 60),
+        average("Optimizer.step#SGD.step", DeviceType.CPU, 0, 60),
+        average("Optimizer.step#SGD.step", DeviceType.CUDA, 75, 75, note=True),
+    ]
     assert kernels_ms(averages, num_steps=3) == pytest.approx(0.3)
 
 

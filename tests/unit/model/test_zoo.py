@@ -115,38 +115,22 @@ def test_has_its_published_parameters(
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "classes", "fully_connected", "share"),
-    [
-        ("alexnet", IMAGENET, 1000, 58_631_144, 0.948),
-        ("alexnet_paper", IMAGENET, 1000, 58_631_144, 0.94),  # slide 8
-        ("alexnet_paper", (3, 227, 227), 1000, 58_631_144, 0.94),
-        ("alexnet_small", (1, 32, 32), 10, None, 0.948),
-    ],
+    ("name", "shape", "classes"),
+    [("alexnet", IMAGENET, 1000), ("alexnet_small", (1, 32, 32), 10)],
 )
-def test_most_parameters_are_in_fc_layers(
-    name: str, shape: tuple[int, ...], classes: int, fully_connected: int | None, share: float
-) -> None:
+def test_most_parameters_are_in_fc_layers(name: str, shape: tuple[int, ...], classes: int) -> None:
     model = made(name, input_shape=shape, output_size=classes)
     assert isinstance(model, ConvNet)
-    assert fully_connected in (None, size(model.classifier))
-    assert size(model.classifier) / size(model) == pytest.approx(share, abs=5e-4)
-    if name == "alexnet_paper":
-        with torch.device("meta"):
-            second = model.features[3](model.features[:3](torch.zeros(1, *shape)))
-        assert second.shape == (1, 256, 27, 27)
-    if name == "alexnet_small":
-        widths = [layer.out_channels for layer in convolutions(model.features)]
-        assert widths == [16, 48, 96, 96, 64]
+    assert size(model.classifier) / size(model) == pytest.approx(0.948, abs=5e-4)
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
-    def weights(seed: int) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    for seed in (3, 3, 4):
         torch.manual_seed(seed)
         model = lenet(input_shape=(1, 16, 16), output_size=2)
-        return nn.utils.parameters_to_vector(model.parameters())
-
-    assert torch.equal(weights(3), weights(3))
-    assert not torch.equal(weights(3), weights(4))
+        found.append(nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
 def documented() -> dict[str, tuple[int, list[int]]]:
@@ -184,23 +168,10 @@ def test_inception_bn_has_its_published_parameters_but_for_biases() -> None:
     assert size(model) + biases == 11_295_240
 
 
-def test_modules_of_googlenet_have_the_operations_of_its_table() -> None:
-    # Szegedy et al., table 1, column "ops", in millions of multiply-adds; and heights and widths.
-    # (The 54 of 5a does not follow from the widths in its own row, which make 51.)
-    table = {"3a": (128, 28), "3b": (304, 28), "4a": (73, 14), "4b": (88, 14), "4c": (100, 14)}
-    table |= {"4d": (119, 14), "4e": (170, 14), "5b": (71, 7)}
-    model = made("googlenet", input_shape=IMAGENET, output_size=1000)
-    for name, (millions, pixels) in table.items():
-        layers = convolutions(model.get_submodule(f"inception_{name}"))
-        weights = sum(layer.weight.numel() for layer in layers)
-        assert weights * pixels**2 / 1e6 == pytest.approx(millions, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("make", "published"),
     [
         (vgg19, 19.6e9),  # He et al., figure 3
-        (resnet50, 3.8e9),  # table 1
         (partial(resnet50, stride_in="3x3"), 4.1e9),  # torchvision, as 4.09 GFLOPS
         (googlenet, 1502e6 - 34e6 + 118e6),  # its table 1; a dense first convolution has 118 M
     ],
@@ -215,8 +186,7 @@ def test_has_its_published_operations(make: Make, published: float) -> None:
 @pytest.mark.parametrize(
     ("make", "smallest"),
     [
-        *((make, 32) for make in (vgg11, vgg16, vgg19)),
-        *((make, 32) for make in (googlenet, inception_bn, resnet50)),
+        *((make, 32) for make in (vgg11, googlenet, inception_bn, resnet50)),
         *((lenet, 16), (alexnet, 63), (alexnet_small, 8)),
         *((resnet56, 4), (overfeat, 71), (alexnet_mxnet, 67), (keras_cnn, 16)),
         (alexnet_cifar, 15),
@@ -242,8 +212,8 @@ def test_images_may_be_as_small_as_is_said(make: Make, smallest: int) -> None:
     ("make", "channels", "pixels"),
     some_of(
         [
-            (partial(vgg19, hidden=32, dropout=0.0), 1, 32),
             (partial(googlenet, dropout=0.0), 3, 32),
+            (partial(vgg19, hidden=32, dropout=0.0), 1, 32),
             (inception_bn, 1, 64),
             (resnet50, 3, 64),
             (resnet56, 1, 8),
@@ -267,19 +237,7 @@ def test_a_step_reduces_the_loss(make: Make, channels: int, pixels: int) -> None
     assert after < before < 5  # ln(3) = 1.1 if the first outputs were equal
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vgg11",
-        "vgg16",
-        "vgg19",
-        "overfeat",
-        "alexnet_mxnet",
-        "alexnet",
-        "alexnet_paper",
-        "keras_cnn",
-    ],
-)
+@pytest.mark.parametrize("name", ["vgg11", "overfeat", "alexnet_mxnet", "alexnet", "keras_cnn"])
 def test_fc1x1_rewrites_classic_heads(name: str) -> None:
     shape = (3, 96, 96)
     model = made(name, input_shape=shape, output_size=7)
@@ -288,13 +246,6 @@ def test_fc1x1_rewrites_classic_heads(name: str) -> None:
             other = Fc1x1(mode)(model)
         assert not any(isinstance(layer, nn.Linear) for layer in other.modules())
         assert other(torch.empty(2, *shape, device="meta")).shape == (2, 7)
-
-
-@pytest.mark.parametrize("name", ["googlenet", "inception_bn", "resnet50", "resnet56", "fcn5"])
-def test_fc1x1_refuses_others_in_one_line(name: str) -> None:
-    model = made(name, input_shape=(3, 64, 64), output_size=7)
-    with pytest.raises(ValueError, match="^transform=fc1x1: Sequential has no FC head.*$"):
-        Fc1x1()(model)
 
 
 @pytest.mark.parametrize("stride_in", ["1x1", "3x3"])
@@ -335,23 +286,12 @@ def test_where_dropout_stands() -> None:
         (vgg16, {"hidden": 0}, "model.hidden=0: must be an integer of at least 1"),
         (vgg16, {"dropout": 1}, "model.dropout=1: must be a number from 0 to below 1"),
         (googlenet, {"dropout": -1}, "model.dropout=-1: must be a number from 0 to below 1"),
-        (resnet50, {"stride_in": "2x2"}, "model.stride_in=2x2: allowed are 1x1, 3x3"),
-        (overfeat, {"dropout": "a"}, "model.dropout=a: must be a number from 0 to below 1"),
         (alexnet, {"widths": [64, 192]}, "model.widths=[64, 192]: must be five integers"),
         (alexnet, {"widths": 64}, "model.widths=64: must be a list of integers of at least 1"),
         (fcn5, {"hidden": [0]}, "model.hidden=[0]: must be a list of integers of at least 1"),
         (mlp, {"hidden": 5}, "model.hidden=5: must be a list of integers of at least 1"),
-        (mlp, {"hidden": "5"}, "model.hidden=5: must be a list of integers of at least 1"),
-        (alexnet_small, {"width": 0}, "model.width=0: must be an integer of at least 1"),
-        (alexnet_small, {"hidden": 1.5}, "model.hidden=1.5: must be an integer of at least 1"),
-        (alexnet_small, {"dropout": "a"}, "model.dropout=a: must be a number from 0 to below 1"),
-        (alexnet, {"dropout": 1.0}, "model.dropout=1.0: must be a number from 0 to below 1"),
-        (keras_mlp, {"activation": "gelu"}, "model.activation=gelu: allowed are relu, sigmoid"),
-        (keras_mlp, {"dropout": 2}, "model.dropout=2: must be a number from 0 to below 1"),
         (keras_cnn, {"blocks": []}, "model.blocks=[]: must be a list of blocks"),
         (keras_cnn, {"blocks": [32]}, "model.blocks=32: must be a list of integers"),
-        (keras_cnn, {"block_dropout": 1}, "model.block_dropout=1: must be a number from 0"),
-        (keras_cnn, {"hidden": "a"}, "model.hidden=a: must be an integer of at least 1"),
     ],
 )
 def test_refuses_in_one_line(make: Make, arguments: dict[str, Any], message: str) -> None:
@@ -359,6 +299,17 @@ def test_refuses_in_one_line(make: Make, arguments: dict[str, Any], message: str
         make(input_shape=(1, 96, 96), output_size=2, **arguments)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in choices_of("model") if name != "replay"])
+def test_each_argument_is_checked(name: str) -> None:
+    node = load([f"model={name}"]).model
+    images = {"input_shape": (1, 96, 96), "output_size": 2}
+    given = {"vocabulary": 7, "context": 5} if name in LANGUAGE else images
+    for key in node.keys() - {"_target_"}:
+        with torch.device("meta"), pytest.raises(ValueError) as caught:
+            build(node, **{**given, key: "wrong"})
+        assert str(caught.value).startswith(f"model.{key}=wrong: ")
 
 
 def test_of_an_mlp_by_hand() -> None:
@@ -377,11 +328,3 @@ def test_conv2_of_the_paper_is_the_product_on_its_slide() -> None:
     assert counted.operations["conv2"] == 2 * 96 * 27 * 27 * 5 * 5 * 256
     assert [*counted.operations] == [*(f"conv{n}" for n in range(1, 6)), "fc6", "fc7", "fc8"]
     assert (counted.parameters, counted.fully_connected) == (62_378_344, 58_631_144)
-
-
-def test_groups_divide_the_operations() -> None:
-    def make(**_shape: Any) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 6, 5, stride=4, groups=3))
-
-    height = (224 - 5) // 4 + 1
-    assert counts_of(make).operations == {"conv1": 2 * 6 * height * height * 5 * 5}

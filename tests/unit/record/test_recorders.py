@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -76,13 +77,19 @@ def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in shown.Scalars("test/accuracy")] == [(2, 0.75), (4, 0.75)]
 
 
-def test_an_offline_run_of_wandb_holds_curves_settings_summary_and_files(tmp_path: Path) -> None:
-    folder = tmp_path / "cell"
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a cell that wandb recorded offline."""
+    folder = tmp_path_factory.mktemp("wandb") / "cell"
     folder.mkdir()
     (folder / "record.json").write_text("{}")
     use(WandbRecorder("lab", "offline", tags=["a", "b"]), folder)
-    (start,) = settled(folder)
-    found = curves(next(folder.rglob("*.wandb")))
+    return folder
+
+
+def test_an_offline_run_of_wandb_holds_curves_settings_summary_and_files(offline: Path) -> None:
+    (start,) = settled(offline)
+    found = curves(next(offline.rglob("*.wandb")))
     assert found["train/lr"] == {1: 0.1, 2: 0.05, 3: 0.0}
     assert found["test/accuracy"] == {2: 0.75}
     assert {s: v for s, v in found["train/loss"].items() if s < 3} == {1: 2.5, 2: 1.25}
@@ -95,37 +102,36 @@ def test_an_offline_run_of_wandb_holds_curves_settings_summary_and_files(tmp_pat
     assert (summary["status"], summary["world_size"]) == ('"done"', "1")
     ((entry,),) = (artifact.manifest.contents for artifact in only(start, "artifact"))
     assert entry.path == "record.json"
-    assert Path(entry.local_path).is_relative_to(folder)  # so `wandb sync` finds it on any host
+    assert Path(entry.local_path).is_relative_to(offline)  # so `wandb sync` finds it on any host
 
 
-def test_an_interrupted_run_of_wandb_stays_one(tmp_path: Path) -> None:
+def test_an_interrupted_run_of_wandb_stays_one(offline: Path, tmp_path: Path) -> None:
     use(WandbRecorder(), tmp_path)
     settled(tmp_path)
     use(WandbRecorder(), tmp_path, first_step=2)
     first, second = (only(start, "run")[0] for start in settled(tmp_path, 2))
     assert first.run_id == second.run_id != ""
-    use(WandbRecorder(), tmp_path / "other")
-    (other,) = settled(tmp_path / "other")
+    (other,) = settled(offline)
     assert only(other, "run")[0].run_id != first.run_id
 
 
 @pytest.mark.parametrize(
     ("environment", "settings", "expected"),
     [
-        ({}, {}, ("scaling-lab", "")),
-        ({"WANDB_PROJECT": "p", "WANDB_ENTITY": "e"}, {}, ("p", "e")),
+        ({}, {}, ("scaling-lab", None, "offline")),
+        ({"WANDB_PROJECT": "p", "WANDB_ENTITY": "e"}, {}, ("p", "e", "offline")),
         (
             {"WANDB_PROJECT": "p", "WANDB_ENTITY": "e", "WANDB_MODE": "online"},
             {"project": "mine", "entity": "me", "mode": "offline"},
-            ("mine", "me"),
+            ("mine", "me", "offline"),
         ),
-        ({"WANDB_MODE": "disabled"}, {}, None),
+        ({"WANDB_MODE": "disabled"}, {}, ("scaling-lab", None, "disabled")),
     ],
 )
 def test_wandb_is_what_its_environment_says_where_no_setting_does(
     environment: dict[str, str],
     settings: dict[str, str],
-    expected: tuple[str, str] | None,
+    expected: tuple[str | None, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,13 +140,15 @@ def test_wandb_is_what_its_environment_says_where_no_setting_does(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     words = ["recorder=wandb", *(f"recorder.{key}={value}" for key, value in settings.items())]
-    use(build(load(words).recorder), tmp_path)
-    if expected is None:
+    recorder, given = build(load(words).recorder), dict[str, Any]()
+    if expected[2] == "disabled":
+        use(recorder, tmp_path)
         assert not [*tmp_path.rglob("*.wandb")]
-        return
-    (start,) = settled(tmp_path)
-    run = only(start, "run")[0]
-    assert (run.project, run.entity) == expected
+    monkeypatch.setattr(
+        "wandb.init", lambda **about: given.update(about) or SimpleNamespace(disabled=True)
+    )
+    recorder.start(tmp_path, "study", {}, 0)
+    assert (given["project"], given["entity"], given["mode"]) == expected
 
 
 def test_mlflow_has_a_run_for_a_cell_and_goes_on_with_it(

@@ -11,21 +11,22 @@ from lab.settings.config import ConfigError, load
 
 PROFILE = """
 name: mine
-source: "{source}"
+source: '{source}'
 reference_batch: 512
 layers:
   - {{name: conv1, parameters: 100, forward_ms: 1.0, backward_ms: 2.0}}
 """
 
 
-def profile(tmp_path: Path, source: str = "x", more: str = "") -> str:
+def profile(tmp_path: Path, header: str = "", source: str = "x") -> str:
     path = tmp_path / "profile.yaml"
-    path.write_text(more + PROFILE.format(source=source))
+    path.write_text(header + PROFILE.format(source=source))
     return f"profile={path}"
 
 
 def test_a_profile_is_what_its_file_says(tmp_path: Path) -> None:
-    config = load(["model=replay", profile(tmp_path), "profile.reference_batch=7"])
+    header = "# @package _global_\n"  # of Hydra's files; here a comment
+    config = load(["model=replay", profile(tmp_path, header), "profile.reference_batch=7"])
     read = OmegaConf.to_container(config, resolve=True)
     assert isinstance(read, dict)
     assert read["profile"]["reference_batch"] == 7
@@ -35,19 +36,12 @@ def test_a_profile_is_what_its_file_says(tmp_path: Path) -> None:
     ]
 
 
-def test_a_header_of_hydras_in_a_profile_is_a_comment(tmp_path: Path) -> None:
-    config = load([profile(tmp_path, more="# @package _global_\n")])
-    assert config.profile.name == "mine"
-
-
 @pytest.mark.parametrize("text", ["${oc.env:SECRET}", "a${seed}b", r"\${seed}", r"\\${x}\ "])
 def test_an_interpolation_in_a_profile_is_text(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
-    path = tmp_path / "profile.yaml"
-    path.write_text(PROFILE.format(source="x").replace('"x"', f"'{text}'"))
-    config = load([f"profile={path}"])
+    config = load([profile(tmp_path, source=text)])
     assert OmegaConf.to_container(config, resolve=True)["profile"]["source"] == text  # type: ignore[index, call-overload]
 
 

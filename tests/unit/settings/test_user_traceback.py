@@ -95,11 +95,7 @@ def module(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_an_error_at_import_is_the_users(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    text: str,
-    kind: type[Exception],
-    place: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception], place: str
 ) -> None:
     path = f"{module(tmp_path, text, monkeypatch)}.Net"
     error, found = raised(lambda: build(OmegaConf.create({"_target_": path})))

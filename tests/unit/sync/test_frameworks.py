@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import make_worker
 from lab.exchange.grouping import binomial_node
 from lab.settings.config import build, load
-from lab.sync.base import Sync, SyncParts
 from tests.support.slow import some_of
+from tests.support.steps import OF_RUN, made, take_steps
 
 CPU = torch.device("cpu")
 NUM_STEPS, LR, MOMENTUM, WEIGHT_DECAY = 6, 0.1, 0.9, 0.01
@@ -43,24 +44,6 @@ def loss(outputs: Tensor) -> Tensor:
     return (outputs - 1).square().mean()
 
 
-def train(sync: Sync, own: Tensor, steps: range) -> torch.optim.Optimizer:
-    """Run SGD on one rank's batches as the trainer does, in float32, from the state of `sync`."""
-    optimizer = torch.optim.SGD(
-        sync.module.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    with sync:
-        for step in steps:
-            with sync.micro_batch(last=True):
-                (loss(sync.module(own[step])) * sync.loss_factor).backward()
-            finite = sync.finish()
-            assert finite is None or finite
-            optimizer.step()
-            optimizer.zero_grad()
-            assert sync.after_update(last=step == steps[-1]) is None
-    sync.settle()
-    return optimizer
-
-
 def run(size: int, *settings: str) -> list[tuple[list[Tensor], int, int]]:
     """Return each rank's final weights, payload bytes, and values of momentum."""
     data, config = batches(size), load(list(settings))
@@ -71,9 +54,14 @@ def run(size: int, *settings: str) -> list[tuple[list[Tensor], int, int]]:
         config, model = configs[comm.rank], models[comm.rank]
         exchange = build(config.exchange)
         worker = make_worker(config.overlap, CPU, comm.backend, exchange.asynchronous(comm))
-        settings = config.overlap, config.bucket_mb, config.precision
-        sync = build(config.sync, SyncParts(model, model, exchange, comm, worker, *settings))
-        optimizer = train(sync, data[comm.rank], range(NUM_STEPS))
+        of_run = {key: config[key] for key in OF_RUN}
+        sync = made(partial(build, config.sync), model, comm, exchange, worker, **of_run)
+        rates: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+        optimizer = torch.optim.SGD(model.parameters(), **rates, fused=True)
+        inputs, last = data[comm.rank].__getitem__, NUM_STEPS - 1
+        with sync:
+            take_steps(sync, optimizer, inputs, range(NUM_STEPS), last=last, loss=loss)
+        sync.settle()
         worker.close()
         momentum = sum(s["momentum_buffer"].numel() for s in optimizer.state.values())
         return [p.detach() for p in model.parameters()], comm.traffic.payload_bytes, momentum
@@ -232,22 +220,12 @@ def test_weights_are_those_of_a_naive_float64_reference(settings: str, size: int
             assert error < 1e-6
 
 
-@pytest.mark.parametrize("strategy", ["caffe", "torch7", "tensorflow"])
-def test_the_root_alone_holds_momentum_and_all_have_its_weights(strategy: str) -> None:
-    first, *others = run(3, f"strategy={strategy}")
-    assert first[2] == sum(weight.numel() for weight in first[0])
-    for weights, _, momentum in others:
-        assert momentum == 0
-        assert all(torch.equal(a, b) for a, b in zip(weights, first[0], strict=True))
-
-
 def test_cntk_without_a_double_buffer_is_onebit_after_backward_bit_for_bit() -> None:
     ours = run(3, "strategy=cntk")
     theirs = run(3, "strategy=onebit", "overlap=false", "bucket_mb=null")
     late = run(3, "strategy=cntk", "sync.double_buffer=true")
     for a, b, c in zip(ours, theirs, late, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(a[0], b[0], strict=True))
-        assert not any(torch.equal(one, other) for one, other in zip(a[0], c[0], strict=True))
+        assert all(map(torch.equal, a[0], b[0])) and not any(map(torch.equal, a[0], c[0]))
         assert a[1] == b[1] == c[1] > 0  # bytes
 
 
@@ -259,20 +237,23 @@ SENT = {  # whole models that each of four ranks sends in a step
 
 
 @pytest.mark.parametrize("strategy", SENT)
-def test_gradients_up_and_weights_down_are_counted(strategy: str) -> None:
+def test_the_root_alone_holds_momentum_and_sends_its_weights_to_all(strategy: str) -> None:
+    ranks = run(4, f"strategy={strategy}")
     model = sum(p.nbytes for p in network().parameters())
+    assert [momentum for *_, momentum in ranks] == [model // 4, 0, 0, 0]
+    for weights, *_ in ranks:
+        assert all(map(torch.equal, weights, ranks[0][0]))
     once = [32 if strategy == "tensorflow" else 0, 0, 0, 0]  # the order of four buckets, int64
-    sent = [payload for _, payload, _ in run(4, f"strategy={strategy}")]
+    sent = [payload for _, payload, _ in ranks]
     assert sent == [NUM_STEPS * n * model + o for n, o in zip(SENT[strategy], once, strict=True)]
 
 
-@pytest.mark.parametrize("size", range(1, 18))
-def test_the_binomial_tree_is_made_of_caffes_pairs(size: int) -> None:
-    children: dict[int, list[int]] = {rank: [] for rank in range(size)}
-    for parent, child in caffe_pairs(size):
-        children[parent].append(child)
-    for rank in range(size):
-        assert binomial_node(rank, size).children == children[rank]
+def test_the_binomial_tree_is_made_of_caffes_pairs() -> None:
+    for size in range(1, 18):
+        pairs = caffe_pairs(size)
+        for rank in range(size):
+            children = [child for parent, child in pairs if parent == rank]
+            assert binomial_node(rank, size).children == children
 
 
 @pytest.mark.parametrize(
@@ -282,10 +263,7 @@ def test_the_binomial_tree_is_made_of_caffes_pairs(size: int) -> None:
         ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: the root alone updates; allowed"),
         ("strategy=torch7 precision=fp16", "precision=fp16: only the root would know"),
         ("strategy=cntk overlap=true", "overlap=true: must be sync.double_buffer, which is false"),
-        (
-            "strategy=cntk sync.double_buffer=true overlap=false",
-            "overlap=false: must be sync",
-        ),
+        ("strategy=cntk sync.double_buffer=true overlap=false", "overlap=false: must be sync"),
         ("strategy=cntk sync.double_buffer=1", "sync.double_buffer=1: must be true or false"),
         ("strategy=cntk sync.double_buffer=true precision=fp16", "precision=fp16: a step cannot"),
     ],

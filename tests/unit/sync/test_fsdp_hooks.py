@@ -151,17 +151,16 @@ def test_sound_parts_do_not_alarm(exchange: str) -> None:
     assert all(window["cosine"] > 0.95 for window in found)
 
 
-@pytest.mark.filterwarnings("ignore:.*drift in:UserWarning")
+NAMES = {WEIGHTS: r"sync\.all_gather=int8", GRADIENTS: "exchange=Int4"}
+
+
 @pytest.mark.parametrize("broken", [(part, u) for u in UNITS for part in (WEIGHTS, GRADIENTS)])
 @pytest.mark.parametrize("exchange", ["int4", "int4 without feedback"])
 def test_a_wrong_scale_is_named_by_part_and_unit(exchange: str, broken: tuple[str, str]) -> None:
-    alarms = [window["bucket"] for window in windows(exchange, broken) if window["alarm"]]
-    assert alarms == [f"{broken[0]} of unit {broken[1]}"]
-
-
-def test_the_alarm_names_the_setting_and_the_unit() -> None:
-    with pytest.warns(UserWarning, match=r"sync\.all_gather=int8: drift in weights of unit last"):
-        windows("int8", (WEIGHTS, "last"))
+    where = f"{broken[0]} of unit {broken[1]}"
+    with pytest.warns(UserWarning, match=f"{NAMES[broken[0]]}: drift in {where}"):
+        alarms = [window["bucket"] for window in windows(exchange, broken) if window["alarm"]]
+    assert alarms == [where]
 
 
 def test_hosts_of_different_sizes_have_no_levels() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Collective, Comm, run_ranks
+from lab.distributed.comm import Collective, Comm, Done, run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
-from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
+from tests.support.steps import made
 
 CPU = torch.device("cpu")
 
@@ -46,12 +47,14 @@ class Recording(AllReduce):
         return super().stages(bucket, comm)
 
 
-def make(comm: Comm, overlap: bool, bucket_mb: float | None = 0) -> tuple[GradSync, Recording]:
-    torch.manual_seed(0)
+torch.manual_seed(0)
+NET = Net()  # threads share one generator, so each has a copy
+
+
+def make(comm: Comm, overlap: bool, net: nn.Module = NET) -> tuple[GradSync, Recording]:
+    net, exchange = copy.deepcopy(net), Recording()
     worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
-    exchange = Recording()
-    net = Net()
-    return GradSync(SyncParts(net, net, exchange, comm, worker, overlap, bucket_mb)), exchange
+    return made(GradSync, net, comm, exchange, worker, overlap=overlap, bucket_mb=0), exchange
 
 
 def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[str, Tensor]:
@@ -67,37 +70,30 @@ def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[s
 def on_ranks(
     size: int, overlap: bool, batches_of: Callable[[int], list[tuple[Tensor, dict[str, Any]]]]
 ) -> list[tuple[dict[str, Tensor], list[str]]]:
-    torch.manual_seed(1)
-    batches = [batches_of(rank) for rank in range(size)]
-    models: list[GradSync] = []
-
     def rank_main(comm: Comm) -> tuple[dict[str, Tensor], list[str]]:
-        sync, exchange = models[comm.rank], models[comm.rank].exchange
-        sync.comm = comm
-        assert isinstance(exchange, Recording)
+        sync, exchange = make(comm, overlap)
         with sync:
-            gradients = step(sync, batches[comm.rank])
+            gradients = step(sync, batches_of(comm.rank))
         sync.worker.close()
         return gradients, exchange.seen
 
-    models += [make(None, overlap)[0] for _ in range(size)]  # type: ignore[arg-type]
     return run_ranks(size, rank_main)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_equal_those_of_all_samples_in_one_process(size: int, overlap: bool) -> None:
-    torch.manual_seed(2)
+def test_gradients_are_those_of_all_samples_and_overlap_changes_no_bit(size: int) -> None:
     x = torch.randn(size, 4, 6)
-    results = on_ranks(size, overlap, lambda rank: [(x[rank], {})])
-    torch.manual_seed(0)
-    whole = Net()
+    blocking, overlapped = (
+        on_ranks(size, overlap, lambda rank: [(x[rank], {})]) for overlap in (False, True)
+    )
+    whole = copy.deepcopy(NET)
     whole(x.flatten(0, 1)).square().mean().backward()
     expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
-    for gradients, _ in results:
+    for (gradients, _), (others, _) in zip(blocking, overlapped, strict=True):
         assert gradients.keys() == expected.keys()  # what no rank reached has none
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)
+            assert torch.equal(gradients[name], others[name])
 
 
 def test_all_ranks_exchange_in_one_order_though_gradients_arrive_in_another() -> None:
@@ -127,13 +123,11 @@ def test_after_the_first_step_all_follow_the_order_of_rank_0(overlap: bool) -> N
     x = torch.randn(4, 6)
 
     def rank_main(comm: Comm) -> tuple[list[str], list[str] | None]:
-        net = Backwards()
-        worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
-        exchange = Recording()
-        with GradSync(SyncParts(net, net, exchange, comm, worker, overlap, 0)) as sync:
+        sync, exchange = make(comm, overlap, Backwards())
+        with sync:
             for _ in range(2):
                 step(sync, [(x, {"swap": comm.rank > 0})])
-        worker.close()
+        sync.worker.close()
         return exchange.seen, sync.order
 
     order = ["c.weight", "b.weight", "a.weight"]
@@ -146,65 +140,43 @@ def test_accumulation_exchanges_once_and_keeps_what_only_an_early_micro_batch_us
     batches = [(x[0], {"use": True}), (x[1], {"use": False})]
     (gradients, seen), *_ = on_ranks(2, True, lambda _: batches)
     assert len(seen) == 4
-    torch.manual_seed(0)
-    whole = Net()
+    whole = copy.deepcopy(NET)
     for images, options in batches:
         (whole(images, **options).square().mean() / 2).backward()
     assert whole.sometimes.weight.grad is not None
     torch.testing.assert_close(gradients["sometimes.weight"], whole.sometimes.weight.grad)
 
 
-def test_overlapped_is_blocking_bit_for_bit() -> None:
-    x = torch.randn(3, 4, 6)
-    blocking = on_ranks(3, False, lambda rank: [(x[rank], {})])
-    overlapped = on_ranks(3, True, lambda rank: [(x[rank], {})])
-    for (a, _), (b, _) in zip(blocking, overlapped, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_overlap_starts_exchanges_inside_backward() -> None:
+def test_overlap_starts_exchanges_inside_backward_until_exit() -> None:
     def rank_main(comm: Comm) -> list[int]:
         net, exchange = Net(), Recording()  # exchanges run where they are submitted
-        sync = GradSync(SyncParts(net, net, exchange, comm, InlineWorker(), True, 0))
+        sync = made(GradSync, net, comm, exchange, overlap=True, bucket_mb=0)
+
+        def begun_in_backward() -> int:
+            exchange.seen.clear()
+            with sync.micro_batch(last=True):
+                sync.module(torch.randn(4, 6)).square().mean().backward()
+            return len(exchange.seen)
+
         seen: list[int] = []
         with sync:
             for _ in range(2):
-                exchange.seen.clear()
-                with sync.micro_batch(last=True):
-                    sync.module(torch.randn(4, 6)).square().mean().backward()
-                seen.append(len(exchange.seen))
+                seen.append(begun_in_backward())
                 sync.finish()
-        return seen
+        return [*seen, begun_in_backward()]  # hooks are gone
 
     # The first step counts how often each gradient grows; "never" has none, so it comes last.
-    assert run_ranks(1, rank_main) == [[0, 3]]
+    assert run_ranks(1, rank_main) == [[0, 3, 0]]
 
 
-class Later:
-    """A collective that ends only when it is waited for."""
+class Later(Done):
+    """A collective that notes when it is waited for."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
 
     def wait(self) -> None:
         self.log.append(self.name)
-
-    def is_completed(self) -> bool:
-        return self.name in self.log
-
-
-def test_what_the_library_does_by_itself_is_waited_for_in_order() -> None:
-    log: list[str] = []
-    worker = TurnsWorker()
-    for name in ("a", "b"):
-        worker.submit(name, lambda name=name: iter([Later(log, name)]))
-    assert log == []
-    assert worker.oldest() is not None and worker.oldest()[0] == "a"  # type: ignore[index]
-    log.append("a")
-    assert worker.oldest()[0] == "b"  # type: ignore[index]
-    worker.wait()
-    assert log == ["a", "a", "b"]
-    assert worker.oldest() is None
 
 
 def test_a_job_goes_on_when_it_can_and_never_overtakes() -> None:
@@ -214,6 +186,10 @@ def test_a_job_goes_on_when_it_can_and_never_overtakes() -> None:
     class Ready(Later):
         def is_completed(self) -> bool:
             return self.name in done
+
+    def oldest() -> str:
+        found = worker.oldest()
+        return found[0] if found else ""
 
     def job(name: str) -> Iterator[Collective]:
         for stage in "12":
@@ -228,9 +204,12 @@ def test_a_job_goes_on_when_it_can_and_never_overtakes() -> None:
     done.add("b1")
     worker.advance()
     assert log[2:] == []  # b could go on, but a cannot
+    assert oldest() == "a"
     done.add("a1")
     worker.advance()
     assert log[2:] == ["a1", "begin a2", "b1", "begin b2"]
+    done.add("a2")
+    assert oldest() == "b"
     worker.wait()
     assert log[6:] == ["a2", "end a", "b2", "end b"]
     assert worker.oldest() is None
@@ -246,20 +225,6 @@ def test_other_workers_end_a_job_with_what_it_began() -> None:
     assert log == ["a", "a"]
 
 
-def test_hooks_are_gone_on_exit() -> None:
-    def rank_main(comm: Comm) -> list[str]:
-        sync, exchange = make(comm, overlap=True)
-        with sync:
-            step(sync, [(torch.randn(4, 6), {})])
-        exchange.seen.clear()
-        with sync.micro_batch(last=True):
-            sync.module(torch.randn(4, 6)).square().mean().backward()
-        sync.worker.close()
-        return exchange.seen
-
-    assert run_ranks(1, rank_main) == [[]]
-
-
 def test_error_of_an_exchange_reaches_finish() -> None:
     class Broken(AllReduce):
         def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
@@ -267,8 +232,7 @@ def test_error_of_an_exchange_reaches_finish() -> None:
 
     def rank_main(comm: Comm) -> None:
         net, worker = Net(), ThreadWorker(CPU)
-        sync = GradSync(SyncParts(net, net, Broken(), comm, worker, overlap=True, bucket_mb=0))
-        with sync:
+        with made(GradSync, net, comm, Broken(), worker, overlap=True, bucket_mb=0) as sync:
             step(sync, [(torch.randn(4, 6), {})])
 
     with pytest.raises(ConnectionError, match="peer is gone"):
@@ -276,18 +240,17 @@ def test_error_of_an_exchange_reaches_finish() -> None:
 
 
 def test_loss_scale_is_taken_off_before_the_exchange() -> None:
-    def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
-        plain = step(make(comm, overlap=False)[0], [(x, {})])["out.weight"]
-        sync, _ = make(comm, overlap=False)
-        sync.loss_scale = 1024.0
-        with sync.micro_batch(last=True):
-            (1024 * sync.module(x).square().mean()).backward()
-        sync.finish()
-        return plain, dict(sync.module.named_parameters())["out.weight"].grad  # type: ignore[return-value]
+    x = torch.randn(4, 6)
 
-    plain, unscaled = run_ranks(1, rank_main)[0]
-    torch.testing.assert_close(plain, unscaled)
+    def rank_main(comm: Comm) -> list[Tensor]:
+        found = []
+        for scale in (1.0, 1024.0):
+            sync, _ = make(comm, overlap=False)
+            sync.loss_scale = scale
+            found.append(step(sync, [(x, {})])["out.weight"])
+        return found
+
+    torch.testing.assert_close(*run_ranks(1, rank_main)[0])
 
 
 def sizes_of(buckets: list[BucketPlan]) -> list[list[str]]:
@@ -304,9 +267,7 @@ def test_plan_by_bucket_size() -> None:
     # each bucket takes its turn when its last gradient is due.
     small = ["2.bias", "2.weight", "1.bias", "0.bias"]
     assert sizes_of(plan(model, 1)) == [["1.weight"], small, ["0.weight"]]
-
-
-def test_little_stays_together_and_large_parameters_travel_alone() -> None:
+    # Little stays together, and large parameters travel alone.
     layers = [nn.Linear(600, 600) for _ in range(4)]  # of 1.37 MiB
     assert [len(group) for group in sizes_of(plan(nn.Sequential(*layers[:2]), 25))] == [4]
     model = nn.Sequential(nn.Linear(1100, 1100), *layers, nn.Linear(10, 10))  # the first: 4.6 MiB
@@ -336,8 +297,7 @@ class Aliased(nn.Module):
 def test_gradients_that_share_memory_are_averaged_once() -> None:
     def rank_main(comm: Comm) -> list[float]:
         net = Aliased()
-        parts = SyncParts(net, net, AllReduce(), comm, InlineWorker(), overlap=True, bucket_mb=25)
-        with GradSync(parts) as sync:
+        with made(GradSync, net, comm, overlap=True, bucket_mb=25) as sync:
             with sync.micro_batch(last=True):
                 (net(torch.tensor(1.0 + comm.rank)) * sync.loss_factor).backward()
             sync.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lab.distributed.comm import Collective, Comm, run_ranks
-from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.measure.statistics import round_means
-from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.local import LocalSync
 from lab.training.checkpoint import mean_state
+from tests.support.steps import made, take_steps
 
 LOCAL_SGD: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
@@ -35,27 +34,14 @@ def networks(size: int) -> list[nn.Module]:
     return [copy.deepcopy(model) for _ in range(size)]
 
 
-def local(
-    model: nn.Module, comm: Comm, exchange: Exchange | None = None, **settings: Any
-) -> LocalSync:
-    settings = {"every": 4, **LOCAL_SGD, **settings}
-    of_run = {key: settings.pop(key) for key in ("overlap", "precision") if key in settings}
-    worker = InlineWorker()
-    parts = SyncParts(model, model, exchange or AllReduce(), comm, worker, **of_run)
-    return LocalSync(parts, **settings)
+local: Callable[..., LocalSync] = partial(made, LocalSync, every=4, **LOCAL_SGD)
 
 
 def train(sync: GradSync, batches: Tensor, num_steps: int) -> None:
     """Train up to step `num_steps` on this rank's batches, [steps of the whole run, rows, 6]."""
     optimizer = torch.optim.SGD(sync.module.parameters(), lr=0.1, weight_decay=0.01)
-    for step in range(sync.step, num_steps):
-        with sync.micro_batch(last=True):
-            (sync.module(batches[step]).square().mean() * sync.loss_factor).backward()
-        assert sync.finish() is None
-        optimizer.step()
-        optimizer.zero_grad()
-        finite = sync.after_update(last=step + 1 == len(batches))
-        assert finite is None or finite
+    steps = range(sync.step, num_steps)
+    take_steps(sync, optimizer, batches.__getitem__, steps, last=len(batches) - 1)
 
 
 def weights(sync: GradSync) -> Tensor:
@@ -69,7 +55,7 @@ def test_rounds_of_one_step_are_what_averaging_gradients_gives(size: int) -> Non
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
         other = copy.deepcopy(models[comm.rank])
         sync = local(models[comm.rank], comm, every=1)
-        reference = GradSync(SyncParts(other, other, AllReduce(), comm, InlineWorker()))
+        reference = made(GradSync, other, comm)
         for each in (sync, reference):
             with each:
                 train(each, batches[comm.rank], 6)
@@ -128,20 +114,6 @@ def test_replicas_part_within_a_round_and_meet_at_its_end_and_at_the_last_step()
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("every", [1, 5, 10])
-def test_payload_per_step_is_a_ring_over_the_length_of_a_round(every: int) -> None:
-    batches, models = torch.randn(2, 20, 4, 6), networks(2)
-
-    def rank_main(comm: Comm) -> int:
-        with local(models[comm.rank], comm, every=every) as sync:
-            train(sync, batches[comm.rank], 20)
-        return comm.traffic.payload_bytes
-
-    num_bytes = sum(p.nbytes for p in models[0].parameters())
-    for payload in run_ranks(2, rank_main):
-        assert payload / 20 == pytest.approx(2 * num_bytes * (2 - 1) / 2 / every, rel=0.05)
-
-
 def test_outer_optimizer_is_sgd_with_nesterov_momentum_on_the_mean_change() -> None:
     changes = torch.randn(3, 2, 4)  # rounds, ranks, values
     lr, momentum = 0.7, 0.9
@@ -161,33 +133,6 @@ def test_outer_optimizer_is_sgd_with_nesterov_momentum_on_the_mean_change() -> N
         expected -= lr * (change + momentum * velocity)
     for result in run_ranks(2, rank_main):
         torch.testing.assert_close(result, expected)
-
-
-def test_a_round_goes_on_from_its_state_bit_for_bit() -> None:
-    batches, models, others = torch.randn(2, 11, 4, 6), networks(2), networks(2)
-    settings: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
-
-    def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
-        sync = local(models[comm.rank], comm, **settings)
-        resumed = local(others[comm.rank], comm, **settings)
-        with sync:
-            train(sync, batches[comm.rank], 6)
-            state = {kind: _cloned(tensors) for kind, tensors in sync.state_dict().items()}
-            resumed.module.load_state_dict(sync.module.state_dict())
-            train(sync, batches[comm.rank], 11)
-        assert state["anchor"]
-        resumed.load_state_dict(state)
-        resumed.step = 6
-        with resumed:
-            train(resumed, batches[comm.rank], 11)
-        return weights(sync), weights(resumed)
-
-    for whole, resumed in run_ranks(2, rank_main):
-        assert torch.equal(whole, resumed)
-
-
-def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def test_mean_of_states_keeps_types_and_memory_order() -> None:

@@ -201,36 +201,6 @@ def test_what_is_refused_is_named(name: str, settings: dict[str, Any], message: 
         optim(target, **settings).optimizer(model())
 
 
-class TrustAll(torch.optim.SGD):
-    """Scales each step by the norm of all gradients together, as LAMB over all would."""
-
-    def step(self, closure: None = None) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        total = nn.utils.get_total_norm([g for g in gradients if g is not None])
-        for gradient in gradients:
-            if gradient is not None:
-                gradient /= total
-        super().step()
-
-
-class Counting(torch.optim.SGD):
-    """Decays its rate by its own count of steps, which it keeps for a whole group."""
-
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            group["lr"] = 0.1 / group["count"]
-        super().step()
-
-
-class Failing(torch.optim.SGD):
-    """Wants all parameters at each step."""
-
-    def step(self, closure: None = None) -> None:
-        if len(self.param_groups[0]["params"]) < 2:
-            raise RuntimeError("where are the others?")
-
-
 def convnet() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 4))
 
@@ -255,9 +225,9 @@ def test_optimizers_that_treat_each_parameter_by_itself(optim: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("optim=tests.unit.training.test_optim.TrustAll",), "gives other weights"),
-        (("optim=tests.unit.training.test_optim.Counting",), "gives other weights"),
-        (("optim=tests.unit.training.test_optim.Failing",), "where are the others?"),
+        (("optim=tests.support.optimizers.TrustAll",), "gives other weights"),
+        (("optim=tests.support.optimizers.Counting",), "gives other weights"),
+        (("optim=tests.support.optimizers.Failing",), "where are the others?"),
         (("clip_grad_norm=1",), "clip_grad_norm=1.0: needs all gradients at once"),
     ],
 )

@@ -72,8 +72,8 @@ def test_an_error_of_the_users_code_names_its_place_and_holds_the_traceback() ->
 
 
 RUN = (
-    *("device=cpu", "model=alexnet_small", "model.dropout=0.5", "data=synthetic", "batch_size=4"),
-    *("data.num_images=64", "warmup_steps=1"),
+    *("device=cpu", "model=alexnet_small", "model.hidden=64", "model.dropout=0.5"),
+    *("data=synthetic", "data.num_images=64", "batch_size=4", "warmup_steps=1"),
 )
 
 

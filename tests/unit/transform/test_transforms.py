@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from lab.model.mlp import mlp
 from lab.settings.files import conf_dir
 from lab.transform.transforms import Checkpoint, Fc1x1
 
-MODELS = pytest.mark.parametrize("make", [lenet, alexnet_small], ids=["lenet", "alexnet_small"])
+SMALL = partial(alexnet_small, hidden=64)
+MODELS = pytest.mark.parametrize("make", [lenet, SMALL], ids=["lenet", "alexnet_small"])
 
 
 def size(module: nn.Module) -> int:

@@ -106,23 +106,18 @@ def test_every_point_has_a_line_and_every_record_is_inside(page: str) -> None:
     assert read.tags["svg"] >= len(charts)  # drawn without JavaScript
 
 
-def test_results_in_a_study_are_shown_with_it(tmp_path: Path) -> None:
+def test_what_is_damaged_is_named_and_all_else_is_shown_results_too(tmp_path: Path) -> None:
     folder = make_study(tmp_path / "made")
     shutil.copy(RESULTS / "layers_alexnet.json", folder)
     (folder / "settings.json").write_text('{"other": "program"}')
-    page = page_of(folder).partition("<script")[0]
-    headings = re.findall(r"<h2[^>]*>([^<]*)", page)
-    assert headings == ["Study made", "layers: layers alexnet"]
-    assert "data:image/svg+xml" in page
-
-
-def test_what_is_damaged_is_named_and_all_else_is_shown(tmp_path: Path) -> None:
-    folder = make_study(tmp_path / "made")
     (folder / "none-n1-b64-r0/record.json").write_text("{")
     (folder / "overlap-n4-b128-r0/steps.parquet").write_bytes(b"PAR1 PAR1")
     (folder / "overlap-n4-b64-r0/timeline.json").write_text("[" * 100_000)
     (folder / "layers.json").write_text('{"bench": "layers"}')
     page = page_of(folder).partition("<script")[0]
+    headings = re.findall(r"<h2[^>]*>([^<]*)", page)
+    assert headings == ["Study made", "layers: layers alexnet"]
+    assert "data:image/svg+xml" in page
     assert page.partition('<table id="s1-points">')[2].partition("</table>")[0].count("<tr>") == 31
     for damaged in (
         "/record.json: not JSON",
@@ -142,12 +137,10 @@ def test_it_asks_for_nothing(page: str) -> None:
     assert "unsafe" not in policy
 
 
-def test_its_policy_holds_hashes_that_look_like_paths(
-    study: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_policy_holds_hashes_that_look_like_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are no paths to be hidden: the page would lose its style and its script."""
     monkeypatch.setattr("lab.web.page._hash", lambda _: "'sha256-/z6v/6wj/9JqS='")
-    assert "style-src 'sha256-/z6v/6wj/9JqS='; " in page_of(study)
+    assert "style-src 'sha256-/z6v/6wj/9JqS='; " in page_of(RESULTS / "layers_alexnet.json")
 
 
 def test_names_of_others_stay_text(tmp_path: Path) -> None:

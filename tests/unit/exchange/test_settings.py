@@ -1,0 +1,104 @@
+"""Settings out of range are refused by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lab.codec import codecs
+from lab.exchange.allreduce import AllReduce, NoExchange
+from lab.exchange.auto import Auto
+from lab.exchange.compressed import OneBit, TopK
+from lab.exchange.hierarchical import Hierarchical
+from lab.exchange.muon import Dion, Muon
+from lab.exchange.onebit_adam import OneBitAdam, OneBitLamb, ZeroOneAdam
+from lab.exchange.paths import DoubleTree, Ring, Tree
+from lab.exchange.powersgd import PowerSGD
+from lab.exchange.randomk import RandomK
+from lab.exchange.schedule import Schedule
+
+
+def schedule(until: Any, phases: int = 2, second: Any = None) -> Schedule:
+    third = AllReduce() if phases == 3 else None
+    return Schedule(AllReduce(), second or AllReduce(), third, until)
+
+
+def auto(**settings: Any) -> Auto:
+    candidates = {"a": AllReduce(), "b": NoExchange(), "c": schedule((1,))}
+    return Auto(
+        **({"candidates": candidates, "among": ["a"], "rounds": 1, "tolerance": 0} | settings)
+    )
+
+
+NO_MEAN, TWO_ENDS = "does not keep replicas equal", r": must be 2 rising numbers, for 3 exchanges"
+EACH = "one of these for each of gloo and nccl"
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (codecs.OneBit, {"threshold": "median"}, "threshold=median: allowed are zero, mean"),
+    (codecs.OneBit, {"granularity": "row"}, "granularity=row: allowed are column, block"),
+    (codecs.OneBit, {"block_size": 4}, "block_size=4: must be an integer of at least 8"),
+    (codecs.Int8, {"block_size": 10}, "block_size=10: must be a multiple of 4 above 0"),
+    (codecs.Int4, {"block_size": 12}, "block_size=12: must be a multiple of 8 above 0"),
+    (codecs.Float8, {"block_size": 4}, "block_size=4: must be an integer of at least 8"),
+    (codecs.Cast, {"dtype": "float64"}, "dtype=float64: allowed are bfloat16, float16"),
+    (codecs.Signs, {"min_values": 0}, "min_values=0: must be an integer of at least 1"),
+    (codecs.TopK, {"ratio": 0}, "ratio=0: must be a number above 0 and at most 1"),
+    (RandomK, {"ratio": 1.5}, "ratio=1.5: must be a number above 0 and at most 1"),
+    (RandomK, {"seed": "a"}, "seed=a: must be an integer"),
+    (PowerSGD, {"rank": 0}, "rank=0: must be an integer of at least 1"),
+    (TopK, {"error_feedback": 1}, "error_feedback=1: must be true or false"),
+    (AllReduce, {"dtype": "float8"}, "dtype=float8"),
+    *((path, {"chunk_mb": 0}, "chunk_mb=0: must be a number above 0") for path in (Tree, Ring)),
+    (DoubleTree, {"chunk_mb": {"gloo": 4}}, f"chunk_mb=.*{EACH}"),
+    (DoubleTree, {"chunk_mb": {"gloo": 4, "nccl": -1}}, f"chunk_mb=.*{EACH}"),
+    (Hierarchical, {"inter": NoExchange()}, f"inter=NoExchange: {NO_MEAN}"),
+    (Hierarchical, {"inter": Hierarchical(OneBit())}, "inter=Hierarchical: has two levels itself"),
+    (auto, {"among": ["a", "x"]}, r"among=\['a', 'x'\]: must be a list of some of a, b, c"),
+    (auto, {"among": []}, r"among=\[\]: must be"),
+    (auto, {"among": "a"}, "among=a: must be"),
+    (auto, {"rounds": 0}, "rounds=0: must be an integer of at least 1"),
+    (auto, {"tolerance": 1}, "tolerance=1: must be a number from 0 to below 1"),
+    (auto, {"among": ["b"]}, rf"candidates\.b=NoExchange: {NO_MEAN}"),
+    (auto, {"among": ["c"]}, r"candidates\.c=Schedule: is made of others"),
+    (schedule, {"until": (5,), "second": NoExchange()}, f"second=NoExchange: {NO_MEAN}"),
+    (schedule, {"until": [0.5], "phases": 3}, rf"until=\[0.5\]{TWO_ENDS}"),
+    (schedule, {"until": [0.1, 0.5]}, r"until=.*: must be 1 rising numbers, for 2 exchanges"),
+    (schedule, {"until": [0.5, 0.1], "phases": 3}, rf"until=\[0.5, 0.1\]{TWO_ENDS}"),
+    (schedule, {"until": [0.5, 0.5], "phases": 3}, rf"until=\[0.5, 0.5\]{TWO_ENDS}"),
+    (schedule, {"until": [0.5, 20], "phases": 3}, "until=.*shares of the run between 0 and 1, or"),
+    *((schedule, {"until": end}, "until=.*: must be") for end in ([0], [1.0], [True], 0.5, "half")),
+    (OneBitAdam, {"betas": (0.9, 1.0)}, r"betas=\[0.9, 1.0\]: must be two numbers"),
+    (OneBitAdam, {"eps": 0}, "eps=0: must be a number above 0"),
+    (OneBitAdam, {"block_size": 4}, "block_size=4: must be an integer of at least 8"),
+    (OneBitAdam, {"settle_every": 1}, "settle_every=1: must be an integer of at least 2"),
+    (OneBitAdam, {"settle_below": 1}, "settle_below=1: must be a number above 0"),
+    (OneBitAdam, {"freeze_at": 0}, "freeze_at=0: must be an integer of at least 1"),
+    (OneBitAdam, {"signs_of": "sums"}, "signs_of=sums: allowed are momentum, gradient"),
+    (OneBitAdam, {"least_steps": 0}, "least_steps=0: must be an integer of at least 1"),
+    (ZeroOneAdam, {"updates_per_interval": 0}, "updates_per_interval=0: must be an integer of at"),
+    (ZeroOneAdam, {"longest_interval": 12}, "longest_interval=12: must be a power of two"),
+    (OneBitLamb, {"ratio_range": (2, 10)}, r"ratio_range=\[2, 10\]: must be two numbers above 0"),
+    (OneBitLamb, {"factor_range": (0, 4)}, r"factor_range=\[0, 4\]: must be two numbers above 0"),
+    (OneBitLamb, {"ratio_decay": 1}, "ratio_decay=1: must be a number from 0 to below 1"),
+    (OneBitLamb, {"factor_change": -1}, "factor_change=-1: must be a number from 0 to below 1"),
+    (Muon, {"momentum": 1.0}, "momentum=1.0: must be a number from 0 to below 1"),
+    (Muon, {"nesterov": 1}, "nesterov=1: must be true or false"),
+    (Muon, {"steps": 0}, "steps=0: must be an integer of at least 1"),
+    (Muon, {"dtype": "fp8"}, "dtype=fp8: allowed are auto, bfloat16, float32"),
+    (Muon, {"adam": "head.*"}, r"adam=head\.\*: must be a list of parameters' names"),
+    (Muon, {"matrices": [3]}, r"matrices=\[3\]: must be a list"),
+    (Muon, {"adam": None}, "adam=None: must be a list"),
+    (Dion, {"rank_fraction": 0.0}, "rank_fraction=0.0: must be a number above 0 and at most 1"),
+    (Dion, {"momentum": 1.0}, "momentum=1.0: must be a number from 0 to below 1"),
+    (Dion, {"betas": [0.9]}, "betas="),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "message"), REFUSED)
+def test_settings_out_of_range_are_refused_in_a_line(
+    make: Callable[..., Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^exchange.{message}") as refused:
+        make(**settings)
+    assert "\n" not in str(refused.value)
