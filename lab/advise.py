@@ -41,11 +41,13 @@ def _advise(line: CommandLine) -> int:
     # Imported here: a wrong setting is answered before numpy, pandas and Altair load.
     from lab.advice import view
     from lab.advice.advise import advised
+    from lab.simulate.view import write
 
     result = {"command": line.text, **advised(advice)}
     print(view.text(result))
-    if advice.prediction.out:
-        print(f"wrote {', '.join(map(str, view.write(advice.prediction.out, result)))}")
+    if out := advice.prediction.out:
+        figure = view.chart(result) if result["rows"] else None
+        print(f"wrote {', '.join(map(str, write(out, result, figure)))}")
     return 0
 
 

@@ -49,7 +49,7 @@ def _predict(line: CommandLine) -> int:
     result, spans = predicted(request)
     result = {"command": line.text, **result}
     print(view.table(result))
-    written = view.write(request.out, result) if request.out else []
+    written = view.write(request.out, result, view.chart(result)) if request.out else []
     written += view.write_timeline(request.trace, result, spans) if request.trace else []
     if written:
         print(f"wrote {', '.join(map(str, written))}")

@@ -58,11 +58,6 @@ class Forecast:
     def seconds_per_sample(self) -> float:
         return self.steps_s[0] / self.batch_size
 
-    @property
-    def interval_s(self) -> tuple[float, float]:
-        """The shortest and the longest of the step times."""
-        return min(self.steps_s), max(self.steps_s)
-
     def costs(self) -> list[float]:
         """Return weighted seconds per sample, on the hardware and on each draw."""
         return [self.weight * step_s / self.batch_size for step_s in self.steps_s]
@@ -190,7 +185,7 @@ def _row(advice: Advice, group: Group, option: Option) -> Row:
     hours = target.hours(forecast.seconds_per_sample, total)
     ranks_per_node = group.hardware.ranks_per_node
     units = target.units(cell.world_size, ranks_per_node)
-    shortest_s, longest_s = forecast.interval_s
+    shortest_s, longest_s = min(forecast.steps_s), max(forecast.steps_s)
     cost = None
     if target.price_per_hour is not None:
         per_sample = target.price_per_hour * units * forecast.seconds_per_sample / 3600

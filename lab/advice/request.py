@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, read_file
@@ -73,17 +75,16 @@ class Target:
     unit: str = "device"
 
     @classmethod
-    def of(
-        cls, text: str, samples: float | None, price_per_hour: float | None, unit: str
-    ) -> Target:
+    def of(cls, own: OwnSettings) -> Target:
         """Read a target as it is typed.
 
         Raises:
             ConfigError: there is none of that name, or it is cost without a price.
         """
-        if text == "cost" and price_per_hour is None:
+        if own.target == "cost" and own.price_per_hour is None:
             raise ConfigError("target=cost: needs price_per_hour=, of a device (or price_of=node)")
-        return cls(text, _least(text), samples, price_per_hour, unit)
+        least = _least_efficiency(own.target)
+        return cls(own.target, least, own.samples, own.price_per_hour, own.price_of)
 
     def units(self, world_size: int, ranks_per_node: int) -> int:
         """Return how many devices or nodes are paid for."""
@@ -106,7 +107,7 @@ class Target:
         return None if total is None else total * seconds_per_sample / 3600
 
 
-def _least(text: str) -> float:
+def _least_efficiency(text: str) -> float:
     if bound := BOUND.fullmatch(text):
         try:
             share = float(bound[1])
@@ -156,8 +157,7 @@ def read(arguments: Sequence[str]) -> Advice:
         if argument.startswith("trace="):
             raise ConfigError(f"{argument}: lab.predict writes the timeline of one cell")
     own = parsed(OwnSettings, texts)
-    target = Target.of(own.target, own.samples, own.price_per_hour, own.price_of)
-    request = _with_grid(run)
+    target, request = Target.of(own), _with_grid(run)
     if "strategy" not in _texts(run):
         request = _of_dividing(request)
     for cell in request.cells:
@@ -203,16 +203,14 @@ def _divides_batch(size: int, cell: Cell) -> bool:
 
 def _of_dividing(request: Request) -> Request:
     """Leave out cells whose strategy cannot divide so many ranks among nodes as it wants."""
-    kept = []
+    cells, profiles = list[Cell](), list[Profile | None]()
     for cell, profile in zip(request.cells, request.profiles, strict=True):
         strategy = Strategy.of(plain(cell.config))
-        try:
+        with suppress(ValueError):
             if strategy.pattern.gathers_units:
                 Groups.of(strategy, Network(request.hardware, cell.world_size))
-        except ValueError:
-            continue
-        kept.append((cell, profile))
-    cells, profiles = [cell for cell, _ in kept], [profile for _, profile in kept]
+            cells.append(cell)
+            profiles.append(profile)
     return replace(request, cells=cells, profiles=profiles)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -14,7 +13,6 @@ from lab.draw.chart import Chart
 from lab.draw.looks import looks_of
 from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
-from lab.record.files import write_json
 
 Row = dict[str, Any]
 TITLES = {
@@ -23,20 +21,6 @@ TITLES = {
 }
 WIDTH = 110  # letters of a line in words
 MOST = 5  # series of a panel: more cannot be told apart
-
-
-def write(target: Path, result: Row) -> list[Path]:
-    """Write the result as JSON and its figure next to it, or the figure alone into a PNG.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    written = [] if target.suffix == ".png" else [target]
-    for path in written:
-        write_json(path, result)
-    if result["rows"]:
-        written += chart(result).write(target.with_suffix(""), ["png"])
-    return written
 
 
 def chart(result: Row) -> Chart:

@@ -7,6 +7,7 @@ from typing import Any
 from lab.claims.device import Device, Quantity, exact, matches, ratio, total
 from lab.claims.metrics import Missing
 from lab.measure.intervals import Interval
+from lab.settings import checks
 
 BEST = "best of each"
 PASSES = ("forward", "backward")
@@ -142,9 +143,7 @@ def fusable_share(device: Device, result: str) -> Interval:
 def layout_ratio(device: Device, result: str, layout: str) -> Interval:
     """Divide the time of a step in a layout by that of NCHW."""
     steps = {step["layout"]: step["ratio"] for step in device.result(result)["steps"]}
-    if layout not in steps:
-        raise ValueError(f"layout={layout}: allowed are {', '.join(steps)}")
-    return Interval.read(steps[layout])
+    return Interval.read(steps[checks.one_of("layout", layout, steps)])
 
 
 def _row(result: dict[str, Any]) -> dict[str, Any]:
@@ -153,11 +152,8 @@ def _row(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(result: dict[str, Any], name: str) -> dict[str, Any]:
-    found = [row for row in result["rows"] if row["name"] == name]
-    if not found:
-        allowed = ", ".join(row["name"] for row in result["rows"])
-        raise ValueError(f"name={name}: allowed are {allowed}")
-    return found[0]
+    rows = {row["name"]: row for row in result["rows"]}
+    return rows[checks.one_of("name", name, rows)]
 
 
 def _layers(row: dict[str, Any], layers: str) -> list[dict[str, Any]]:

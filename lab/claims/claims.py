@@ -14,6 +14,7 @@ from lab.claims.device import COUNTED, SWEPT, Device, Quantity, difference, rati
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
 from lab.measure.intervals import Interval
 from lab.record.files import check_types
+from lab.settings import checks
 
 # Where a claim comes from; what it is worth follows from its value (lab/claims/verdicts.py).
 ROLES = {
@@ -203,8 +204,8 @@ class Paper:
     def __post_init__(self) -> None:
         if (self.profile is None) != (self.hardware is None):
             raise ValueError("must give both profile and hardware, or neither")
-        if self.device is not None and self.device not in DEVICES:
-            raise ValueError(f"device={self.device}: allowed are {', '.join(DEVICES)}")
+        if self.device is not None:
+            checks.one_of("device", self.device, DEVICES)
         scaling = next((claim for claim in self.claims if not claim.of_device), None)
         if self.profile is None and scaling:
             raise ValueError(f"claim {scaling.says!r}: needs a profile and hardware")
@@ -251,8 +252,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
             check_types(made)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
-    if claim.role not in ROLES:
-        raise ValueError(f"claim {claim.says!r}: role={claim.role}: allowed are {', '.join(ROLES)}")
+    checks.one_of(f"claim {claim.says!r}: role", claim.role, ROLES)
     known = OVER_GRID if claim.grid else {**QUANTITIES, **OF_DEVICE}
     if claim.quantity not in known:
         allowed = ", ".join(known) + ("" if claim.grid else f"; with a grid {', '.join(OVER_GRID)}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lab.claims.metrics import Missing
 from lab.draw.text import markdown
 from lab.measure.intervals import Interval, of_level, of_ratio
+from lab.settings import checks
 from lab.settings.config import load
 from lab.settings.overrides import own_choices
 from lab.settings.reading import read_json
@@ -48,6 +49,11 @@ class Device:
     cells: Sequence[Cell] = ()
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def environments(self) -> list[Mapping[str, Any]]:
+        """Those of the runs, as far as they are known."""
+        return [cell.environment for cell in self.cells if cell.environment]
+
     def measured_on(self, result: str | None) -> str | None:
         """Return "gpu" or "cpu", on which a result or, without a name, the runs were measured.
 
@@ -55,10 +61,9 @@ class Device:
             None: nothing was measured.
         """
         try:
-            known = [self.result(result)["environment"]] if result else self._environments()
+            return kind_of([self.result(result)["environment"]] if result else self.environments)
         except Missing:
             return None
-        return kind_of(known)
 
     def figure(self, path: str | float) -> float:
         """Return a figure of the source's tables by its keys and places, joined by "/".
@@ -77,9 +82,6 @@ class Device:
             raise Missing
         return float(found)
 
-    def _environments(self) -> list[Mapping[str, Any]]:
-        return [cell.environment for cell in self.cells if cell.environment]
-
     def blueprint(self, network: str) -> Blueprint:
         """Build a network for its shapes. ValueError: the paper names no such network."""
         from lab.problem.build import blueprint
@@ -97,8 +99,7 @@ class Device:
             Missing: there is none.
             ValueError: the paper has no such benchmark, or the file is none of its results.
         """
-        if name not in self.benches:
-            raise ValueError(f"result={name}: allowed are {', '.join(self.benches)}")
+        checks.one_of("result", name, self.benches)
         path = self.folder / f"{name}.json" if self.folder else None
         if path is None or not path.is_file():
             raise Missing
@@ -113,8 +114,7 @@ class Device:
         return found
 
     def _settings(self, network: str) -> Sequence[str]:
-        if network not in self.networks:
-            raise ValueError(f"network={network}: allowed are {', '.join(self.networks)}")
+        checks.one_of("network", network, self.networks)
         return own_choices(shlex.split(self.networks[network]))
 
 

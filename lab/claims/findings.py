@@ -147,12 +147,10 @@ def _find(
         return Findings(paper, verdicts, None, None, None, device, table)
     counts = counts_of_model(paper.model) if paper.model else None
     hardware = parse(read_file("hardware", paper.hardware))
-    predicted = Predicted(paper.profile, hardware, counts=counts)
+    on = partial(Predicted, paper.profile, network=counts)
+    predicted = on(hardware)
     drawn = enumerate(zip(draws(hardware), places(), strict=True))
-    others = [
-        Predicted(paper.profile, each, counts=counts, place=place, number=number)
-        for number, (each, place) in drawn
-    ]
+    others = [on(each, place=place, number=number) for number, (each, place) in drawn]
     measured = None
     if runs:
         kinds = sorted({cell.circumstances for cell in cells})
@@ -164,9 +162,7 @@ def _find(
     if reproduce and paper.reproduction:
         reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
     conditions = measured.conditions() if measured else None
-    changed = [
-        Predicted(paper.profile, hardware, counts=counts, change=change) for change in CHANGES
-    ]
+    changed = [on(hardware, change=change) for change in CHANGES]
     machine = _machine(conditions, cells)
     verdicts = judge(paper, predicted, measured, others, device, changed, machine)
     terms = fit_terms(paper, hardware)

@@ -215,14 +215,12 @@ def of_linear_scaling(quantity: str, at: Point) -> float | None:
 
 def transfer_s(facts: Facts, at: Point) -> float:
     """Return the time to send all gradients to another rank: half the tree's cost on two ranks."""
-    pair = replace(at, strategy="tree", world_size=2)
-    return (facts.step_s(pair) - facts.step_s(replace(pair, strategy="none"))) / 2
+    return added_s(facts, replace(at, strategy="tree", world_size=2)) / 2
 
 
 def transfers(facts: Facts, at: Point) -> float:
     """Express the time that a blocking strategy adds to a step in transfers of all gradients."""
-    added = facts.step_s(at) - facts.step_s(replace(at, strategy="none"))
-    return added / transfer_s(facts, at)
+    return added_s(facts, at) / transfer_s(facts, at)
 
 
 def transfer_share(facts: Facts, at: Point) -> float:
@@ -238,8 +236,7 @@ def byte_share(facts: Facts, at: Point) -> float:
 
 def added_share(facts: Facts, at: Point) -> float:
     """Divide the time that a strategy adds to a step by what `overlap` adds."""
-    alone = facts.step_s(replace(at, strategy="none"))
-    return (facts.step_s(at) - alone) / (facts.step_s(replace(at, strategy="overlap")) - alone)
+    return added_s(facts, at) / added_s(facts, replace(at, strategy="overlap"))
 
 
 def fc_share(facts: Facts, _at: Point) -> float:

@@ -216,8 +216,8 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
     for name in missing:
         yield f"* `python -m lab.bench {paper.benches[name]} out=FOLDER/{name}.json`"
     if paper.study and device.cells:
-        known = [cell.environment for cell in device.cells if cell.environment]
-        machines = sorted({f"{where['cpu']}, torch {where['torch']}" for where in known})
+        where = device.environments
+        machines = sorted({f"{each['cpu']}, torch {each['torch']}" for each in where})
         yield f"Measured by `study={paper.study}`: {'; '.join(machines)}."
     elif paper.study:
         study = paper.study

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from statistics import median
@@ -16,6 +16,7 @@ from lab.claims.claims import Claim, Paper, Reproduction
 from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point, speedup
 from lab.model.profile import Profile
 from lab.model.work import Counts
+from lab.settings import checks
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.overrides import own_choices
@@ -51,36 +52,28 @@ class Change:
         return replace(hardware, node_rates=rates, **links)
 
 
+@dataclass(frozen=True)
 class Predicted:
-    """Facts by the cost model.
+    """Facts by the cost model. Methods raise ConfigError if there is no such file.
 
-    Args:
+    Attributes:
         profile: the paper's, a file of conf/profile; a point may name another.
         hardware: the model runs on it.
         bytes_scale: multiplies the parameters of all profiles.
-        counts: of the paper's network; None: as far as the profile gives them.
+        network: counts of the paper's; None: as far as the profile gives them.
         place: where in their ranges the values lie that profiles assume; None: as they are given.
         number: of the draw that `hardware` is of what its file leaves open; None: it is none.
         change: of all hardware and profiles.
-
-    Raises:
-        ConfigError: there is no such file.
     """
 
-    def __init__(
-        self,
-        profile: str,
-        hardware: Hardware,
-        bytes_scale: float = 1.0,
-        counts: Counts | None = None,
-        place: float | None = None,
-        number: int | None = None,
-        change: Change | None = None,
-    ) -> None:
-        self._number, self._change = number, change
-        self._steps: dict[Point, tuple[float, float]] = {}  # claims share cells
-        self.profile, self.hardware, self.bytes_scale = profile, hardware, bytes_scale
-        self._counts, self._place = counts, place
+    profile: str
+    hardware: Hardware
+    bytes_scale: float = 1.0
+    network: Counts | None = None
+    place: float | None = None
+    number: int | None = None
+    change: Change | None = None
+    _steps: dict[Point, tuple[float, float]] = field(default_factory=dict, init=False)
 
     def __str__(self) -> str:
         scale = "" if self.bytes_scale == 1 else f" with {self.bytes_scale:g} of its bytes"
@@ -104,8 +97,8 @@ class Predicted:
 
         In a profile without a layer named fc…, kinds are unknown.
         """
-        if self._counts:
-            return self._counts
+        if self.network:
+            return self.network
         layers = profile_of(self.profile).layers
         connected = [x.parameters for x in layers if x.name.startswith(FULLY_CONNECTED)]
         return Counts(sum(x.parameters for x in layers), sum(connected) if connected else None)
@@ -115,7 +108,7 @@ class Predicted:
         return Predicted(self.profile, with_rate(self.hardware, rate), self.bytes_scale)
 
     def _step(self, at: Point) -> tuple[float, float]:
-        if at not in self._steps:
+        if at not in self._steps:  # claims share cells
             self._steps[at] = self._simulated(at)
         return self._steps[at]
 
@@ -124,10 +117,10 @@ class Predicted:
             raise Missing(f"{at.world_size} ranks cannot share a batch of {at.batch_size}")
         per_rank_batch = at.batch_size // at.world_size
         profile = profile_of(at.profile or self.profile, self.bytes_scale)
-        if self._place is not None:
-            profile = profile.drawn(self._place)
-        if self._change:
-            profile = profile.scaled(self._change.bytes, self._change.compute)
+        if self.place is not None:
+            profile = profile.drawn(self.place)
+        if self.change:
+            profile = profile.scaled(self.change.bytes, self.change.compute)
         strategy, hardware = strategy_of(at.strategy), self._hardware(at)
         try:
             step = simulate(profile, hardware, strategy, at.world_size, per_rank_batch)
@@ -137,17 +130,11 @@ class Predicted:
 
     def _hardware(self, at: Point) -> Hardware:
         """Return the hardware at a point."""
-        hardware = hardware_of(at.hardware, self._number) if at.hardware else self.hardware
+        hardware = hardware_of(at.hardware, self.number) if at.hardware else self.hardware
         if at.rate_gbit is not None:
             hardware = with_rate(hardware, at.rate_gbit * 1e9 / 8)
-        for text in at.values:
-            key, _, value = text.partition("=")
-            try:
-                hardware = with_value(hardware, key, float(value))
-            except (AttributeError, TypeError, ValueError):
-                where = f"at.values={text}"
-                raise ValueError(f"{where}: must be KEY=VALUE of {hardware.name}") from None
-        return self._change.of(hardware) if self._change else hardware
+        hardware = with_texts(hardware, at.values)
+        return self.change.of(hardware) if self.change else hardware
 
 
 # Cached: reading settings takes longer than simulating a step.
@@ -162,6 +149,18 @@ def hardware_of(name: str, number: int | None = None) -> Hardware:
     """Read a file of conf/hardware, or make a draw of what it leaves open. ConfigError: no file."""
     hardware = parse(read_file("hardware", name))
     return hardware if number is None else next(islice(draws(hardware), number, None))
+
+
+def with_texts(hardware: Hardware, texts: Sequence[str]) -> Hardware:
+    """Return the hardware with the values of a point. ValueError: one is no KEY=VALUE of it."""
+    for text in texts:
+        key, _, value = text.partition("=")
+        try:
+            hardware = with_value(hardware, key, float(value))
+        except (AttributeError, TypeError, ValueError):
+            where = f"at.values={text}"
+            raise ValueError(f"{where}: must be KEY=VALUE of {hardware.name}") from None
+    return hardware
 
 
 @cache
@@ -423,9 +422,7 @@ def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
     if not paper.fit or not figures:
         return None
     for name in paper.fit:
-        if name not in START or not hasattr(hardware, name):
-            allowed = ", ".join(START)
-            raise ValueError(f"{paper.title}: fit={name}: allowed are {allowed}")
+        checks.one_of(f"{paper.title}: fit", name, [key for key in START if hasattr(hardware, key)])
     best = _fitted(paper, hardware, figures)
     networks = {_network(paper, claim) for claim in figures}
     without = {

@@ -28,10 +28,10 @@ from scipy.optimize import minimize
 
 from lab.claims.claims import Claim, Paper
 from lab.claims.metrics import of_linear_scaling
-from lab.claims.predicted import hardware_of, profile_of, strategy_of
+from lab.claims.predicted import hardware_of, profile_of, strategy_of, with_texts
 from lab.model.profile import Layer, Profile
 from lab.settings.files import read_file
-from lab.simulate.hardware import Hardware, Learned, with_value
+from lab.simulate.hardware import Hardware, Learned
 from lab.simulate.score import skill
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING, Strategy
@@ -126,10 +126,7 @@ def _of_claim(paper: Paper, origin: str, claim: Claim) -> Figure:
     profile, hardware = at.profile or paper.profile, at.hardware or paper.hardware
     linear = of_linear_scaling(claim.quantity, at)
     assert profile and hardware and linear and claim.published
-    machine = hardware_of(hardware)
-    for text in at.values:
-        key, _, value = text.partition("=")
-        machine = with_value(machine, key, float(value))
+    machine = with_texts(hardware_of(hardware), at.values)
     ranks, weak = at.over_ranks, claim.quantity != "speedup"
     batch = at.batch_size // (at.world_size if weak else ranks)
     growth = math.log(at.world_size / ranks)

@@ -213,10 +213,8 @@ def fit_collectives(
 
     best, covariance = least_squares(residuals, start)
     spread = np.sqrt(np.diag(covariance)).tolist()
-    return Collectives(
-        with_values(preset, names, np.exp(best)),
-        dict(zip(names, spread, strict=True)),
-    )
+    errors_of = dict(zip(names, spread, strict=True))
+    return Collectives(with_values(preset, names, np.exp(best)), errors_of)
 
 
 def collective_s(
@@ -306,8 +304,9 @@ def _with_hosts(
         return preset
     if preset.intra is None:
         raise ValueError(f"cluster.ranks_per_host={local}: hardware={preset.name} has no intra")
-    known = next((pair for pair in others if _ranks_per_host(pair[1]) == 1), None)
-    start = _moved(known[0].hardware, known[1], cells) if known else preset
+    start = preset
+    if known := next((pair for pair in others if _ranks_per_host(pair[1]) == 1), None):
+        start = over_links(known[0].hardware, _cluster(known[1]), _cluster(cells))
     return replace(start, ranks_per_node=local, intra=preset.intra, assumed=preset.assumed)
 
 
@@ -328,18 +327,11 @@ def _transferred(
     """Predict a group's cells from hardware that was fitted to others."""
     machines = (source.hardware, *source.draws)
     try:
-        best, *moved = [_moved(machine, source_cells, cells) for machine in machines]
+        clusters = _cluster(source_cells), _cluster(cells)
+        best, *moved = [over_links(machine, *clusters) for machine in machines]
     except ValueError as error:
         raise ValueError(f"{name}: no cell of two ranks, and {error}") from None
     return Group(name, tuple(_observations(cells, profile)), best, tuple(moved), fitted=False)
-
-
-def _moved(hardware: Hardware, fitted: list[Cell], other: list[Cell]) -> Hardware:
-    """Return hardware that was fitted to some cells with the links of others."""
-    clusters = [_cluster(max(cells, key=lambda cell: cell.world_size)) for cells in (fitted, other)]
-    if None in clusters:
-        raise ValueError("no emulated cluster")
-    return over_links(hardware, *filter(None, clusters))
 
 
 def _ranks_per_host(cells: list[Cell]) -> int:
@@ -347,11 +339,12 @@ def _ranks_per_host(cells: list[Cell]) -> int:
     return _cluster_settings(cells[0]).get("ranks_per_host", 1)
 
 
-def _cluster(cell: Cell) -> Cluster | None:
-    """Return the emulated cluster on which a cell ran."""
+def _cluster(cells: list[Cell]) -> Cluster:
+    """Return the emulated cluster of the cell of most ranks. ValueError: there is none."""
+    cell = max(cells, key=lambda cell: cell.world_size)
     settings = _cluster_settings(cell)
     if not settings:
-        return None
+        raise ValueError("no emulated cluster")
     try:  # not `build`, which would call whatever a stranger's file names
         return emulated(**settings, world_size=cell.world_size)
     except (TypeError, AttributeError) as error:

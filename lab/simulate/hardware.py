@@ -319,10 +319,8 @@ def parse(node: Mapping[str, Any]) -> Hardware:
     _check_keys(name, node, Hardware)
     try:
         given = {key: value for key, value in node.items() if key != "assumed"}
-        for way in ("intra", "inter"):
-            given[way] = node[way] and _link(f"{name}: {way}", node[way])
-        if node.get("server"):
-            given["server"] = _link(f"{name}: server", node["server"])
+        for way in ("intra", "inter", "server"):
+            given[way] = _link(f"{name}: {way}", node[way]) if node.get(way) else None
         given |= {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
         given[CODEC_RATES] = _pairs(f"{name}: {CODEC_RATES}", node.get(CODEC_RATES, {}), 1)
         if given.get("num_cores") == HERE:
@@ -410,9 +408,7 @@ def _check_keys(where: str, node: Mapping[str, Any], kind: Kind) -> None:
 
 
 def _check_hardware(name: str, hardware: Hardware) -> None:
-    if hardware.library not in LIBRARIES:
-        allowed = ", ".join(LIBRARIES)
-        raise ValueError(f"{name}: library={hardware.library}: allowed are {allowed}")
+    checks.one_of(f"{name}: library", hardware.library, LIBRARIES)
     for key, least in LEAST.items():
         if getattr(hardware, key) is not None or key not in OPTIONAL:
             checks.number(f"{name}: {key}", getattr(hardware, key), least)

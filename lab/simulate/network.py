@@ -70,13 +70,11 @@ class Network:
             raise ValueError(
                 f"world_size={size}: hardware={hardware.name} has {len(self.rates)} node_rates"
             )
-        self.inter = (hardware.inter if self.num_nodes > 1 else None) or NOWHERE
-        if self.rates and self.num_nodes > 1:
-            self.inter = replace(self.inter, bandwidth_bytes_per_s=min(self.rates))
-        if self.num_nodes > 1:
+        self.inter = NOWHERE
+        if self.num_nodes > 1 and hardware.inter:
             slower = 1 + hardware.incast * math.log2(self.num_nodes)
-            bandwidth = self.inter.bandwidth_bytes_per_s / slower
-            self.inter = replace(self.inter, bandwidth_bytes_per_s=bandwidth)
+            rate = min(self.rates, default=hardware.inter.bandwidth_bytes_per_s)
+            self.inter = replace(hardware.inter, bandwidth_bytes_per_s=rate / slower)
         if hardware.num_cores:  # whoever handles messages waits for a core
             waiting = hardware.message_cpu * max(0.0, size / hardware.num_cores - 1)
             self.inter = replace(self.inter, latency_s=(1 + waiting) * self.inter.latency_s)
@@ -88,12 +86,17 @@ class Network:
 
         What kernels of a library take of a device's memory follows from the rate of their bytes.
         """
-        hardware, rate = self.hardware, self.intra.rate_of(self.local)
-        if self.num_nodes > 1:
-            rate = min(rate, self.inter.rate_of(self.num_nodes))
+        hardware = self.hardware
         if self.size == 1:
             return hardware.contention
-        return hardware.contention + hardware.wire_passes * rate / hardware.codec_bytes_per_s
+        of_kernels = hardware.wire_passes * self._ring_rate / hardware.codec_bytes_per_s
+        return hardware.contention + of_kernels
+
+    @property
+    def _ring_rate(self) -> float:
+        """Bytes per second of the slowest stretch of a ring; each adapter of a node carries one."""
+        inside, between = self.intra.rate_of(self.local), self.inter.rate_of(self.num_nodes)
+        return min(inside, between)
 
     def tree(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
         """Return the cost of store and forward: 2 ceil(log2 N) transfers (Kim et al., slide 25).
@@ -282,9 +285,7 @@ class Network:
             ranks = nccl.Ranks(self.hardware.nccl, self.local, nodes, *rates)
             chosen = nccl.all_reduce if reduces else nccl.all_gather
             return chosen(ranks, num_bytes).seconds
-        # The slowest stretch bounds a ring; each adapter of a node carries a ring.
-        rate = self.intra.rate_of(self.local)
-        rate = min(rate, self.inter.rate_of(nodes)) if nodes > 1 else rate
+        rate = self._ring_rate
         left = min(size - 1, nodes) if nodes > 1 else 0  # hops of a ring, which leaves a node once
         ring_s = (size - 1 - left) * self.intra.latency_s + left * self.inter.latency_s
         tree_s = 2 * ((self.local - 1) * self.intra.latency_s + log2(nodes) * self.inter.latency_s)

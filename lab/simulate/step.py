@@ -343,14 +343,11 @@ def _step(
     layers = _layers(profile, network, strategy, per_rank_batch_size)
     in_turns = hardware.library == "gloo" and exchange_of(strategy.exchange).staged
     schedule = Turns() if in_turns and pattern.overlaps else Beside()
-    rank = Rank(_contention(network, strategy), hardware.burst_s, hardware.codec_contention)
+    rank = _rank(network, strategy)
     besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
     stages = [stage for each in planned for stage in each.stages]
     num_buckets = sum(bool(each.stages) for each in planned)
-    least_s = max(
-        _input_s(network, per_rank_batch_size),
-        _host_s(profile, hardware, strategy.accumulate, stages, num_buckets),
-    )
+    least_s = _least_s(profile, network, strategy, per_rank_batch_size, stages, num_buckets)
     if pattern.waits_in_forward:
         passes_s, spans = steady(layers, planned, schedule, rank, besides_s, strategy.accumulate)
         return Step.of(max(passes_s, least_s), stages, spans)
@@ -374,21 +371,15 @@ def _sharded_step(
 ) -> Step:
     from lab.simulate.fsdp import Sharded, costs_of_units  # which is made of ranks as here
 
-    hardware = network.hardware
     layers = _layers(profile, network, strategy, per_rank_batch_size)
-    rank = Rank(_contention(network, strategy), hardware.burst_s, hardware.codec_contention)
-    units = costs_of_units(profile, strategy, network)
-    sharded = Sharded(layers, units, rank, blocks=hardware.library == "gloo")
+    rank, units = _rank(network, strategy), costs_of_units(profile, strategy, network)
+    sharded = Sharded(layers, units, rank, blocks=network.hardware.library == "gloo")
     sharded.run(strategy.accumulate)
     besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
     stages = sharded.stages(strategy.accumulate)
     collectives = sum(stage.row == "exchange" for stage in stages)
-    step_s = max(
-        rank.now_s + besides_s,
-        _input_s(network, per_rank_batch_size),
-        _host_s(profile, hardware, strategy.accumulate, stages, collectives),
-    )
-    return Step.of(step_s, stages, rank.spans)
+    least_s = _least_s(profile, network, strategy, per_rank_batch_size, stages, collectives)
+    return Step.of(max(rank.now_s + besides_s, least_s), stages, rank.spans)
 
 
 def _by_kernels(network: Network, strategy: Strategy) -> bool:
@@ -399,10 +390,11 @@ def _by_kernels(network: Network, strategy: Strategy) -> bool:
     return network.size > 1 and exchanges and not copied
 
 
-def _contention(network: Network, strategy: Strategy) -> float:
-    """Return the share by which an exchange beside compute slows it."""
-    by_kernels = _by_kernels(network, strategy)
-    return network.contention if by_kernels else network.hardware.contention
+def _rank(network: Network, strategy: Strategy) -> Rank:
+    """Return a rank at time 0, whose compute an exchange beside it slows."""
+    hardware = network.hardware
+    contention = (network if _by_kernels(network, strategy) else hardware).contention
+    return Rank(contention, hardware.burst_s, hardware.codec_contention)
 
 
 def _layers(
@@ -442,34 +434,33 @@ def _besides_s(
     return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)
 
 
-def _input_s(network: Network, per_rank_batch_size: int) -> float:
-    """Return the time in which a node prepares the samples of a step, while it trains."""
-    rate = network.hardware.input_samples_per_s
-    return network.local * per_rank_batch_size / rate if rate else 0.0
-
-
-def _host_s(
+def _least_s(
     profile: Profile,
-    hardware: Hardware,
-    micro_batches: int,
+    network: Network,
+    strategy: Strategy,
+    per_rank_batch_size: int,
     stages: Iterable[Stage],
     num_buckets: int,
 ) -> float:
-    """Return the seconds in which a host launches a step, while its device works; see Host.
+    """Return the seconds in which a node prepares samples or a host launches a step: the longer.
+
+    Both go on while the devices work; see Hardware and Host.
 
     Args:
         num_buckets: of the step's exchanges; 0: gradients have no hooks either.
     """
-    host = hardware.host
+    rate, host = network.hardware.input_samples_per_s, network.hardware.host
+    input_s = network.local * per_rank_batch_size / rate if rate else 0.0
     if host is None:
-        return 0.0
+        return input_s
     hooked = len(parameters(profile)) if num_buckets else 0
-    return (
-        host.kernel_s * micro_batches * (profile.num_kernels or 0)
+    launching_s = (
+        host.kernel_s * strategy.accumulate * (profile.num_kernels or 0)
         + host.parameter_s * hooked
         + host.bucket_s * num_buckets
         + host.codec_s * sum(stage.calls for stage in stages)
     )
+    return max(input_s, launching_s)
 
 
 def stages_of_step(profile: Profile, strategy: Strategy, network: Network) -> list[Stage]:

@@ -23,18 +23,8 @@ from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE
 from lab.simulate.score import NONE
 
 Row = dict[str, Any]
-HEADER = [
-    "strategy",
-    "N",
-    "batch",
-    "times",
-    "step ms",
-    "exposed ms",
-    "speedup",
-    "80 %",
-    "efficiency",
-]
-SCORES = ["measured ms", "error %", "exposed error %", "evidence"]
+HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "80 %"]
+HEADER += ["efficiency", "measured ms", "error %", "exposed error %", "evidence"]
 RATES = ("reduce_bytes_per_s", "codec_bytes_per_s")
 FITTED = (*LINK, *RATES, "contention", "overhead_s", "crowding")
 MOST_LINEAR = 16  # ranks: axes of more are logarithmic
@@ -42,22 +32,15 @@ MOST_LINEAR = 16  # ranks: axes of more are logarithmic
 
 def table(result: Row) -> str:
     """Align a line for each cell, and add the notes."""
-    lines = aligned([[*HEADER, *SCORES], *map(_line, result["rows"])])
+    lines = aligned([HEADER, *map(_line, result["rows"])])
     return "\n".join([*lines, "", *notes(result)])
 
 
 def notes(result: Row) -> list[str]:
     """Say what was predicted, from what, and how far it may be trusted."""
-    return [
-        *(
-            _about(result),
-            *result["logs"],
-            *_estimates(result),
-            *_open(result, "in brackets"),
-            *_linear(result),
-        ),
-        *(*_fitted(result), *_held_out(result)),
-    ]
+    sources = [_about(result), *result["logs"], *_estimates(result)]
+    trust = [*_open(result, "in brackets"), *_linear(result), *_fitted(result), *_held_out(result)]
+    return [*sources, *trust]
 
 
 def _about(result: Row) -> str:
@@ -72,12 +55,16 @@ def _about(result: Row) -> str:
     )
 
 
-def write(target: Path, result: Row) -> list[Path]:
-    """Write the result as JSON and its figure next to it, or the figure alone into a PNG."""
+def write(target: Path, result: Row, figure: Chart | None) -> list[Path]:
+    """Write a result as JSON and its figure next to it, or the figure alone into a PNG.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     written = [] if target.suffix == ".png" else [target]
     for path in written:
         write_json(path, result)
-    return [*written, *chart(result).write(target.with_suffix(""), ["png"])]
+    return [*written, *(figure.write(target.with_suffix(""), ["png"]) if figure else [])]
 
 
 def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Path]:

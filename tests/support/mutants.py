@@ -127,7 +127,7 @@ def outcomes(mutant: Mutant) -> dict[tuple[Claim, int], str]:
             assert paper.profile
             counts = counts_of_model(paper.model) if paper.model else None
             for number, preset in enumerate(presets):
-                facts = Predicted(paper.profile, mutant.hardware(preset), counts=counts)
+                facts = Predicted(paper.profile, mutant.hardware(preset), network=counts)
                 for verdict in judge(paper, facts, None):
                     if verdict.claim.role != "input":
                         found[verdict.claim, number] = verdict.outcome

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -16,13 +18,14 @@ from lab.simulate.hardware import Hardware, Link
 from lab.simulate.predict import plain
 from lab.simulate.step import Compute, Exchange, Rank, Schedule, both_passes, simulate
 from lab.simulate.strategy import Strategy
-from tests.support.records import make_record
+from tests.support.records import leave, make_record
 
 FLAT = Hardware("flat", "made up", "gloo", 1, None, Link(0.0, 1e8), math.inf)
 LINKED = replace(FLAT, inter=Link(4e-4, 1.1e8), codec_bytes_per_s=5e9)
 TRUE = replace(LINKED, contention=0.1, overhead_s=2e-3)
 
 
+@cache
 def strategy(name: str, *settings: str) -> Strategy:
     """Compose `strategy=name`."""
     return Strategy.of(plain(load([f"strategy={name}", *settings])))
@@ -53,16 +56,11 @@ def leave_study(
         more: settings of all cells, which tell them from those of another call.
     """
     for name in names:
+        config = load([f"strategy={name}", f"batch_size={batch_size}", *more])
+        about: dict[str, Any] = {"settings": resolved(plain(config)), "variant": variant(more)}
+        about |= {"batch_size": batch_size, "num_parameters": profile.gradient_bytes // 4}
         for size in sizes:
-            settings = [f"strategy={name}", f"batch_size={batch_size}", *more]
-            cell = folder / "-".join([name, f"n{size}", f"b{batch_size}", *more])
-            cell.mkdir(parents=True)
-            config = load(settings)
-            (cell / "config.yaml").write_text(OmegaConf.to_yaml(config))
             step = simulate(profile, hardware, strategy(name), size, batch_size // size)
-            record = make_record(
-                name, size, step.step_s,
-                batch_size=batch_size, num_parameters=profile.gradient_bytes // 4,
-                settings=resolved(plain(config)), variant=variant(more),
-            )  # fmt: skip
-            record.write(cell / "record.json")
+            cell = folder / "-".join([name, f"n{size}", f"b{batch_size}", *more])
+            leave(cell, make_record(name, size, step.step_s, **about))
+            (cell / "config.yaml").write_text(OmegaConf.to_yaml(config))

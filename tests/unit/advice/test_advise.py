@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from lab.claims.predicted import profile_of
 from lab.draw.chart import drawn
 from lab.settings.config import check_batch, load
 from lab.simulate.hardware import with_rate
-from tests.conftest import Finished
 from tests.support.simulated import TRUE, leave_study
 from tests.support.slow import some_of
 from tests.support.svg import overlapping
@@ -115,7 +113,8 @@ def test_it_says_that_a_profile_is_an_estimate(
     (tmp_path / "profile").mkdir()
     guess = replace(profile_of("vgg16_p100"), name="guess", source="estimate: counted operations")
     (tmp_path / "profile/guess.yaml").write_text(guess.to_yaml())
-    assert command.main([*SMALL, "profile=guess", "--config-dir", str(tmp_path)]) == 0
+    small = ["strategy=tree", "batch_size=64", "world_size=2", "profile=guess"]
+    assert command.main([*small, "--config-dir", str(tmp_path)]) == 0
     assert "predicted: profile guess (an estimate), hardware titanx_x4" in capsys.readouterr().out
 
 
@@ -134,15 +133,16 @@ def test_it_says_when_to_measure_first(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_target_decides_between_ranks(tmp_path: Path) -> None:
-    fast = first(advice(tmp_path, *SMALL, "target=hours", "samples=1e6", "epochs=2"), "exact")
+    exact = ["strategy=overlap", *SMALL[1:]]
+    fast = first(advice(tmp_path, *exact, "target=hours", "samples=1e6", "epochs=2"), "exact")
     assert fast["world_size"] == 4
     assert fast["hours"] == pytest.approx(2e6 / fast["samples_per_s"] / 3600)
-    efficient = first(advice(tmp_path, *SMALL, "target=efficiency>=0.8"), "exact")
+    efficient = first(advice(tmp_path, *exact, "target=efficiency>=0.8"), "exact")
     assert efficient["world_size"] == 2 and efficient["efficiency"] >= 0.8
-    cheap = first(advice(tmp_path, *SMALL, "target=cost", "price_per_hour=3.6"), "exact")
+    cheap = first(advice(tmp_path, *exact, "target=cost", "price_per_hour=3.6"), "exact")
     assert cheap["world_size"] == 1
     assert cheap["cost"] == pytest.approx(1e6 * 0.001 / cheap["samples_per_s"])
-    settings = [*SMALL, "target=cost", "price_per_hour=3.6", "price_of=node"]
+    settings = [*exact, "target=cost", "price_per_hour=3.6", "price_of=node"]
     assert first(advice(tmp_path, *settings), "exact")["world_size"] == 4
 
 
@@ -178,7 +178,8 @@ def test_accumulation_is_an_option(tmp_path: Path) -> None:
          "profile.bytes_scale=0.5"),
         ("cluster=emulated", "hardware=emulated_1gbit", "batch_size=4", "strategy=tree,diloco",
          "model=replay", "profile=vgg16_p100"),
-        ("comm=horovod", "strategy=allreduce", "batch_size=4", "exchange.dtype=bfloat16"),
+        ("comm=horovod", "strategy=allreduce", "batch_size=4", "exchange.dtype=bfloat16",
+         "epochs=2"),
     ],
 )  # fmt: skip
 def test_every_command_is_accepted_by_train(tmp_path: Path, settings: tuple[str, ...]) -> None:
@@ -195,15 +196,6 @@ def test_every_command_is_accepted_by_train(tmp_path: Path, settings: tuple[str,
             assert ("--nnodes" in launcher) == (row["world_size"] > 4)
 
 
-def test_train_prints_the_settings_of_a_command(
-    tmp_path: Path, command: Callable[..., Finished]
-) -> None:
-    row = advice(tmp_path, "strategy=tree", "batch_size=64", "world_size=1", "epochs=2")["rows"][0]
-    words = shlex.split(row["command"].partition(" -m lab.train ")[2])
-    done = command("lab.train", *words, "--cfg", "job")
-    assert done.code == 0 and "strategy: tree" in done.out
-
-
 def test_it_predicts_on_what_a_study_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,8 +207,9 @@ def test_it_predicts_on_what_a_study_measured(
     small = ["strategy=allreduce,overlap", "batch_size=128", "world_size=4", f"fit={study}"]
     small += ["profile=alexnet_titanx", "profile.bytes_scale=0.02"]
     small += ["hardware=emulated_1gbit", "cluster=emulated"]
-    slow = first(advice(tmp_path, *small, "cluster.rate=300mbit"), "exact")
-    assert first(advice(tmp_path, *small), "exact")["samples_per_s"] > slow["samples_per_s"]
+    hardware = advice(tmp_path, *small, "cluster.rate=300mbit")["hardware"]
+    assert hardware["conditions"] == "cluster.rate=300mbit"
+    assert hardware["inter"]["bandwidth_bytes_per_s"] == pytest.approx(3e7, rel=0.05)
     capsys.readouterr()
     assert command.main([*small, "cluster.rate=10mbit"]) == 2
     line = capsys.readouterr().err

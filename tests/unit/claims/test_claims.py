@@ -1,4 +1,4 @@
-"""Claims: quantities from step times and bytes, checks, verdicts, files that are refused."""
+"""Claims: quantities, checks, verdicts, files that are refused, and the page of the seeds."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from lab.claims.verdicts import CHANGES, KINDS, Verdict, judge, tally
 from lab.measure.intervals import UNKNOWN, Interval
 from lab.settings.files import choices_of, conf_dir, read_file
 from lab.simulate.hardware import parse
+from tests.conftest import ROOT
+from tests.support.seeds import claims_of, page
 from tests.unit.claims.facts import Repeated, Table
 
 
@@ -339,3 +341,21 @@ def test_linear_scaling_is_beside_each_claim_of_scaling() -> None:
     assert "error of N ×" in predicted and "error of N ×" not in given
     line = next(line for line in claims_tables(judge(paper, facts, None)) if "8 GPUs" in line)
     assert "+10.0 %" in line  # 8 over 1120 / 154
+
+
+def test_every_statement_of_the_seeds_has_a_claim_or_a_reason() -> None:
+    made = "\n".join(page(read_file("published", "seeds"))) + "\n"
+    assert made == (ROOT / "docs/results/seeds.md").read_text()
+
+
+def test_a_statement_without_either_or_with_an_unknown_claim_is_refused() -> None:
+    for entry, message in [
+        ({}, "slide 1, it is so: has neither claim nor reason"),
+        ({"claims": ["nvidia2017: Keras is"]}, "slide 1: claims=nvidia2017: Keras is: no claim"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            claims_of({"at": "slide 1", "says": "it is so", **entry})
+    assert claims_of({"at": "1", "says": "s", "claims": ["nvidia2017: Keras'"]}) == [
+        "nvidia2017 1",
+        "nvidia2017 2",
+    ]

@@ -15,25 +15,24 @@ from lab.simulate.predict import predicted, read
 from lab.simulate.terms import LEVELS, TERMS, learned, published
 
 PAGE = Path(__file__).parents[3] / "docs/results/published.md"
+TRUE = np.log([0.05, 2.0, 0.012, 0.06, 1.1])
 
 
 def test_a_fit_finds_the_terms_that_made_its_figures() -> None:
     chance = np.random.default_rng(0)
-    slopes = chance.uniform(0, 0.2, (120, len(TERMS)))
-    true = np.log([0.05, 2.0, 0.012, 0.06, 1.1])
-    of_figure = np.repeat(np.arange(8), 15)
-    member = (of_figure[:, None] == np.arange(8)).astype(float)
-    found = _of_lines(slopes @ true + 0.002 * chance.standard_t(4, 120), slopes, member)
+    slopes = chance.uniform(0, 0.2, (60, len(TERMS)))
+    member = np.repeat(np.eye(4), 15, axis=0)
+    found = _of_lines(slopes @ TRUE + 0.002 * chance.standard_t(4, 60), slopes, member)
     spread = np.sqrt(found.of_a_new_source.diagonal())
-    assert np.abs(found.logarithms - true).max() < 3 * spread.max()
-    assert np.abs(found.logarithms - true).mean() < 0.1
+    assert np.abs(found.logarithms - TRUE).max() < 3 * spread.max()
+    assert np.abs(found.logarithms - TRUE).mean() < 0.1
     assert found.residual == pytest.approx(0.002, rel=0.5)
 
 
 def test_an_outlier_bends_little() -> None:
     chance = np.random.default_rng(1)
     slopes, member = chance.uniform(0, 0.2, (60, len(TERMS))), np.ones((60, 1))
-    aim = slopes @ np.log([0.05, 2.0, 0.012, 0.06, 1.1]) + 0.002 * chance.standard_t(4, 60)
+    aim = slopes @ TRUE + 0.002 * chance.standard_t(4, 60)
     clean = _of_lines(aim, slopes, member).logarithms
     aim[0] += 0.5
     assert np.abs(_of_lines(aim, slopes, member).logarithms - clean).max() < 0.05
@@ -68,8 +67,7 @@ def test_predictions_start_from_the_terms_and_have_both_intervals() -> None:
 def test_terms_are_of_gpus_and_of_presets_that_take_them() -> None:
     for name, takes in (("v100_x8", True), ("titanx_x4", False), ("emulated_1gbit", False)):
         hardware = learned(parse(read_file("hardware", name)))
-        assert (hardware.learned is not None) == takes
-        assert (hardware.engage > 0) == takes
+        assert (hardware.learned is not None) == (hardware.engage > 0) == takes
 
 
 @pytest.mark.slow

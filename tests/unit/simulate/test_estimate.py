@@ -17,11 +17,11 @@ from lab.model.profile import Profile
 from lab.model.work import LayerWork, Line, Operation, Work
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
-from lab.settings.files import choices_of, read_file
+from lab.settings.files import read_file
 from lab.settings.names import resolved
 from lab.simulate import predict as source
 from lab.simulate import view
-from lab.simulate.hardware import Device, parse, parse_device
+from lab.simulate.hardware import Device
 from lab.simulate.predict import Estimate, plain, predicted, read
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
@@ -66,12 +66,6 @@ def test_half_precision_has_its_own_peak_and_half_the_bytes() -> None:
     assert a.forward_ms - a.backward_ms == pytest.approx(1 + 8 * 1e5 / 2 / 1e8 * 1e3)
     with pytest.raises(ValueError, match=r"precision=fp16: .* of made up has fp32, bf16; give "):
         Estimate(WORK, "fp16", (2, 8), "mine").profile_of(DEVICE)
-
-
-def test_single_operations_have_their_own_share_of_the_peak() -> None:
-    slower = replace(DEVICE, op_efficiency=(("product", 0.25),))
-    a, _ = Estimate(WORK, "fp32", (2, 8), "mine").profile_of(slower).layers
-    assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / (0.25 * 5e8) * 1e3)
 
 
 def test_an_efficiency_may_be_of_one_precision_and_operation() -> None:
@@ -203,41 +197,6 @@ def test_predictions_are_compared_with_measured_cells(
     out = capsys.readouterr().out
     assert f"against 1 measured cells of {tmp_path}: median error 20.0 %, worst 20.0 %" in out
     assert "-20.0" in out
-
-
-@pytest.mark.parametrize("name", choices_of("hardware"))
-def test_devices_of_presets_are_complete(name: str) -> None:
-    device = parse(read_file("hardware", name)).device
-    if device is None:
-        assert name == "wan100m"
-        return
-    assert device.bandwidth_bytes_per_s > 0
-    assert dict(device.peak_flops_per_s).keys() >= {"fp32"} or device.num_threads == 1
-
-
-@pytest.mark.parametrize(
-    ("node", "message"),
-    [
-        (3, "device=3: must have a name"),
-        ({"name": "NVIDIA H200", "speed": 1}, "device.speed: no such key; allowed are name,"),
-        ({"name": "abacus"}, "device.name=abacus: lab/measure/peaks.py does not know it; give"),
-        (
-            {"name": "NVIDIA H200", "compute_efficiency": 0},
-            "device.compute_efficiency=0: must be a number of at least 0.001",
-        ),
-        (
-            {"name": "NVIDIA H200", "peak_flops_per_s": {"fp64": 1e12}},
-            "device.peak_flops_per_s.fp64: allowed are fp32, tf32, bf16, fp16",
-        ),
-        (
-            {"name": "NVIDIA H200", "op_rates": [1]},
-            r"device.op_rates=\[1\]: must be values by name",
-        ),
-    ],
-)
-def test_a_wrong_device_is_named(node: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^hardware=mine: {message}"):
-        parse_device("hardware=mine", node)
 
 
 def test_a_written_profile_is_read_and_predicted_as_it_was(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def nodes(local: int) -> Hardware:
 
 
 @pytest.mark.parametrize("exchange", ["hierarchical", "hierarchical_onebit"])
-@pytest.mark.parametrize(("local", "size"), [(2, 4), (3, 6), (4, 4), (1, 3), (3, 5)])
+@pytest.mark.parametrize(("local", "size"), [(2, 4), (4, 4), (1, 3), (3, 5)])
 def test_bytes_are_those_that_the_exchange_sends(exchange: str, local: int, size: int) -> None:
     """The last node may be smaller: 3 + 2 ranks."""
     make = maker(exchange)
@@ -45,7 +45,7 @@ def test_bytes_are_those_that_the_exchange_sends(exchange: str, local: int, size
     assert max(run_ranks(size, rank_main, groups)) == pytest.approx(expected, rel=0.03, abs=512)
 
 
-@pytest.mark.parametrize(("local", "num_nodes"), [(2, 2), (4, 2), (2, 8)])
+@pytest.mark.parametrize(("local", "num_nodes"), [(4, 2), (2, 8)])
 def test_time_is_that_of_both_levels_one_after_the_other(local: int, num_nodes: int) -> None:
     network, shape = Network(nodes(local), local * num_nodes), (8 * 1024, 100)
     seconds = [s.seconds for s in stages_of([shape], exchange_settings("hierarchical"), network)]
@@ -59,19 +59,14 @@ def test_time_is_that_of_both_levels_one_after_the_other(local: int, num_nodes: 
 def test_a_codec_between_nodes_encodes_a_share_and_decodes_all() -> None:
     hardware = replace(nodes(4), codec_bytes_per_s=1e9)
     flat = replace(hardware, ranks_per_node=1, intra=None)
-    levels, alone = (
-        codec_s(stages_of([(4096, 1024)], settings, network))
-        for settings, network in (
-            (exchange_settings("hierarchical_onebit"), Network(hardware, 8)),
-            (exchange_settings("onebit"), Network(flat, 8)),
-        )
-    )
+
+    def codec_s(name: str, machine: Hardware) -> float:
+        stages = stages_of([(4096, 1024)], exchange_settings(name), Network(machine, 8))
+        return sum(stage.seconds for stage in stages if stage.row == "codec")
+
+    share = codec_s("hierarchical_onebit", hardware) / codec_s("onebit", flat)
     # Bytes for a value: encoding reads and writes 12, as does a sum of one of N shards; decoding 4.
-    assert levels / alone == pytest.approx(((12 + 12 / 2) / 4 + 4) / (12 + 12 / 8 + 4), rel=0.03)
-
-
-def codec_s(stages: list[Stage]) -> float:
-    return sum(stage.seconds for stage in stages if stage.row == "codec")
+    assert share == pytest.approx(((12 + 12 / 2) / 4 + 4) / (12 + 12 / 8 + 4), rel=0.03)
 
 
 def test_adapters_of_a_node_are_shared_by_its_rails() -> None:
@@ -101,11 +96,10 @@ def test_over_gloo_a_bucket_is_inside_while_another_is_between(
     assert rank.now_s == pytest.approx(expected_s)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_a_share_of_a_stage_stays_inside_its_node(share: float) -> None:
+def test_a_share_of_a_stage_stays_inside_its_node() -> None:
     """Of zero1's two legs, or in a round of local_sgd, each stage is scaled."""
     stage = Stage("exchange", 2.0, 8, inside=True)
-    assert stage.scaled(share) == Stage("exchange", 2 * share, 8 * share, inside=True)
+    assert stage.scaled(0.5) == Stage("exchange", 1.0, 4, inside=True)
 
 
 def test_two_levels_overlap_in_a_predicted_step() -> None:

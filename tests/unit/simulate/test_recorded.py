@@ -50,14 +50,17 @@ class InHalves(TwoStage):
         super().__init__(Halves(), Memory())
 
 
-class OwnStar(Star):
+class Unsaid:
     def add_cost(self, costs: Costs) -> bool:
         return False
 
 
-class OwnTree(Tree):
-    def add_cost(self, costs: Costs) -> bool:
-        return False
+class OwnStar(Unsaid, Star):
+    pass
+
+
+class OwnTree(Unsaid, Tree):
+    pass
 
 
 class Gossip(Staged):
@@ -107,7 +110,7 @@ def test_a_users_codec_is_predicted_from_its_messages() -> None:
     assert math.isnan(extra_bytes(sizes, of(Gossip)))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("size", [2, 3, 8])
 def test_messages_one_by_one_take_as_long_as_the_formulas_of_stars_and_trees(size: int) -> None:
     for recorded, formula in ((OwnStar(), Star()), (OwnTree(), Tree())):
         expected = seconds(formula, size)
@@ -123,10 +126,7 @@ def test_links_inside_nodes_carry_what_stays_there() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (
-            Peeking,
-            "exchange=Peeking: cannot be predicted from its code, which does not run without",
-        ),
+        (Peeking, "exchange=Peeking: cannot be predicted from its code, which does not run"),
         (Deaf, "exchange=.*Deaf: a rank waits for a message that none sends"),
     ],
 )

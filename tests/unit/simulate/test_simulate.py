@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from lab import predict as command
+from lab.claims.predicted import profile_of
 from lab.draw.chart import drawn
 from lab.exchange import bucket, grouping
 from lab.exchange.grouping import in_order_node
@@ -19,11 +18,9 @@ from lab.measure.spans import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace
-from lab.settings.config import choices_of
-from lab.settings.files import conf_dir, read_file
 from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.fit import fit, fit_result
-from lab.simulate.hardware import PROTOCOLS, Link, parse, slowest, with_rate
+from lab.simulate.hardware import PROTOCOLS, Link, slowest, with_rate
 from lab.simulate.network import Network
 from lab.simulate.score import Observation
 from lab.simulate.step import (
@@ -52,38 +49,30 @@ from tests.support.svg import overlapping
 
 # Libraries keep a schedule of their own, and `none` exchanges nothing.
 SIMULATED = [name for name in ALL_STRATEGIES if name not in (*LIBRARIES, "none")]
+pytestmark = pytest.mark.xdist_group("simulate")  # shares strategies, whose composing takes longest
 
 
 @pytest.fixture(scope="module")
 def strategies() -> dict[str, Strategy]:
-    return {name: strategy(name, "transform=none") for name in ("none", *SIMULATED)}
+    rewrites = [name for name in SIMULATED if name.startswith("fc1x1")]  # the model, too
+    others = ("none", *(name for name in SIMULATED if name not in rewrites))
+    whole = {name: strategy(name) for name in others}
+    return whole | {name: strategy(name, "transform=none") for name in rewrites}
 
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    node = OmegaConf.to_container(OmegaConf.load(conf_dir() / "profile/alexnet_titanx.yaml"))
-    assert isinstance(node, dict)
-    whole = Profile.parse({str(key): value for key, value in node.items()})
-    return replace(whole, bytes_scale=0.02)
+    return profile_of("alexnet_titanx", 0.02)
 
 
-@pytest.mark.parametrize("size", some_of([1, 2, 8], every=3))
-def test_onebit_has_three_calls_a_bucket(size: int, strategies: dict[str, Strategy]) -> None:
-    counting = Network(replace(FLAT, codec_s=1.0), size)
+def test_onebit_has_three_calls_a_bucket(strategies: dict[str, Strategy]) -> None:
+    counting = Network(replace(FLAT, codec_s=1.0), 2)
     shapes = [(2048, 1024), (7,), (64, 3, 11, 11)]
     stages = stages_of(shapes, strategies["onebit"].exchange, counting)
     assert sum(stage.seconds for stage in stages if stage.row == "codec") == 3
 
 
-def test_codecs_of_gpus_are_said_to_be_assumed() -> None:
-    presets = [parse(read_file("hardware", name)) for name in choices_of("hardware")]
-    gpus = [hardware for hardware in presets if hardware.library == "nccl"]
-    for hardware in gpus:
-        assert {"codec_s", "codec_bytes_per_s"} <= {each.key for each in hardware.assumed}
-    assert gpus
-
-
-@pytest.mark.parametrize("size", some_of([1, 2, 3, 4, 8, 1024], also=[3, 1024]))
+@pytest.mark.parametrize("size", [1, 3, 1024])
 def test_a_blocking_tree_is_the_closed_form(
     size: int, profile: Profile, strategies: dict[str, Strategy]
 ) -> None:
@@ -119,7 +108,7 @@ def test_chunks_are_those_of_the_hardwares_library(library: str, chunk_mb: int) 
     assert load.chunk_bytes(8) == 8 * grouping.MIB
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 16, 64])
+@pytest.mark.parametrize("size", [2, 3, 5, 64])
 def test_the_busiest_rank_of_the_double_tree(size: int) -> None:
     busiest = max(
         sum(
@@ -192,17 +181,16 @@ def test_weak_scaling_keeps_the_batch_of_a_rank(
     assert found.speedup == pytest.approx(4 * alone / found.step.step_s)
 
 
-def test_4096_ranks_cost_no_more_events_than_two(
+def test_4096_ranks_cost_as_few_events_as_buckets_have_stages(
     profile: Profile, strategies: dict[str, Strategy]
 ) -> None:
+    num_layers, most_stages = len(profile.layers), 5
     for name in SIMULATED:
-        for size in (2, 4096):
-            step = simulate(profile, FLAT, replace(strategies[name], bucket_mb=1), size, 8)
-            num_layers, most_stages = len(profile.layers), 5
-            assert len(step.spans) <= 2 * num_layers + most_stages * 2 * num_layers
+        step = simulate(profile, FLAT, replace(strategies[name], bucket_mb=1), 4096, 8)
+        assert len(step.spans) <= 2 * num_layers + most_stages * 2 * num_layers
 
 
-@pytest.mark.parametrize("bucket_mb", [None, 0, 0.5, 1, 4, 25])
+@pytest.mark.parametrize("bucket_mb", [None, 0, 1])
 def test_buckets_are_those_that_training_plans(bucket_mb: float | None) -> None:
     model = alexnet_small(input_shape=(3, 32, 32), output_size=10)
     named = [(name, parameter.nbytes) for name, parameter in model.named_parameters()]
@@ -280,22 +268,6 @@ def test_the_part_of_a_latency_that_needs_a_core_waits_for_one() -> None:
 GUESS = replace(FLAT, inter=Link(1e-4, 2e8), codec_bytes_per_s=2e10)
 
 
-def test_a_fit_to_simulated_steps_on_two_ranks_finds_the_machine_that_made_them(
-    profile: Profile, strategies: dict[str, Strategy]
-) -> None:
-    names = ("none", "tree", "allreduce", "overlap", "bf16", "onebit")
-
-    def observed(name: str, size: int, batch_size: int) -> Observation:
-        step_s = simulate(profile, TRUE, strategies[name], size, batch_size).step_s
-        return Observation(name, profile, strategies[name], size, batch_size, (step_s,))
-
-    grid = itertools.product(names, (1, 2), (64, 128))
-    found, _ = fit(GUESS, list(itertools.starmap(observed, grid)))
-    for name in names:
-        near, true = (simulate(profile, h, strategies[name], 4, 32).step_s for h in (found, TRUE))
-        assert near == pytest.approx(true, rel=0.01)
-
-
 def test_a_fit_needs_two_ranks(profile: Profile) -> None:
     with pytest.raises(ValueError, match="of two ranks"):
         fit(GUESS, [Observation("none", profile, CEILING, 1, 64, (0.1,))])
@@ -363,53 +335,39 @@ def test_a_record_shows_a_schedules_longest_phase() -> None:
 def test_predictions_beside_a_study(
     tmp_path: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    leave_study(tmp_path / "study", profile, ("none", "tree", "onebit"), TRUE)
+    """A study over two kinds of links: each is fitted and scored for itself."""
+    for rate, slower in (("1gbit", 1), ("100mbit", 10)):
+        links = with_rate(TRUE, slowest(TRUE).bandwidth_bytes_per_s / slower)
+        of_links = ("cluster=emulated", f"cluster.rate={rate}")
+        leave_study(tmp_path / "study", profile, ("none", "tree", "onebit"), links, *of_links)
     grid = ["strategy=none,tree", "world_size=1,2,4,8", "batch_size=128"]
     machine = ["hardware=emulated_1gbit", "profile=alexnet_titanx", "profile.bytes_scale=0.02"]
     out = tmp_path / "all.json"
     assert command.main([*grid, *machine, f"fit={tmp_path}/study", f"out={out}"]) == 0
-    rows = {(r["strategy"], r["world_size"]): r for r in json.loads(out.read_text())["rows"]}
-    evidence = [rows["tree", n]["evidence"] for n in (1, 2, 4, 8)]
-    assert evidence == ["fitted", "fitted", "held out", "extrapolated"]
-    assert abs(rows["tree", 4]["error"]) < 0.02
-    assert "measured_s" not in rows["tree", 8]
-    text = capsys.readouterr().out
-    assert "held out: 1 cells with an exchange, step time median error" in text
-    assert "overhead_s=" in text
-    assert (tmp_path / "all.png").is_file()
-    drawing = chart(json.loads(out.read_text()))
-    assert drawing.message.startswith("Predicted: at most ") and "tree at global" in drawing.message
-    assert overlapping(drawn(drawing.spec(), "svg").decode()) == []
-    assert command.main([*grid, "hardware=emulated_1gbit", f"fit={tmp_path}/study"]) == 2
-    assert "profile.bytes_scale=0.02" in capsys.readouterr().err
-
-
-def test_cells_over_other_links_are_fitted_and_scored_apart(
-    tmp_path: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study, names = tmp_path / "study", ("none", "tree", "onebit")
-    for rate, slower in (("1gbit", 1), ("100mbit", 10)):
-        links = with_rate(TRUE, slowest(TRUE).bandwidth_bytes_per_s / slower)
-        leave_study(study, profile, names, links, "cluster=emulated", f"cluster.rate={rate}")
-    grid = ["strategy=tree", "world_size=1,2,4", "batch_size=128"]
-    machine = ["hardware=emulated_1gbit", "profile=alexnet_titanx", "profile.bytes_scale=0.02"]
-    out = tmp_path / "all.json"
-    assert command.main([*grid, *machine, f"fit={study}", f"out={out}"]) == 0
-    result = json.loads(out.read_text())
+    result, text = json.loads(out.read_text()), capsys.readouterr().out
+    rows = {(r["series"], r["world_size"]): r for r in result["rows"]}
+    for conditions in ("cluster.rate=100mbit", "cluster.rate=1gbit"):
+        of_tree = [rows[f"tree {conditions}", n] for n in (1, 2, 4, 8)]
+        evidence = [row["evidence"] for row in of_tree]
+        assert evidence == ["fitted", "fitted", "held out", "extrapolated"]
+        assert abs(of_tree[2]["error"]) < 0.02
+        assert "measured_s" not in of_tree[3]
+        assert f"held out at {conditions}: 1 cells with an exchange, step time median" in text
     assert [each["conditions"] for each in result["hardware"]] == [
         "cluster.rate=100mbit",
         "cluster.rate=1gbit",
     ]
     slow, fast = (each["inter"]["bandwidth_bytes_per_s"] for each in result["hardware"])
     assert fast / slow == pytest.approx(10, rel=0.05)
-    held_out = {r["series"]: r["error"] for r in result["rows"] if r["evidence"] == "held out"}
-    assert held_out == {
-        "tree cluster.rate=100mbit": pytest.approx(0, abs=0.02),
-        "tree cluster.rate=1gbit": pytest.approx(0, abs=0.02),
-    }
-    text = capsys.readouterr().out
-    for rate in ("100mbit", "1gbit"):
-        assert f"held out at cluster.rate={rate}: 1 cells with an exchange" in text
+    assert "overhead_s=" in text
+    assert (tmp_path / "all.png").is_file()
+    drawing = chart(result)
+    assert (
+        drawing.message.startswith("Predicted: at most ") and "1gbit at global" in drawing.message
+    )
+    assert overlapping(drawn(drawing.spec(), "svg").decode()) == []
+    assert command.main([*grid, "hardware=emulated_1gbit", f"fit={tmp_path}/study"]) == 2
+    assert "profile.bytes_scale=0.02" in capsys.readouterr().err
 
 
 def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
@@ -435,10 +393,6 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
         (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
-        (
-            ["hardware.intra.bandwidth_bytes_per_s=fast"],
-            "intra.bandwidth_bytes_per_s=fast: must be a number",
-        ),
         (["hardware.intra.alpha_s=1"], "intra.alpha_s=1: is latency_s now"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
         (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
