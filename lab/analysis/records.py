@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from os.path import realpath
 from pathlib import Path
 from typing import Any
@@ -261,28 +261,50 @@ def _cell(
     labels: Mapping[tuple[str, ...], str],
 ) -> Cell:
     series = series_of(record.strategy, differing)
-    names = (each.name for each in fields(Cell))
-    same: dict[str, Any] = {n: getattr(record, n) for n in names if hasattr(record, n)}
-    lists: dict[str, Any] = {n: tuple(v) for n, v in same.items() if isinstance(v, list)}
-    others: dict[str, Any] = {
-        "folder": folder,
-        "commit": "" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",
-        **{key: same[key] or "" for key in ("error", "started_at", "transform")},
-        **{"exchange": who.class_of("exchange"), "sync": who.class_of("sync")},
-        **{"series": " ".join(series), "label": labels[series]},
-        "conditions": {k: v for k, v in differing.items() if not is_of_strategy(k)},
-        "profile": who.resolved.get("model.profile.name", ""),
-        "settings": {**differing, **who.typed},
-        "step_s": number(record.step_s and record.step_s.median),
-        "step_mad_s": number(record.step_s and record.step_s.mad),
-        "samples_per_s": number(record.wall_samples_per_s),
-        **{key: number(same[key]) for key in ("flops_per_s", "mfu")},
-        **{key: number(same[key]) for key in ("gradient_bytes", "num_parameters")},
-        **{k: {n: number(v) for n, v in same[k].items()} for k in ("phases_s", "final")},
-        **{k: tuple(same[k] or ()) for k in ("payload_bytes_per_step", "messages_per_step")},
-        "record": record,
-    }
-    return Cell(**same | lists | others)
+    return Cell(
+        folder=folder,
+        commit="" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",
+        status=record.status,
+        error=record.error or "",
+        strategy=record.strategy,
+        exchange=who.class_of("exchange"),
+        sync=who.class_of("sync"),
+        series=" ".join(series),
+        label=labels[series],
+        world_size=record.world_size,
+        batch_size=record.batch_size,
+        per_rank_batch_size=record.per_rank_batch_size,
+        scaling=record.scaling,
+        repeat=record.repeat,
+        measure=record.measure,
+        started_at=record.started_at or "",
+        variant=record.variant,
+        conditions={k: v for k, v in differing.items() if not is_of_strategy(k)},
+        profile=who.resolved.get("model.profile.name", ""),
+        settings={**differing, **who.typed},
+        transform=record.transform or "",
+        emulation=tuple(record.emulation),
+        environment=record.environment,
+        step_s=number(record.step_s and record.step_s.median),
+        turns_s=tuple(record.turns_s),
+        step_mad_s=number(record.step_s and record.step_s.mad),
+        samples_per_s=number(record.wall_samples_per_s),
+        flops_per_s=number(record.flops_per_s),
+        mfu=number(record.mfu),
+        unit=record.unit,
+        prediction=record.prediction,
+        predictions_per_sample=record.predictions_per_sample,
+        phases_s={key: number(value) for key, value in record.phases_s.items()},
+        payload_bytes_per_step=tuple(record.payload_bytes_per_step or ()),
+        messages_per_step=tuple(record.messages_per_step or ()),
+        gradient_bytes=number(record.gradient_bytes),
+        num_parameters=number(record.num_parameters),
+        final={name: number(value) for name, value in record.final.items()},
+        evaluations=tuple(record.evaluations),
+        idle=tuple(record.idle),
+        stretches=tuple(record.stretches),
+        record=record,
+    )
 
 
 def number(value: float | None) -> float:
