@@ -362,7 +362,7 @@ def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     unit = entry.get("unit", "images")
     yield claim(f"one GPU trains {alone} {unit}/s", "none", 1, alone, 0.02)
     for size, rate in rates.items():
-        says = f"{size} GPUs train {rate} {unit}/s, {rate / alone:.2f} times as many"
+        says = f"{size} GPUs, {rate} {unit}/s ({rate / alone:.2f} ×)"
         yield claim(says, entry["strategy"], size, rate / alone, entry["within"])
 
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 LINEAR = "error of N ×"  # the null model: N ranks are N times as fast
 DISAGREES = (
-    "A claim disagrees if the value found is further from it than the claim allows; this does not "
-    "tell which of the two is wrong."
+    "A claim disagrees if the value found is outside the range that it allows; either may be wrong."
 )
 
 

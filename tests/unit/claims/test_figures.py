@@ -133,7 +133,7 @@ def test_a_series_is_an_input_and_a_claim_for_each_further_point() -> None:
     assert (one.role, one.published, one.at.world_size) == ("input", 154, 1)
     assert (two.role, two.at.batch_size, eight.at.batch_size) == ("statement", 128, 512)
     assert eight.published == pytest.approx(1081 / 154) and eight.check.within == 0.1
-    assert eight.says == "VGG-16, batch 64: 8 GPUs train 1081 images/s, 7.02 times as many"
+    assert eight.says == "VGG-16, batch 64: 8 GPUs, 1081 images/s (7.02 ×)"
     with pytest.raises(ValueError, match="t: 'within'"):
         Paper.parse({**NODE, "series": [{k: v for k, v in LINE.items() if k != "within"}]})
 
