@@ -9,11 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pandas as pd
-
 from lab.draw.chart import Chart
 from lab.draw.looks import looks_of
-from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
@@ -84,6 +81,11 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
 
 def chart(result: Row) -> Chart:
     """Chart speedup over ranks, a panel for each batch; hollow marks are predicted."""
+    # Tables need neither pandas nor Altair, which take most of a second to import.
+    import pandas as pd
+
+    from lab.draw.plots import Axis, lines
+
     rows = result["rows"]
     sizes = sorted({row["world_size"] for row in rows})
     data: Any = pd.DataFrame(

@@ -78,7 +78,7 @@ class Owner:
             return
         if (mark["rank"], mark["size"]) != (self.rank, self.size):
             raise ValueError(
-                f"state_dict: is of rank {mark['rank']} of {mark['size']}, and this is rank "
+                f"state_dict: belongs to rank {mark['rank']} of {mark['size']}, but this is rank "
                 f"{self.rank} of {self.size}; residuals are each rank's own, so save and load one "
                 "file per rank, on as many ranks (Accelerate's register_for_checkpointing keeps "
                 "rank 0's alone)"

@@ -444,10 +444,10 @@ def marked(mark: object) -> dict[str, Any]:
 def test_a_state_of_another_rank_exchange_or_model_is_refused(way: str) -> None:
     for rank, found in enumerate(CREW.call(2, of_another, way)):
         assert found["rank"].startswith(
-            f"state_dict: is of rank {1 - rank} of 2, and this is rank {rank} of 2; residuals are "
-            "each rank's own, so save and load one file per rank"
+            f"state_dict: belongs to rank {1 - rank} of 2, but this is rank {rank} of 2; residuals "
+            "are each rank's own, so save and load one file per rank"
         )
-        assert f"is of rank {rank} of 4, and this is rank {rank} of 2" in found["size"]
+        assert f"belongs to rank {rank} of 4, but this is rank {rank} of 2" in found["size"]
         assert 'holds residuals of exchange={"_target_": "mine.Own"}, and' in found["exchange"]
         assert found["model"].endswith("another model: rare.bias is [3] there and [64] here")
         assert "holds residuals and does not say whose" in found["old"]

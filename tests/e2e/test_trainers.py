@@ -70,7 +70,7 @@ def test_a_trainer_accumulates_is_certified_and_resumes(library: str, tmp_path: 
     # Once for each start with an exchange; a false alarm would have raised.
     assert output.count("certificate: 2 ranks equal, gradients averaged once over 2 of 2") == 4
     for rank, (found, _, refusal) in enumerate(ranks):
-        assert f"is of rank {1 - rank} of 2, and this is rank {rank} of 2" in refusal
+        assert f"belongs to rank {1 - rank} of 2, but this is rank {rank} of 2" in refusal
         plain, weights = found["ddp"]
         assert found["allreduce"][0] == pytest.approx(plain, abs=1e-6)
         torch.testing.assert_close(found["allreduce"][1], weights, atol=1e-6, rtol=0)
