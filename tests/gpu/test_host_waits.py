@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lab.distributed import world as worlds
+from lab.settings.config import load
 from tests.distributed.test_host_waits import CASES, steps
 from tests.gpu.conftest import DEVICE
 from tests.support.ranks import join, spawn
@@ -39,7 +40,7 @@ def first_waits() -> dict[str, str]:
     world, found = join(f"device={DEVICE}"), {}
     for name, settings in CASES.items():
         try:
-            steps((f"device={DEVICE}", *settings), world, errors_for_waits)
+            steps(load([f"device={DEVICE}", *settings]), world, errors_for_waits)
             found[name] = ""
         except RuntimeError:
             found[name] = traceback.format_exc()
