@@ -50,9 +50,8 @@ def test_a_smaller_study_shows_the_same_kinds_of_output(
     for now, smaller in SMALLER.items():
         (cell,) = (cell for cell in code_of(fresh) if now in cell.source)
         cell.source = cell.source.replace(now, smaller)
-    first, *_ = code_of(
-        fresh
-    )  # has launchers and ranks fork from a process that has imported torch
+    first, *_ = code_of(fresh)
+    # Launchers and ranks fork from a process that has imported torch.
     first.source = f"import sys; sys.executable = {environment['PYTHON_EXEC']!r}\n{first.source}"
     NotebookClient(fresh, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
     assert [shown(cell) for cell in code_of(fresh)] == [shown(cell) for cell in code_of(stored)]
