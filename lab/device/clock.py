@@ -237,9 +237,11 @@ def noting_calls(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
         if not any(True for _ in module.children())
         and any(weight.requires_grad for weight in module.parameters())
     ]
-    yield
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def share_of_data(call: Call) -> float | None:
