@@ -228,6 +228,7 @@ def _ddp(config: DictConfig, device: torch.device) -> Step:
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=BUCKET_MB * model.bytes_scale, gradient_as_bucket_view=True
     )
+    # A lambda has no annotations, of which torch takes only classes, and not their names.
     wrapped.register_comm_hook(None, lambda _, bucket: _all_reduce_begun(bucket))
     return _cleared(model, lambda: wrapped().backward())
 

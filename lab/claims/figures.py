@@ -371,7 +371,7 @@ def _line(verdict: Verdict) -> dict[str, Any]:
     found |= {"lo": value.lo, "mid": value.mid, "hi": value.hi}
     return {
         **{"name": f"{text}: {verdict.words}", "kind": verdict.kind},
-        "decides": verdict.basis in ("counted", "predicted", "collectives"),
+        "decides": verdict.basis in ("counted", "predicted"),
         **{key: _clip(value, unit) for key, value in found.items()},
     }
 

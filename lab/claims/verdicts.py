@@ -89,7 +89,7 @@ class Verdict:
         if not math.isnan(self.measured.mid) and not self.is_elsewhere:
             return "emulated" if self.machine == "emulated" else "measured"
         if self.predicted is not None:
-            return "collectives" if self.claim.quantity == BUS else "predicted"
+            return "predicted"
         return "nothing" if math.isnan(self.measured.mid) else "elsewhere"
 
     @property
@@ -126,7 +126,6 @@ class Verdict:
         if self.outcome == "unknown":
             return "not testable here: not measured"
         done = BASES[self.basis] if self.basis == "emulated" else self.basis
-        done = "predicted" if done == "collectives" else done
         done = self.kind if self.kind in ("arithmetic", "input") else done
         if self.outcome == "holds":
             return f"{done}: agrees"
@@ -170,11 +169,12 @@ def judge(
 
 
 def tally(verdicts: Iterable[Verdict]) -> dict[str, dict[str, int]]:
-    """Count the outcomes of the claims that say something about the source, by what decides."""
+    """Count outcomes of claims that are evidence, by what decides; single collectives apart."""
     counts = {basis: Counter[str]() for basis in BASES}
     for each in verdicts:
         if each.kind in EVIDENCE:
-            counts[each.basis][each.outcome] += 1
+            is_collective = each.basis == "predicted" and each.claim.quantity == BUS
+            counts["collectives" if is_collective else each.basis][each.outcome] += 1
     return {
         basis: {outcome: found[outcome] for outcome in OUTCOMES} for basis, found in counts.items()
     }
