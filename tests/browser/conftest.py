@@ -39,9 +39,13 @@ class Opened:
         """Scroll to every chart, wait until all are interactive, and count them."""
         figures = self.page.locator("figure[data-chart]")
         for at in range(figures.count()):
-            figures.nth(at).scroll_into_view_if_needed()
+            # Not `scroll_into_view_if_needed`, which waits for two frames that show the chart at
+            # one place: Chromium without a screen may stop drawing frames when nothing changes.
+            figures.nth(at).evaluate("figure => figure.scrollIntoView({block: 'center'})")
             self.page.wait_for_function(
-                "at => document.querySelectorAll('figure[data-chart]')[at].dataset.live", arg=at
+                "at => document.querySelectorAll('figure[data-chart]')[at].dataset.live",
+                arg=at,
+                polling=50,
             )
         return figures.count()
 
@@ -54,6 +58,14 @@ def browser() -> Iterator[Browser]:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
         found.close()
+
+
+@pytest.fixture(autouse=True)
+def _close_pages(browser: Browser) -> Iterator[None]:
+    """Close what a test opened: Chromium draws rarely, or not at all, what others lie in front of."""
+    yield
+    for context in browser.contexts:
+        context.close()
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,7 @@ def test_lines_are_sorted_and_filtered_and_blank_where_the_one_above_has_the_sam
 def test_a_mark_tells_its_numbers_and_its_command(opened: Opened) -> None:
     opened.charts()
     marks = opened.page.locator("figure[id$=speedup] .mark-symbol.role-mark path")
-    marks.last.scroll_into_view_if_needed()
+    marks.last.evaluate("mark => mark.scrollIntoView({block: 'center'})")
     marks.last.hover(force=True)
     text = opened.page.locator(".tip").inner_text()
     assert "python -m lab.sweep study=made" in text
@@ -119,7 +119,7 @@ def test_a_mark_tells_its_numbers_and_its_command(opened: Opened) -> None:
 def test_the_timeline_zooms_by_wheel_and_keyboard(opened: Opened) -> None:
     opened.charts()
     figure = opened.page.locator("figure.timeline .drawing")
-    figure.scroll_into_view_if_needed()
+    figure.evaluate("figure => figure.scrollIntoView({block: 'center'})")
     picture = figure.screenshot()
     figure.press("+")
     closer = figure.screenshot()
