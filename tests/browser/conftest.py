@@ -62,7 +62,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def _close_pages(browser: Browser) -> Iterator[None]:
-    """Close what a test opened: Chromium draws rarely, or not at all, what others lie in front of."""
+    """Close what a test opened: Chromium may stop drawing pages that lie behind others."""
     yield
     for context in browser.contexts:
         context.close()
