@@ -41,9 +41,11 @@ class Worker(ABC):
 
     Attributes:
         in_line: a job's own work keeps the caller, and so backward, from going on.
+        takes_turns: jobs go on in `advance` alone; elsewhere it does nothing.
     """
 
     in_line = False
+    takes_turns = False
 
     @abstractmethod
     def submit(self, label: str, job: Job) -> None:
@@ -127,6 +129,7 @@ class TurnsWorker(Worker):
     """
 
     in_line = True
+    takes_turns = True
 
     def __init__(self) -> None:
         self._under_way: deque[_UnderWay] = deque()

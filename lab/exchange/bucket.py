@@ -155,14 +155,8 @@ class BucketPlan:
         if self._buffer is None:
             self._buffer = self._allocated()
         bucket = GradBucket(self.shapes, self._buffer, step, divided, plans=self._plans)
-        gradients = [parameter.grad for parameter in self._ordered]
-        present = [g for g in gradients if g is not None and not g.is_sparse]
-        if not self.has_views or len(present) < len(gradients):
+        if not self.has_views or not self._copied_at_once():
             self._pack_each(bucket)
-            return bucket
-        torch._foreach_copy_(self._values, present)
-        for parameter, values in zip(self._ordered, self._values, strict=True):
-            parameter.grad = values
         return bucket
 
     def __str__(self) -> str:
@@ -182,6 +176,17 @@ class BucketPlan:
         if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
             return None
         return gradient.as_strided((gradient.numel(),), (1,))
+
+    def _copied_at_once(self) -> bool:
+        """Copy all gradients and make them views, unless one is missing, sparse or of its kind."""
+        gradients: list[Any] = [parameter.grad for parameter in self._ordered]
+        try:  # to look at each one first would take as long as to copy it
+            torch._foreach_copy_(self._values, gradients)
+        except (TypeError, RuntimeError):
+            return False
+        for parameter, values in zip(self._ordered, self._values, strict=True):
+            parameter.grad = values
+        return True
 
     def _pack_each(self, bucket: GradBucket) -> None:
         """Copy gradients of any kind into the buffer, and note what `unpack` is to copy back."""

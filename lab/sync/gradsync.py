@@ -84,9 +84,12 @@ class GradSync(Sync):
             plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=carried_by
         )
         self._arrived: dict[str, None] = {}  # in the first step, in the order of the last growth
-        self._grown: dict[str, int] = {}  # how often gradients have grown in this step
-        self._complete_at: dict[str, int] | None = None  # and do in each; None: not known yet
+        # How often each gradient grows in a step, as it did in the first; None: not known yet.
+        self._due: list[int] | None = None
         self._armed = False
+        self._names: list[str] = []  # of parameters with values; lists below have their order
+        self._filled: list[list[int]] = []  # places of the buckets that each helps to fill
+        self._left: list[int] = []  # growths to come in this step; below 0: more than were due
         self._hooks: list[RemovableHandle] = []
         self._use(self._plan())
         self.nowhere: list[str] = []
@@ -110,9 +113,9 @@ class GradSync(Sync):
 
     def __enter__(self) -> Self:
         if self._during_backward or len(self.buckets) > 1:
-            for name in self._buckets_of:
-                ready = partial(self._gradient_ready, name)
-                self._hooks.append(on_gradient(self.parameters[name], ready))
+            for index, name in enumerate(self._names):
+                grew = self._counter(name, index)
+                self._hooks.append(on_gradient(self.parameters[name], grew))
         return self
 
     def _advance_at_gradients(self) -> None:
@@ -202,6 +205,11 @@ class GradSync(Sync):
         for place, bucket in enumerate(buckets):
             for name in bucket.parameters:
                 self._buckets_of.setdefault(name, []).append(place)
+        self._sizes = [len(bucket.parameters) for bucket in buckets]
+        kind = type(self.exchange).__name__
+        self._labels = [f"{kind} of bucket {bucket.label}" for bucket in buckets]
+        self._names = self._names or list(self._buckets_of)
+        self._filled = [self._buckets_of.get(name, []) for name in self._names]
         self._begin_step()
 
     def _all_ready(self) -> None:
@@ -211,45 +219,56 @@ class GradSync(Sync):
                 self.clock.ready(bucket)
 
     def _begin_step(self) -> None:
-        if self._complete_at is None and self._grown:
-            self._complete_at = self._grown
-        self._grown = {}
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        if self._due is None and any(self._left):
+            self._due = [-left or 1 for left in self._left]
+        self._left = self._due.copy() if self._due else [0] * len(self._filled)
+        self._missing = self._sizes.copy()
         self._exchanged: list[GradBucket] = []
 
-    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
-        """Count a gradient's growth, and begin the exchanges of buckets that it completes.
+    def _counter(self, name: str, index: int) -> Callable[[Tensor], None]:
+        """Return what counts the growths of a gradient, and begins exchanges of full buckets.
 
         It is called for every parameter in every step, so it looks at little.
         """
-        if not self._armed:
-            return
-        self._grown[name] = grown = self._grown.get(name, 0) + 1
-        if self._complete_at is None:
+        takes_turns = self.worker.takes_turns
+
+        def grew(_parameter: Tensor) -> None:
+            if not self._armed:
+                return
+            self._left[index] = left = self._left[index] - 1
+            if takes_turns:
+                self.worker.advance()
+            if left:
+                self._grew_again(name, index)
+                return
+            missing = self._missing
+            for place in self._filled[index]:
+                missing[place] -= 1
+                if not missing[place] and self._during_backward:
+                    self._full(place)
+
+        return grew
+
+    def _grew_again(self, name: str, index: int) -> None:
+        """Look at a growth that is not the last one: in the first step, none is known to be."""
+        if self._due is None:
             self._arrived.pop(name, None)
             self._arrived[name] = None
-            return
-        self.worker.advance()
-        places = self._buckets_of[name]
-        if places[0] < len(self._exchanged):
+        elif self._left[index] < 0 and self._filled[index][0] < len(self._exchanged):
+            due = self._due[index]
             raise RuntimeError(
-                f"{name}: its gradient grew again after it had left, {grown} times in this step "
-                f"and {self._complete_at.get(name, 0)} in the first; all backwards of a step "
+                f"{name}: its gradient grew again after it had left, {due - self._left[index]} "
+                f"times in this step and {due} in the first; all backwards of a step "
                 "but the last belong into sync.accumulate(), and recomputation should be "
                 "checkpoint(use_reentrant=False); overlap=false takes gradients that grow anyhow"
             )
-        if grown != self._complete_at.get(name, 1):
-            return
-        missing = self._missing
-        for place in places:
-            missing[place] -= 1
-            if missing[place] or not self._during_backward:
-                continue
-            if self.clock:
-                self.clock.ready(place)
-            # All ranks must begin exchanges in one order, so full buckets leave in that of buckets.
-            while len(self._exchanged) < len(missing) and not missing[len(self._exchanged)]:
-                self._submit_next()
+
+    def _full(self, place: int) -> None:
+        """Begin exchanges as far as buckets are full: all ranks must begin them in one order."""
+        if self.clock:
+            self.clock.ready(place)
+        while len(self._exchanged) < len(self._missing) and not self._missing[len(self._exchanged)]:
+            self._submit_next()
 
     def _as_on_rank_0(self, names: Iterable[str]) -> list[str]:
         """Return all parameters' names in the order of rank 0's `names`; the other ones last."""
@@ -269,7 +288,8 @@ class GradSync(Sync):
         self.worker.wait()
 
     def _submit_next(self) -> None:
-        planned = self.buckets[len(self._exchanged)]
+        place = len(self._exchanged)
+        planned = self.buckets[place]
         with self.clock.exchange_work() if self.clock else UNTIMED:
             if self.before_exchange:
                 gradients = [(p, p.grad) for p in planned.parameters.values()]
@@ -281,7 +301,7 @@ class GradSync(Sync):
         job = partial(self._stages, bucket)
         if self.clock:
             job = observed(self.clock, planned.label, job, self.exchange, self.comm, self.worker)
-        self.worker.submit(f"{type(self.exchange).__name__} of bucket {planned.label}", job)
+        self.worker.submit(self._labels[place], job)
 
     def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
         if self.loss_scale != 1.0:

@@ -203,10 +203,15 @@ class PrioritySync(GradSync):
         if buckets is not self.buckets:
             super()._use(buckets)
 
-    def _gradient_ready(self, name: str, parameter: Tensor) -> None:
-        if self._measuring and self._armed:
-            self._arrivals[name] = mark(self._device)
-        super()._gradient_ready(name, parameter)
+    def _counter(self, name: str, index: int) -> Callable[[Tensor], None]:
+        count = super()._counter(name, index)
+
+        def grew(parameter: Tensor) -> None:
+            if self._measuring and self._armed:
+                self._arrivals[name] = mark(self._device)
+            count(parameter)
+
+        return grew
 
     def _plan_sends(self, begin: Mark, end: Mark) -> None:
         """Plan the order of sending from rank 0's times; all parts travelled between two marks."""

@@ -169,7 +169,8 @@ def test_a_factor_becomes_an_orthonormal_basis(level: str, kind: str, rank: int)
             p[0] = 0
         factors, basis = alone(rows, 7, rank), p.clone()
         implementation(level).orthonormalise(factors, basis, [basis])
-        torch.testing.assert_close(basis.T @ basis, torch.eye(rank), rtol=0, atol=3e-6)
+        # Of columns that are alike, all but rounding errors cancel, and CPUs round differently.
+        torch.testing.assert_close(basis.T @ basis, torch.eye(rank), rtol=0, atol=1e-5)
         scaled = p / p.abs().max().clamp(min=1e-37)
         torch.testing.assert_close(basis @ (basis.T @ scaled), scaled, rtol=0, atol=2e-5)
 
