@@ -83,7 +83,7 @@ def test_a_users_sync_is_never_taken_for_the_labs(name: str) -> None:
 
 def value_of(formula: str, **names: float) -> float:
     """Evaluate a formula of the documents, without its remarks in words."""
-    text = re.sub(r" \([a-z][^)]*[a-z0-9 :]\)$", "", formula)  # (a leaf 4n)
+    text = re.sub(r" \([a-z][^)]*[a-z0-9 :]\)$", "", formula)  # (a leaf sends 4n)
     text = text.replace("−", "-").replace("·", "*").replace("⌈log₂N⌉", "hops")
     text = re.sub(r"(?<=[\d)N])\s*(?=[a-zA-Z(])", "*", text)
     text = re.sub(r"\b(n|k|r)\(", r"\1*(", text).replace("LM", "L*M")
@@ -101,11 +101,11 @@ def formula_of(strategy: str) -> str:
 
 def test_formulas_are_read_as_they_are_meant() -> None:
     assert value_of("8n(N−1)/N", n=10, N=4) == 60
-    assert value_of("4n·⌈log₂N⌉ (a leaf 4n)", n=10, N=5) == 120
+    assert value_of("4n·⌈log₂N⌉ (a leaf sends 4n)", n=10, N=5) == 120
     assert value_of("2n·min(4, ⌈log₂N⌉ + 1)", n=10, N=2) == 40
     assert value_of("0.08n(N−1)", n=100, N=2) == 8
     with pytest.raises(SyntaxError):
-        value_of("as the one chosen", n=1, N=2)
+        value_of("as the chosen exchange", n=1, N=2)
 
 
 # auto sends the bytes of the chosen exchange; a library chooses its own.
