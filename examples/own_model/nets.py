@@ -1,4 +1,4 @@
-"""Your own models. The lab passes what a signature asks for: shapes, classes, vocabulary."""
+"""Your own models. The lab passes the arguments that a signature names, such as image_shape."""
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A decoder of two blocks, which uses its embedding as head."""
+    """A decoder with two blocks, which also uses its embedding as its head."""
 
     def __init__(self, vocabulary, context, width=32):
         super().__init__()
@@ -52,7 +52,7 @@ class TinyGPT(nn.Module):
 
 
 class Curve(nn.Module):
-    """A function of a few numbers."""
+    """A multilayer perceptron for a few numbers."""
 
     def __init__(self, input_shape, output_size, hidden=64):
         super().__init__()

@@ -2,7 +2,8 @@
 
 A trace has kernels by stream, the calls that launched them, and NCCL's kernels with their sizes. It
 has neither parameters nor layers, so a layer here is what backward computes between two
-all-reduces, and its parameters are those of the bucket that is then ready (docs/predicting.md).
+all-reduces, and its parameters are those of the bucket that is then ready
+(docs/how-to/predict_from_trace.md).
 """
 
 from __future__ import annotations
