@@ -16,9 +16,8 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import INTEGER, fields_of, number_of, setting
 from lab.settings.files import choices_of
 from lab.settings.names import DIRECTORY
-from lab.settings.own_code import asked_for, callable_at
+from lab.settings.own_code import asked_for, callable_at, reason_of
 from lab.settings.secrets import without_secrets
-from lab.settings.user_traceback import reason_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

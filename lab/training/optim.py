@@ -19,8 +19,7 @@ from lab.distributed.replicas import is_sharded
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.own_code import callable_at
-from lab.settings.user_traceback import blame
+from lab.settings.own_code import blame, callable_at
 from lab.sync.priority import update_some
 
 NOT_NEGATIVE = ("lr", "weight_decay")

@@ -26,8 +26,8 @@ from lab.record.schema import Stretch, append_stretch, stretches_of
 from lab.settings.command import EXIT_INTERRUPTED, say_error
 from lab.settings.config import ConfigError, build
 from lab.settings.names import class_name
+from lab.settings.own_code import blame
 from lab.settings.secrets import kept_words, without_secrets
-from lab.settings.user_traceback import blame
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike

@@ -17,7 +17,7 @@ from lab.settings import command as commands
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
 from lab.settings.names import resolved
-from lab.settings.user_traceback import Blame, blame
+from lab.settings.own_code import Blame, blame
 
 BUGS = "tests.support.bugs"
 
