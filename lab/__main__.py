@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.argv = [name, *words[1:]]
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     if words[-2:] == ["-sc", "query=bash"]:
-        from lab.settings.completion import of_line
+        from lab.settings.help import of_line
 
         print("\n".join(of_line(modules())))
         return 0

@@ -181,7 +181,7 @@ def _about(command: Command, line: CommandLine) -> str:
         return help_text(command, line.settings)
     if "--version" in line.flags:
         return f"scaling-lab {lab.__version__}"
-    from lab.settings.completion import script
+    from lab.settings.help import script
 
     return script(line.flags["--shell-completion"])
 
