@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lab.data.tensors import TensorData, image_data
-from lab.data.windows import Windows
+from lab.data.tokens import Windows
 from lab.settings import checks
 
 

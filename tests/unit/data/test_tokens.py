@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lab.data.sampler import GlobalSampler
-from lab.data.tokens import text, tokens
-from lab.data.windows import Windows
+from lab.data.tokens import Windows, text, tokens
 
 CPU = torch.device("cpu")
 
