@@ -13,7 +13,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from lab.distributed import window
+from lab.distributed import torch_comm
 from lab.distributed.comm import Comm, NoWindow, ThreadComm, run_ranks
 from tests.support.ranks import CREW, Outcome, composed, execute, join, spawn, train
 
@@ -25,7 +25,7 @@ def files() -> list[Path]:
     """List the files of windows that stay: another test's may be there until it is mapped."""
     found = list[Path]()
     for _ in range(100):
-        if not (found := [*Path(window.IN_MEMORY).glob("lab-window*")]):
+        if not (found := [*Path(torch_comm.IN_MEMORY).glob("lab-window*")]):
             break
         time.sleep(0.1)
     return found
@@ -46,7 +46,7 @@ def test_a_run_has_the_weights_of_one_with_messages(size: int, overlap: str) -> 
 
 
 def without_room(arguments: list[str], config: Any) -> Outcome:
-    window.IN_MEMORY = "/no-such-folder"
+    torch_comm.IN_MEMORY = "/no-such-folder"
     return execute(arguments, config)
 
 
@@ -84,14 +84,14 @@ def test_ranks_see_what_others_wrote_before_they_met() -> None:
 
 
 def test_a_file_that_does_not_fit_is_refused_before_it_is_written() -> None:
-    room = os.statvfs(window.IN_MEMORY)
+    room = os.statvfs(torch_comm.IN_MEMORY)
     too_much = 2 * room.f_blocks * room.f_frsize
     if too_much == 0:
-        pytest.skip(f"{window.IN_MEMORY} has no limit here")
+        pytest.skip(f"{torch_comm.IN_MEMORY} has no limit here")
 
     def rank_main(comm: Comm) -> str:
         with pytest.raises(NoWindow) as caught:
-            window.in_file(comm, too_much)
+            torch_comm.in_file(comm, too_much)
         return str(caught.value)
 
     assert len({*run_ranks(2, rank_main)}) == 1
@@ -116,7 +116,7 @@ def shared(tensor: Tensor, group: ThreadComm) -> FakeHandle:
 
 def on_gpus(comm: Comm) -> list[int] | str:
     try:
-        made = window.symmetric(comm, comm, 64, CPU)  # pyright: ignore[reportArgumentType]
+        made = torch_comm.symmetric(comm, comm, 64, CPU)  # pyright: ignore[reportArgumentType]
     except NoWindow as error:
         return str(error)
     made.rows[comm.rank].fill_(comm.rank)
@@ -149,7 +149,7 @@ def test_a_gpu_without_access_to_another_is_named(monkeypatch: pytest.MonkeyPatc
     def rank_main(comm: Comm) -> str:
         with pytest.raises(NoWindow) as caught:
             group: Any = comm
-            window.symmetric(comm, group, 64, torch.device("cpu", comm.rank))
+            torch_comm.symmetric(comm, group, 64, torch.device("cpu", comm.rank))
         return str(caught.value)
 
     assert run_ranks(2, rank_main) == ["rank 0: GPU 0 has no access to the memory of GPU 1"] * 2
