@@ -25,12 +25,12 @@ from tqdm import tqdm
 
 from lab.benchmarks.present import IntervalJson
 from lab.benchmarks.request import Request
+from lab.certificate.traffic import namespace, sent_bytes
 from lab.cluster.network import INTERFACE
 from lab.cluster.settings import EMULATION
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit
-from lab.measure.interfaces import namespace, sent_bytes
 from lab.measure.intervals import Interval, of_level, student
 from lab.measure.layers import spin_stream
 from lab.measure.statistics import order

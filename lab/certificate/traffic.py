@@ -7,13 +7,13 @@ import platform
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.distributed.launcher import Nodes, each_alone
-from lab.measure.interfaces import COUNTERS, namespace, sent_bytes
 from lab.simulate.costs import BY_ITSELF, class_of, payload_bytes
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
@@ -22,6 +22,9 @@ TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknow
 SLACK_BYTES = 16_384  # of control messages: stores, barriers, headers of short ones
 ENOUGH_BYTES = 10 * SLACK_BYTES  # of all ranks, to be told from those
 BLOCK_BYTES = 1032  # by which padding may lengthen a rank's part of a bucket, in each of two stages
+COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
+NAMESPACE = Path("/proc/self/ns/net")
+SENT_BYTES = 8  # column after the interface's name
 # Payload bytes are the same over any links.
 ANY_LINK = Link(0.0, 1e9)
 ANY_LINKS = Hardware("any", "any links", "gloo", 1, ANY_LINK, ANY_LINK, math.inf)
@@ -186,3 +189,31 @@ def _ratio(each: Moved) -> float:
 def _interface_bytes() -> tuple[int, int]:
     """Return the bytes sent so far over lo, and over all interfaces of this namespace."""
     return sent_bytes("lo") or 0, sent_bytes() or 0
+
+
+def sent_bytes(interface: str | None = None) -> int | None:
+    """Return the bytes that an interface has sent since it exists; None if nobody counts them.
+
+    Headers are included, once for each packet that TCP hands over whole, and so is what other
+    processes send; bytes that are lost count again.
+
+    Args:
+        interface: its name, such as "lo"; None: the sum of all, of which loopback is one.
+    """
+    try:
+        lines = COUNTERS.read_text().splitlines()[2:]
+    except OSError:
+        return None
+    sent = {
+        name.strip(): int(counts.split()[SENT_BYTES])
+        for name, _, counts in (line.partition(":") for line in lines)
+    }
+    return sum(sent.values()) if interface is None else sent.get(interface)
+
+
+def namespace() -> int:
+    """Return the number of this process's network namespace, whose processes share counters.
+
+    0: this system has none.
+    """
+    return NAMESPACE.stat().st_ino if NAMESPACE.exists() else 0

@@ -15,11 +15,11 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from lab.certificate.traffic import sent_bytes
 from lab.distributed import world as worlds
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.bucket import GradBucket
-from lab.measure.interfaces import sent_bytes
 from lab.settings.config import build, load
 from lab.simulate.costs import payload_bytes
 from lab.simulate.network import Network
