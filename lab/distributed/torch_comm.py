@@ -367,7 +367,7 @@ def _one_of(allowed: tuple[str, ...], key: str, given: str) -> str:
 
 
 # Windows: memory that all ranks of a node read and write, a file that they map or symmetric memory
-# of GPUs. What stands in the way of it on any rank is told to all, so that they agree to do without.
+# of GPUs. What stands in its way on any rank is told to all, so that they agree to do without.
 
 
 def in_file(comm: Comm, num_bytes: int) -> Window:
