@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from lab.model import require_dropout, require_size, require_widths
 from lab.model.convnet import ConvNet, initialise_for_relu, stacked, with_fc_head
-from lab.model.require import require_dropout, require_size, require_widths
 from lab.settings import checks
 
 SMALLEST_PX = 63

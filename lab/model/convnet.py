@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lab.model.require import require_dropout, require_size, require_widths
+from lab.model import require_dropout, require_size, require_widths
 from lab.settings import checks
 
 LENET_SMALLEST_PX = 16

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lab.model import require_dropout, require_size
 from lab.model.convnet import initialise_for_relu, normalised, with_pooled_head
-from lab.model.require import require_dropout, require_size
 
 SMALLEST_PX = 32  # five layers halve it to one
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lab.model.require import require_dropout, require_tokens
+from lab.model import require_dropout, require_tokens
 from lab.settings import checks
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from lab.model import require_dropout, require_widths
 from lab.model.convnet import initialise
-from lab.model.require import require_dropout, require_widths
 from lab.settings import checks
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lab.model import require_size
 from lab.model.convnet import initialise_for_relu, normalised, with_pooled_head
-from lab.model.require import require_size
 from lab.settings import checks
 
 SMALLEST_PX = 32

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lab.model.require import require_dropout, require_tokens
+from lab.model import require_dropout, require_tokens
 from lab.settings import checks
 
 POSITIONS = ("learned", "rotary")
