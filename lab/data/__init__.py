@@ -1,4 +1,4 @@
-"""Data sets; each fulfils the protocol Data.
+"""Data sets, each of which fulfils the protocol Data; and the order in which they are sampled.
 
 All are made with `seed`, of what is random in them (a split never is), and `device`, where samples
 are kept or batches go. They refuse, by a ValueError of one line that names the setting, arguments
@@ -8,12 +8,15 @@ out of range and files that are missing, damaged or of another form.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lab.data.sampler import GlobalSampler
+from lab.settings import checks
 
 
 class Data(Protocol):
@@ -62,3 +65,108 @@ class Data(Protocol):
         Every sample comes once over all ranks; a rank may have none. Shapes are those of training.
         """
         ...
+
+
+class GlobalSampler:
+    """This rank's share of an endless stream of samples that does not depend on the world size.
+
+    The stream is one permutation of all samples after another, the one of epoch e drawn from
+    (seed, e). Global batch k begins at sample `start + k * batch_size` of the stream, so it may
+    straddle epochs and is never cut short. Rank r owns the r-th of `world_size` equal slices of it.
+
+    Args:
+        num_samples: samples of one epoch.
+        batch_size: global batch size.
+        rank, world_size: the share to yield.
+        seed: of all permutations.
+        start: samples of the stream that earlier runs have used.
+
+    Raises:
+        ValueError: an argument out of range, or a batch that ranks cannot share evenly.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        start: int = 0,
+    ) -> None:
+        for name, value, least in (
+            ("num_samples", num_samples, 1),
+            ("batch_size", batch_size, 1),
+            ("world_size", world_size, 1),
+            ("seed", seed, 0),
+            ("start", start, 0),
+        ):
+            checks.whole(name, value, least)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}: must be from 0 to {world_size - 1}")
+        if batch_size % world_size:
+            raise ValueError(f"batch_size={batch_size}: must be a multiple of {world_size} ranks")
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.per_rank_batch_size = batch_size // world_size
+        self.first = start + rank * self.per_rank_batch_size
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield this rank's batches: epoch and index of each sample, int64 [per-rank batch]."""
+        position = self.first
+        while True:
+            yield self._slice(position, position + self.per_rank_batch_size)
+            position += self.batch_size
+
+    def _slice(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        epochs, offsets = np.divmod(np.arange(begin, end), self.num_samples)
+        touched = range(int(epochs[0]), int(epochs[-1]) + 1)
+        parts = [self._order(epoch)[offsets[epochs == epoch]] for epoch in touched]
+        return epochs, np.concatenate(parts)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Return the permutation int64 [num_samples] of `epoch`, and keep it for the next call."""
+        if epoch != self._epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            self._epoch, self._permutation = epoch, generator.permutation(self.num_samples)
+        return self._permutation
+
+
+def existing(path: str | None, layout: str) -> Path:
+    """Return the file or folder of `data.path`.
+
+    Args: layout: a clause that says what to give.
+
+    Raises:
+        ValueError: it is not set, or there is no such file or folder.
+    """
+    if not path:
+        raise ValueError(f"data.path is not set; {layout}")
+    found = Path(str(path)).expanduser()
+    if not found.exists():
+        raise ValueError(f"data.path={path}: no such file or folder; {layout}")
+    return found
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn any error of a reader of `file` into one line that names the file.
+
+    Raises:
+        ValueError: it cannot be read, or is no regular file.
+    """
+    if file.exists() and not file.is_file():  # of a pipe, a reader would wait for ever
+        raise ValueError(f"data.path={file}: is no regular file")
+    try:
+        yield
+    except Exception as error:  # readers raise many types: of zip, of Arrow, of the system
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(f"data.path={file}: cannot be read: {reason}") from None
+
+
+def held_out(test_share: object) -> float:
+    """Return the share of the data to test on. ValueError: it is not a number between 0 and 1."""
+    return checks.number("data.test_share", test_share, above=0, below=1)

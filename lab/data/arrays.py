@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.data.files import existing, held_out, reading
+from lab.data import existing, held_out, reading
 from lab.data.tensors import TensorData
 from lab.settings import checks
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lab.data import Data
-from lab.data.sampler import GlobalSampler
+from lab.data import Data, GlobalSampler
 from lab.data.tensors import TensorData
 
 HOLD_OUT = 10  # without a test part, one sample in this many is for testing

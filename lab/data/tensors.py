@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.data.sampler import GlobalSampler
+from lab.data import GlobalSampler
 
 
 class TensorData:

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.data.files import existing, held_out, reading
-from lab.data.sampler import GlobalSampler
+from lab.data import GlobalSampler, existing, held_out, reading
 from lab.data.tensors import to_device
 from lab.settings import checks
 

@@ -18,8 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 import lab
-from lab.data import Data
-from lab.data.sampler import GlobalSampler
+from lab.data import Data, GlobalSampler
 from lab.distributed import launcher
 from lab.settings.names import of_all_ranks
 

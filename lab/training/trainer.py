@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lab.certificate.check import Check
 from lab.cluster.settings import Straggler
-from lab.data import Data
-from lab.data.sampler import GlobalSampler
+from lab.data import Data, GlobalSampler
 from lab.distributed.comm import Sent
 from lab.distributed.replicas import broadcast_buffers, local, whole
 from lab.distributed.worker import HostCopy, Watchdog

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lab.codec import build
-from lab.data.sampler import GlobalSampler
+from lab.data import GlobalSampler
 from lab.data.tensors import TensorData
 from lab.distributed import world as worlds
 from lab.distributed.comm import Collective, Comm

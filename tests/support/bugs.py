@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lab.data.sampler import GlobalSampler
+from lab.data import GlobalSampler
 from lab.data.synthetic import synthetic
 from lab.data.tensors import TensorData
 from lab.task.tasks import Classification

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lab.data import GlobalSampler
 from lab.data.own import as_data
-from lab.data.sampler import GlobalSampler
 from lab.data.synthetic import synthetic
 
 CPU = torch.device("cpu")

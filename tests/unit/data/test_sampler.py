@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from lab.data.sampler import GlobalSampler
+from lab.data import GlobalSampler
 
 Sample = tuple[int, int]
 

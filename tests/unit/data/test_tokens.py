@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.data.sampler import GlobalSampler
+from lab.data import GlobalSampler
 from lab.data.tokens import Windows, text, tokens
 
 CPU = torch.device("cpu")
