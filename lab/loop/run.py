@@ -30,8 +30,7 @@ from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import count, global_batch_size, require_alike
 from lab.training.outcome import measured
-from lab.training.progress import Curves
-from lab.training.recording import Recording, claim, settings_of
+from lab.training.recording import Curves, Recording, claim, settings_of
 from lab.training.run import failure_of
 from lab.training.trainer import Measured, Progress, Synced
 

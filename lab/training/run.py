@@ -32,9 +32,8 @@ from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
 from lab.training.outcome import compute_of
-from lab.training.progress import Curves, ProgressBar
 from lab.training.rank_consistency import checkpoint_facts
-from lab.training.recording import Recording, claim_directory, settings_of
+from lab.training.recording import Curves, ProgressBar, Recording, claim_directory, settings_of
 from lab.training.trainer import Trainer
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lab.record.schema import Record
-from lab.training.progress import summary
+from lab.training.recording import summary
 from tests.support.ranks import train
 
 RUN = ("data.size=16", "batch_size=24", "steps=2", "model=mlp", "model.hidden=[32]")

@@ -15,7 +15,7 @@ from lab.measure.memory import Memory
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Record
 from lab.settings.config import ConfigError, load
-from lab.training import outcome, progress
+from lab.training import outcome, recording
 from lab.training.assemble import assembled
 from tests.support.ranks import join, spawn
 from tests.support.records import make_record
@@ -78,7 +78,7 @@ def test_wall_clock_and_memory_are_those_of_steady_steps(tmp_path: Path) -> None
     assert record.peak_memory_of == "resident set of the process, since its start"
     assert record.peak_memory_bytes and record.peak_memory_bytes[0] > 2**20
     assert record.reserved_memory_bytes is None and record.device_memory_bytes is None
-    text = progress.summary(record, tmp_path)
+    text = recording.summary(record, tmp_path)
     assert f"speed           {record.wall_samples_per_s:.0f} images/s, wall clock" in text
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.record.schema import read_record
 from lab.settings.config import build, load
 from lab.training import checkpoint
-from lab.training.progress import summary
+from lab.training.recording import summary
 from lab.web.contents import contents_of
 from tests.distributed.test_strategies import RUN, undisturbed
 from tests.support.cases import (

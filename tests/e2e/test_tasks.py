@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.record.schema import Record
-from lab.training import progress
+from lab.training import recording
 from tests.conftest import ROOT
 from tests.support.ranks import CREW, refusals, train
 
@@ -101,7 +101,7 @@ def test_a_regression_learns_and_its_record_holds_its_metrics(
     assert record["final"] == {name: last[name] for name in ("loss", "mae")}
     # Angles are uniform within 45 degrees: a constant 0 has a mae of 0.39 radians.
     assert last["mae"] < 0.25 and last["loss"] < first["loss"]
-    shown = progress.summary(Record.from_json(record), tmp_path)
+    shown = recording.summary(Record.from_json(record), tmp_path)
     assert f"mae             {last['mae']:.4g}" in shown
 
 
@@ -128,7 +128,7 @@ def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
     read = Record.from_json(record)
     assert read.data_source and read.data_source.endswith(f" files, {ROOT}/docs")
     rate = read.wall_samples_per_s or 0
-    shown = progress.summary(read, tmp_path)
+    shown = recording.summary(read, tmp_path)
     assert f"perplexity      {last['perplexity']:.2f} on test data" in shown
     assert f"speed           {rate:.0f} sequences/s, {32 * rate:.0f} tokens/s, wall" in shown
     assert f"data            {read.data_source}" in shown

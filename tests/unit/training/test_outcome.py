@@ -17,7 +17,7 @@ from lab.record.schema import Compute, read_record
 from lab.settings.config import load
 from lab.training import outcome
 from lab.training.outcome import flops_per_sample, note_rates, peak_of
-from lab.training.progress import ProgressBar, summary
+from lab.training.recording import ProgressBar, summary
 from tests.support.records import leave, make_record
 
 COUNTED = Compute(2e9, None, 1e12, "estimated: a core")
