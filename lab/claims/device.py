@@ -255,9 +255,9 @@ def executed_share(
     Raises:
         Missing: the algorithm refuses the convolution.
     """
+    from lab.convolution import Pass
     from lab.convolution.algorithms import ALGORITHMS, Gemm
     from lab.convolution.layer import convolutions_of
-    from lab.convolution.problem import Pass
 
     plan, batch = device.blueprint(network), device.batch(network)
     shape, dtype = plan.data.input_shape, plan.data.input_dtype
@@ -270,9 +270,9 @@ def executed_share(
 
 def refusals(device: Device, network: str, algorithm: str) -> Interval:
     """Count the convolutions that an algorithm refuses."""
+    from lab.convolution import Pass
     from lab.convolution.algorithms import ALGORITHMS
     from lab.convolution.layer import convolutions_of
-    from lab.convolution.problem import Pass
 
     plan = device.blueprint(network)
     found = convolutions_of(plan.model, plan.data.input_shape, plan.data.input_dtype, 1)
@@ -295,8 +295,8 @@ def operations_per_output(
         kernel, size: sides of the square filters and images; outputs are as large as inputs.
         channels, filters, batch: of the convolution; by default conv2 of slide 8 of Kim et al.
     """
+    from lab.convolution import Pass, Problem
     from lab.convolution.algorithms import ALGORITHMS
-    from lab.convolution.problem import Pass, Problem
 
     sides = {"size": (size, size), "kernel": (kernel, kernel), "padding": (kernel // 2,) * 2}
     problem = Problem(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, fold, pad, unfold
 
-from lab.convolution.problem import VALUE_BYTES, Algorithm, Cost, Pass, Problem
+from lab.convolution import VALUE_BYTES, Algorithm, Cost, Pass, Problem
 
 CPU = torch.device("cpu")
 COMPLEX_BYTES = 8

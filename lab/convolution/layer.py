@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
+from lab.convolution import Algorithm, Pass, Problem
 from lab.convolution.algorithms import ALGORITHMS, LIBRARY
-from lab.convolution.problem import Algorithm, Pass, Problem
 
 Chosen = Mapping[Pass, Algorithm]
 Chooser = Callable[[Problem, Tensor, Tensor], Chosen]  # of input and filters

@@ -15,9 +15,9 @@ from torch import Tensor
 from lab.benchmarks import harness
 from lab.benchmarks.present import Drawn, number, ranged, threaded
 from lab.benchmarks.request import Request
+from lab.convolution import Algorithm, Pass, Problem
 from lab.convolution.algorithms import ALGORITHMS, LIBRARY
 from lab.convolution.layer import calls_of, convolutions_of
-from lab.convolution.problem import Algorithm, Pass, Problem
 from lab.device.formats import implementation
 from lab.distributed.world import World
 from lab.draw.altair import alt

@@ -23,8 +23,8 @@ from torch.autograd import DeviceType
 from torch.nn.functional import conv2d
 from torch.profiler import ProfilerActivity, profile
 
+from lab.convolution import Pass, Problem
 from lab.convolution.algorithms import LIBRARY, gradients
-from lab.convolution.problem import Pass, Problem
 
 # A line has: mark, version, "primitive", "exec", engine, kind, implementation, ..., milliseconds.
 MARK, EXECUTED, KIND, IMPLEMENTATION = "onednn_verbose", "exec", 5, 6

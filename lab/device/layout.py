@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from lab.benchmarks import harness
 from lab.benchmarks.present import Drawn, Row, ends, fastest, medians_of, ranged
 from lab.benchmarks.request import Request
-from lab.convolution.problem import Pass, Problem
+from lab.convolution import Pass, Problem
 from lab.device.convolution import announced, described, distinct_convolutions, shapes_of
 from lab.device.formats import (
     Layout,

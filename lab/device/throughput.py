@@ -49,7 +49,7 @@ PRODUCT = re.compile(
 )
 MARKS = ("ProfilerStep", "Optimizer.", "enumerate(", "autograd::")  # spans, not operations
 SAMPLES = 2  # one is too few for BatchNorm at 1x1 px
-# H·W of the output; C are the channels that a filter sees: lab.convolution.problem.
+# H·W of the output; C are the channels that a filter sees: lab.convolution.
 CONVOLUTION = "2·N·K·C·R·S·H·W of each convolution"
 CELL = "16·hidden² a token and layer"
 TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² a module"

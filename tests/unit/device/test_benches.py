@@ -14,8 +14,8 @@ import pytest
 from lab import bench
 from lab.benchmarks.harness import ENOUGH_ROUNDS
 from lab.benchmarks.present import is_result
+from lab.convolution import Pass
 from lab.convolution.algorithms import ALGORITHMS
-from lab.convolution.problem import Pass
 from lab.device import callgrind, convolution, counters, layout, roofline, throughput
 from lab.device.counters import hits
 from lab.device.formats import Moves, Reorder

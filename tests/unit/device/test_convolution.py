@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lab.convolution import layer
+from lab.convolution import Algorithm, Pass, Problem, Unsupported, layer
 from lab.convolution.algorithms import ALGORITHMS, Gemm, Library
 from lab.convolution.layer import ChosenConv2d, calls_of, fixed, heuristic, profile
-from lab.convolution.problem import Algorithm, Pass, Problem, Unsupported
 from lab.model.convnet import lenet
 from lab.model.mlp import mlp
 from lab.transform.transforms import CHOICES, Convolution

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.nn.functional import conv2d
 
-from lab.convolution.problem import Pass, Problem
+from lab.convolution import Pass, Problem
 from lab.device.formats import (
     Layout,
     MixedLayouts,
