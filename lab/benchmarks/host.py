@@ -55,7 +55,7 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker, StreamWorker
 from lab.draw.looks import BLUE
 from lab.draw.plots import bars
-from lab.problem.build import blueprint
+from lab.problem import blueprint
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
 

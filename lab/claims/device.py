@@ -28,7 +28,7 @@ from lab.settings.reading import read_json
 
 if TYPE_CHECKING:  # pandas and torch take seconds, and not every paper needs them
     from lab.analysis.records import Cell
-    from lab.problem.build import Blueprint
+    from lab.problem import Blueprint
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Device:
 
     def blueprint(self, network: str) -> Blueprint:
         """Build a network for its shapes. ValueError: the paper names no such network."""
-        from lab.problem.build import blueprint
+        from lab.problem import blueprint
 
         return blueprint(load(self._settings(network)))
 

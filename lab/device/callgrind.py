@@ -28,7 +28,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from lab.problem.build import Blueprint, blueprint
+from lab.problem import Blueprint, blueprint
 from lab.settings.config import ConfigError, load
 
 Call = Callable[[], object]

@@ -24,7 +24,7 @@ from lab.draw.altair import alt
 from lab.draw.chart import INK, LABEL_PX, LETTER
 from lab.draw.looks import BLACK, BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import GAP, Axis, legend_columns
-from lab.problem.build import blueprint
+from lab.problem import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 

@@ -37,7 +37,7 @@ from lab.draw.plots import bars
 from lab.exchange.bucket import plan
 from lab.exchange.cost import Sizes
 from lab.measure.memory import peak_bytes, reset_peak
-from lab.problem.build import Blueprint, blueprint
+from lab.problem import Blueprint, blueprint
 from lab.settings.config import ConfigError, check_batch, load
 from lab.settings.names import class_name
 from lab.simulate.strategy import sync_bytes

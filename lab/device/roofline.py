@@ -29,7 +29,7 @@ from lab.measure.operations import Uncountable, count
 from lab.measure.peaks import arithmetic_of, copy_rate, gpu_peak, measured_rates
 from lab.model.profile import Layer
 from lab.model.work import Operation, Work
-from lab.problem.build import blueprint
+from lab.problem import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 

@@ -30,7 +30,7 @@ from lab.draw.plots import Axis, dots, lines
 from lab.measure.peaks import arithmetic_of, gpu_peak, measured_rates
 from lab.model.lstm import LSTM
 from lab.model.transformer import Transformer
-from lab.problem.build import blueprint
+from lab.problem import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.predict import work_of

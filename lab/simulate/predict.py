@@ -346,7 +346,7 @@ def work_of(config: DictConfig) -> Work:
 def _work(parts: str) -> Work:
     """Count a model, which is built without its values."""
     from lab.measure.operations import Uncountable, count  # with torch, which few predictions need
-    from lab.problem.build import blueprint, require_float32
+    from lab.problem import blueprint, require_float32
 
     config: Any = OmegaConf.create(parts)
     plan = blueprint(config)

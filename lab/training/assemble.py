@@ -23,7 +23,7 @@ from lab.distributed.world import Disagreement, Facts, World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
-from lab.problem.build import build_data, build_model, build_task, output_shapes
+from lab.problem import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.problem.build import output_shapes
+from lab.problem import output_shapes
 from lab.settings.errors import ConfigError
 from lab.task.tasks import Classification
 from tests.attack import kills, numbers, odd, planted, strangers
