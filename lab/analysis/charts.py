@@ -19,8 +19,8 @@ from lab.draw.altair import alt
 from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, WIDTH, Chart, wrap
 from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION, Look
 from lab.draw.plots import GAP, Axis, bars, fitted, in_rows, joined, lines
+from lab.measure import PHASES
 from lab.measure.intervals import ENOUGH_REPEATS
-from lab.measure.spans import PHASES
 from lab.task.metrics import heading
 
 Frame = Any  # a pandas.DataFrame, and

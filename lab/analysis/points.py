@@ -24,6 +24,7 @@ import pandas as pd
 from lab.analysis.records import Cell, Study
 from lab.analysis.series import CONTEXT
 from lab.draw.looks import order
+from lab.measure import PHASES
 from lab.measure.intervals import (
     UNKNOWN,
     Interval,
@@ -32,7 +33,6 @@ from lab.measure.intervals import (
     of_level,
     of_ratio,
 )
-from lab.measure.spans import PHASES
 from lab.record.schema import STATUSES, Scaling, worded
 from lab.settings.names import adds_nothing, idle_groups, root_of
 

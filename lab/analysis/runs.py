@@ -17,7 +17,7 @@ from lab.draw.altair import alt
 from lab.draw.chart import INK, LABEL_PX, LETTER, WIDTH, Chart
 from lab.draw.looks import ORANGE
 from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, round_values
-from lab.measure.spans import OWN, Span
+from lab.measure import OWN, Span
 from lab.record.schema import Record, worded
 from lab.record.trace import Timeline, lanes
 from lab.settings.reading import DamagedFile

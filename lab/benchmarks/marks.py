@@ -15,8 +15,8 @@ from lab.benchmarks.request import Request
 from lab.benchmarks.step import in_turns
 from lab.distributed.comm import Done
 from lab.distributed.world import World
+from lab.measure import PHASES
 from lab.measure.clock import Clock
-from lab.measure.spans import PHASES
 from lab.training.assemble import assembled
 
 NAMES = ("with marks", "without")

@@ -11,7 +11,7 @@ from lab.benchmarks.harness import on_ranks, progress
 from lab.benchmarks.present import Column, number, text
 from lab.benchmarks.request import Request
 from lab.distributed.world import World
-from lab.measure.spans import PHASES
+from lab.measure import PHASES
 from lab.training.assemble import assembled
 
 STEP_S = 0.05  # seconds of a fast step, for comparison

@@ -39,7 +39,7 @@ from lab.distributed.world import World
 from lab.draw.chart import GREY
 from lab.draw.looks import COLOURS, GREEN, ORANGE, SKY, VERMILLION
 from lab.draw.plots import bars
-from lab.measure.spans import PHASES
+from lab.measure import PHASES
 from lab.settings.names import class_name
 from lab.training.assemble import Assembly, assembled
 

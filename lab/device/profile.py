@@ -21,9 +21,9 @@ from lab.device.clock import WAYS, LayerClock
 from lab.device.profile_request import TURN
 from lab.distributed.world import World
 from lab.draw.text import aligned
+from lab.measure import PHASES
 from lab.measure.environment import device_and_torch
 from lab.measure.layers import kernels_ms, profiled
-from lab.measure.spans import PHASES
 from lab.model.profile import ALL, BOTH, REST, STEP, Fit, Layer, Profile
 from lab.problem import require_float32
 from lab.settings.atomic import write_atomically

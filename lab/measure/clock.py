@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from lab.measure.spans import OWN, PHASES, Span
+from lab.measure import OWN, PHASES, Span
 
 Mark = float | torch.cuda.Event
 KEPT_STEPS = 5  # for the timeline

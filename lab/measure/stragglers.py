@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.measure.spans import OWN
+from lab.measure import OWN
 
 Times = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.measure.spans import Span
+from lab.measure import Span
 from lab.record.files import write_json
 from lab.settings.reading import DamagedFile, read_json
 

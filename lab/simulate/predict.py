@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lab.measure import Span
 from lab.measure.peaks import arithmetic_of
-from lab.measure.spans import Span
 from lab.model.profile import VALUE_BYTES, Layer, Profile, replayed
 from lab.model.work import Line, Operation, Work
 from lab.settings.errors import ConfigError

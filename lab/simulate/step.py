@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from lab.measure.spans import Span
+from lab.measure import Span
 from lab.model.profile import Profile
 from lab.simulate.costs import (
     Load,

@@ -12,7 +12,7 @@ from typing import Any
 from lab.draw.chart import Chart
 from lab.draw.looks import looks_of
 from lab.draw.text import aligned
-from lab.measure.spans import Span
+from lab.measure import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
 from lab.simulate.hardware import LINK, Hardware

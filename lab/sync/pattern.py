@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, cast
 
 from lab.exchange.grouping import MIB, Sized
-from lab.measure.spans import OWN
+from lab.measure import OWN
 from lab.settings import checks
 from lab.settings.names import class_name
 

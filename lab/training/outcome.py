@@ -16,10 +16,10 @@ from lab.distributed.replicas import replica_hash
 from lab.distributed.world import World
 from lab.exchange.compressed import left_exact
 from lab.exchange.layout import trainable
+from lab.measure import OWN, PHASES, Span
 from lab.measure.environment import num_cores
 from lab.measure.operations import Uncountable, count
 from lab.measure.peaks import Peak, arithmetic_of, cpu_peak, gpu_peak
-from lab.measure.spans import OWN, PHASES, Span
 from lab.measure.statistics import (
     Warmup,
     noise_scale,

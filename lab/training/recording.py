@@ -25,8 +25,8 @@ from lab.cluster.settings import EMULATION, straggler_of
 from lab.distributed import launcher
 from lab.distributed.worker import Failure
 from lab.distributed.world import World
+from lab.measure import PHASES
 from lab.measure.environment import environment, git_commit, num_cores
-from lab.measure.spans import PHASES
 from lab.record.recorders import Guarded, Recorder
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, worded

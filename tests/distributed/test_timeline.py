@@ -13,9 +13,9 @@ import pytest
 from omegaconf import DictConfig
 
 from lab.distributed import world as worlds
+from lab.measure import Span
 from lab.measure import clock as clocks
 from lab.measure.clock import KEPT_STEPS, Mark, StepMarks
-from lab.measure.spans import Span
 from lab.record.trace import read_trace
 from tests.support import ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lab.measure.spans import Span
+from lab.measure import Span
 from lab.record.schema import read_record
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace

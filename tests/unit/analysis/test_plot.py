@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lab.measure.spans import OWN
+from lab.measure import OWN
 from lab.plot import main
 from lab.record.schema import Emulation
 from tests.support.records import leave, make_record

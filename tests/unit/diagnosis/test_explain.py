@@ -16,7 +16,7 @@ from lab.analysis.records import load_study
 from lab.diagnosis.evidence import Evidence, gather
 from lab.diagnosis.rules import judge, remedies
 from lab.explain import main
-from lab.measure.spans import OWN, PHASES, Span
+from lab.measure import OWN, PHASES, Span
 from lab.record.schema import Emulation
 from lab.record.trace import write_trace
 from lab.settings.config import load

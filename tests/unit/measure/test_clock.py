@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lab.distributed.comm import Done
+from lab.measure import OWN
 from lab.measure import clock as clocks
 from lab.measure.clock import KEPT_STEPS, Clock
-from lab.measure.spans import OWN
 from lab.measure.statistics import wall_seconds
 
 

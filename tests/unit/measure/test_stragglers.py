@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.measure.spans import OWN
+from lab.measure import OWN
 from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
 from tests.support.slow import some_of
 

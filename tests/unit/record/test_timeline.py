@@ -18,9 +18,9 @@ from lab.analysis.runs import timeline_of_step
 from lab.distributed.comm import Done
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.draw.chart import drawn
+from lab.measure import Span
 from lab.measure.clock import KEPT_STEPS, Clock
 from lab.measure.layers import marked_layers
-from lab.measure.spans import Span
 from lab.plot import main as plot
 from lab.record.trace import Timeline, lanes, read_trace, write_trace
 from tests.support.svg import boxes_of, outside, overlapping

@@ -14,7 +14,7 @@ from lab.claims.predicted import profile_of
 from lab.draw.chart import drawn
 from lab.exchange import bucket, grouping
 from lab.exchange.grouping import in_order_node
-from lab.measure.spans import Span
+from lab.measure import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lab.measure.spans import Span
+from lab.measure import Span
 from lab.model.profile import Layer, Profile
 from lab.predict import main
 from lab.settings.reading import events_of, read_trace

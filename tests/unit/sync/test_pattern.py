@@ -17,8 +17,8 @@ from lab.distributed.worker import InlineWorker, ThreadWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import GradBucket
 from lab.exchange.grouping import MIB, group
+from lab.measure import OWN
 from lab.measure.clock import Clock
-from lab.measure.spans import OWN
 from lab.settings.config import build, choices_of, load
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync

@@ -19,8 +19,8 @@ from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.paths import Tree
+from lab.measure import OWN, PHASES
 from lab.measure.clock import Clock
-from lab.measure.spans import OWN, PHASES
 from lab.sync import priority
 from lab.sync.base import SyncParts
 from lab.sync.priority import COLD, PrioritySync, Trial
