@@ -20,7 +20,7 @@ from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, WIDTH, Chart, wrap
 from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION, Look
 from lab.draw.plots import GAP, Axis, bars, fitted, in_rows, joined, lines
 from lab.measure import PHASES
-from lab.measure.intervals import ENOUGH_REPEATS
+from lab.measure.statistics import ENOUGH_REPEATS
 from lab.task.metrics import heading
 
 Frame = Any  # a pandas.DataFrame, and

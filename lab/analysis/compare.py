@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lab.analysis.points import CEILING, Point, is_copy
-from lab.measure.intervals import Interval, of_ratio, quantile
+from lab.measure.statistics import Interval, of_ratio, quantile
 
 ENOUGH_COPIES = 3  # degrees of freedom; fewer would give a floor of any height
 ERRORS = 0.04  # share of studies: a little below the promised 5 %, as no noise is quite normal

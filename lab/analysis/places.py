@@ -18,7 +18,7 @@ from lab.cluster.settings import RATE, bits_per_s
 from lab.draw.altair import alt
 from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart
 from lab.draw.looks import looks_of, order
-from lab.measure.intervals import (
+from lab.measure.statistics import (
     ENOUGH_REPEATS,
     UNKNOWN,
     Interval,

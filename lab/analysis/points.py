@@ -25,7 +25,7 @@ from lab.analysis.records import Cell, Study
 from lab.analysis.series import CONTEXT
 from lab.draw.looks import order
 from lab.measure import PHASES
-from lab.measure.intervals import (
+from lab.measure.statistics import (
     UNKNOWN,
     Interval,
     geometric_mean,

@@ -18,7 +18,7 @@ from scipy import optimize
 from lab.analysis.compare import floor_text, leaders
 from lab.analysis.points import CEILING, Point, frame_of, together
 from lab.analysis.records import Cell, Study
-from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
+from lab.measure.statistics import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
 from lab.settings.names import flat
 from lab.task.metrics import PERCENT, heading, main_metric, metrics_of
 from lab.task.metrics import shown as shown_value

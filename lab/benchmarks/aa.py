@@ -20,7 +20,7 @@ from lab.benchmarks.step import in_order
 from lab.distributed.world import World
 from lab.draw.looks import looks_of
 from lab.draw.plots import Axis, lines
-from lab.measure.intervals import ENOUGH_REPEATS, LEVEL, student, wilson
+from lab.measure.statistics import ENOUGH_REPEATS, LEVEL, student, wilson
 
 LEVELS = (0.5, 0.8, 0.9, LEVEL, 0.99)
 STEP, WALL, WITHIN = "between starts", "between starts, wall clock", "within one start"

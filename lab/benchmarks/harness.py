@@ -31,9 +31,8 @@ from lab.cluster.settings import EMULATION
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit
-from lab.measure.intervals import Interval, of_level, student
 from lab.measure.layers import spin_stream
-from lab.measure.statistics import order
+from lab.measure.statistics import Interval, of_level, order, student
 from lab.settings.errors import ConfigError
 from lab.training.assemble import join
 from lab.training.recording import surroundings

@@ -24,7 +24,7 @@ from lab.benchmarks.catalogue import BENCHES, module_of
 from lab.benchmarks.request import Request
 from lab.draw.chart import Chart
 from lab.draw.text import aligned
-from lab.measure.intervals import Interval
+from lab.measure.statistics import Interval
 from lab.record.files import write_json
 
 LONGEST = 400  # characters of a command in a figure

@@ -18,8 +18,7 @@ from lab.benchmarks.present import Column, number, on_ranks_of, text
 from lab.benchmarks.request import Request
 from lab.cluster.settings import PHASES, Straggler
 from lab.distributed.world import World
-from lab.measure.intervals import Interval, wilson
-from lab.measure.statistics import least_warmup
+from lab.measure.statistics import Interval, least_warmup, wilson
 from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
 from lab.settings.config import ConfigError
 from lab.sync.pattern import alike, pattern_of

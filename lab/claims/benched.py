@@ -6,7 +6,7 @@ from typing import Any
 
 from lab.claims.device import Device, Quantity, exact, matches, ratio, total
 from lab.claims.metrics import Missing
-from lab.measure.intervals import Interval
+from lab.measure.statistics import Interval
 from lab.settings import checks
 
 BEST = "best of each"

@@ -12,7 +12,7 @@ from typing import Any
 from lab.claims.benched import BENCHED
 from lab.claims.device import COUNTED, SWEPT, Device, Quantity, difference, ratio
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
-from lab.measure.intervals import Interval
+from lab.measure.statistics import Interval
 from lab.record.files import check_types
 from lab.settings import checks
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.claims.metrics import Missing
 from lab.draw.text import markdown
-from lab.measure.intervals import Interval, of_level, of_ratio
+from lab.measure.statistics import Interval, of_level, of_ratio
 from lab.settings import checks
 from lab.settings.config import load
 from lab.settings.overrides import own_choices

@@ -16,7 +16,7 @@ from lab.claims.claims import OUTCOMES, Claim, Paper
 from lab.claims.device import OF_PRINT, Device
 from lab.claims.metrics import Facts, MeasuredFacts, Point
 from lab.claims.predicted import Change
-from lab.measure.intervals import UNKNOWN, Interval, of_level
+from lab.measure.statistics import UNKNOWN, Interval, of_level
 from lab.model.work import Counts
 
 # What a claim is worth, in the order of a page.

@@ -16,8 +16,7 @@ from lab.analysis.compare import noise_floor
 from lab.analysis.points import CEILING, Point, points_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.measure import OWN
-from lab.measure.intervals import geometric_mean
-from lab.measure.statistics import round_means
+from lab.measure.statistics import geometric_mean, round_means
 from lab.measure.stragglers import Slow, Times, stragglers
 from lab.record.run_directory import SETTINGS, read_settings
 from lab.record.trace import TIMELINE, read_trace

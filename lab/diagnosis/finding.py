@@ -13,7 +13,7 @@ from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Verdict
 from lab.diagnosis.view import reason
 from lab.draw.text import number_text
-from lab.measure.intervals import ENOUGH_REPEATS, Interval
+from lab.measure.statistics import ENOUGH_REPEATS, Interval
 
 # What people use, the most common first.
 BASELINES = ("allreduce", "ddp", "horovod", "tree", "overlap")

@@ -10,7 +10,7 @@ from lab.analysis.compare import leaders
 from lab.analysis.points import Point, together
 from lab.analysis.summary import runs_text, unit_of
 from lab.draw.text import UNKNOWN_TEXT, number_text
-from lab.measure.intervals import ENOUGH_REPEATS, Interval, of_level
+from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_level
 from lab.task.metrics import heading, main_metric
 
 

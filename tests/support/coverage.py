@@ -15,7 +15,7 @@ import numpy as np
 import lab
 from lab.analysis.compare import leaders_of
 from lab.analysis.points import together
-from lab.measure.intervals import of_ratio
+from lab.measure.statistics import of_ratio
 
 REPEATS = (3, 4, 6, 10)
 RATIO = 1.5  # of two strategies' true step times

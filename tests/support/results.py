@@ -22,7 +22,7 @@ from lab.advice.score import Answer, Map, map_chart
 from lab.analysis.places import Lead, Place, Where
 from lab.analysis.results import load
 from lab.benchmarks.present import chart_of, is_result
-from lab.measure.intervals import Interval
+from lab.measure.statistics import Interval
 from lab.record.steps import STEPS
 from lab.web.page import parts_of, render, write
 

@@ -22,8 +22,8 @@ from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Int8
-from lab.measure.intervals import of_ratio
 from lab.measure.memory import peak_bytes, reset_peak
+from lab.measure.statistics import of_ratio
 from lab.settings.config import ConfigError, build, load
 from tests.unit.benchmarks.test_shown import SURROUNDINGS, committed, results
 

@@ -7,8 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from lab.measure.intervals import of_difference, of_level, of_ratio, quantile
-from lab.measure.statistics import FIRST, Turns, noise_scale, order, warmup_of
+from lab.measure.statistics import (
+    FIRST,
+    Turns,
+    noise_scale,
+    of_difference,
+    of_level,
+    of_ratio,
+    order,
+    quantile,
+    warmup_of,
+)
 from tests.support.coverage import NOISES, REPEATS, coverage, false_leads, recorded
 from tests.support.slow import some_of
 

@@ -14,7 +14,7 @@ import pytest
 from lab.analysis import summary
 from lab.analysis.points import table
 from lab.analysis.records import load_study
-from lab.measure.intervals import Interval
+from lab.measure.statistics import Interval
 from lab.record.schema import (
     SCHEMA,
     Bucket,
