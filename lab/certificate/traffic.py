@@ -22,7 +22,7 @@ TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknow
 SLACK_BYTES = 16_384  # of control messages: stores, barriers, headers of short ones
 ENOUGH_BYTES = 10 * SLACK_BYTES  # of all ranks, to be told from those
 BLOCK_BYTES = 1032  # by which padding may lengthen a rank's part of a bucket, in each of two stages
-COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
+COUNTERS = Path("/proc/net/dev")  # by Linux, of the interfaces of this process's network namespace
 NAMESPACE = Path("/proc/self/ns/net")
 SENT_BYTES = 8  # column after the interface's name
 # Payload bytes are the same over any links.
