@@ -315,11 +315,12 @@ class Network:
     def _one_by_one(self, num_bytes: float) -> float:
         """Return the seconds from the root to the leaves, where a rank serves a child at a time.
 
-        The first child has the most levels below it. All nodes on the way to the last one but that
-        one's parent have a second child.
+        Child i has all of a message after i transfers, and after the end of the next one if it is
+        not the last child. The longest way, through children that are not, has one level less than
+        the largest full tree among these nodes.
         """
         shared = min(num_bytes, self.hardware.send_buffer_bytes)
-        levels = max(0, log2(self.num_nodes) - 1)
+        levels = max(0, self.num_nodes.bit_length() - 2)
         return self._by_hops(num_bytes) + levels * shared / self.inter.bandwidth_bytes_per_s
 
     def _way_down(self, num_bytes: float) -> float:

@@ -110,7 +110,7 @@ def test_chunks_are_those_of_the_hardwares_library(library: str, chunk_mb: int) 
 
 def test_the_end_of_a_message_shares_the_link_of_a_parent_with_the_next_message() -> None:
     buffered = replace(FLAT, inter=Link(0.0, 1e8), send_buffer_bytes=5e5)
-    for size, levels in ((2, 0), (4, 1), (8, 2)):
+    for size, levels in ((2, 0), (3, 0), (4, 1), (7, 1), (8, 2)):
         for num_bytes, shared_s in ((1e7, 5e-3), (2e5, 2e-3)):
             plain = Network(replace(buffered, send_buffer_bytes=0.0), size).tree(num_bytes)
             shared = Network(buffered, size).tree(num_bytes)
