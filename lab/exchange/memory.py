@@ -97,7 +97,8 @@ class Memory:
         """
         if not self.keeps:
             return Bound(None)
-        own, of_sums = torch.zeros_like(bucket.flat), bucket.flat.new_zeros(num_owned)
+        flat = bucket.flat  # where it has no values, torch loads sympy for a `zeros_like`
+        own, of_sums = flat.new_zeros(flat.shape), flat.new_zeros(num_owned)
         for name, start, stop in _coded_spans(bucket, coded):
             if name in self._own:
                 own[start:stop] = record_stream(self._own[name]).view(-1)
