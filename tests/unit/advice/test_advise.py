@@ -92,7 +92,7 @@ def test_it_ranks_exact_and_lossy_ways_apart(
         "onebit",
     )
     assert first(result, "exact")["knee"] == 2 and first(result, "exact")["limit"] == "bandwidth"
-    always = "the best constant choice is `overlap`: regret 0.0 % on average, 0.0 % at most"
+    always = "the best constant choice is `overlap`. Its regret is 0.0 % on average and 0.0 % at"
     assert result["constant"]["exact"].startswith(always)  # on two and on four ranks
     assert result["constant"]["lossy"] is None  # there is one
     text = capsys.readouterr().out
