@@ -139,8 +139,9 @@ def _check_shapes(root: Path, part: Part) -> None:
     inputs, targets = part
     if min(inputs.ndim - 1, targets.ndim) < 1 or not len(inputs) or len(inputs) != len(targets):
         raise ValueError(
-            f"data.path={root}: inputs are {list(inputs.shape)} and targets {list(targets.shape)}; "
-            "they must be [samples, ...], and the targets as many, of each part at least one"
+            f"data.path={root}: inputs are {list(inputs.shape)} and targets "
+            f"{list(targets.shape)}; both must be [samples, ...] with the same number of samples, "
+            "and each part needs at least one"
         )
 
 
@@ -212,7 +213,7 @@ def _numbers(file: Path, name: str, column: Any) -> np.ndarray:
     values = column.to_numpy()
     if values.dtype.kind not in "biuf":
         raise ValueError(
-            f"data.path={file}: column {name} holds {column.type}, not numbers; name the columns "
-            "to learn from in data.inputs"
+            f"data.path={file}: column {name} contains {column.type}, not numbers; name the "
+            "columns to learn from in data.inputs"
         )
     return values

@@ -117,14 +117,16 @@ def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
     """
     for word in request.arguments[1:]:
         if not word.startswith(("trace=", "out=")):
-            raise ConfigError(f"{word}: is not used with trace=, whose counts others made")
+            raise ConfigError(
+                f"{word}: has no effect with trace=, because the counts come from the trace"
+            )
     events = read_events(path)
     skipped: Counter[str] = Counter()
     found = kernels_of(events, skipped)
     if not found or not found[0].metrics:
         without = f"; left out: {left_out(skipped)}" if skipped else ""
         raise ConfigError(
-            f"trace={path}: holds no metrics of kernels (events of category cuda_profiler_range)"
+            f"trace={path}: contains no metrics of kernels (events of category cuda_profiler_range)"
             f"{without}; to record them: {RECORDING}"
         )
     total, *kernels = found

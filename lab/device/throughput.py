@@ -86,8 +86,8 @@ class Candidate:
         inputs, _ = next(iter(self.trainer.data.test_batches(0, 1, batch)))
         if len(inputs) < batch:
             raise ConfigError(
-                f"batch_size={batch}: the test part has {len(inputs)} samples, too few for a batch "
-                "of inference"
+                f"batch_size={batch}: the test part has {len(inputs)} samples, too few for one "
+                "batch of inference"
             )
         self.inputs = inputs.contiguous(
             memory_format=torch.channels_last if config.channels_last else torch.contiguous_format

@@ -109,12 +109,15 @@ def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) 
         return [f"Nothing else was measured there ({where})."]
     if best.num_repeats < ENOUGH_REPEATS:
         runs = "once" if best.num_repeats == 1 else f"{best.num_repeats} times"
-        return [f"Each ran {runs}, so this may be chance; {ENOUGH_REPEATS} repeats would tell."]
+        return [
+            f"Each strategy ran {runs}, so this may be chance. {ENOUGH_REPEATS} repeats would show "
+            "whether it is."
+        ]
     first = leaders(here, floor)
     others = [names[point.place] for point in here if point.series in first and point is not best]
     if others:
         verb = "is" if len(others) == 1 else "are"
-        return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can tell."]
+        return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can show."]
     second = here[1]
     slower = number_text(100 * (second.step_s / best.step_s - 1), digits=2)
     return [f"The next, {names[second.place]}, takes {slower} % longer, which is more than chance."]

@@ -438,7 +438,7 @@ def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
     checks.number(where, low, 0)
     checks.number(where, high, low)
     if value is None or not low <= value <= high or math.isnan(value):
-        raise ValueError(f"{where}=[{low}, {high}]: leaves out its value {value}")
+        raise ValueError(f"{where}=[{low}, {high}]: does not contain its value {value}")
     return Range(dotted, low, high)
 
 

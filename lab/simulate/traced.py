@@ -197,7 +197,9 @@ def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedSte
     ends = [min(begin, default=last_s) for begin in begins[1:]] or [last_s]
     found = [step for part, end in zip(parts, ends, strict=False) if (step := _step(part, end))]
     if not any(each.backward for each in launches):
-        raise ValueError("has no backward: no thread of autograd, nor an annotation of that name")
+        raise ValueError(
+            "has no backward: it has neither a thread of autograd nor an annotation of that name"
+        )
     if not found:
         raise ValueError("has no all-reduce of NCCL in a step's backward: record several GPUs")
     common = Counter(step.bucket_bytes for step in found).most_common(1)[0][0]

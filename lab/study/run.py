@@ -169,7 +169,9 @@ def _check_launcher(study: Study) -> None:
     if study.turns and launcher != "local":
         raise ConfigError(f"turns={study.turns}: launcher={launcher} starts each cell by itself")
     if clusters and launcher != "local":
-        raise ConfigError(f"launcher={launcher}: starts no emulated clusters; leave cluster= out")
+        raise ConfigError(
+            f"launcher={launcher}: cannot start emulated clusters; leave out cluster="
+        )
     for cluster in clusters:
         sandbox.find(cluster)
     if launcher == "slurm" and shutil.which("sbatch") is None:

@@ -285,7 +285,9 @@ class NoSync(Sync):
     def __init__(self, parts: SyncParts) -> None:
         if not isinstance(parts.exchange, NoExchange):
             name = type(parts.exchange).__name__
-            raise ValueError(f"exchange={name}: strategy=none has none; use strategy=allreduce")
+            raise ValueError(
+                f"exchange={name}: strategy=none exchanges nothing; use strategy=allreduce"
+            )
         super().__init__(parts, none())
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:

@@ -179,8 +179,9 @@ class GradSync(Sync):
     def needs_host(self) -> str:
         if lacked := self._reached.lacked if self._reached else []:
             return (
-                f"{lacked[0]}: has no gradient on rank {self.comm.rank}, and the host must ask "
-                "others in each step whether they have one; freeze it, or use it in the loss"
+                f"{lacked[0]}: has no gradient on rank {self.comm.rank}, and the host would have "
+                "to ask the other ranks in each step whether they have one; freeze it, or use it "
+                "in the loss"
             )
         return ""
 
@@ -233,9 +234,9 @@ class GradSync(Sync):
         places = self._buckets_of[name]
         if places[0] < len(self._exchanged):
             raise RuntimeError(
-                f"{name}: its gradient grew again after it had left, {grown} times in this step "
-                f"and {self._complete_at.get(name, 0)} in the first; all backwards of a step "
-                "but the last belong into sync.accumulate(), and recomputation should be "
+                f"{name}: its gradient grew again after it had been sent, {grown} times in this "
+                f"step and {self._complete_at.get(name, 0)} in the first; put all backwards of a "
+                "step but the last into sync.accumulate(), and recompute with "
                 "checkpoint(use_reentrant=False); overlap=false takes gradients that grow anyhow"
             )
         if grown != self._complete_at.get(name, 1):

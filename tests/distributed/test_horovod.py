@@ -186,7 +186,7 @@ WRONG = {
     ("strategy=horovod", "overlap=false"): "overlap=False bucket_mb=None: strategy=horovod",
     ("strategy=horovod", "comm=torch"): "strategy=horovod: runs over comm=horovod only",
     ("strategy=horovod", "exchange=onebit"): "exchange=OneBit: strategy=horovod has its own",
-    ("strategy=horovod", "channels_last=true"): "strategy=horovod takes contiguous",
+    ("strategy=horovod", "channels_last=true"): "strategy=horovod accepts only contiguous",
     ("strategy=horovod", "sync.compression=zip"): "sync.compression=zip: allowed are none",
 }
 

@@ -167,7 +167,7 @@ def test_wrong_settings_are_one_line() -> None:
 def misused_steps(runs: Path) -> int | None:
     dist.init_process_group("gloo")
     run = lab.Run(study="mine", model="mine", strategy="ddp", batch_size=8, runs_dir=runs)
-    outside = pytest.raises(RuntimeError, match=r"within no run; it belongs in `with lab\.Run")
+    outside = pytest.raises(RuntimeError, match=r"within no run; call it inside `with lab\.Run")
     with outside, run.step():
         pass
     with run:

@@ -98,12 +98,12 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures one model"),
         (
             ["throughput", "batch_size=2000", "model=mlp"],
-            "batch_size=2000: the test part has 360 samples, too few for a batch of inference",
+            "batch_size=2000: the test part has 360 samples, too few for one batch of inference",
         ),
         (["convolution", "model=mlp"], "model=lab.model.mlp.mlp: has no 2-d convolution"),
         (["convolution", "algorithm=magic"], "algorithm=magic: allowed are library, direct,"),
         (["counters", "isa=avx512"], "isa=avx512: allowed are avx, avx2"),
-        (["counters", "trace=a.json", "model=lenet"], "model=lenet: is not used with trace="),
+        (["counters", "trace=a.json", "model=lenet"], "model=lenet: has no effect with trace="),
         (
             ["counters", "device=cuda"],
             "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted",
@@ -139,7 +139,7 @@ def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
     monkeypatch.setenv("WORLD_SIZE", "4")
     own = read(["step", "strategy=tree,ddp"]).own
     assert (own["world_size"], own["starts"]) == (4, 1)
-    with pytest.raises(ConfigError, match="starts=3: a launcher has started these ranks, once"):
+    with pytest.raises(ConfigError, match="starts=3: a launcher has started these ranks once"):
         read(["step", "strategy=tree,ddp", "starts=3"])
     with pytest.raises(ConfigError, match="world_size=2: a launcher has started 4 ranks"):
         read(["step", "strategy=tree,ddp", "world_size=2"])

@@ -157,12 +157,12 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
         (text, "a.txt", {"context": 2}, "data.context=2: there are 1 tokens to test on; a window"),
         (text, "a.txt", {"test_share": 1}, "data.test_share=1: must be a number above 0 and bel"),
         (text, "none", {}, "data.path={}/none: no such file or folder; give a file or a folder"),
-        (text, "empty.txt", {}, "data.path={}/empty.txt: holds no text: all files are empty"),
+        (text, "empty.txt", {}, "data.path={}/empty.txt: contains no text: all files are empty"),
         (
             text,
             "",
             {"suffix": ".md"},
-            "data.path={}: holds no text: no files, with data.suffix=.md",
+            "data.path={}: contains no text: no files, with data.suffix=.md",
         ),
         (tokens, None, {}, "data.path is not set; give a folder with train.bin and val.bin"),
         (tokens, "", {}, "data.path={}: lacks files; give a folder with train.bin and val.bin"),
@@ -175,7 +175,7 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
             {"vocabulary": 0},
             "data.vocabulary=0: must be an integer of at least",
         ),
-        (tokens, "real.npy", {}, "data.path={}/real.npy: holds float64 [9]; must be integers [id"),
+        (tokens, "real.npy", {}, "data.path={}/real.npy: contains float64 [9]; must contain int"),
         (tokens, "bad.npy", {}, "data.path={}/bad.npy: cannot be read: "),
     ],
 )

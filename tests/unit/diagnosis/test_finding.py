@@ -69,7 +69,7 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {key: steps[:1] for key, steps in CLEAR.items()},
             "With overlap, 4 ranks train 3.48 times as fast as one, ",
-            "Each ran once, so this may be chance; 3 repeats would tell.",
+            "Each strategy ran once, so this may be chance. 3 repeats would show whether it is.",
             id="once",
         ),
         pytest.param(

@@ -109,7 +109,7 @@ def test_one_node_leaves_nothing_to_the_exchange_between_nodes() -> None:
         return [line for exchange in exchanges for line in left_exact(exchange, SHAPES)]
 
     (line,), _ = run_ranks(2, rank_main, [[0, 1]])
-    assert line.endswith("there is one node, and exchange.inter=OneBit is between nodes")
+    assert line.endswith("there is only one node, but exchange.inter=OneBit runs between nodes")
 
 
 def test_of_candidates_the_chosen_one_counts() -> None:

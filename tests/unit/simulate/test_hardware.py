@@ -237,7 +237,7 @@ def test_hosts_may_have_rates_of_their_own_and_one_may_be_slow() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Cluster(1, (None, None)), "cluster.rates: must be limited"),
+        (Cluster(1, (None, None)), "cluster.rates: must have a limit"),
         (replace(GIGABIT, loss_percent=1.0), "cluster.loss_percent"),
         (replace(GIGABIT, changes=(Change(1.0, 0, "down"),)), "cluster.changes"),
     ],

@@ -303,7 +303,7 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     assert command.main(arguments) == 2
     assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
     assert command.main([*arguments, f"fit={ROOT}/docs/results/links.json"]) == 2
-    assert "was fitted under the costs of its time" in capsys.readouterr().err
+    assert "was fitted with the cost model of an earlier version" in capsys.readouterr().err
 
 
 def test_each_level_has_a_codec_of_its_own(profile: Profile) -> None:
@@ -403,8 +403,8 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["fit=nowhere.json"], "nowhere.json"),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
-        (["trace=step.json", "world_size=1,2"], "trace=step.json: takes one cell, and these are 2"),
-        (["model=replay"], "profile=none: must be one, a file of conf/profile"),
+        (["trace=step.json", "world_size=1,2"], "trace=step.json: needs one cell, but there are 2"),
+        (["model=replay"], "profile=none: must be a file of conf/profile"),
     ],
 )
 def test_a_wrong_setting_is_one_line(
