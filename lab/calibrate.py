@@ -20,8 +20,12 @@ class OwnSettings:
     out: Path | None = file_setting(
         "FILE.yaml for the hardware; FILE.json, FILE.md and FILE.png go next to it", ".yaml"
     )
-    minutes: float = setting(5.0, "time for all of it, about", above=0, at_most=600, unit="min")
-    world_size: int | None = setting(None, "ranks to start, unless a launcher has; null: 2")
+    minutes: float = setting(
+        5.0, "about how long all of it takes", above=0, at_most=600, unit="min"
+    )
+    world_size: int | None = setting(
+        None, "ranks to start, unless a launcher has started them; null: 2"
+    )
 
 
 COMMAND = Command(

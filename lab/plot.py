@@ -16,21 +16,27 @@ class Settings:
     """The settings of lab.plot."""
 
     out: Path | None = setting(None, "folder to write to; null: STUDY/figures, of several A+B")
-    format: tuple[str, ...] = setting(("png", "svg"), "formats, a list", ("png", "svg", "pdf"))
+    format: tuple[str, ...] = setting(("png", "svg"), "list of formats", ("png", "svg", "pdf"))
     only: tuple[str, ...] | None = setting(
-        None, "figures, by their names or how these begin, a list; null: all"
+        None, "list of figures, by name or by the first part of the name; null: all"
     )
     width_in: float | None = setting(
-        None, "width, as of a paper's column; null: as contents need", unit="inches", at_least=2
+        None,
+        "width, such as that of a column in a paper; null: as wide as needed",
+        unit="inches",
+        at_least=2,
     )
     title: bool = setting(True, "false: print title and footer as a caption instead")
     baseline: str | None = setting(
-        None, "strategy whose 1-rank runs speedup refers to; null: none, or each series' own"
+        None,
+        "speedup is relative to 1-rank runs of this strategy; null: none, or each series itself",
     )
     target: float | None = setting(
         None, "value of the metric: print the time to reach it (needs eval_every=...)"
     )
-    recorder: str = setting("local", "wandb: also an artifact of the study", ("local", "wandb"))
+    recorder: str = setting(
+        "local", "wandb: also record the study as an artifact", ("local", "wandb")
+    )
 
 
 COMMAND = Command(

@@ -12,7 +12,7 @@ COMMAND = Command(
     "lab.predict",
     """\
 Predict the step time of a grid of cells. Any setting of lab.train takes a list, as in lab.sweep;
-profile=... names the measured times of a model's layers; without it those of model=... are
+profile=... names the measured times of a model's layers; without it, those of model=... are
 estimated from its counted operations and the hardware's device. hardware.KEY=... and
 profile.KEY=... change single figures. profile.from=trace.json.gz takes the times from a trace of
 torch.profiler of several GPUs. With neither, the profile is alexnet_titanx.""",

@@ -16,10 +16,12 @@ from lab.settings.files import read_file
 class Settings:
     """The settings of lab.score."""
 
-    hardware: str = setting("emulated_1gbit", "a file of conf/hardware: what the fit starts from")
+    hardware: str = setting("emulated_1gbit", "a file of conf/hardware, from which the fit starts")
     profile: str = setting("alexnet_titanx", "a file of conf/profile, for cells of a real model")
-    config_dir: str | None = folder_setting("further hardware/ and profile/ files")
-    out: Path | None = file_setting("FILE.md for the page; its figure goes to FILE.png", ".md")
+    config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
+    out: Path | None = file_setting(
+        "FILE.md for the page; its figure is written to FILE.png", ".md"
+    )
     terms: Path | None = file_setting("FILE.yaml for what `published` learns", ".yaml")
 
 

@@ -18,11 +18,11 @@ class Settings:
 
     minutes: float = setting(15, "time budget; items that would exceed it are skipped", above=0)
     items: tuple[str, ...] | None = setting(None, "keys, or how they begin; null: all")
-    again: bool = setting(False, "true: repeat the items that the file already has")
+    again: bool = setting(False, "true: repeat items that the file already contains")
     out: Path | None = file_setting(
         "FILE.json, with its page FILE.md and figures; null: gpu_report.json", ".json"
     )
-    page: Path | None = setting(None, "FILE.json of a report: only its page is written")
+    page: Path | None = setting(None, "FILE.json of a report: write only its page")
     pretend: bool = setting(False, "true: try the report on a CPU, at tiny sizes")
 
 

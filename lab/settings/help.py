@@ -36,7 +36,7 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
     except ConfigError:  # help is what was asked for
         config_dir = None
     chosen = chosen_by(arguments, config_dir)
-    lines = ["", "groups, each with its choices (* is what this command line takes):"]
+    lines = ["", "groups with their choices (* marks what this command line uses):"]
     headings = {g: FIELDS[g].metadata["help"].removesuffix(" (a group)") for g in GROUPS}
     if hardware := command.fields.get("hardware"):
         headings["hardware"] = "machines and links, from files of conf/hardware"

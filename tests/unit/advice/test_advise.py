@@ -96,7 +96,7 @@ def test_it_ranks_exact_and_lossy_ways_apart(
     assert result["constant"]["exact"].startswith(always)  # on two and on four ranks
     assert result["constant"]["lossy"] is None  # there is one
     text = capsys.readouterr().out
-    assert "one for all numbers of ranks and batches, predicted: the best constant" in text
+    assert "one choice for all numbers of ranks and batches, predicted: the best constant" in text
     assert "first choice, exact: overlap on 4 ranks, batch 256" in text
     assert "onebit: MLP 96.56 (allreduce 96.5, 5 seeds)" in text
     assert "torchrun --nproc-per-node 4 -m lab.train strategy=overlap batch_size=256" in text
@@ -123,7 +123,7 @@ def test_it_says_when_to_measure_first(capsys: pytest.CaptureFixture[str]) -> No
     assert command.main(alike) == 0
     lines = capsys.readouterr().out.splitlines()
     (place,) = (n for n, line in enumerate(lines) if line.startswith("measure first"))
-    assert lines[place].endswith("cannot tell it from layerwise; run")
+    assert lines[place].endswith("cannot separate it from layerwise; run")
     assert [line.split()[5] for line in lines[place + 1 : place + 3]] == [
         "strategy=overlap",
         "strategy=layerwise",

@@ -92,7 +92,10 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         ),
         (["collective", "sizes=[16]"], "MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B"),
         (["collective", "batch_size=8"], "batch_size=8: is not used by collective; allowed are"),
-        (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),
+        (
+            ["collective", "world_size=1"],
+            "world_size=1: a single rank exchanges nothing; must be at least 2",
+        ),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
         (["codec", "codec=zip", "num_values=4096"], "codec=zip: allowed are onebit"),
         (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures one model"),
