@@ -97,7 +97,7 @@ def about(result: Row) -> list[str]:
     return [
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
         *([f"held-out cells of the fit: {result['errors']}"] if result["errors"] else []),
-        f"intervals, 95 % of what stays open: {', '.join(open_values) or 'nothing'}",
+        f"intervals, 95 % of what is uncertain: {', '.join(open_values) or 'nothing'}",
     ]
 
 

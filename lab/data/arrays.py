@@ -123,8 +123,8 @@ def _check(root: Path, part: Part, vocabulary: int | None) -> None:
             raise ValueError(f"data.path={root}: {name} are beyond the range of float32")
     if targets.dtype.kind in INTEGERS and targets.min() < 0:
         raise ValueError(
-            f"data.path={root}: targets are integers from {targets.min()}; as class indices they "
-            "must not be below 0, and numbers to predict must be floating-point"
+            f"data.path={root}: targets are integers from {targets.min()}; class indices must not "
+            "be below 0, and numbers to predict must be floating-point"
         )
     if targets.dtype.kind in INTEGERS and targets.max() >= MOST_CLASSES:
         raise ValueError(
@@ -183,7 +183,7 @@ def read_columns(
     listed = [inputs] if isinstance(inputs, str) else list(inputs or ())
     listed = listed or [name for name in there if name != target]
     for name in {name for name in listed if listed.count(name) > 1 or name == target}:
-        raise ValueError(f"data.inputs={name}: {file}: is named twice, or is the target")
+        raise ValueError(f"data.inputs={name}: {file}: is named twice, or is also the target")
     for key, name in [*(("inputs", name) for name in listed), ("targets", target)]:
         if name not in there:
             raise ValueError(f"data.{key}={name}: {file} has no such column; {', '.join(there)}")
@@ -209,7 +209,7 @@ def _require_memory(file: Path, rows: int, columns: int) -> None:
 def _numbers(file: Path, name: str, column: Any) -> np.ndarray:
     """Return the values of a column (pyarrow.ChunkedArray), [rows]."""
     if column.null_count:
-        raise ValueError(f"data.path={file}: column {name} lacks {column.null_count} values")
+        raise ValueError(f"data.path={file}: column {name} has {column.null_count} missing values")
     values = column.to_numpy()
     if values.dtype.kind not in "biuf":
         raise ValueError(

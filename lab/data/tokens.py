@@ -82,8 +82,8 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if not size or size % width:
         raise ValueError(
-            f"data.path={file}: its {size} bytes are not ids of data.dtype={dtype}, of {width} "
-            f"byte{'s' * (width > 1)} each"
+            f"data.path={file}: its {size} bytes do not make up ids of "
+            f"data.dtype={dtype}, with {width} byte{'s' * (width > 1)} each"
         )
     with reading(file):
         return np.asarray(np.memmap(file, dtype=dtype, mode="r"))

@@ -95,7 +95,7 @@ class Windows:
             wrong = largest if smallest >= 0 else smallest
             raise ValueError(
                 f"data.vocabulary={self.vocabulary}: {self.source} contain the id {wrong}; ids "
-                "must be from 0 to vocabulary - 1 (is data.dtype that of the file?)"
+                "must be from 0 to vocabulary - 1 (is data.dtype the type of the file?)"
             )
         return windows
 

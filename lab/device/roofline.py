@@ -158,7 +158,7 @@ def roofs_of(config: DictConfig, device: torch.device) -> Roofs:
     found = gpu_peak(name)
     rate = found and found.flops_per_s.get(arithmetic_of(config.precision, config.tf32))
     if not (found and rate and found.bandwidth_bytes_per_s):
-        raise ConfigError(f"device={name}: lab/measure/peaks.py does not know its peaks")
+        raise ConfigError(f"device={name}: its peaks are not in lab/measure/peaks.py")
     return Roofs(rate, {0: found.bandwidth_bytes_per_s}, found.source)
 
 

@@ -152,7 +152,7 @@ def _speed(best: Point) -> Figure:
 
 def _spread(best: Point) -> str:
     runs = "run" if best.num_repeats == 1 else "runs"
-    return f"{best.num_repeats} {runs}; no run of one rank to compare with"
+    return f"{best.num_repeats} {runs}; there is no run of one rank to compare with"
 
 
 def _ends(value: Interval) -> str:
@@ -164,7 +164,7 @@ def _ends(value: Interval) -> str:
 def _limit(evidence: Evidence, found: Verdict) -> Figure:
     name = "What limits it"
     if not found.decided:
-        return Figure(name, "Unknown", "nothing tells exchange from compute yet")
+        return Figure(name, "Unknown", "exchange and compute cannot be separated yet")
     if not found.losses:
         return Figure(name, "Compute", reason(evidence, found))
     first, *others = found.named

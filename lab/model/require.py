@@ -45,5 +45,7 @@ def require_tokens(model: str, vocabulary: int | None) -> int:
         ValueError: `vocabulary` is None, as for images.
     """
     if vocabulary is None:
-        raise ValueError(f"model={model}: learns sequences of tokens; this data has no vocabulary")
+        raise ValueError(
+            f"model={model}: learns sequences of tokens, but this data has no vocabulary"
+        )
     return vocabulary

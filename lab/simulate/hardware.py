@@ -494,7 +494,7 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
         )
     if not device.bandwidth_bytes_per_s or not (device.peak_flops_per_s or device.name == THIS_CPU):
         raise ValueError(
-            f"{name}: device.name={device.name}: lab/measure/peaks.py does not know it; give "
+            f"{name}: device.name={device.name}: is not in lab/measure/peaks.py; give "
             "device.peak_flops_per_s.fp32 and device.bandwidth_bytes_per_s"
         )
     return device

@@ -187,7 +187,9 @@ def _collective(name: str, operation: Event, args: Event) -> str:
 def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedStep]:
     """Return the steps with the most common buckets: DDP makes new ones after its first step."""
     if any(each.collective == REDUCE_SCATTER for each in launches):
-        raise ValueError("has reduce-scatters, as of FSDP; only all-reduces of DDP can be read")
+        raise ValueError(
+            "has reduce-scatters, such as those of FSDP; only all-reduces of DDP can be read"
+        )
     begun = [each.launched_s for each in launches]
     places = [bisect_left(begun, mark) for mark in marks] + [len(launches)]
     parts = [launches[begin:end] for begin, end in pairwise(places)]

@@ -177,7 +177,7 @@ def _open(result: Row, where: str) -> list[str]:
         if hardware["learned"]
     ]
     sources = [*fitted, *terms, *sorted(keys)]
-    return [f"{where}, 95 % of what stays open: {', '.join(sources)}"] if sources else []
+    return [f"{where}, 95 % of what is uncertain: {', '.join(sources)}"] if sources else []
 
 
 def _linear(result: Row) -> list[str]:

@@ -74,7 +74,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
             saved.save(root, study)
             statuses = list(run_missing(study, root, lock, ended))
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues from here", file=sys.stderr)
+        print("\nstopped; run the same command to continue from here", file=sys.stderr)
         return 130
     num_done = statuses.count("done")
     print(f"{num_done} of {len(statuses)} cells done; figures: python -m lab.plot {root}")

@@ -235,7 +235,7 @@ class FSDPSync(LibrarySync):
 def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
     """Return the comm of FSDP's groups. ValueError: see FSDPSync."""
     if not isinstance(parts.comm, TorchComm):
-        raise ValueError("strategy=fsdp: runs over torch.distributed only")
+        raise ValueError("strategy=fsdp: runs only over torch.distributed")
     if parts.module is not parts.model:
         raise ValueError("compile=true: is not supported with strategy=fsdp")
     if parts.precision == "fp16" and parts.exchange.keeps_residuals:

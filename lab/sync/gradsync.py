@@ -166,8 +166,8 @@ class GradSync(Sync):
     def observe_drift(self, every: int) -> None:
         if self.pattern.waits_in_forward:
             raise ValueError(
-                f"sync={type(self).__name__} leaves exchanges to the next forward and changes its "
-                "buckets; allowed with overlap=false"
+                f"sync={type(self).__name__} leaves exchanges to the next forward, which changes "
+                "its buckets; set overlap=false"
             )
         if not self.pattern.takes_any_exchange or self.exchange.delivers != "mean":
             super().observe_drift(every)

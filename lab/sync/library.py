@@ -89,7 +89,7 @@ class HorovodSync(LibrarySync):
                 "overlaps, and fuses by HOROVOD_FUSION_THRESHOLD"
             )
         if not isinstance(parts.comm, HorovodComm):
-            raise ValueError("strategy=horovod: runs over comm=horovod only")
+            raise ValueError("strategy=horovod: runs only over comm=horovod")
         for name, parameter in parts.model.named_parameters():
             if not parameter.is_contiguous():
                 raise ValueError(

@@ -140,7 +140,7 @@ def refuse(trainer: Trainer) -> None:
     if first >= trainer.total_steps:
         raise ConfigError(
             f"graph=true steps={trainer.total_steps}: the first {first} run without a graph; "
-            f"needs {first + 1} steps or more"
+            f"needs {first + 1} or more steps"
         )
 
 

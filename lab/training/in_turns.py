@@ -88,8 +88,8 @@ class InTurns:
             trainer = parts[at].trainer
             if trainer.settled_at is None and not self.watch.stop_signal:
                 raise RuntimeError(  # turns would include trials of other choices
-                    f"strategy={trainer.config.strategy} has not chosen after "
-                    f"{trainer.progress.step} steps; give it more steps"
+                    f"strategy={trainer.config.strategy} has not chosen an exchange after "
+                    f"{trainer.progress.step} steps; run more steps"
                 )
         for number in range(num_turns):
             if self.world.rank == 0:

@@ -94,7 +94,7 @@ class Optim:
         _check(target, settings, self._own)
         lr = settings.get("lr", self._own["lr"].default if "lr" in self._own else None)
         if not isinstance(lr, int | float):
-            raise ConfigError(f"optim={target}: needs a learning rate, optim.lr")
+            raise ConfigError(f"optim={target}: needs a learning rate; set optim.lr")
         self.peak_lr = schedule.peak(lr, batch_size)
         tuples = {n: tuple[Any](v) for n, v in settings.items() if isinstance(v, list)}
         self._settings = {**settings, **tuples, "lr": self.peak_lr}

@@ -54,7 +54,7 @@ def test_zeropp_is_an_option_where_hosts_have_several_ranks() -> None:
         return {cell.world_size for cell in cells if cell.strategy == "zeropp"}
 
     assert sizes("v100x8_20g") == {1, 8, 16}
-    assert sizes("emulated_1gbit") == {1}  # alone on its host, a rank would hold all weights
+    assert sizes("emulated_1gbit") == {1}  # alone on its host, a rank would store all weights
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_it_predicts_on_what_a_study_measured(
             (["batch=32"], "batch=32: no such setting"),
             (["hardware=abacus"], "hardware=abacus: allowed are"),
             (["world_size=8", "batch_size=64"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
-            (["strategy=ddp", "batch_size=64"], "strategy=ddp: DDPSync keeps its own schedule"),
+            (["strategy=ddp", "batch_size=64"], "strategy=ddp: DDPSync has its own schedule"),
         ],
         every=3,
     ),

@@ -130,8 +130,8 @@ def test_an_id_beyond_the_vocabulary_is_found_in_the_batch_that_holds_it(
     with pytest.raises(ValueError) as caught:
         next(data.train_batches(every))
     assert str(caught.value) == (
-        f"data.vocabulary=50: 20,000 tokens of {tmp_path}/ids.bin hold the id {wrong}; ids must "
-        "be from 0 to vocabulary - 1 (is data.dtype that of the file?)"
+        f"data.vocabulary=50: 20,000 tokens of {tmp_path}/ids.bin contain the id {wrong}; ids must "
+        "be from 0 to vocabulary - 1 (is data.dtype the type of the file?)"
     )
 
 
@@ -167,8 +167,8 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
         (tokens, None, {}, "data.path is not set; give a folder with train.bin and val.bin"),
         (tokens, "", {}, "data.path={}: lacks files; give a folder with train.bin and val.bin"),
         (tokens, "a.txt", {"dtype": "f4"}, "data.dtype=f4: allowed are uint8, uint16, uint32"),
-        (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes are not ids of da"),
-        (tokens, "empty.txt", {}, "data.path={}/empty.txt: its 0 bytes are not ids of data.dt"),
+        (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes do not make"),
+        (tokens, "empty.txt", {}, "data.path={}/empty.txt: its 0 bytes do not make"),
         (
             tokens,
             "whole.npy",

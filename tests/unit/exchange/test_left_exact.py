@@ -72,8 +72,11 @@ def test_a_line_says_how_many_values_and_which() -> None:
 @pytest.mark.parametrize(
     ("exchange", "which"),
     [
-        (OneBit(granularity="block"), "what fills no block of exchange.block_size=1024"),
-        (PowerSGD(20), "vectors, and matrices no larger than factors of exchange.rank=20"),
+        (
+            OneBit(granularity="block"),
+            "values that do not fill a block of exchange.block_size=1024",
+        ),
+        (PowerSGD(20), "vectors, and matrices that are no larger than factors of exchange.rank=20"),
         (SignSGD(), "tensors of fewer values than exchange.min_values=4096"),
         (Hierarchical(OneBit()), "rows shorter than exchange.inter.min_columns=64"),
         (Schedule(AllReduce(), OneBit(), None, [3]), "exchange.second.min_columns=64"),

@@ -170,12 +170,12 @@ def low_bits(*, output_size: int) -> nn.Module:
         (("model=lenet", "data=imagefolder"), "data.path is not set"),
         (
             (f"model={__name__}.low_bits",),
-            "model: weight is bfloat16; profiles and predictions count",
+            "model: weight is bfloat16; profiles and predictions are",
         ),
         (("model=replay",), "profile=none: must be a file of conf/profile"),
         (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted beside an"),
         (("fit=a.json", "measured=b"), "fit=a.json measured=b: a fit is scored on its own"),
-        (("measured=no/such",), "measured=no/such: holds no <cell>/record.json"),
+        (("measured=no/such",), "measured=no/such: contains no <cell>/record.json"),
     ],
 )
 def test_refuses_in_one_line(words: tuple[str, ...], message: str) -> None:

@@ -395,7 +395,7 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
         (["hardware.intra.alpha_s=1"], "intra.alpha_s=1: is latency_s now"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
-        (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
+        (["strategy=ddp"], "strategy=ddp: DDPSync has its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
         (["batch_size=130", "world_size=4"], "batch_size=130: 4 ranks"),
         (["accumulate=3"], "batch_size=128: 1 rank with accumulate=3"),
