@@ -21,22 +21,16 @@ class Settings:
         None, "list of figures, by name or by the first part of the name; null: all"
     )
     width_in: float | None = setting(
-        None,
-        "width, such as that of a column in a paper; null: as wide as needed",
-        unit="inches",
-        at_least=2,
+        None, "width, for example of a column; null: as needed", unit="inches", at_least=2
     )
     title: bool = setting(True, "false: print title and footer as a caption instead")
     baseline: str | None = setting(
-        None,
-        "speedup is relative to 1-rank runs of this strategy; null: none, or each series itself",
+        None, "strategy to compare with for speedup, on 1 rank; null: none, or the series itself"
     )
     target: float | None = setting(
         None, "value of the metric: print the time to reach it (needs eval_every=...)"
     )
-    recorder: str = setting(
-        "local", "wandb: also record the study as an artifact", ("local", "wandb")
-    )
+    recorder: str = setting("local", "wandb: also an artifact of the study", ("local", "wandb"))
 
 
 COMMAND = Command(

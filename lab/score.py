@@ -19,9 +19,7 @@ class Settings:
     hardware: str = setting("emulated_1gbit", "a file of conf/hardware, from which the fit starts")
     profile: str = setting("alexnet_titanx", "a file of conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
-    out: Path | None = file_setting(
-        "FILE.md for the page; its figure is written to FILE.png", ".md"
-    )
+    out: Path | None = file_setting("FILE.md for the page; FILE.png has its figure", ".md")
     terms: Path | None = file_setting("FILE.yaml for what `published` learns", ".yaml")
 
 
