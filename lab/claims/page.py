@@ -215,8 +215,11 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
     paper, device = findings.paper, findings.device
     found = device.results()
     if found:
-        yield "The interval of a ratio is as wide as the intervals of its two terms allow. The"
-        yield from ("measured values come from these results:", "")
+        yield (
+            "The interval of a ratio is as wide as the intervals of its two terms allow. The "
+            "measured values come from these results:"
+        )
+        yield ""
     for name, result in found.items():
         where, commit = result["environment"], result["git_commit"] or {}
         machine = f"{where['cpu']}, torch {where['torch']}, commit {commit.get('commit')}"
