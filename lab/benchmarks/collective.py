@@ -303,9 +303,9 @@ def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
     if not any(row.get("across_bytes") for row in rows):
         what = "what the busiest rank sends and receives"
         return [f"of bound: {what}, at the rate of sendrecv, / time"]
-    text = "across: payload of a call that a host's ranks send to other hosts, of the busiest host"
+    text = "across: payload of a call that the ranks of the busiest host send to other hosts"
     if any(row.get("link_bytes") for row in rows):
-        text += "; link: what its interface counted, headers too"
+        text += "; link: what its interface counted, including headers"
     return [text, "of bound: time for across at the rate of sendrecv's across, / time"]
 
 

@@ -291,8 +291,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         *dict.fromkeys(_formula(row, result["unit"]) for row in result["rows"] if row["formula"]),
         f"medians of {result['num_rounds']} rounds in turns, 95 % intervals; GFLOP/s: counted "
         f"operations of training; of the peak{rate}",
-        "products: share of the step's own time in matrix products, convolutions, attention and "
-        "recurrent layers, by torch.profiler in one step",
+        "products: percentage of the step's own time in matrix products, convolutions, attention "
+        "and recurrent layers, by torch.profiler in one step",
     ]
 
 

@@ -98,7 +98,7 @@ def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) ->
     told = ", and ".join(filter(None, (f"{number_text(times)} times as fast as one", gain)))
     if times > 1:
         return f"With {name}, {ranks} train {told}."
-    return f"{ranks} train no faster than one: with {name}, the fastest, {told}."
+    return f"{ranks} train no faster than one rank: with {name}, the fastest strategy, {told}."
 
 
 def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) -> list[str]:

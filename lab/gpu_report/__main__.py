@@ -17,7 +17,7 @@ class Settings:
     """The settings of lab.gpu_report."""
 
     minutes: float = setting(15, "time budget; items that would exceed it are skipped", above=0)
-    items: tuple[str, ...] | None = setting(None, "keys, or how they begin; null: all")
+    items: tuple[str, ...] | None = setting(None, "keys, or their first letters; null: all")
     again: bool = setting(False, "true: repeat items that the file already contains")
     out: Path | None = file_setting(
         "FILE.json, with its page FILE.md and figures; null: gpu_report.json", ".json"

@@ -217,7 +217,7 @@ def _troubles(study: Study, prefix: str) -> list[Table]:
     failed += [(name, "missing", why) for name, why in study.missing.items()]
     several = [c for c in study.cells if c.world_size > 1]  # one rank exchanges nothing anyway
     idle = dict.fromkeys((c.series, line) for c in several for line in c.idle)
-    title = "Runs that did not finish, and why"
+    title = "Runs that did not finish, and the reasons"
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
     tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
     made = [(c, each) for c in study.cells for each in c.stretches]

@@ -109,7 +109,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["counters", "trace=a.json", "model=lenet"], "model=lenet: has no effect with trace="),
         (
             ["counters", "device=cuda"],
-            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted",
+            "device=cuda: counters counts on CPUs; with trace=FILE it reads what a GPU counted",
         ),
         (["footprint", "model=alexnet"], "model=alexnet: images of 32x32 px are too small"),
     ],
@@ -422,7 +422,7 @@ def test_steps_that_leave_no_turn_are_too_few(loop: Loop, line: str) -> None:
 def test_one_rank_says_what_it_skips() -> None:
     said = text_of(committed("step") | {"world_size": 1, "steps_per_turn": 10})
     assert "on 1 rank (gloo), a turn of 10 steps of each in every round, without its first" in said
-    assert "1 rank skips what travels" in said
+    assert "1 rank sends nothing" in said
 
 
 def test_peak_sees_what_was_freed_before_it_is_read() -> None:
