@@ -28,9 +28,9 @@ COMMAND = Command(
     "lab.calibrate",
     """\
 Measure links, host time, codecs and compute of this cluster, and write a hardware file with
-intervals. lab.predict and lab.advise read it. The fit uses two ranks; what more ranks measure is
-held out, and shows how well larger numbers are predicted. exchange=A,B names exchanges whose codecs
-are measured and whose steps are checked.""",
+intervals. lab.predict and lab.advise read it. The fit uses two ranks. Measurements on more
+ranks are held out, and show how well larger numbers are predicted. For the exchanges of
+exchange=A,B, codecs are measured and steps are checked.""",
     (
         "torchrun --nproc-per-node 8 -m lab.calibrate out=mycluster.yaml",
         "srun python -m lab.calibrate exchange=allreduce,onebit minutes=3 out=mycluster.yaml",

@@ -37,8 +37,8 @@ COMMAND = Command(
     "lab.plot",
     """\
 Draw the figures of a study and print its table; or draw the timeline of a measure=breakdown cell.
-Writes summary.csv (a row per point), records.csv and records.parquet (all that is known of each
-cell) too. Several studies, such as those of several machines, are shown as one.""",
+It also writes summary.csv (a row per point), and records.csv and records.parquet (all data of each
+cell). Several studies, such as those of several machines, are shown as one.""",
     (
         "python -m lab.plot runs/demo",
         "python -m lab.plot runs/demo baseline=allreduce",

@@ -11,7 +11,7 @@ from lab.study.grid import WORLD_SIZE
 COMMAND = Command(
     "lab.predict",
     """\
-Predict the step time of a grid of cells. Any setting of lab.train takes a list, as in lab.sweep;
+Predict the step time of a grid of cells. Any setting of lab.train accepts a list.
 profile=... names the measured times of a model's layers; without it, those of model=... are
 estimated from its counted operations and the hardware's device. hardware.KEY=... and
 profile.KEY=... change single figures. profile.from=trace.json.gz takes the times from a trace of

@@ -26,8 +26,8 @@ class Settings:
 COMMAND = Command(
     "lab.score",
     """\
-Fit hardware to a study's cells of one and two ranks; score predictions of all others. The advice
-that follows from them is scored where several strategies were measured alike. `published` in place
+Fit hardware to a study's cells of one and two ranks; score predictions of all others. It also
+scores the advice where several strategies were measured in the same conditions. `published` instead
 of a study fits terms of GPUs to published scaling, and scores each source by all others.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
