@@ -251,7 +251,8 @@ BENCHES = {
         num_ranks=4,
     ),
     "marks": Bench(
-        "what the marks of a rank's own times add to a step, compared in turns with none",
+        "what the marks of a rank's own times add to a step, compared in turns with steps "
+        "without marks",
         "world_size",
         default="overlap",
     ),

@@ -328,7 +328,7 @@ def chart(result: dict[str, Any]) -> Drawn:
     ys = {
         "busbw_gb_per_s": Axis("bus bandwidth (GB/s)", log=10),
         "ratio_to_library": Axis("time / the library's (below 1: faster)", log=10),
-        "of_bound": Axis("share of its bound (1: at the link's rate)"),
+        "of_bound": Axis("fraction of its bound (1: at the link's rate)"),
     }
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     looks = looks_of(name for name in names if name != SEND_RECV)

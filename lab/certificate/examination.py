@@ -212,8 +212,9 @@ class Examination:
         if math.isinf(self.bound):
             return f"{self.about.name} states no bound of its error"
         if self.bound:
-            return f"gradients too alike on all ranks beside the error of {self.about.name}"
-        return "gradients alike on all ranks"
+            name = self.about.name
+            return f"gradients are too similar on all ranks, compared with the error of {name}"
+        return "gradients are alike on all ranks"
 
     def _bytes(self) -> tuple[str, float | None, Finding]:
         """Put the bytes into words, which a formula and, where it can, an interface has checked.

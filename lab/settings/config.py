@@ -99,7 +99,7 @@ class Settings:
         None, "number of exchanges over which buckets are checked for drift", at_least=1
     )
     check: str = setting(
-        "first", "first: prove that gradients are averaged in the first steps", ("none", "first")
+        "first", "first: prove in the first steps that gradients are averaged", ("none", "first")
     )
     warmup_steps: int | None = setting(
         None, "first steps that statistics leave out; null: until step time is steady", at_least=0
@@ -210,7 +210,7 @@ def check_name(key: str, value: str | None) -> None:
     if not as_name or without_secrets(str(value)) != str(value):
         raise ConfigError(
             f"{key}={value!r}: names a directory under runs_dir; allowed are letters, "
-            "digits and . , = + _ - (not first a dot), and no secret"
+            "digits and . , = + _ - (but no dot at the start), and no secret"
         )
 
 

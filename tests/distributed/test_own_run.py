@@ -157,7 +157,7 @@ def test_wrong_settings_are_one_line() -> None:
         "batch_size=0: must be an integer from 1 to 2147483648",
         "scaling=both: allowed are strong, weak",
         "study='a/b': names a directory under runs_dir; allowed are letters, digits and "
-        ". , = + _ - (not first a dot), and no secret",
+        ". , = + _ - (but no dot at the start), and no secret",
         "settings: overlap is a name that the lab uses; choose another",
         "settings: must map names to numbers, texts, and lists and dicts of them: Value 'object' "
         "is not a supported primitive type",
