@@ -486,7 +486,9 @@ def chart(result: dict[str, Any]) -> Drawn:
     fitted = [abs(row["error"]) for row in rows if row["ranks"] == NUM_RANKS]
     message = f"Collectives of two ranks are fitted to {100 * np.median(fitted):.0f} %"
     if held:
-        message += f"; those of more, held out, are predicted to {100 * np.median(held):.0f} %"
+        message += (
+            f"; collectives of more ranks, held out, are predicted to {100 * np.median(held):.0f} %"
+        )
     about = ["Lines: predicted. Filled marks: measured.", machine(result)]
     drawn = lines(data, x, y, looks_of(data["series"]), panels=title)
     return f"{message} (median error)", about, drawn

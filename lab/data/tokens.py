@@ -75,14 +75,15 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
             ids = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(
-                f"data.path={file}: holds {ids.dtype} {list(ids.shape)}; must be integers [ids]"
+                f"data.path={file}: contains {ids.dtype} {list(ids.shape)}; must contain integers "
+                "[ids]"
             )
         return ids
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if not size or size % width:
         raise ValueError(
-            f"data.path={file}: its {size} bytes are not ids of data.dtype={dtype}, of {width} "
-            f"byte{'s' * (width > 1)} each"
+            f"data.path={file}: its {size} bytes do not make up ids of "
+            f"data.dtype={dtype}, with {width} byte{'s' * (width > 1)} each"
         )
     with reading(file):
         return np.asarray(np.memmap(file, dtype=dtype, mode="r"))
@@ -125,7 +126,7 @@ def text(
     ids = _bytes_of(files)
     if not len(ids):
         reason = "all files are empty" if files else f"no files, with data.suffix={suffix}"
-        raise ValueError(f"data.path={root}: holds no text: {reason}")
+        raise ValueError(f"data.path={root}: contains no text: {reason}")
     source = f"{len(ids):,} bytes of {len(files)} file{'s' * (len(files) > 1)}, {root}"
     train, test = split(ids, test_share)
     return Windows(train, test, context=context, vocabulary=NUM_BYTES, device=device, source=source)

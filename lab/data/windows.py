@@ -49,8 +49,8 @@ class Windows:
         for part, ids in (("train", train), ("test", test)):
             if len(ids) <= context:
                 raise ValueError(
-                    f"data.context={context}: there are {len(ids)} tokens to {part} on; a window "
-                    "and the token after it need more"
+                    f"data.context={context}: there are only {len(ids)} tokens to {part} on; a "
+                    "window and the token after it need more"
                 )
         self._train, self._test, self._device = train, test, device
         self.num_train, self.num_test = ((len(ids) - 1) // context for ids in (train, test))
@@ -94,8 +94,8 @@ class Windows:
         if smallest < 0 or largest >= (self.vocabulary or 0):
             wrong = largest if smallest >= 0 else smallest
             raise ValueError(
-                f"data.vocabulary={self.vocabulary}: {self.source} hold the id {wrong}; ids must "
-                "be from 0 to vocabulary - 1 (is data.dtype that of the file?)"
+                f"data.vocabulary={self.vocabulary}: {self.source} contain the id {wrong}; ids "
+                "must be from 0 to vocabulary - 1 (is data.dtype the type of the file?)"
             )
         return windows
 

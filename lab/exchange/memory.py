@@ -191,8 +191,8 @@ class Memory:
         """
         if LEGACY in state:
             raise ValueError(
-                "state_dict: an earlier version of the lab wrote these residuals, which lie "
-                "otherwise now; start anew, or from the weights alone"
+                "state_dict: an earlier version of the lab wrote these residuals in another "
+                "layout; start again, or start from the weights only"
             )
         self._own = {name: value.clone() for name, value in state.get("residual", {}).items()}
         self._starts = dict(state.get("owner_start", {}))

@@ -329,7 +329,7 @@ def _followed(every: Sequence[Sequence[Event]], load: Load) -> Stage:
     posted = _Transfers(ranks, load)
     while any(rank.events for rank in ranks):
         if not any(_advanced(n, rank, posted, load) for n, rank in enumerate(ranks)):
-            raise ValueError(f"exchange={load.rate}: a rank waits for a message that none sends")
+            raise ValueError(f"exchange={load.rate}: a rank waits for a message that no rank sends")
     sent_bytes = max(rank.sent_bytes for rank in ranks)
     return Stage("exchange", max(rank.now_s for rank in ranks), sent_bytes)
 

@@ -46,9 +46,9 @@ class Term:
 
 TERMS = {
     "engage": Term(0.03, 0.6, "host", "PyTorch's DDP benchmark: 3 to 6 % from one GPU to two"),
-    "wire_passes": Term(1.0, 0.7, "host", "a sum reads two values and writes one for each sent"),
-    "jitter": Term(0.01, 0.7, "host", "declared range of the presets, 0 to 2 %"),
-    "incast": Term(0.05, 0.8, "link", "assumed: little, and open by a factor of two"),
+    "wire_passes": Term(1.0, 0.7, "host", "a sum reads two values and writes one per value sent"),
+    "jitter": Term(0.01, 0.7, "host", "range that the presets declare, 0 to 2 %"),
+    "incast": Term(0.05, 0.8, "link", "assumed to be small, and uncertain by a factor of two"),
     WIRE: Term(1.15, 0.2, "link", "nccl-tests reach 70 to 100 % of nominal rates"),
 }
 EFFECTS = ("host", "link")

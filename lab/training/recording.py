@@ -167,7 +167,7 @@ def claim(
     if verdict == "done":
         if claimed:
             claimed.release()
-            print(f"done already, by an earlier start of this job: {text}")
+            print(f"already done by an earlier start of this job: {text}")
         return None
     return claimed or RunDirectory(Path(text))  # rank 0's holds the lock
 

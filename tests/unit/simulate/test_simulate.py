@@ -312,7 +312,7 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     assert command.main(arguments) == 2
     assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
     assert command.main([*arguments, f"fit={ROOT}/docs/results/links.json"]) == 2
-    assert "was fitted under the costs of its time" in capsys.readouterr().err
+    assert "was fitted with the cost model of an earlier version" in capsys.readouterr().err
 
 
 def test_each_level_has_a_codec_of_its_own(profile: Profile) -> None:
@@ -404,7 +404,7 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
         (["hardware.intra.alpha_s=1"], "intra.alpha_s=1: is latency_s now"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
-        (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
+        (["strategy=ddp"], "strategy=ddp: DDPSync has its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
         (["batch_size=130", "world_size=4"], "batch_size=130: 4 ranks"),
         (["accumulate=3"], "batch_size=128: 1 rank with accumulate=3"),
@@ -412,8 +412,8 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["fit=nowhere.json"], "nowhere.json"),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
-        (["trace=step.json", "world_size=1,2"], "trace=step.json: takes one cell, and these are 2"),
-        (["model=replay"], "profile=none: must be one, a file of conf/profile"),
+        (["trace=step.json", "world_size=1,2"], "trace=step.json: needs one cell, but there are 2"),
+        (["model=replay"], "profile=none: must be a file of conf/profile"),
     ],
 )
 def test_a_wrong_setting_is_one_line(
