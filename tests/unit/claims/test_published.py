@@ -50,7 +50,7 @@ def test_figures_of_other_devices_start_at_what_was_published() -> None:
     ddp = known["ResNet-50, batch 32: 16 GPUs"]
     assert math.exp(ddp.slowdown) == pytest.approx(104 / 97) and ddp.linear == 0
     assert ddp.speedup(ddp.slowdown) == pytest.approx(16 * 97 / 104)
-    strong = known["Eight nodes train 294800 images/s, 5.26 times as many"]
+    strong = known["Eight nodes train 294800 images/s, 5.26 times as many as one node"]
     assert strong.speedup(strong.linear) == pytest.approx(8)
     assert strong.speedup(strong.slowdown) == pytest.approx(5.259)
     assert len({figure.origin for figure in known.values()}) == 7
