@@ -11,9 +11,9 @@ from lab.study.grid import WORLD_SIZE
 COMMAND = Command(
     "lab.advise",
     """\
-Rank ways to train, exact and lossy ones separately: strategy, ranks, batch. Settings are those of
-lab.predict. Without strategy=, world_size= or batch_size= a grid is chosen: all strategies with a
-cost model that fit the other settings, and ranks up to the hardware's size.""",
+Rank strategies, numbers of ranks and batches, with exact and lossy strategies apart. Settings are
+those of lab.predict. Without strategy=, world_size= or batch_size=, the command chooses a grid: all
+strategies with a cost model that fit the other settings, and ranks up to the hardware's size.""",
     (
         "python -m lab.advise profile=resnet50_p100 hardware=eth25g",
         "python -m lab.advise hardware=titanx_x4 batch_size=256 target=hours samples=1281167 "

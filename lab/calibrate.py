@@ -20,17 +20,17 @@ class OwnSettings:
     out: Path | None = file_setting(
         "FILE.yaml for the hardware; FILE.json, FILE.md and FILE.png go next to it", ".yaml"
     )
-    minutes: float = setting(5.0, "time for all of it, about", above=0, at_most=600, unit="min")
-    world_size: int | None = setting(None, "ranks to start, unless a launcher has; null: 2")
+    minutes: float = setting(5.0, "about how long all takes", above=0, at_most=600, unit="min")
+    world_size: int | None = setting(None, "ranks to start without a launcher; null: 2")
 
 
 COMMAND = Command(
     "lab.calibrate",
     """\
 Measure links, host time, codecs and compute of this cluster, and write a hardware file with
-intervals. lab.predict and lab.advise read it. The fit uses two ranks; what more ranks measure is
-held out, and shows how well larger numbers are predicted. exchange=A,B names exchanges whose codecs
-are measured and whose steps are checked.""",
+intervals. lab.predict and lab.advise read it. The fit uses two ranks. Measurements on more
+ranks are held out, and show how well larger numbers are predicted. For the exchanges of
+exchange=A,B, codecs are measured and steps are checked.""",
     (
         "torchrun --nproc-per-node 8 -m lab.calibrate out=mycluster.yaml",
         "srun python -m lab.calibrate exchange=allreduce,onebit minutes=3 out=mycluster.yaml",

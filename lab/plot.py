@@ -16,16 +16,16 @@ class Settings:
     """The settings of lab.plot."""
 
     out: Path | None = setting(None, "folder to write to; null: STUDY/figures, of several A+B")
-    format: tuple[str, ...] = setting(("png", "svg"), "formats, a list", ("png", "svg", "pdf"))
+    format: tuple[str, ...] = setting(("png", "svg"), "list of formats", ("png", "svg", "pdf"))
     only: tuple[str, ...] | None = setting(
-        None, "figures, by their names or how these begin, a list; null: all"
+        None, "list of figures, by name or by the first part of the name; null: all"
     )
     width_in: float | None = setting(
-        None, "width, as of a paper's column; null: as contents need", unit="inches", at_least=2
+        None, "width, for example of a column; null: as needed", unit="inches", at_least=2
     )
     title: bool = setting(True, "false: print title and footer as a caption instead")
     baseline: str | None = setting(
-        None, "strategy whose 1-rank runs speedup refers to; null: none, or each series' own"
+        None, "strategy to compare with for speedup, on 1 rank; null: none, or the series itself"
     )
     target: float | None = setting(
         None, "value of the metric: print the time to reach it (needs eval_every=...)"
@@ -37,8 +37,8 @@ COMMAND = Command(
     "lab.plot",
     """\
 Draw the figures of a study and print its table; or draw the timeline of a measure=breakdown cell.
-Writes summary.csv (a row per point), records.csv and records.parquet (all that is known of each
-cell) too. Several studies, such as those of several machines, are shown as one.""",
+It also writes summary.csv (a row per point), and records.csv and records.parquet (all data of each
+cell). Several studies, such as those of several machines, are shown as one.""",
     (
         "python -m lab.plot runs/demo",
         "python -m lab.plot runs/demo baseline=allreduce",

@@ -11,8 +11,8 @@ from lab.study.grid import WORLD_SIZE
 COMMAND = Command(
     "lab.predict",
     """\
-Predict the step time of a grid of cells. Any setting of lab.train takes a list, as in lab.sweep;
-profile=... names the measured times of a model's layers; without it those of model=... are
+Predict the step time of a grid of cells. Any setting of lab.train accepts a list.
+profile=... names the measured times of a model's layers; without it, those of model=... are
 estimated from its counted operations and the hardware's device. hardware.KEY=... and
 profile.KEY=... change single figures. profile.from=trace.json.gz takes the times from a trace of
 torch.profiler of several GPUs. With neither, the profile is alexnet_titanx.""",

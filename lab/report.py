@@ -21,9 +21,9 @@ class Settings:
 COMMAND = Command(
     "lab.report",
     """\
-Write one HTML file about studies: verdict, tables, charts, timelines, causes, records. It opens by
-double click, asks the network for nothing, and can be read without JavaScript. Of two studies it
-shows the differences. Results of lab.bench, FILE.json, are shown too.""",
+Write one HTML file about studies: verdict, tables, charts, timelines, causes, records. A double
+click opens it. It needs no network and no JavaScript. For two studies, it shows the differences. It
+also shows results of lab.bench, FILE.json.""",
     (
         "python -m lab.report runs/demo",
         "python -m lab.report runs/demo out=demo.html",

@@ -16,18 +16,18 @@ from lab.settings.files import read_file
 class Settings:
     """The settings of lab.score."""
 
-    hardware: str = setting("emulated_1gbit", "a file of conf/hardware: what the fit starts from")
+    hardware: str = setting("emulated_1gbit", "a file of conf/hardware, from which the fit starts")
     profile: str = setting("alexnet_titanx", "a file of conf/profile, for cells of a real model")
-    config_dir: str | None = folder_setting("further hardware/ and profile/ files")
-    out: Path | None = file_setting("FILE.md for the page; its figure goes to FILE.png", ".md")
+    config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
+    out: Path | None = file_setting("FILE.md for the page; FILE.png has its figure", ".md")
     terms: Path | None = file_setting("FILE.yaml for what `published` learns", ".yaml")
 
 
 COMMAND = Command(
     "lab.score",
     """\
-Fit hardware to a study's cells of one and two ranks; score predictions of all others. The advice
-that follows from them is scored where several strategies were measured alike. `published` in place
+Fit hardware to a study's cells of one and two ranks; score predictions of all others. It also
+scores the advice where several strategies were measured in the same conditions. `published` instead
 of a study fits terms of GPUs to published scaling, and scores each source by all others.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",

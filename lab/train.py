@@ -14,7 +14,7 @@ from lab.study.run import sweep
 
 COMMAND = Command(
     "lab.train",
-    "Train on 1 to N ranks and record it.",
+    "Train on one or more ranks, and record the run.",
     (
         "torchrun --nproc-per-node 2 -m lab.train strategy=onebit",
         "torchrun --nproc-per-node 4 -m lab.train strategy=tree overlap=true bucket_mb=4 model=mlp",

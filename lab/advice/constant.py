@@ -43,9 +43,9 @@ class Constant:
         stay = f"{self.num_close} stay{'s' if self.num_close == 1 else ''}"
         everywhere = f"all {len(self.regrets)} scenarios"
         return (
-            f"the best constant choice is `{self.name}`: regret {_percents(self.regrets)}; of the "
-            f"{self.num_shared} strategies in {everywhere}, {stay} within "
-            f"{100 * CLOSE:g} % of the best"
+            f"the best constant choice is `{self.name}`. Its regret is {_percents(self.regrets)}. "
+            f"Of the {self.num_shared} strategies that are in {everywhere}, {stay} within "
+            f"{100 * CLOSE:g} % of the best."
         )
 
 
@@ -68,12 +68,15 @@ def constant_of(taken: Iterable[float], regrets: Sequence[Mapping[str, float]]) 
 def verdict(who: str, found: Constant | None) -> str:
     """Say whether choices, which `who` names, beat the best constant choice."""
     if found is None:
-        return f"{who} beside a constant choice: no strategy is in every scenario"
+        return f"{who} cannot be compared with a constant choice: no strategy is in every scenario."
     own, constant = mean(found.taken), mean(found.regrets)
-    word = "beats it" if own < constant else "equals it" if own == constant else "does not beat it"
+    word = "beats" if own < constant else "equals" if own == constant else "does not beat"
     skill = "" if math.isnan(found.skill) else f" (skill {found.skill:.2f})"
-    return f"in hindsight {found.text}; {who} {word}{skill}: {_percents(found.taken)}"
+    return (
+        f"In hindsight, {found.text} {who} {word} the constant choice{skill}: the regret is "
+        f"{_percents(found.taken)}."
+    )
 
 
 def _percents(regrets: Sequence[float]) -> str:
-    return f"{100 * mean(regrets):.1f} % on average, {100 * max(regrets):.1f} % at most"
+    return f"{100 * mean(regrets):.1f} % on average and {100 * max(regrets):.1f} % at most"

@@ -39,22 +39,22 @@ class OwnSettings:
 
     target: str = setting(
         "throughput",
-        "what is best: throughput, hours, 'efficiency>=0.8' (throughput with that), cost",
+        "what to optimise: throughput, hours, cost, or throughput with 'efficiency>=0.8'",
     )
     samples: float | None = setting(
-        None, "samples in one epoch; epochs=... sets the number of epochs", above=0
+        None, "samples per epoch; epochs=... sets the number of epochs", above=0
     )
     price_per_hour: float | None = setting(
         None, "price of a device, or of a node if price_of=node", above=0
     )
-    price_of: str = setting("device", "what the price is for", UNITS)
+    price_of: str = setting("device", "what the price pays for", UNITS)
     knee: float = setting(
         1.5,
-        "twice as many ranks pay only if throughput grows by this factor",
+        "least growth of throughput at which twice as many ranks pay off",
         at_least=1,
         at_most=2,
     )
-    top: int = setting(5, "how many strategies to list of either kind", at_least=1)
+    top: int = setting(5, "how many strategies of each kind to list", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ class Target:
             ConfigError: there is none of that name, or it is cost without a price.
         """
         if own.target == "cost" and own.price_per_hour is None:
-            raise ConfigError("target=cost: needs price_per_hour=, of a device (or price_of=node)")
+            raise ConfigError(
+                "target=cost: needs price_per_hour=, the price of a device (or of a node, with "
+                "price_of=node)"
+            )
         least = _least_efficiency(own.target)
         return cls(own.target, least, own.samples, own.price_per_hour, own.price_of)
 
@@ -247,7 +250,7 @@ def _strategies(run: Sequence[str]) -> list[str]:
         if all(map(_may_be_chosen, cells)):
             fitting.append(name)
     if not fitting:
-        raise refused[0] if refused else ConfigError("strategy: none has a cost model here")
+        raise refused[0] if refused else ConfigError("strategy: no strategy here has a cost model")
     return fitting
 
 

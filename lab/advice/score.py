@@ -107,12 +107,12 @@ def report(found: Sequence[Choice]) -> list[str]:
             regrets = [choice.regret for choice in chosen]
             good = sum(regret <= CLOSE for regret in regrets)
             lines.append(
-                f"- among {among}, the first choice is within {100 * CLOSE:g} % of the best "
-                f"measured cell in {good} of {len(regrets)} scenarios; largest regret "
-                f"{100 * max(regrets):.1f} %"
+                f"- Among {among}, the first choice is within {100 * CLOSE:g} % of the best "
+                f"measured cell in {good} of {len(regrets)} scenarios. The largest regret is "
+                f"{100 * max(regrets):.1f} %."
             )
             constant = constant_of(regrets, [choice.regrets for choice in chosen])
-            lines.append(f"- {verdict('the first choice', constant)}")
+            lines.append(f"- {verdict('The first choice', constant)}")
     for one in found:
         among = f"{one.num_strategies}{' exact' if one.kind == 'exact' else ''}"
         steps = (f"{1e3 * s:.1f}" for s in (one.predicted_s, one.measured_s, one.best_s))
@@ -273,7 +273,8 @@ def section(found: Map) -> list[str]:
         "",
         *markdown(HEADER, [_map_row(found, answer) for answer in ordered]),
         "",
-        "Step times relative to the fastest fixed strategy (`none` and `auto` are not fixed):",
+        "The next table gives step times relative to the fastest fixed strategy. `none` and `auto` "
+        "are not fixed strategies.",
         "",
         *markdown([*WHERE, "fastest first"], steps),
         "",
@@ -352,14 +353,17 @@ def map_chart(found: Map) -> Chart:
 
 
 def _summary_line(name: str, found: Summary) -> str:
-    other = REFERENCE if name == "priority" else "the fastest fixed strategy"
+    other = f"`{REFERENCE}`" if name == "priority" else "the fastest fixed strategy"
     worst = found.worst
-    exposed = f"; exposed exchange {interval_text(found.exposed)} ({found.num_exposed} places)"
+    exposed = (
+        f" It exposes {interval_text(found.exposed)} times as much exchange "
+        f"({found.num_exposed} cases)."
+    )
     return (
-        f"- `{name}` / {other}: step {interval_text(found.step)} ({found.num_places} places)"
-        f"{exposed if found.num_exposed else ''}; more than {100 * found.limit:g} % slower in "
-        f"{_percent(found.beyond)} of places; worst {interval_text(worst.step)}, "
-        f"{_place_text(worst.where)}"
+        f"- Compared with {other}, a step of `{name}` takes {interval_text(found.step)} times as "
+        f"long ({found.num_places} cases).{exposed if found.num_exposed else ''} `{name}` is more "
+        f"than {100 * found.limit:g} % slower in {_percent(found.beyond)} of the cases. The worst "
+        f"ratio of steps is {interval_text(worst.step)}, for {_place_text(worst.where)}."
     )
 
 
@@ -370,9 +374,10 @@ def _agreement(answers: Sequence[Answer]) -> str:
     )
     worst = max(answers, key=lambda one: one.regret.mid)
     return (
-        f"- the predicted strategy was measured fastest in {_percent(best)} of {len(answers)} "
-        f"places, and fastest or not significantly slower in {_percent(agrees)}; "
-        f"largest regret {100 * (worst.regret.mid - 1):.1f} %, {_place_text(worst.place.where)}"
+        f"- The predicted strategy was measured to be the fastest in {_percent(best)} of "
+        f"{len(answers)} cases. It was the fastest or not significantly slower in "
+        f"{_percent(agrees)} of them. The largest regret is "
+        f"{100 * (worst.regret.mid - 1):.1f} %, for {_place_text(worst.place.where)}."
     )
 
 
@@ -385,7 +390,7 @@ def _constant_lines(answers: Sequence[Answer]) -> list[str]:
         {name: row[name] for name in answer.place.fixed()}
         for answer, row in zip(answers, regrets, strict=True)
     ]
-    taken = {"the predicted strategy": [answer.regret.mid - 1 for answer in answers]}
+    taken = {"The predicted strategy": [answer.regret.mid - 1 for answer in answers]}
     for name in ADAPTIVE:
         if all(name in row for row in regrets):
             taken[f"`{name}`"] = [row[name] for row in regrets]

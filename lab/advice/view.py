@@ -17,7 +17,7 @@ from lab.draw.text import aligned
 Row = dict[str, Any]
 TITLES = {
     "exact": "exact: every step takes the mean of all gradients",
-    "lossy": "lossy: gradients are rounded, thinned out, late or exchanged rarely",
+    "lossy": "lossy: gradients are rounded, sparsified, late or exchanged rarely",
 }
 WIDTH = 110  # letters of a line in words
 MOST = 5  # series of a panel: more cannot be told apart
@@ -97,7 +97,7 @@ def about(result: Row) -> list[str]:
     return [
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
         *([f"held-out cells of the fit: {result['errors']}"] if result["errors"] else []),
-        f"intervals, 95 % of what stays open: {', '.join(open_values) or 'nothing'}",
+        f"intervals, 95 % of what is uncertain: {', '.join(open_values) or 'nothing'}",
     ]
 
 
@@ -112,11 +112,13 @@ def _meanings(result: Row) -> list[str]:
     too_large = ", ".join(result["too_large"])
     return [
         f"GB: weights, gradients, optimizer and exchange, {device}; activations come on top",
-        *([f"left out, for they need more: {too_large}"] if too_large else []),
-        "limit: the resource that costs most, and the share of the step that would go without it",
-        f"knee: from so many ranks on, twice as many gain less than a factor of {result['knee']:g}",
-        "a larger batch is another training, with fewer updates for as many samples; "
-        "batch_size=... compares options at one",
+        *([f"left out, because they need more: {too_large}"] if too_large else []),
+        "limit: the resource that costs most, and the percentage of the step that goes away "
+        "without it",
+        "knee: from this number of ranks on, twice as many ranks gain less than a factor of "
+        f"{result['knee']:g}",
+        "a larger batch changes the training, because it makes fewer updates for the same "
+        "samples; batch_size=... compares options at one batch",
     ]
 
 
@@ -154,10 +156,14 @@ def _first_choice(result: Row, kind: str) -> list[str]:
     lines = [f"first choice, {kind}: {_named(first)}"]
     if close:
         names = ", ".join(row["series"] for row in close)
-        lines += _wrapped([f"measure first: the prediction cannot tell it from {names}; run"])
+        lines += _wrapped(
+            [f"measure first, because the prediction cannot separate it from {names}; run"]
+        )
         lines += [f"  {row['command']}" for row in (first, close[0])]
     if constant := result["constant"][kind]:
-        lines += _wrapped([f"one for all numbers of ranks and batches, predicted: {constant}"])
+        lines += _wrapped(
+            [f"one choice for all numbers of ranks and batches, predicted: {constant}"]
+        )
     return lines
 
 
@@ -169,7 +175,7 @@ def _named(row: Row) -> str:
 def _accuracies(result: Row) -> list[str]:
     known = {row["strategy"]: row["accuracy"] for row in best_rows(result, "lossy")}
     lines = [f"  {name}: {text}" for name, text in known.items()]
-    head = "accuracy of the lossy ones: test accuracy in % on digits, 2 ranks, default settings"
+    head = "accuracy of lossy strategies: test accuracy in % on digits, 2 ranks, default settings"
     return [head, *lines] if lines else []
 
 

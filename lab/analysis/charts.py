@@ -141,7 +141,7 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         colours = {EXPOSED_PART if k == "exchange" else k: v for k, v in PHASE_LOOKS.items()}
         step_s = points[phases].sum(axis=1)
         counts = sorted(set(points["num_breakdowns"]))
-        runs = f"Medians of {' to '.join(map(str, counts))} breakdown runs a point, no intervals"
+        runs = f"Medians of {' to '.join(map(str, counts))} breakdown runs per point, no intervals"
         what = f"A step by its phases, {_scaling(points)}."
         low = high = None
     else:
@@ -149,8 +149,8 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         low, parts, high = _exposed_parts(points)
         colours, step_s, runs = PART_LOOKS, points["step_s"], repeats(points)
         if parts[CEILING_PART].isna().all():
-            raise NothingToDraw("no breakdown run, and no run of none to compare with")
-        what = f"A step: that of none, and the exposed exchange, {_scaling(points)}."
+            raise NothingToDraw("there is no breakdown run, and no run of none to compare with")
+        what = f"Steps: the step of none, and the exposed exchange, {_scaling(points)}."
     shares = (parts[EXPOSED_PART] / step_s)[points["strategy"] != CEILING]
     unlike = _unlike(points)
     places = sorted(_told_once(points), key=lambda at: _place(points.loc[at], looks))
@@ -206,7 +206,9 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
     if parameters > 0:
         about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")
-    about += ["Vertical lines: from the least to the most loaded rank."] if differ.any() else []
+    about += (
+        ["Vertical lines: range from the least to the most loaded rank."] if differ.any() else []
+    )
     drawn = _over_ranks(
         *(sent, looks, width, "payload", "MB a step, busiest rank"),
         ideal="ring" if parameters > 0 else "",
@@ -453,7 +455,7 @@ def _notes(points: Frame, look: str = "Hollow") -> list[str]:
         which = look if _unlike(points).any() else "All"
         notes.append(f"{which}: emulated ({how}).")
     usual = points["usual"].iloc[0]
-    return [*notes, f"Unless a name says otherwise: {usual}."] if usual else notes
+    return [*notes, f"Unless a name shows another setting: {usual}."] if usual else notes
 
 
 def emulation_text(emulations: Iterable[str]) -> str:

@@ -80,7 +80,7 @@ def floor_text(floor: float) -> str:
         return ""
     return (
         f"noise floor {100 * floor:.1f} %: repeated one-rank runs differ by this much, so smaller "
-        "differences in step time are not significant"
+        "differences between step times are not significant"
     )
 
 

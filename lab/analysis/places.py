@@ -349,7 +349,11 @@ def sample_of(counts: Iterable[int]) -> str:
     """Describe how many repeats, or turns, are behind the places of a map."""
     known = sorted(set(counts))
     text = f"n = {known[0]}" if len(known) == 1 else f"n = {known[0]} to {known[-1]}"
-    few = f"; fewer than {ENOUGH_REPEATS} tell nothing apart" if known[0] < ENOUGH_REPEATS else ""
+    few = (
+        f"; fewer than {ENOUGH_REPEATS} cannot tell strategies apart"
+        if known[0] < ENOUGH_REPEATS
+        else ""
+    )
     return f"{text} repeats or turns{few}"
 
 

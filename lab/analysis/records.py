@@ -227,7 +227,7 @@ def _records_below(folder: Path) -> dict[Path, Record | str]:
     if not any(isinstance(record, Record) for record in found.values()):
         unread = next((why for why in found.values() if why != NO_RECORD), "")
         raise ValueError(
-            unread or f"{folder}: holds no <cell>/record.json; give a study folder of runs"
+            unread or f"{folder}: contains no <cell>/record.json; give a study folder of runs"
         )
     return found
 
@@ -248,8 +248,8 @@ def _refuse_copies(study: Study) -> None:
         if other is not cell:
             raise ValueError(
                 f"{study.folder}: {study.name_of(other.folder)} and {study.name_of(cell.folder)} "
-                f"are the same cell, repeat={cell.repeat}; "
-                "remove one, or measure it anew with another repeat=..."
+                f"are the same cell, repeat={cell.repeat}; remove one, or measure it again with "
+                "another repeat=..."
             )
 
 

@@ -320,7 +320,7 @@ def _report_cell(folder: Path, sink: Sink) -> None:
         if not has_timeline:
             raise ValueError(
                 f"{folder}: nothing to draw: {error}; and no {TIMELINE}, which runs with "
-                "measure=breakdown leave"
+                "measure=breakdown write"
             ) from None
         steps = None
     out = _made(sink.out or folder / "figures")

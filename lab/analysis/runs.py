@@ -100,7 +100,7 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
     labels = {cell.series: cell.label for cell in known}
     absent = [labels[name] for name in looks if labels[name] not in shown]
     if one.world_size > 1 and any(cell.strategy == CEILING for cell in known):
-        about.append("none is left out: its replicas are not one model.")
+        about.append("`none` is left out, because its replicas are not one model.")
         absent = [name for name in absent if name.split(" ")[0] != CEILING]
     about += [f"Not at this point: {', '.join(absent)}."] if absent else []
     return Chart(
@@ -352,7 +352,7 @@ def own_work(steps: pd.DataFrame) -> pd.DataFrame:
     """
     columns = {f"own_{name}_s": name for name in OWN}
     if not set(columns) <= set(steps.columns) or not bool(steps["timed"].to_numpy().any()):
-        raise ValueError("its steps.parquet has no own times, or no timed step")
+        raise ValueError("its steps.parquet has no own times or no timed step")
     means: Any = steps[steps["timed"]].groupby("rank").mean(numeric_only=True)
     own = means[list(columns)].rename(columns=columns).dropna(axis=1, how="all")
     turn_s = means["step_s"] + means["own_between_s"]
@@ -381,15 +381,15 @@ def own_work_of_ranks(steps: pd.DataFrame, record: Record, width: int = WIDTH) -
     colours = {part: colour for part, colour in OWN_COLOURS.items() if part in own}
     work_ms = 1e3 * own.drop(columns=WAIT).sum(axis=1)
     slow, others = work_ms.idxmax(), float(work_ms.median())
-    message = f"Ranks work alike: {work_ms.min():.3g} to {work_ms.max():.3g} ms a step"
+    message = f"Ranks work for the same time: {work_ms.min():.3g} to {work_ms.max():.3g} ms a step"
     if work_ms.max() > 1.05 * others:
         message = (
             f"Rank {slow} works {work_ms.max():.3g} ms a step, the median rank {others:.3g} ms"
         )
     about = [
         f"Own work of each rank of {record.strategy}, model {record.model} · batch_size "
-        f"{record.batch_size} · device {record.device}: means of timed steps, each with the gap "
-        "before it."
+        f"{record.batch_size} · device {record.device}: means of timed steps, including the gap "
+        "before each step."
     ]
     about += [f"Pale: emulated ({worded(record.emulation)})."] if record.emulation else []
     body, _ = bars(data, "ms a step", colours, width=width - 60)

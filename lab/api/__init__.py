@@ -88,7 +88,7 @@ def sweep(study: str, more: Settings | None = None, /, **settings: Setting) -> R
     if code == 130:
         raise KeyboardInterrupt
     if code:
-        raise ConfigError(f"study={study}: no cell is done; its lines above say why")
+        raise ConfigError(f"study={study}: no cell is done; the lines above give the reasons")
     return load(Path(str(given.get("runs_dir", "runs"))) / study)
 
 

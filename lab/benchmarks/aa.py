@@ -128,8 +128,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns."""
     seeds = present.span([start["order_seed"] for start in result["starts"]], "d")
     return [
-        f"pairs of equal candidates {present.on_ranks_of(result)}, so each difference is false; "
-        f"order_seed={seeds}",
+        f"pairs of equal candidates {present.on_ranks_of(result)}, so each difference found is "
+        f"false; order_seed={seeds}",
         f"between starts: Student's t over {len(result['starts'])} starts of each pair, as step "
         "has it; within one start: rounds resampled, as step starts=1 has it, each start by itself",
         "hold 1: share of intervals, with Wilson's interval; half width: the median, of a ratio",

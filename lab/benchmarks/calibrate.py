@@ -127,8 +127,10 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     ]
     size, all_reduce_s = json.loads(world.broadcast_text(json.dumps(largest(places))))
     contended = compute.contention(world, size, all_reduce_s)
-    shared = world.device.type == "cpu" and (world.num_hosts == 1 or EMULATION in os.environ)
-    crowded = _crowded(world, groups) if shared else {}
+    on_cpu = world.device.type == "cpu"
+    beside = _of_hosts(world, groups) if on_cpu else {}
+    if shared := on_cpu and (world.num_hosts == 1 or EMULATION in os.environ):
+        beside["crowding"] = compute.crowding(world)
     spread = compute.spread(world, SPREAD_SHARE * seconds)
     rates, factors = compute.rates(world.device)
     of_codec = _codec_rates(world.device) if world.rank == 0 else {}
@@ -145,19 +147,19 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
         "places": places,
         "steps": steps,
         "configs": configs,
-        "values": {"contention": contended, **crowded, "jitter": spread["jitter"], **of_codec},
+        "values": {"contention": contended, **beside, "jitter": spread["jitter"], **of_codec},
         "num_cores": num_cores() if shared else None,
         **{"spread": spread, "rates": rates, "factors": factors},
     }
 
 
-def _crowded(world: World, groups: Sequence[Group]) -> dict[str, Interval]:
-    """Measure what ranks take longer for that share cores."""
-    found = {"crowding": compute.crowding(world)}
+def _of_hosts(world: World, groups: Sequence[Group]) -> dict[str, Interval]:
+    """Measure what messages between two hosts take of these; nothing on other ranks."""
+    found = dict[str, Interval]()
     for group in groups:
         if group.link == "inter" and len(group.members) == NUM_RANKS:
-            shares = _among(group.members, world, lambda pair: [compute.message_cpu(pair)])
-            found |= zip(["message_cpu"], shares, strict=False)  # other ranks have none
+            for values in _among(group.members, world, lambda pair: [compute.of_hosts(pair)]):
+                found |= values
     return found
 
 
@@ -484,7 +486,9 @@ def chart(result: dict[str, Any]) -> Drawn:
     fitted = [abs(row["error"]) for row in rows if row["ranks"] == NUM_RANKS]
     message = f"Collectives of two ranks are fitted to {100 * np.median(fitted):.0f} %"
     if held:
-        message += f"; those of more, held out, are predicted to {100 * np.median(held):.0f} %"
+        message += (
+            f"; collectives of more ranks, held out, are predicted to {100 * np.median(held):.0f} %"
+        )
     about = ["Lines: predicted. Filled marks: measured.", machine(result)]
     drawn = lines(data, x, y, looks_of(data["series"]), panels=title)
     return f"{message} (median error)", about, drawn
@@ -562,10 +566,8 @@ def _told_in_sentences(score: dict[str, Any]) -> str:
         middle, worst = score[key]
         return f"has a median error of {100 * middle:.1f} %, and the worst is {100 * worst:.1f} %"
 
-    told = [
-        f"For {score['num_cells']} cells with an exchange, the predicted step time "
-        f"{errors('step')}."
-    ]
+    cells = score["num_cells"]
+    told = [f"For {cells} cells with an exchange, the predicted step time {errors('step')}."]
     if num_exposed := score["num_exposed"]:
         told.append(f"The predicted exposed exchange ({num_exposed} cells) {errors('exposed')}.")
     if not math.isnan(score["signed_error"]):

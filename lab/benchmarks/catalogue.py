@@ -54,19 +54,21 @@ class OwnSettings:
     )
     world_size: int | None = setting(
         None,
-        "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1, "
-        "straggler: 4)",
+        "ranks to start, unless a launcher has started them; null: 2, or 1 with one GPU "
+        "(recording: 1, straggler: 4)",
         at_least=1,
     )
     starts: int | None = setting(
         None,
-        "aa, host, hook, step: starts; null: 3, or 1 under a launcher",
+        "aa, host, hook, step: number of starts; null: 3, or 1 under a launcher",
         at_least=1,
     )
     order_seed: int = setting(0, "seed of the candidates' order", at_least=0)
     aa: bool = setting(False, "step: true runs aa")
     pairs: int = setting(200, "aa: pairs", at_least=1)
-    runs: int = setting(100, "straggler: runs with an injected delay, and without", at_least=1)
+    runs: int = setting(
+        100, "straggler: number of runs with an injected delay, and of runs without one", at_least=1
+    )
     rounds: int = setting(
         20,
         "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
@@ -74,7 +76,7 @@ class OwnSettings:
         at_least=1,
     )
     minutes: float = setting(
-        5.0, "calibrate: time for all of it, about", above=0, at_most=600, unit="min"
+        5.0, "calibrate: about how long all of it takes", above=0, at_most=600, unit="min"
     )
     sizes: list[int] = setting(
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
@@ -84,16 +86,18 @@ class OwnSettings:
     codec: tuple[str, ...] | None = setting(None, "codec: codecs; null: all")
     algorithm: tuple[str, ...] | None = setting(None, "convolution: algorithms; null: all")
     num_values: int | None = setting(
-        None, "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M", at_least=1
+        None, "codec: number of float32 values; null: 25 M on CPUs, 400 M on GPUs", at_least=1
     )
-    columns: int = setting(4096, "codec: values that share two reconstruction values", at_least=1)
+    columns: int = setting(
+        4096, "codec: number of values that share two reconstruction values", at_least=1
+    )
     trace: Path | None = setting(
         None, "counters, transfer: FILE.json or FILE.json.gz, of torch.profiler"
     )
     l1: str = setting("32768,8,64", "counters: first data cache: bytes, ways, bytes of a line")
-    l2: str = setting("8388608,16,64", "counters: the second one")
+    l2: str = setting("8388608,16,64", "counters: second data cache, in the same form")
     isa: str = setting(
-        "avx", "counters: instructions of oneDNN and MKL; avx2 is far slower", ("avx", "avx2")
+        "avx", "counters: instruction set of oneDNN and MKL; avx2 is far slower", ("avx", "avx2")
     )
     memory_gb: int | None = setting(
         None,
@@ -110,10 +114,10 @@ class OwnSettings:
     threads: int = setting(
         2, "codec, convolution, layout, layers, throughput, roofline: threads, on CPUs", at_least=1
     )
-    input_grad: bool = setting(False, "layers: time the input's gradient too")
+    input_grad: bool = setting(False, "layers: also time the gradient of the input")
 
 
-NOTHING_SENT = "nothing is exchanged; must be at least 2"
+NOTHING_SENT = "a single rank exchanges nothing; must be at least 2"
 # Settings of a run that benchmarks of parts of it take.
 PROBLEM = "model data task transform "
 ALONE = f"{PROBLEM}optim precision tf32 batch_size channels_last compile device seed"
@@ -221,7 +225,7 @@ BENCHES = {
         runs="step",
     ),
     "memory": Bench(
-        "peak memory of strategy=A,B,... next to theory",
+        "peak memory of strategy=A,B,..., compared with theory",
         "world_size",
         default="allreduce,overlap,onebit,ddp",
         apart=True,
@@ -229,13 +233,14 @@ BENCHES = {
         environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
     ),
     "host": Bench(
-        "processor time that strategy=A,B,... adds to the training thread, beside torch's DDP",
+        "processor time that strategy=A,B,... adds to the training thread, compared with torch's "
+        "DDP",
         "rounds starts order_seed",
         default="overlap,onebit,int8,topk,powersgd",
         only_words=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
     ),
     "recording": Bench(
-        "what the lab's own book-keeping adds to a step", "world_size", default="none", num_ranks=1
+        "what the lab's own bookkeeping adds to a step", "world_size", default="none", num_ranks=1
     ),
     "straggler": Bench(
         "delays injected into phases of ranks, and how many of them are found",
@@ -246,12 +251,13 @@ BENCHES = {
         num_ranks=4,
     ),
     "marks": Bench(
-        "what the marks of a rank's own times add to a step, in turns with none",
+        "what the marks of a rank's own times add to a step, compared in turns with steps "
+        "without marks",
         "world_size",
         default="overlap",
     ),
     "calibrate": Bench(
-        "links, host, codecs and compute of this cluster as a hardware file (lab.calibrate)",
+        "links, host, codecs and compute of this cluster, as a hardware file (lab.calibrate)",
         "minutes world_size",
         group="exchange",
         default="allreduce,ring,tree,onebit,int8",
@@ -262,7 +268,7 @@ BENCHES = {
         one_rank=NOTHING_SENT,
     ),
     "certificate": Bench(
-        "what check=first adds to the first three steps of strategy=A,B,..., in steps",
+        "what check=first adds to the first three steps of strategy=A,B,..., as a number of steps",
         "rounds world_size",
         default="overlap,onebit,int8,ddp",
     ),
@@ -278,7 +284,7 @@ BENCHES = {
     ),
     "counters": _of_device(
         "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs; with "
-        "trace=FILE metrics of kernels that a GPU counted",
+        "trace=FILE, metrics of kernels that a GPU counted",
         "l1 l2 isa trace",
         f"{PROBLEM}batch_size device seed",
         group="batch_size",
@@ -312,7 +318,7 @@ BENCHES = {
         default="4,8,16,32,64,128",
     ),
     "roofline": _of_device(
-        "layers by operations per byte, under this machine's measured peaks",
+        "layers by operations per byte, compared with this machine's measured peaks",
         "threads",
         f"{PROBLEM}precision tf32 batch_size channels_last device seed",
     ),

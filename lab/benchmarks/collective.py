@@ -303,9 +303,9 @@ def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
     if not any(row.get("across_bytes") for row in rows):
         what = "what the busiest rank sends and receives"
         return [f"of bound: {what}, at the rate of sendrecv, / time"]
-    text = "across: payload of a call that a host's ranks send to other hosts, of the busiest host"
+    text = "across: payload of a call that the ranks of the busiest host send to other hosts"
     if any(row.get("link_bytes") for row in rows):
-        text += "; link: what its interface counted, headers too"
+        text += "; link: what its interface counted, including headers"
     return [text, "of bound: time for across at the rate of sendrecv's across, / time"]
 
 
@@ -328,7 +328,7 @@ def chart(result: dict[str, Any]) -> Drawn:
     ys = {
         "busbw_gb_per_s": Axis("bus bandwidth (GB/s)", log=10),
         "ratio_to_library": Axis("time / the library's (below 1: faster)", log=10),
-        "of_bound": Axis("share of its bound (1: at the link's rate)"),
+        "of_bound": Axis("fraction of its bound (1: at the link's rate)"),
     }
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     looks = looks_of(name for name in names if name != SEND_RECV)

@@ -36,6 +36,7 @@ ROUNDS = 8
 FEWEST, MOST = 50, 2000  # products whose spread is measured
 BESIDE = 0.7  # of an all-reduce's time, in which the products beside it should end
 PASSED = 2**20  # float32 values of each tensor of a pass over memory
+SENT = (2**20, 2**21)  # float32 values of messages that are larger than what a host holds of them
 QUANTILES = (5, 50, 95, 99)
 
 Interval = dict[str, float | None]
@@ -184,6 +185,11 @@ def crowding(world: World) -> Interval:
     return {key: value and value / min(1.0, loaded) for key, value in excess(times).items()}
 
 
+def of_hosts(world: World) -> dict[str, Interval]:
+    """Measure what messages between two hosts take of these, on CPUs."""
+    return {"message_cpu": message_cpu(world), "send_buffer_bytes": send_buffer_bytes(world)}
+
+
 def message_cpu(world: World) -> Interval:
     """Measure for which share of a short all-reduce a rank keeps a core busy, in user or kernel."""
     flat = torch.ones(1)
@@ -196,6 +202,31 @@ def message_cpu(world: World) -> Interval:
 
     shares = sorted(min(1.0, share()) for _ in range(ROUNDS))
     return {"median": float(np.median(shares)), "low": shares[0], "high": shares[-1]}
+
+
+def send_buffer_bytes(world: World) -> Interval:
+    """Measure how much of a message a host still holds when its send has returned.
+
+    A send of S bytes over a link of r bytes/s returns after (S - held) / r seconds. Two sizes show
+    both, on rank 0, which sends to rank 1.
+    """
+    messages = [torch.zeros(size) for size in SENT]
+    align = aligner(world)
+
+    def seconds(message: torch.Tensor) -> float:
+        align()
+        began = time.perf_counter()
+        if world.rank == 0:
+            world.comm.send(message, 1)
+        elif world.rank == 1:
+            world.comm.recv(message, 0)
+        return time.perf_counter() - began
+
+    short_s, long_s = take_turns([partial(seconds, each) for each in messages], ROUNDS, shows=False)
+    small, large = (message.nbytes for message in messages)
+    rates = (large - small) / (np.array(long_s) - np.array(short_s)).clip(min=1e-9)
+    held = np.sort(np.clip(small - rates * np.array(short_s), 0, small))
+    return {"median": float(np.median(held)), "low": float(held[0]), "high": float(held[-1])}
 
 
 def _slowest(world: World, takes: list[Callable[[], float]]) -> np.ndarray:

@@ -47,7 +47,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"device={world.device.type}: peaks of resident memory are read from {CLEAR} and "
-            f"{STATUS}, as Linux has them: {error.strerror}; device=cuda needs neither"
+            f"{STATUS}, which only Linux has: {error.strerror}; device=cuda needs neither file"
         ) from None
     with assembled(config, world) as part:
         peaks = _peaks(part.trainer, world)
@@ -131,7 +131,7 @@ def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
         if next(loop, None) is None:
             raise ConfigError(
                 f"steps={trainer.total_steps}: too few: {NUM_STEPS} are measured after "
-                "warmup_steps, and after those in which a strategy tries others"
+                "warmup_steps, and after the steps in which a strategy tries other exchanges"
             )
         peaks.append(peak_bytes(world.device))
     return world.gather(torch.tensor(peaks))
@@ -167,7 +167,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
         f"extra: besides what training {parameters / 1e6:.1f} M parameters needs without exchange "
         "(measured: the peak of none less its buffers)",
-        "optimizer: tensors of its state, on the rank that has most",
+        "optimizer: tensors of its state, on the rank with most of them",
     ]
 
 

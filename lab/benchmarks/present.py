@@ -87,7 +87,7 @@ def chart_of(result: Result) -> Chart | None:
     message, about, (body, width) = module.chart(result)
     how, command = result["emulation"], result["command"]
     if len(command) > LONGEST:
-        command = f"{command[:LONGEST]} … (all of it stands in the result)"
+        command = f"{command[:LONGEST]} … (the result contains the whole command)"
     emulated = [] if how == "none" else [f"emulated: {how}"]
     return Chart(result["bench"], message, [*about, command, *emulated], body, width)
 

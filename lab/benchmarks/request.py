@@ -120,8 +120,8 @@ def read(arguments: list[str]) -> Request:
 def _starts(asked: int | None) -> int:
     if was_launched() and (asked or 1) > 1:
         raise ConfigError(
-            f"starts={asked}: a launcher has started these ranks, once; allowed is 1, or let "
-            "lab.bench start them"
+            f"starts={asked}: a launcher has started these ranks once; set starts=1, or let "
+            "lab.bench start the ranks"
         )
     return asked or (1 if was_launched() else STARTS)
 

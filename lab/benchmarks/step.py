@@ -35,8 +35,8 @@ from lab.training.trainer import Trainer
 BASELINE, REFERENCE = "none", "ddp"  # without communication, and torch's own
 TURN = 10  # steps of a turn, where there are enough for several
 ALONE = (
-    "1 rank skips what travels: exact exchanges return at once, lossy ones only encode and decode, "
-    "while ddp copies gradients into buckets and calls its library"
+    "1 rank sends nothing: exact exchanges return at once, lossy ones only encode and decode, "
+    "and ddp copies gradients into buckets and calls its library"
 )
 WALL = "by wall clock: all steps and what the host does between them, stalls too"
 
@@ -184,7 +184,7 @@ def _warm_up(trainer: Trainer, loop: Iterator[object]) -> None:
         if next(loop, None) is None:
             raise ConfigError(
                 f"steps={trainer.total_steps}: too few: strategy={trainer.config.strategy} leaves "
-                f"out the first {warmup}, and those in which it tries others"
+                f"out the first {warmup}, and the steps in which it tries other exchanges"
             )
 
 

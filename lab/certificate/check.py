@@ -335,7 +335,7 @@ def check_of(
     if not pattern.legs or moves_nothing:
         return _unchecked(f"strategy={strategy} exchanges nothing")
     if pattern.takes_exchanges and sync.exchange.delivers != "mean":
-        return _unchecked(f"strategy={strategy} leaves a {sync.exchange.delivers}, no mean")
+        return _unchecked(f"strategy={strategy} delivers a {sync.exchange.delivers}, not a mean")
     who = sync if pattern.by_library else sync.exchange
     about = About(
         gather,

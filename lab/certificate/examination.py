@@ -136,7 +136,7 @@ class Examination:
         self._check_start(seen.start)
         if left := seen.left.any(dim=0).nonzero().flatten().tolist():
             who = f"{self.names[left[0]]} has a gradient"
-            self.fail("complete", f"left out: {who}, which no exchange has taken")
+            self.fail("complete", f"left out: no exchange has sent {who}")
         self._check_gradients(seen)
         self._check_bytes(traffic, buckets)
         return True
@@ -203,7 +203,7 @@ class Examination:
         for name, how in HOW.items():
             outcome: Outcome = "holds" if proven or name == "equal start" else "not checked"
             if name == "fresh" and proven and self.num_exchanges < 2:
-                why = "one exchange was seen, so no buffer was used again"
+                why = "only one exchange was seen, so no buffer was used again"
                 yield Finding(name, "not checked", why)
             else:
                 yield Finding(name, outcome, how if outcome == "holds" else self._why_alike())
@@ -212,8 +212,9 @@ class Examination:
         if math.isinf(self.bound):
             return f"{self.about.name} states no bound of its error"
         if self.bound:
-            return f"gradients too alike on all ranks beside the error of {self.about.name}"
-        return "gradients alike on all ranks"
+            name = self.about.name
+            return f"gradients are too similar on all ranks, compared with the error of {name}"
+        return "gradients are alike on all ranks"
 
     def _bytes(self) -> tuple[str, float | None, Finding]:
         """Put the bytes into words, which a formula and, where it can, an interface has checked.

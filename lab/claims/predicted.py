@@ -76,7 +76,7 @@ class Predicted:
     _steps: dict[Point, tuple[float, float]] = field(default_factory=dict, init=False)
 
     def __str__(self) -> str:
-        scale = "" if self.bytes_scale == 1 else f" with {self.bytes_scale:g} of its bytes"
+        scale = "" if self.bytes_scale == 1 else f" (scaled to {self.bytes_scale:g} of its bytes)"
         return f"profile {self.profile}{scale} on {self.hardware.name}"
 
     def step_s(self, at: Point) -> float:

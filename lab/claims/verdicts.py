@@ -21,19 +21,30 @@ from lab.model.work import Counts
 
 # What a claim is worth, in the order of a page.
 KINDS = {
-    "counted": "counted, of a network or of the bytes sent: the same on any machine",
-    "predicted": "predicted by the cost model, and able to fail: some links, compute or bytes "
-    "between half and twice would",
-    "measured": "of one device: judged by measurements on the kind of device that the source had",
-    "arithmetic": "no evidence: the claim holds at half and twice too, or follows from inputs or "
-    "from another claim",
-    "input": "no evidence: put into the model, or read off the profile alone",
-    "own": "no evidence: the lab's own, which the source does not say",
+    "counted": "These claims are about a network or about the bytes sent. Their values are "
+    "counted, so they are the same on any machine.",
+    "predicted": "The cost model predicts the values of these claims. Each claim could have "
+    "failed, because it does fail for some change of links, compute or bytes by a factor from 0.5 "
+    "to 2.",
+    "measured": "These claims are about one device. Only measurements on the kind of device that "
+    "the source used can decide them.",
+    "arithmetic": "These claims are not evidence. Each one either holds even if the values behind "
+    "it are halved or doubled, or follows from inputs or from another claim.",
+    "input": "These claims are not evidence. Their figures were put into the model, or come from "
+    "the profile alone.",
+    "own": "These claims are not evidence about the source. The lab makes them, and the source "
+    "does not.",
 }
+# Those that are no evidence, several and one.
 OTHERS = {
     "arithmetic": "arithmetic checks",
     "input": "model inputs",
-    "own": "statements of the lab",
+    "own": "statements by the lab",
+}
+ONE = {
+    "arithmetic": "arithmetic check",
+    "input": "model input",
+    "own": "statement by the lab",
 }
 EVIDENCE = ("counted", "predicted", "measured")  # kinds that say something about the source
 BUS = "bus_gb_per_s"  # a quantity of one collective

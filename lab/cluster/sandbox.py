@@ -57,7 +57,7 @@ def find(cluster: Cluster) -> list[str]:
     if cluster.needs_netem and (problem := _problem([*sandbox, "sh", "-c", PROBE_NETEM])):
         raise ConfigError(
             f"cluster.delay_ms={cluster.delay_ms:g} cluster.loss_percent={cluster.loss_percent:g}: "
-            f"must be 0, for this kernel has no netem: {problem}"
+            f"must be 0, because this kernel has no netem: {problem}"
         )
     return sandbox
 

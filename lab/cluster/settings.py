@@ -171,7 +171,7 @@ def emulated(
             raise ValueError(f"cluster.{key}={value}: must be a list, as in [a,b]")
     every = [rate] * num_hosts if rates is None else list(rates)
     if len(every) != num_hosts:
-        raise ValueError(f"cluster.rates={every}: {num_hosts} hosts need as many rates")
+        raise ValueError(f"cluster.rates={every}: {num_hosts} hosts need {num_hosts} rates")
     for one in every:
         if one is not None and not (isinstance(one, str) and _is_rate(one)):
             raise ValueError(
@@ -199,7 +199,7 @@ def bits_per_s(rate: str) -> float:
 def _number_of_hosts(hosts: int | None, ranks_per_host: int, world_size: int | None) -> int:
     if hosts is None:
         if world_size is None:
-            raise ValueError("cluster.hosts=null: say how many, as in cluster.hosts=4")
+            raise ValueError("cluster.hosts=null: must be a number of hosts, as in cluster.hosts=4")
         hosts = world_size // ranks_per_host or 1
     checks.whole("cluster.hosts", hosts, 1, MOST_HOSTS)
     if world_size not in (None, hosts * ranks_per_host):

@@ -123,8 +123,8 @@ def _check(root: Path, part: Part, vocabulary: int | None) -> None:
             raise ValueError(f"data.path={root}: {name} are beyond the range of float32")
     if targets.dtype.kind in INTEGERS and targets.min() < 0:
         raise ValueError(
-            f"data.path={root}: targets are integers from {targets.min()}; as class indices they "
-            "must not be below 0, and numbers to predict must be floating-point"
+            f"data.path={root}: targets are integers from {targets.min()}; class indices must not "
+            "be below 0, and numbers to predict must be floating-point"
         )
     if targets.dtype.kind in INTEGERS and targets.max() >= MOST_CLASSES:
         raise ValueError(
@@ -139,8 +139,9 @@ def _check_shapes(root: Path, part: Part) -> None:
     inputs, targets = part
     if min(inputs.ndim - 1, targets.ndim) < 1 or not len(inputs) or len(inputs) != len(targets):
         raise ValueError(
-            f"data.path={root}: inputs are {list(inputs.shape)} and targets {list(targets.shape)}; "
-            "they must be [samples, ...], and the targets as many, of each part at least one"
+            f"data.path={root}: inputs are {list(inputs.shape)} and targets "
+            f"{list(targets.shape)}; both must be [samples, ...] with the same number of samples, "
+            "and each part needs at least one"
         )
 
 
@@ -182,7 +183,7 @@ def read_columns(
     listed = [inputs] if isinstance(inputs, str) else list(inputs or ())
     listed = listed or [name for name in there if name != target]
     for name in {name for name in listed if listed.count(name) > 1 or name == target}:
-        raise ValueError(f"data.inputs={name}: {file}: is named twice, or is the target")
+        raise ValueError(f"data.inputs={name}: {file}: is named twice, or is also the target")
     for key, name in [*(("inputs", name) for name in listed), ("targets", target)]:
         if name not in there:
             raise ValueError(f"data.{key}={name}: {file} has no such column; {', '.join(there)}")
@@ -208,11 +209,11 @@ def _require_memory(file: Path, rows: int, columns: int) -> None:
 def _numbers(file: Path, name: str, column: Any) -> np.ndarray:
     """Return the values of a column (pyarrow.ChunkedArray), [rows]."""
     if column.null_count:
-        raise ValueError(f"data.path={file}: column {name} lacks {column.null_count} values")
+        raise ValueError(f"data.path={file}: column {name} has {column.null_count} missing values")
     values = column.to_numpy()
     if values.dtype.kind not in "biuf":
         raise ValueError(
-            f"data.path={file}: column {name} holds {column.type}, not numbers; name the columns "
-            "to learn from in data.inputs"
+            f"data.path={file}: column {name} contains {column.type}, not numbers; name the "
+            "columns to learn from in data.inputs"
         )
     return values

@@ -43,8 +43,8 @@ def as_data(value: Any, device: torch.device, setting: str) -> Data:
     if _is_data_set(train) and (test is None or _is_data_set(test)):
         return DataSetData(train, test, device)
     raise ValueError(
-        f"{setting}: returned {_named(value)}; it must be (inputs, targets) as tensors, a torch "
-        "data set of such pairs, or two of either, to train and to test on"
+        f"{setting}: returned {_named(value)}; it must be (inputs, targets) as tensors or a torch "
+        "data set of such pairs, or two of these, to train and to test on"
     )
 
 

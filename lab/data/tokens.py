@@ -59,8 +59,8 @@ class Windows:
         for part, ids in (("train", train), ("test", test)):
             if len(ids) <= context:
                 raise ValueError(
-                    f"data.context={context}: there are {len(ids)} tokens to {part} on; a window "
-                    "and the token after it need more"
+                    f"data.context={context}: there are only {len(ids)} tokens to {part} on; a "
+                    "window and the token after it need more"
                 )
         self._train, self._test, self._device = train, test, device
         self.num_train, self.num_test = ((len(ids) - 1) // context for ids in (train, test))
@@ -104,8 +104,8 @@ class Windows:
         if smallest < 0 or largest >= (self.vocabulary or 0):
             wrong = largest if smallest >= 0 else smallest
             raise ValueError(
-                f"data.vocabulary={self.vocabulary}: {self.source} hold the id {wrong}; ids must "
-                "be from 0 to vocabulary - 1 (is data.dtype that of the file?)"
+                f"data.vocabulary={self.vocabulary}: {self.source} contain the id {wrong}; ids "
+                "must be from 0 to vocabulary - 1 (is data.dtype the type of the file?)"
             )
         return windows
 
@@ -180,14 +180,15 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
             ids = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(
-                f"data.path={file}: holds {ids.dtype} {list(ids.shape)}; must be integers [ids]"
+                f"data.path={file}: contains {ids.dtype} {list(ids.shape)}; must contain integers "
+                "[ids]"
             )
         return ids
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if not size or size % width:
         raise ValueError(
-            f"data.path={file}: its {size} bytes are not ids of data.dtype={dtype}, of {width} "
-            f"byte{'s' * (width > 1)} each"
+            f"data.path={file}: its {size} bytes do not make up ids of "
+            f"data.dtype={dtype}, with {width} byte{'s' * (width > 1)} each"
         )
     with reading(file):
         return np.asarray(np.memmap(file, dtype=dtype, mode="r"))
@@ -230,7 +231,7 @@ def text(
     ids = _bytes_of(files)
     if not len(ids):
         reason = "all files are empty" if files else f"no files, with data.suffix={suffix}"
-        raise ValueError(f"data.path={root}: holds no text: {reason}")
+        raise ValueError(f"data.path={root}: contains no text: {reason}")
     source = f"{len(ids):,} bytes of {len(files)} file{'s' * (len(files) > 1)}, {root}"
     train, test = split(ids, test_share)
     return Windows(train, test, context=context, vocabulary=NUM_BYTES, device=device, source=source)

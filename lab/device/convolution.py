@@ -252,11 +252,12 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         *shapes_of(result),
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes",
-        "executed: GFLOP with tiles, padding and transforms, as this algorithm is written here "
-        "(of the library: unknown, shown as by definition); error: largest difference from float64 "
-        "over the largest value",
-        "sums leave out backward data of the first layer; where an algorithm refuses, the library "
-        f"takes its place; times the sum of the best of each pass: {', '.join(factors)}",
+        "executed: GFLOP including tiles, padding and transforms, as this algorithm is written "
+        "here (unknown for the library, so the definition is shown); error: largest difference "
+        "from float64, over the largest value",
+        "sums leave out backward data of the first layer; where an algorithm does not support a "
+        "pass, the library replaces it; as multiples of the sum of the best of each pass: "
+        f"{', '.join(factors)}",
     ]
 
 

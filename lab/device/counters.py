@@ -60,7 +60,7 @@ def measure(request: Request) -> dict[str, Any]:
     configs = [variant.config for variant in request.variants]
     if any(config.device == "cuda" for config in configs):
         raise ConfigError(
-            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted, "
+            "device=cuda: counters counts on CPUs; with trace=FILE it reads what a GPU counted, "
             f"recorded with {RECORDING}"
         )
     with joined(configs[0]) as world:
@@ -117,14 +117,16 @@ def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
     """
     for word in request.arguments[1:]:
         if not word.startswith(("trace=", "out=")):
-            raise ConfigError(f"{word}: is not used with trace=, whose counts others made")
+            raise ConfigError(
+                f"{word}: has no effect with trace=, because the counts come from the trace"
+            )
     events = read_events(path)
     skipped: Counter[str] = Counter()
     found = kernels_of(events, skipped)
     if not found or not found[0].metrics:
         without = f"; left out: {left_out(skipped)}" if skipped else ""
         raise ConfigError(
-            f"trace={path}: holds no metrics of kernels (events of category cuda_profiler_range)"
+            f"trace={path}: contains no metrics of kernels (events of category cuda_profiler_range)"
             f"{without}; to record them: {RECORDING}"
         )
     total, *kernels = found
@@ -168,8 +170,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     if "trace" in result:
         return _notes_on_kernels(result)
     return [
-        f"simulated caches of data (bytes, ways, line): L1 {result['l1']}, L2 {result['l2']}; hits "
-        "of L2 are of what L1 misses",
+        f"simulated caches of data (bytes, ways, line): L1 {result['l1']}, L2 {result['l2']}; "
+        "hits of L2 are a percentage of what L1 misses",
         f"caches are empty before each pass; oneDNN and MKL use {result['isa'].upper()}, on one "
         "thread",
         f"all took {result['seconds']:.0f} s, and a pass {result['slowdown']:.0f} times as long as "
@@ -247,11 +249,11 @@ def _notes_on_kernels(result: dict[str, Any]) -> list[str]:
     events, *skipped = about_trace(result)
     unnamed = any(row["name"] == UNNAMED for row in result["rows"])
     return [
-        f"{events}; names are cut, and whole in out=FILE",
+        f"{events}; names are shortened here, and complete in out=FILE",
         *skipped,
         *shared,
-        "metrics ending in .sum are added over launches, of .min and .max the extreme is shown, of "
-        "all others the plain mean: such a trace has no times of kernels to weigh by",
+        "metrics ending in .sum are added over launches; for .min and .max the extreme is shown, "
+        "and for all others the plain mean, because such a trace has no kernel times as weights",
         *([f"{UNNAMED}: kernels without a name in their library"] if unnamed else []),
     ]
 

@@ -330,12 +330,12 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns."""
     measured = (
-        "measured: resident memory above that before the model was built, by Linux's mark, on one "
-        "thread, each row in a fresh process"
+        "measured: resident memory, less that before the model was built, by Linux's mark, on "
+        "one thread, with a fresh process for each row"
     )
     return [
-        "computed, not measured: what a step's tensors hold at its peak on one rank, and what its "
-        "exchange holds (num_ranks=); workspaces of libraries come on top",
+        "computed, not measured: memory of a step's tensors at its peak on one rank, and of its "
+        "exchange (num_ranks=); workspaces of libraries come on top",
         *([measured] if any(row["measured_bytes"] for row in result["rows"]) else []),
     ]
 

@@ -274,8 +274,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         *(f"{name}{line}" for name, row in named for line in _findings(row)),
         f"medians of {result['num_rounds']} rounds, steps with and without clocks in turns; "
         "[95 % intervals]",
-        "a module's own work; backward is divided by the times of both parts measured alone, or "
-        "stays whole where one kernel computes both",
+        "times are a module's own work; backward is divided in the ratio of its two parts, "
+        "measured separately, or is not divided where one kernel computes both",
     ]
 
 

@@ -294,7 +294,7 @@ def chart(result: dict[str, Any]) -> Drawn:
     message = f"{steps}: {fastest(ratios, plain['layout'])}"
     sample = [
         f"{medians_of(result)}, 95 % intervals",
-        "a layer: forward and backward; what reorders and copies take is from other calls",
+        "a layer: forward and backward; the times of reorders and copies are from other calls",
     ]
     if len(shown) < len(layers):
         sample.append(f"the {len(shown)} of {len(layers)} shapes that take longest")

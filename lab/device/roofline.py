@@ -158,7 +158,7 @@ def roofs_of(config: DictConfig, device: torch.device) -> Roofs:
     found = gpu_peak(name)
     rate = found and found.flops_per_s.get(arithmetic_of(config.precision, config.tf32))
     if not (found and rate and found.bandwidth_bytes_per_s):
-        raise ConfigError(f"device={name}: lab/measure/peaks.py does not know its peaks")
+        raise ConfigError(f"device={name}: its peaks are not in lab/measure/peaks.py")
     return Roofs(rate, {0: found.bandwidth_bytes_per_s}, found.source)
 
 
@@ -196,11 +196,11 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"{result['model']}, {result['batch_size']} {result['unit']}s; roofs ({roofs['source']}): "
         f"{G * roofs['flops_per_s']:.1f} GFLOP/s in products; copies: {copies}",
-        "of the roof: the least time, by products or by memory, over the measured one; above 100 % "
-        "where a cache kept what is counted as memory, or an algorithm multiplies less (Winograd, "
-        "FFT)",
-        "fusable: bytes of operations without products (ReLU, pooling, norms) beside a product of "
-        f"the same layer, {MB * loose:.1f} of {MB * whole:.1f} MB in all; most: {names}",
+        "of the roof: the least time, by products or by memory, over the measured time; it is "
+        "above 100 % where a cache served what is counted as memory, or where an algorithm "
+        "multiplies less (Winograd, FFT)",
+        "fusable: bytes of operations without products (ReLU, pooling, norms) that are next to a "
+        f"product of the same layer, {MB * loose:.1f} of {MB * whole:.1f} MB in all; most: {names}",
     ]
 
 

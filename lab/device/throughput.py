@@ -86,8 +86,8 @@ class Candidate:
         inputs, _ = next(iter(self.trainer.data.test_batches(0, 1, batch)))
         if len(inputs) < batch:
             raise ConfigError(
-                f"batch_size={batch}: the test part has {len(inputs)} samples, too few for a batch "
-                "of inference"
+                f"batch_size={batch}: the test part has {len(inputs)} samples, too few for one "
+                "batch of inference"
             )
         self.inputs = inputs.contiguous(
             memory_format=torch.channels_last if config.channels_last else torch.contiguous_format
@@ -291,8 +291,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         *dict.fromkeys(_formula(row, result["unit"]) for row in result["rows"] if row["formula"]),
         f"medians of {result['num_rounds']} rounds in turns, 95 % intervals; GFLOP/s: counted "
         f"operations of training; of the peak{rate}",
-        "products: share of the step's own time in matrix products, convolutions, attention and "
-        "recurrent layers, by torch.profiler in one step",
+        "products: percentage of the step's own time in matrix products, convolutions, attention "
+        "and recurrent layers, by torch.profiler in one step",
     ]
 
 

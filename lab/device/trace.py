@@ -269,7 +269,7 @@ def _number(values: Mapping[str, Any], key: str) -> float:
     if values.get(key) is None:
         raise ValueError(f"without {key}")
     if (found := number(values[key])) is None:
-        raise ValueError(f"whose {key} is no number from 0 to 2^63")
+        raise ValueError(f"where {key} is not a number from 0 to 2^63")
     return found
 
 

@@ -48,7 +48,7 @@ def measure(request: Request) -> dict[str, Any]:
     found = copies_of(events, skipped)
     if not found:
         raise ConfigError(
-            f"trace={path}: holds no copies between host and device{_why(events, skipped)}"
+            f"trace={path}: contains no copies between host and device{_why(events, skipped)}"
         )
     return {"rows": [asdict(each) for each in found], **read_from(path, events, skipped)}
 
@@ -61,8 +61,8 @@ def _why(events: Sequence[Mapping[str, Any]], skipped: Mapping[str, int]) -> str
     if calls:
         name, number = calls.most_common(1)[0]
         return (
-            f": it has the host's calls ({number} of {name}), not what the device did; record "
-            "ProfilerActivity.CUDA too"
+            f": it contains the host's calls ({number} of {name}), but not what the device did; "
+            "also record ProfilerActivity.CUDA"
         )
     return (
         " (no events of category gpu_memcpy, as Kineto's, named MemcpyH2D, as XLA's, or "
@@ -102,7 +102,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"{events}; hidden: while a kernel ran on the same device",
         *skipped,
         "published: NVIDIA's review of frameworks, slides 12 and 13, ten iterations on CIFAR-10, "
-        "on another GPU; compare sizes and numbers of copies, not times",
+        "on another GPU; compare the sizes and numbers of copies, not their times",
     ]
 
 

@@ -98,7 +98,7 @@ def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) ->
     told = ", and ".join(filter(None, (f"{number_text(times)} times as fast as one", gain)))
     if times > 1:
         return f"With {name}, {ranks} train {told}."
-    return f"{ranks} train no faster than one: with {name}, the fastest, {told}."
+    return f"{ranks} train no faster than one rank: with {name}, the fastest strategy, {told}."
 
 
 def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) -> list[str]:
@@ -109,12 +109,15 @@ def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) 
         return [f"Nothing else was measured there ({where})."]
     if best.num_repeats < ENOUGH_REPEATS:
         runs = "once" if best.num_repeats == 1 else f"{best.num_repeats} times"
-        return [f"Each ran {runs}, so this may be chance; {ENOUGH_REPEATS} repeats would tell."]
+        return [
+            f"Each strategy ran {runs}, so this may be chance. {ENOUGH_REPEATS} repeats would show "
+            "whether it is."
+        ]
     first = leaders(here, floor)
     others = [names[point.place] for point in here if point.series in first and point is not best]
     if others:
         verb = "is" if len(others) == 1 else "are"
-        return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can tell."]
+        return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can show."]
     second = here[1]
     slower = number_text(100 * (second.step_s / best.step_s - 1), digits=2)
     return [f"The next, {names[second.place]}, takes {slower} % longer, which is more than chance."]
@@ -149,7 +152,7 @@ def _speed(best: Point) -> Figure:
 
 def _spread(best: Point) -> str:
     runs = "run" if best.num_repeats == 1 else "runs"
-    return f"{best.num_repeats} {runs}; no run of one rank to compare with"
+    return f"{best.num_repeats} {runs}; there is no run of one rank to compare with"
 
 
 def _ends(value: Interval) -> str:
@@ -161,7 +164,7 @@ def _ends(value: Interval) -> str:
 def _limit(evidence: Evidence, found: Verdict) -> Figure:
     name = "What limits it"
     if not found.decided:
-        return Figure(name, "Unknown", "nothing tells exchange from compute yet")
+        return Figure(name, "Unknown", "exchange and compute cannot be separated yet")
     if not found.losses:
         return Figure(name, "Compute", reason(evidence, found))
     first, *others = found.named

@@ -216,10 +216,12 @@ def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
         yield Remedy("overlap=true bucket_mb=25", "backward would hide it", hidden)
     if e.payload_bytes > ring_bytes / 4:
         saves = loss.seconds * (1 - ONEBIT_SHARE)
-        yield from _strategy(e, "onebit", "sends 1/32 of the bytes, and encodes them", saves)
+        yield from _strategy(e, "onebit", "sends 1/32 of the bytes, but has to encode them", saves)
     yield from _rounds(e, loss.seconds)
     if e.one.transform == "" and e.one.settings.get("model", "").startswith("alexnet"):
-        yield Remedy("transform=fc1x1", "most bytes are fully connected; another model")
+        yield Remedy(
+            "transform=fc1x1", "most bytes are in fully connected layers; this changes the model"
+        )
     yield _larger_batch(e, f"the same exchange for more {e.one.unit}s")
 
 
@@ -261,11 +263,13 @@ def _for_input(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     data = e.settings.get("data", {})
     if "workers" in data:
         more = max(1, 2 * data["workers"])
-        yield Remedy(f"data.workers={more}", "more processes that decode", loss.seconds / 2)
+        yield Remedy(f"data.workers={more}", "more processes decode", loss.seconds / 2)
     if "size" in data:
         channels = 3 if "workers" in data else 1  # decoded images, or the lab's digits
         shape = f"data.shape=[{channels},{data['size']},{data['size']}]"
-        yield Remedy(f"data=synthetic {shape}", "shows the rate without input", loss.seconds)
+        yield Remedy(
+            f"data=synthetic {shape}", "shows the rate without loading input", loss.seconds
+        )
 
 
 def _for_straggler(e: Evidence, loss: Loss) -> Iterator[Remedy]:

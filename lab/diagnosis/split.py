@@ -34,7 +34,9 @@ def time_split(
     """
     first, parts = several[0], _parts(several[0])
     if [*parts] == ["all else"]:
-        raise NothingToDraw("where the time goes: no run of one rank or of none to compare with")
+        raise NothingToDraw(
+            "where the time goes: there is no run of one rank or of none to compare with"
+        )
     names = [f"{called[e.point.place]}  N={e.one.world_size}" for e in several]
     room = LETTER * LABEL_PX * max(map(len, names))
     data: Any = pd.DataFrame(
@@ -48,8 +50,8 @@ def time_split(
     told = [f"{share} {part}" for part, share in shares.items() if share != "0 %"]
     message = f"A step of {called[first.point.place]} is {', '.join(told)}"
     about = [
-        "Even compute is a step of one rank, divided by the number of ranks. Exposed exchange is "
-        "what compute does not hide."
+        "Even compute is the step of one rank divided by the number of ranks. Exposed exchange "
+        "is the part that compute does not hide."
     ]
     return Chart("time_split", message, about, body, width)
 

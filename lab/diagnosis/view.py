@@ -49,8 +49,8 @@ def explained(path: Path) -> tuple[pd.DataFrame, str]:
         for each, verdict in found
     )
     lines = [headline(each, verdict) for each, verdict in found]
-    more = f"evidence, and what to try: python -m lab.explain {path}/CELL"
-    others = f"what was not run, predicted: python -m lab.advise fit={path} hardware=..."
+    more = f"evidence and what to try: python -m lab.explain {path}/CELL"
+    others = f"predictions of what was not run: python -m lab.advise fit={path} hardware=..."
     return frame, "\n".join([*lines, "", more, others])
 
 
@@ -100,11 +100,11 @@ def _blocks(evidence: Evidence, changes: list[Remedy]) -> list[str]:
 def reason(e: Evidence, verdict: Verdict) -> str:
     """Say what takes the time, in a clause."""
     if not verdict.decided:
-        return "nothing tells exchange from compute yet"
+        return "exchange and compute cannot be separated yet"
     if not verdict.losses:
         if math.isnan(e.fixed_s):
-            return "no exchange, input or straggler counts; whether compute shrank is unknown"
-        return "no loss counts; more ranks should help"
+            return "exchange, input and stragglers cost little; whether compute shrank is unknown"
+        return "no loss is large; more ranks should help"
     return ", ".join(f"{_share(loss.seconds, e)} of the step {loss.what}" for loss in verdict.named)
 
 

@@ -74,7 +74,7 @@ def connect(place: RankInfo, device: torch.device, backend: str, limit: timedelt
             `backend` is not "auto".
     """
     if backend != "auto":
-        raise ValueError(f"backend={backend}: comm=horovod has its own; leave backend=auto")
+        raise ValueError(f"backend={backend}: comm=horovod has its own backend; leave backend=auto")
     hvd = horovod()
     hvd.init()
     if hvd.size() != place.size:
@@ -84,7 +84,7 @@ def connect(place: RankInfo, device: torch.device, backend: str, limit: timedelt
         )
     if device.type == "cuda" and not hvd.cuda_built():
         raise ValueError(
-            "comm=horovod: this Horovod was built without CUDA, as make horovod builds it, and the "
+            "comm=horovod: this Horovod was built without CUDA, as by make horovod, but the "
             "ranks have GPUs; set device=cpu"
         )
     if not dist.is_initialized():

@@ -161,8 +161,8 @@ def adopt() -> None:
     address = "127.0.0.1" if on_host == _read(size) else _first_host()
     if not os.environ.setdefault("MASTER_ADDR", address):
         raise ValueError(
-            f"MASTER_ADDR=: {name} started ranks on several hosts; it must name rank 0's, as in "
-            "mpirun -x MASTER_ADDR=node1"
+            f"MASTER_ADDR=: {name} started ranks on several hosts; MASTER_ADDR must name the host "
+            "of rank 0, as in mpirun -x MASTER_ADDR=node1"
         )
     job = " ".join(os.environ.get(variable, "") for variable in OF_JOB).strip() or str(os.getppid())
     first, count = PORTS
@@ -183,7 +183,7 @@ def _tasks_here(per_node: str) -> int:
         counts += [found[1]] * int(found[2] or 1) if found else []
     node = os.environ.get("SLURM_NODEID", "0")
     if not node.isdecimal() or int(node) >= len(counts):
-        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={per_node}: says nothing of node {node}")
+        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={per_node}: does not list node {node}")
     return int(counts[int(node)])
 
 

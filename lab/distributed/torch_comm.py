@@ -233,7 +233,9 @@ def connect(
         raise ValueError("backend=nccl: needs GPUs; on CPUs use backend=gloo")
     for name, value in (("nccl_algo", nccl_algo), ("nccl_proto", nccl_proto)):
         if value is not None and backend != "nccl":
-            raise ValueError(f"comm.{name}={value}: is for NCCL, but these ranks use {backend}")
+            raise ValueError(
+                f"comm.{name}={value}: has an effect only with NCCL, but these ranks use {backend}"
+            )
     if backend == "nccl":
         settings = nccl_variables(nccl_algo, nccl_proto, deterministic)
         with told(settings):
@@ -319,8 +321,8 @@ def nccl_variables(
             raise ValueError(f"comm.nccl_proto={protocol}: {algorithm} has only Simple")
         if algorithm not in ON_GPUS and deterministic:
             raise ValueError(
-                f"comm.nccl_algo={algorithm}: sums in a switch, in no order that "
-                f"deterministic=true could promise; allowed are {', '.join(ON_GPUS)}"
+                f"comm.nccl_algo={algorithm}: sums in a switch, so deterministic=true cannot "
+                f"guarantee the order; allowed are {', '.join(ON_GPUS)}"
             )
         # Of all-reduce only: broadcast has only a ring, and fails without it.
         found["NCCL_ALGO"] = f"ring,tree;allreduce:{algorithm}"

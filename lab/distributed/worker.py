@@ -488,8 +488,8 @@ class Watchdog:
             now = self._polls, self._steps_begun
             seen, rounds = now, rounds + 1 if now == seen else 0
             if rounds * POLL_S > limit_s:
-                text = f"rank {self._rank} has heard nothing from the launcher for {limit_s:g} s"
-                self._on_fatal(Failure("failed", f"{text}: the network is lost, or torchrun hangs"))
+                text = f"rank {self._rank} has received nothing from the launcher for {limit_s:g} s"
+                self._on_fatal(Failure("failed", f"{text}: the network is down, or torchrun hangs"))
 
     def _spread_stop(self) -> None:
         if self._signals is not None:

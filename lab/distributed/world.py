@@ -394,7 +394,7 @@ def _of_this_join(store: dist.Store, rank: int, size: int, local_size: int) -> d
     elif not _counted and store.add("started", 1) > size:
         raise ValueError(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1 for torchrun on several hosts, as in "
-            "launch/node.sh; its store holds what an earlier start left"
+            "launch/node.sh; its store contains what an earlier start left"
         )
     _counted = True
     return dist.PrefixStore(str(store.add(f"joins/{rank}", 1)), store)

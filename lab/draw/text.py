@@ -26,6 +26,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
+def in_words(parts: Sequence[str]) -> str:
+    """Join parts of a sentence with commas, and the last one with "and"."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
 def number_text(value: float, scale: float = 1.0, digits: int = 3) -> str:
     """Write a value to so many digits, or all before its point, and never with an exponent."""
     return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, digits)

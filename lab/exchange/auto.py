@@ -253,8 +253,8 @@ def _check(candidates: Mapping[str, Exchange], among: object) -> None:
         if isinstance(candidates[name], Auto | Schedule | Hierarchical):
             kind = type(candidates[name]).__name__
             raise ValueError(
-                f"exchange.candidates.{name}={kind}: is made of others; choose a single one, and "
-                "between nodes exchange=hierarchical exchange@exchange.inter=auto"
+                f"exchange.candidates.{name}={kind}: is made of other exchanges; choose a single "
+                "one. Between nodes, use exchange=hierarchical exchange@exchange.inter=auto"
             )
 
 

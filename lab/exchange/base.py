@@ -193,7 +193,7 @@ class Exchange(ABC):
         """
         if set(state) != (own := set(self.state_dict())):
             found, needed = (", ".join(sorted(keys)) or "nothing" for keys in (state, own))
-            raise ValueError(f"state_dict: holds {found}; {type(self).__name__} keeps {needed}")
+            raise ValueError(f"state_dict: contains {found}; {type(self).__name__} needs {needed}")
         moved = {key: {n: v.to(device) for n, v in values.items()} for key, values in state.items()}
         self.load_state_dict(moved)
 
@@ -219,7 +219,7 @@ def require_mean(key: str, exchange: Exchange) -> None:
     if not exchange.keeps_replicas_equal:
         raise ValueError(f"{key}={name}: does not keep replicas equal; choose one that averages")
     if exchange.delivers != "mean":
-        raise ValueError(f"{key}={name}: leaves a {exchange.delivers}; choose one that averages")
+        raise ValueError(f"{key}={name}: delivers a {exchange.delivers}; choose one that averages")
 
 
 class Staged(Exchange):

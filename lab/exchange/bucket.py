@@ -303,9 +303,9 @@ class Outside:
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
                 raise RuntimeError(
-                    f"{name}: was frozen, or not there, when the exchange was set up, so its "
-                    "gradient reaches no other rank; set it up with requires_grad=True, and freeze "
-                    "the parameter later"
+                    f"{name}: was frozen or missing when the exchange was set up, so its gradient "
+                    "reaches no other rank; set up the exchange with requires_grad=True, and "
+                    "freeze the parameter later"
                 )
 
     def _found(self) -> dict[str, nn.Parameter]:

@@ -289,7 +289,7 @@ class OneBit(TwoStage):
         coded = sum(rows.stop - rows.start for rows in self.codec.rows(shapes))
         which = f"vectors, and rows shorter than {key}.min_columns={self._rows.min_columns}"
         if self._rows.granularity == "block":
-            which = f"what fills no block of {key}.block_size={self._rows.block_size}"
+            which = f"values that do not fill a block of {key}.block_size={self._rows.block_size}"
         yield num_values - coded, which
 
 

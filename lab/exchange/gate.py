@@ -37,8 +37,8 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     if len(devices) > 1:
         (device, name), (other, first), *_ = devices.items()
         raise ValueError(
-            f"{name}: lies on {device}, and {first} on {other}; a rank needs its model on one "
-            "device: model.to(device)"
+            f"{name}: is on {device}, and {first} is on {other}; a rank needs its whole model on "
+            "one device: model.to(device)"
         )
     _refuse_shared_memory(parameters)
     for parameter in parameters.values():
@@ -105,10 +105,10 @@ def _problem(parameter: nn.Parameter, exchange: Exchange) -> str:
         )
         name = type(exchange).__name__
         if exchange.dtypes >= ADDED:
-            return f"is {kind}, which exchange={name} does not add; allowed are float64, {taken}"
+            return f"is {kind}, which exchange={name} cannot add; allowed are float64, {taken}"
         return (
-            f"is {kind}; exchange={name} takes {taken}; convert it, or use one that adds without "
-            "rounding, such as exchange=allreduce"
+            f"is {kind}; exchange={name} accepts {taken}; convert it, or use an exchange that "
+            "adds without rounding, such as exchange=allreduce"
         )
     return ""
 

@@ -189,7 +189,8 @@ class Hierarchical(Staged):
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         levels, inter = self._levels, f"{key}.inter"
         if levels and len(levels.nodes) == 1 and not self.exact:
-            which = f"there is one node, and {inter}={type(self.inter).__name__} is between nodes"
+            name = type(self.inter).__name__
+            which = f"there is only one node, but {inter}={name} runs between nodes"
             yield sum(map(math.prod, shapes.values())), which
             return
         rails = levels.rails if levels else 1

@@ -97,7 +97,8 @@ class Memory:
         """
         if not self.keeps:
             return Bound(None)
-        own, of_sums = torch.zeros_like(bucket.flat), bucket.flat.new_zeros(num_owned)
+        flat = bucket.flat  # where it has no values, torch loads sympy for a `zeros_like`
+        own, of_sums = flat.new_zeros(flat.shape), flat.new_zeros(num_owned)
         for name, start, stop in _coded_spans(bucket, coded):
             if name in self._own:
                 own[start:stop] = record_stream(self._own[name]).view(-1)
@@ -190,8 +191,8 @@ class Memory:
         """
         if LEGACY in state:
             raise ValueError(
-                "state_dict: an earlier version of the lab wrote these residuals, which lie "
-                "otherwise now; start anew, or from the weights alone"
+                "state_dict: an earlier version of the lab wrote these residuals in another "
+                "layout; start again, or start from the weights only"
             )
         self._own = {name: value.clone() for name, value in state.get("residual", {}).items()}
         self._starts = dict(state.get("owner_start", {}))

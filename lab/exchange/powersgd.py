@@ -94,7 +94,7 @@ class PowerSGD(Lossy):
         kernels.rebuild(factors, plan.p, plan.warm, flat)
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
-        which = f"vectors, and matrices no larger than factors of {key}.rank={self.rank}"
+        which = f"vectors, and matrices that are no larger than factors of {key}.rank={self.rank}"
         sizes = (
             shape.numel() for shape in shapes.values() if not low_rank_matrix(shape, self.rank)
         )

@@ -17,12 +17,12 @@ class Settings:
     """The settings of lab.gpu_report."""
 
     minutes: float = setting(15, "time budget; items that would exceed it are skipped", above=0)
-    items: tuple[str, ...] | None = setting(None, "keys, or how they begin; null: all")
-    again: bool = setting(False, "true: repeat the items that the file already has")
+    items: tuple[str, ...] | None = setting(None, "keys, or their first letters; null: all")
+    again: bool = setting(False, "true: repeat items that the file already contains")
     out: Path | None = file_setting(
         "FILE.json, with its page FILE.md and figures; null: gpu_report.json", ".json"
     )
-    page: Path | None = setting(None, "FILE.json of a report: only its page is written")
+    page: Path | None = setting(None, "FILE.json of a report: write only its page")
     pretend: bool = setting(False, "true: try the report on a CPU, at tiny sizes")
 
 
@@ -38,7 +38,7 @@ with each item. Run it again to measure what is missing.""",
         "python -m lab.gpu_report page=mine.json",
     ),
     Settings,
-    stopped="stopped; the file has the items that ended, and the same command goes on",
+    stopped="stopped; the file contains the items that are done, and the same command continues",
 )
 
 
@@ -63,7 +63,7 @@ def _report(line: CommandLine) -> int:
         from lab.gpu_report.measuring import measure  # imports torch
 
         if not run.measure(todo, report, path, 60 * settings.minutes, _tell, measure):
-            _tell("this process has lost the GPU: the same command, started again, goes on")
+            _tell("this process has lost the GPU; start the same command again to continue")
     from lab.gpu_report import page  # imports torch
 
     print("\n".join(page.write(path.with_suffix(".md"), report)))

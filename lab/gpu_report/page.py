@@ -14,8 +14,8 @@ from lab.settings.atomic import write_atomically
 
 NAMED = ("torch", "cuda", "cudnn", "nccl", "triton")  # of an environment
 PRETENDED = (
-    "**Pretended: a CPU went through this report at tiny sizes. No number here is a GPU's; the "
-    "page shows only what one looks like.**"
+    "**Pretended: a CPU ran this report at tiny sizes. No number here is from a GPU. The page "
+    "only shows what a report looks like.**"
 )
 MODELS = ("alexnet", "resnet50", "vgg16", "gpt2")
 
@@ -35,7 +35,10 @@ def write(path: Path, report: Report) -> list[str]:
             pictures[key] = _drawn(folder, key, entry) if entry["draws"] else []
         except ImportError as error:
             command = f"python -m lab.gpu_report page={path.with_suffix('.json')}"
-            missing = f"without figures, as {error.name} is missing: {command} draws them elsewhere"
+            missing = (
+                f"without figures, because {error.name} is missing: {command} draws them on "
+                "another machine"
+            )
             break
     text = "\n\n".join(_parts(path, report, pictures, missing)) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text))

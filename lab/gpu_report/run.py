@@ -57,7 +57,9 @@ def begun(path: Path, command: str, pretended: bool) -> Report:
         ("gpus", about["gpus"], old["environment"]["gpus"]),
     ):
         if mine != its:
-            raise ConfigError(f"out={path}: has {key} {its}, and here it is {mine}; name another")
+            raise ConfigError(
+                f"out={path}: has {key} {its}, but here it is {mine}; name another file"
+            )
     commands = list(dict.fromkeys([*old["commands"], command]))
     return {**new, "commands": commands, "items": old["items"]}
 

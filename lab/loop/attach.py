@@ -159,8 +159,8 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
         )
     if inner._comm_hooks:
         raise ConfigError(
-            "DistributedDataParallel: has a communication hook, by register_comm_hook or "
-            "mixed_precision=, and takes one"
+            "DistributedDataParallel: already has a communication hook, from register_comm_hook "
+            "or mixed_precision=, and can have only one"
         )
     return inner
 

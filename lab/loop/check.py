@@ -29,11 +29,13 @@ from lab.sync.ddp import HookState
 
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (
-    "hook ignored: DDP gave it no gradients before optimizer.step(): was the step's last backward "
-    "within no_sync(), or the hook registered on another model?"
+    "hook ignored: DDP gave it no gradients before optimizer.step(): was the last backward of "
+    "the step inside no_sync(), or was the hook registered on another model?"
 )
-COPY_TRAINS = "hook ignored: backward reached no parameter of this model; a copy of it trains"
-MEANT = "if ranks are meant to part, use check=None"
+COPY_TRAINS = (
+    "hook ignored: backward reached no parameter of this model, because a copy of it trains"
+)
+MEANT = "if ranks are meant to differ, use check=None"
 
 
 class Checked:
@@ -110,7 +112,7 @@ class LoopCheck:
         if self._world.size == 1:
             self._end(unchecked("one rank has nothing to exchange"))
         elif exchange.delivers != "mean":
-            why = f"exchange={type(exchange).__name__} leaves a {exchange.delivers}, no mean"
+            why = f"exchange={type(exchange).__name__} delivers a {exchange.delivers}, not a mean"
             self._end(unchecked(why))
         else:
             self._observer = Observer(self._model, self._sync, self._about)

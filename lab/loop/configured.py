@@ -54,7 +54,7 @@ def _joined(config: DictConfig, words: list[str]) -> Path:
     paths = list[Path]()
     start(config, words, paths.append)
     if not paths:
-        raise RuntimeError("an earlier start of this job has done this run")
+        raise RuntimeError("an earlier start of this job has finished this run")
     return paths[0]
 
 
@@ -80,7 +80,7 @@ def _started(config: DictConfig, words: list[str], world_size: int) -> Path:
             raise
         path = Path(told.read_text()) if told.exists() else None
     if path is None or not (path / "record.json").exists():
-        raise RuntimeError(f"the run has not begun (exit code {code}); its output says why")
+        raise RuntimeError(f"the run did not begin (exit code {code}); its output gives the reason")
     return path
 
 

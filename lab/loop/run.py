@@ -169,7 +169,7 @@ class Run(Recording):
         Raises: RuntimeError: the run has not begun or has ended, or another step is under way.
         """
         if not self._is_open or self._in_step:
-            within = "another step" if self._in_step else "no run; it belongs in `with lab.Run(…)`"
+            within = "another step" if self._in_step else "no run; call it inside `with lab.Run(…)`"
             raise RuntimeError(f"run.step() within {within}")
         loop = self._loop
         loop.before_step()

@@ -178,6 +178,10 @@ class _Counter(TorchDispatchMode):
         self.counted: list[Counted] = []
         self._tasks: list[int] = []  # which backward each is part of
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see lab.simulate.recorded.Passes
+
     def __enter__(self) -> _Counter:
         for name, module in self._layers.items():
             hook = module.register_forward_pre_hook(lambda *_, name=name: self._begin(name))

@@ -17,13 +17,13 @@ def require_size(model: str, input_shape: Sequence[int], smallest: int) -> None:
     """Refuse inputs that are not images, or have a side below `smallest` pixels (ValueError)."""
     if len(input_shape) != 3:
         raise ValueError(
-            f"model={model}: inputs of shape {list(input_shape)} are not images; it needs "
+            f"model={model}: inputs of shape {list(input_shape)} are not images; the model needs "
             "[channels, height, width]"
         )
     _, height, width = input_shape
     if min(height, width) < smallest:
         raise ValueError(
-            f"model={model}: images of {height}x{width} px are too small, it needs at least "
+            f"model={model}: images of {height}x{width} px are too small; the model needs at least "
             f"{smallest} px; set data.size={smallest} or more (data.shape for data=synthetic)"
         )
 
@@ -51,5 +51,7 @@ def require_tokens(model: str, vocabulary: int | None) -> int:
         ValueError: `vocabulary` is None, as for images.
     """
     if vocabulary is None:
-        raise ValueError(f"model={model}: learns sequences of tokens; this data has no vocabulary")
+        raise ValueError(
+            f"model={model}: learns sequences of tokens, but this data has no vocabulary"
+        )
     return vocabulary

@@ -114,7 +114,7 @@ class Profile:
             ValueError: a value is missing, unknown or out of range.
         """
         if not node:
-            raise ValueError("profile=none: must be one, a file of conf/profile")
+            raise ValueError("profile=none: must be a file of conf/profile")
         where = f"profile={node.get('name') if isinstance(node, Mapping) else node}"
         profile = _make(cls, node, where)
         if not isinstance(profile.layers, Sequence) or isinstance(profile.layers, str):

@@ -98,7 +98,9 @@ class Replay(nn.Module):
         time_scale *= float(os.environ.get(SLOW_FACTOR, 1))
         scaled = Profile.parse(profile).scaled(bytes_scale, time_scale)
         if not scaled.gradient_bytes:
-            raise ValueError(f"model.bytes_scale={bytes_scale}: leaves no layer a single value")
+            raise ValueError(
+                f"model.bytes_scale={bytes_scale}: leaves no layer with a single value"
+            )
         self.bytes_scale = scaled.bytes_scale
         self.output_size = output_size
         self.pace = pace or Pace()

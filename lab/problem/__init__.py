@@ -75,7 +75,7 @@ def require_float32(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.dtype != torch.float32:
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ConfigError(
-                f"model: {name} is {kind}; profiles and predictions count gradients of float32; "
+                f"model: {name} is {kind}; profiles and predictions are for float32 gradients; "
                 "build the model in float32 (precision=bf16 computes in bfloat16)"
             )
 

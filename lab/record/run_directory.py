@@ -106,9 +106,9 @@ class RunDirectory:
     def _check_free(self, resume: str | None) -> None:
         status, holds = self.status(), ""
         if status == "done" or (status and resume != "auto"):
-            holds = f"already holds a record ({status})"
+            holds = f"already contains a record ({status})"
         elif self.attempts() and resume != "auto":
-            holds = "holds a run that was killed"
+            holds = "contains a run that was killed"
         if holds:
             raise ValueError(
                 f"cell={self.path.name}: {self.path} {holds}; choose another cell"
@@ -231,5 +231,5 @@ def read_settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS
     content: dict[object, Any] = read_yaml(path)
     if not isinstance(content, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DamagedFile(f"{path}: must hold keys and values")
+        raise DamagedFile(f"{path}: must contain keys and values")
     return {str(key): value for key, value in content.items()}

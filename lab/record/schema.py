@@ -367,7 +367,7 @@ class Record:
         Raises: ValueError: it is not such an object; one line that names the key.
         """
         if not isinstance(value, dict):
-            raise ValueError(f"holds a {type(value).__name__}; a record is one JSON object")
+            raise ValueError(f"contains a {type(value).__name__}; a record is one JSON object")
         keys: dict[str, Any] = dict(value)  # type: ignore[reportUnknownArgumentType]
         schema = keys.pop("schema", 1)
         if schema == 1:

@@ -224,7 +224,7 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
         number = "at least one" if command.several else "one"
         raise ConfigError(f"{asked}: takes {number} {command.word}, as in {command.usage}")
     if lonely := [flag for flag in OF_CFG if flag in flags and "--cfg" not in flags]:
-        raise ConfigError(f"{lonely[0]}: goes with --cfg job")
+        raise ConfigError(f"{lonely[0]}: needs --cfg job")
     if kept_words(settings) != settings:
         from lab.settings.overrides import handed_over
 

@@ -127,10 +127,13 @@ def _refuse(override: Override) -> None:
         raise ConfigError(f"{line}: a run takes one value; lists are for python -m lab.sweep")
     if override.is_delete() and ("." not in key or key.endswith("._target_")):
         raise ConfigError(
-            f"{line}: a run needs it; only what a choice sets can be removed, such as ~data.size"
+            f"{line}: a run needs this setting; you can remove only what a choice sets, such as "
+            "~data.size"
         )
     if _root(override) == "code":
-        raise ConfigError(f"{line}: the lab sets it, from the files of your own that a run uses")
+        raise ConfigError(
+            f"{line}: the lab sets this itself, from those of your own files that a run uses"
+        )
     if (override.is_add() or override.is_force_add()) and _root(override) not in FIELDS:
         raise ConfigError(
             f"{line}: nothing reads this setting; +data.key=value adds one to a choice"
@@ -250,7 +253,9 @@ def _check(files: Mapping[str, str], overrides: Sequence[Override], config_dir: 
         with as_config_error(f"{group}="):
             read_yaml(file_at(group, file))
         if group != "strategy" and PACKAGE.search(Path(file).read_text(encoding="utf-8")):
-            raise ConfigError(f"{group}={file}: @package: only a strategy's file sets other groups")
+            raise ConfigError(
+                f"{group}={file}: @package: only the file of a strategy may set other groups"
+            )
     for override in overrides:
         group, name = override.key_or_group, str(override.value())
         if config_dir is not None and Path(config_dir, group, f"{name}.yaml").exists():
@@ -376,7 +381,8 @@ def _exchange_of(overrides: Sequence[Override], config_dir: str | None) -> DictC
         if key and key not in parts[name]:
             has = ", ".join(known for known in parts[name] if known != "_target_") or "none"
             raise ConfigError(
-                f"{each.input_line}: no such setting; those of {name}={chosen[name]} are: {has}"
+                f"{each.input_line}: no such setting; the settings of {name}={chosen[name]} are: "
+                f"{has}"
             )
         if key:
             parts[name][key] = each.value()

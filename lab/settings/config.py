@@ -43,73 +43,81 @@ class Settings:
     """Scalar settings of a run. The groups (dicts) are filled from conf/<group>/<choice>.yaml."""
 
     strategy: str = setting("???", "how gradients are exchanged (a group)")
-    exchange: dict[str, Any] = setting({}, "what moves, and along which path (a group)")
+    exchange: dict[str, Any] = setting({}, "what is sent, and along which path (a group)")
     sync: dict[str, Any] = setting({}, "when gradients or weights are exchanged (a group)")
-    transform: dict[str, Any] = setting({}, "how the model is rewritten before training (a group)")
+    transform: dict[str, Any] = setting({}, "how the model is changed before training (a group)")
     task: dict[str, Any] = setting({}, "loss, metrics and the required targets (a group)")
     model: dict[str, Any] = setting({}, "the model to train (a group)")
     profile: dict[str, Any] = setting({}, "times and sizes of the layers of model=replay (a group)")
     data: dict[str, Any] = setting({}, "the data set to train on (a group)")
     optim: dict[str, Any] = setting({}, "the optimizer and its schedule (a group)")
     comm: dict[str, Any] = setting({}, "how ranks communicate (a group)")
-    recorder: dict[str, Any] = setting({}, "where numbers go besides the run directory (a group)")
-    cluster: dict[str, Any] = setting({}, "the hosts and links that ranks are started on (a group)")
+    recorder: dict[str, Any] = setting({}, "where results go, besides the run directory (a group)")
+    cluster: dict[str, Any] = setting({}, "the hosts and links that ranks run on (a group)")
     straggler: dict[str, Any] = setting({}, "a rank that is delayed on purpose (a group)")
 
-    overlap: bool = setting(False, "exchange buckets while backward still runs")
+    overlap: bool = setting(False, "exchange buckets while backward is running")
     bucket_mb: float | None = setting(
         None, "bucket size in MiB; null: one bucket, 0: one per layer", at_least=0
     )
     batch_size: int = setting(
         128, "samples per step: global (strong) or per rank (weak)", at_least=1, at_most=2**31
     )
-    scaling: str = setting("strong", "what batch_size fixes", ("strong", "weak"))
-    steps: int | None = setting(None, "optimizer steps, not epochs", at_least=1, at_most=2**53)
+    scaling: str = setting("strong", "whether batch_size is global or per rank", ("strong", "weak"))
+    steps: int | None = setting(None, "number of optimizer steps", at_least=1, at_most=2**53)
     epochs: float | None = setting(
         None, "passes over the data; 30 if steps is not set", above=0, at_most=1e6
     )
     seed: int = setting(0, "seed of weights, sample order and dropout", at_least=0, at_most=2**62)
-    deterministic: bool = setting(False, "bit-identical reruns, at the price of speed")
-    precision: str = setting("fp32", "fp32, or the type of autocast", ("fp32", "bf16", "fp16"))
-    tf32: bool = setting(False, "TF32 in fp32 products and convolutions on GPUs; false: IEEE fp32")
-    benchmark_limit: int = setting(
-        10, "algorithms of cuDNN that are tried for a convolution; 0: all", at_least=0, at_most=1000
+    deterministic: bool = setting(False, "make reruns bit-identical, at a lower speed")
+    precision: str = setting(
+        "fp32", "fp32, or the type that autocast uses", ("fp32", "bf16", "fp16")
     )
-    accumulate: int = setting(1, "micro-batches per step; one exchange for all", at_least=1)
+    tf32: bool = setting(
+        False, "use TF32 for fp32 products and convolutions on GPUs; false: IEEE fp32"
+    )
+    benchmark_limit: int = setting(
+        10, "number of cuDNN algorithms to try for a convolution; 0: all", at_least=0, at_most=1000
+    )
+    accumulate: int = setting(
+        1, "micro-batches per step, with one exchange for all of them", at_least=1
+    )
     clip_grad_norm: float | None = setting(None, "largest norm of the averaged gradient", above=0)
-    channels_last: bool = setting(False, "channels-last memory format")
-    compile: bool = setting(False, "torch.compile the model; with overlap by regions of bucket_mb")
+    channels_last: bool = setting(False, "use the channels-last memory format")
+    compile: bool = setting(False, "torch.compile the model; with overlap, in regions of bucket_mb")
     graph: bool = setting(False, "replay whole steps as one CUDA graph (GPUs with NCCL)")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
     threads: int | None = setting(
-        None, "threads of a rank on a CPU; null: OMP_NUM_THREADS", at_least=1, at_most=1024
+        None, "threads per rank on a CPU; null: OMP_NUM_THREADS", at_least=1, at_most=1024
     )
     backend: str = setting("auto", "communication library of comm=torch", ("auto", "gloo", "nccl"))
-    share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
+    share_gpus: bool = setting(False, "let ranks share GPUs, as an emulation")
 
-    measure: str = setting("throughput", "what is timed", ("throughput", "breakdown", "noise"))
+    measure: str = setting("throughput", "what is measured", ("throughput", "breakdown", "noise"))
     drift_every: int | None = setting(
-        None, "check that a bucket delivers what is due, over so many exchanges", at_least=1
+        None, "number of exchanges over which buckets are checked for drift", at_least=1
     )
     check: str = setting(
         "first", "first: prove in the first steps that gradients are averaged", ("none", "first")
     )
     warmup_steps: int | None = setting(
-        None, "first steps, which statistics leave out; null: until step time is steady", at_least=0
+        None, "first steps that statistics leave out; null: until step time is steady", at_least=0
     )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
-    checkpoint_every: int = setting(0, "steps between checkpoints; 0: only on a signal", at_least=0)
-    resume: str | None = setting(None, "auto: this cell's newest checkpoint, or a path")
+    checkpoint_every: int = setting(
+        0, "steps between checkpoints; 0: only after a signal", at_least=0
+    )
+    resume: str | None = setting(None, "auto: the newest checkpoint of this cell; or a path")
     exchange_timeout_s: float = setting(
-        300.0, "an exchange that takes longer has failed", above=0, at_most=1e6
+        300.0, "longest time of an exchange, before the run fails", above=0, at_most=1e6
     )
 
-    config_dir: str | None = setting(None, "a folder with choices of your own (--config-dir)")
-    runs_dir: str = setting("runs", "root of all run directories")
-    study: str = setting("default", "the sweep this run belongs to")
-    cell: str | None = setting(None, "name of this run; by default made from its settings")
-    repeat: int = setting(0, "which repetition of the cell this is", at_least=0, at_most=2**31)
-    code: dict[str, Any] = setting({}, "hashes of your own files, which the lab sets")
+    config_dir: str | None = setting(None, "a folder with your own choices (--config-dir)")
+    runs_dir: str = setting("runs", "folder of all run directories")
+    study: str = setting("default", "the sweep that this run belongs to")
+    cell: str | None = setting(None, "name of this run; null: made from its settings")
+    repeat: int = setting(0, "number of this repetition of the cell", at_least=0, at_most=2**31)
+    code: dict[str, Any] = setting({}, "hashes of your own files, set by the lab")
 
 
 FIELDS = fields_of(Settings)
@@ -201,7 +209,7 @@ def check_name(key: str, value: str | None) -> None:
     if not as_name or without_secrets(str(value)) != str(value):
         raise ConfigError(
             f"{key}={value!r}: names a directory under runs_dir; allowed are letters, "
-            "digits and . , = + _ - (not first a dot), and no secret"
+            "digits and . , = + _ - (but no dot at the start), and no secret"
         )
 
 

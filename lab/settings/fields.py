@@ -146,10 +146,12 @@ def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
         return None
     path = Path(text)
     if path.name in OF_RUNS:
-        raise ConfigError(f"{key}={text}: is the name of a file that runs keep; choose another")
+        raise ConfigError(
+            f"{key}={text}: is the name of a file that runs write; choose another name"
+        )
     if path.suffix not in suffixes or not path.stem or not path.parent.is_dir():
         names = " or ".join(f"FILE{suffix}" for suffix in suffixes)
-        raise ConfigError(f"{key}={text}: must name {names} in a folder that is there")
+        raise ConfigError(f"{key}={text}: must name {names} in a folder that exists")
     target = path if path.exists() else path.parent
     if path.is_dir() or not os.access(target, os.W_OK):
         raise ConfigError(f"{key}={text}: cannot write {target.absolute()}")

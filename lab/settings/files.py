@@ -113,7 +113,7 @@ def _content_of(group: str, name: str, config_dir: str | None) -> dict[str, Any]
         why = str(error).removeprefix(f"{files[name]}: ")
         raise ConfigError(f"{group}={name}: {why}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{group}={name}: must hold keys and values, not a list")
+        raise ConfigError(f"{group}={name}: must contain keys and values, not a list")
     return {str(key): value for key, value in content.items()}
 
 

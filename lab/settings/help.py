@@ -24,12 +24,12 @@ from lab.settings.overrides import config_dir_of
 
 GRAMMAR = """\
 flags, as in Hydra:
-  --config-dir DIR   your own choices too: DIR/strategy/mine.yaml is strategy=mine
-  --cfg job          print the settings, composed and checked, and end; with --resolve without
-                     references, with --package optim those of a group
+  --config-dir DIR   also use your own choices: DIR/strategy/mine.yaml is strategy=mine
+  --cfg job          print the composed and checked settings, and exit; --resolve replaces
+                     references, and --package optim prints only this group
   -sc install=bash   print the completion of `lab` for the shell: eval "$(lab -sc install=bash)"
-{}settings may be added to a choice and removed from it: +exchange.key=value ~exchange.key"""
-MULTIRUN = "  -m, --multirun     a grid, as python -m lab.sweep: settings take lists\n"
+{}you can add settings to a choice or remove them: +exchange.key=value ~exchange.key"""
+MULTIRUN = "  -m, --multirun     run a grid, like python -m lab.sweep; settings accept lists\n"
 DEFAULT = re.compile(r"^  - (?:override )?/?(\w+): (\w+)", re.MULTILINE)  # of a list of Hydra's
 # The first comment of a file that stands on lines of its own.
 COMMENT = re.compile(r"^(?:# (?!@package|Bytes sent).*\n)+", re.MULTILINE)
@@ -50,7 +50,7 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
     """Return the lines about groups and settings; `arguments` select choices."""
     config_dir = _config_dir(arguments)
     chosen = chosen_by(arguments, config_dir)
-    lines = ["", "groups, each with its choices (* is what this command line takes):"]
+    lines = ["", "groups with their choices (* marks what this command line uses):"]
     headings = {g: FIELDS[g].metadata["help"].removesuffix(" (a group)") for g in GROUPS}
     if hardware := command.fields.get("hardware"):
         headings["hardware"] = "machines and links, from files of conf/hardware"

@@ -113,13 +113,13 @@ def hint(key: str, value: str) -> str | None:
     if key in RANKS:
         number = value if value.isdigit() else "N"
         return (
-            f"the launcher says how many ranks run: torchrun --nproc-per-node {number} "
+            f"the launcher sets how many ranks run: torchrun --nproc-per-node {number} "
             f"-m lab.train; in python -m lab.sweep it is world_size={number}"
         )
     if key in GPU:
         return f"the environment chooses GPUs: CUDA_VISIBLE_DEVICES={value or '0'}, and device=cuda"
     if key in OF_SWEEP:
-        return f"it is a setting of a grid: python -m lab.sweep {key}={value}"
+        return f"this is a setting of a grid: python -m lab.sweep {key}={value}"
     if key in SWITCHES:
         return f"write {SWITCHES[key]}"
     if key in OF_NAME:

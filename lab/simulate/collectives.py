@@ -94,7 +94,7 @@ def read_log(path: Path) -> tuple[Curve, ...]:
     found = _of_json(where, text) if text.lstrip().startswith("{") else [*_of_text(text)]
     if not found:
         raise ValueError(
-            f"{where}: holds no line of nccl-tests or PARAM's comms benchmark of "
+            f"{where}: contains no line of nccl-tests or PARAM's comms benchmark of "
             f"{', '.join(OPERATIONS)}"
         )
     return tuple(found)

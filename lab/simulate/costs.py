@@ -313,7 +313,9 @@ def _path_of(path: str) -> str:
     found = getattr(sys.modules.get(module), name, None)
     if isinstance(found, type) and issubclass(found, Exchange | Codec | Memory):
         return path
-    raise ValueError(f"exchange={path}: is not among the lab's, and its code is not loaded here")
+    raise ValueError(
+        f"exchange={path}: is not an exchange of the lab, and its code is not loaded here"
+    )
 
 
 @cache

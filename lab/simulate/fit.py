@@ -152,8 +152,8 @@ def fit_result(path: Path, preset: Hardware) -> Hardware:
         result = read_json(path)
         if "hardware" in result:
             raise ValueError(
-                f"fit={path}: its hardware was fitted under the costs of its time; give the "
-                "study that was measured, runs/STUDY, to fit it anew"
+                f"fit={path}: its hardware was fitted with the cost model of an earlier version; "
+                "give the measured study, runs/STUDY, to fit it again"
             )
         fit = {"collective": _links, "codec": _codec}[result["bench"]]
         return fit(result, preset)
@@ -264,8 +264,8 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
         raise ValueError(f"fit={folder}: {error}") from None
     except KeyError as key:
         raise ValueError(
-            f"fit={folder}: settings of a cell lack {key}, as it was measured by an earlier "
-            "version; measure it anew"
+            f"fit={folder}: settings of a cell lack {key}, because an earlier version measured "
+            "it; measure it again"
         ) from None
 
 
@@ -367,7 +367,9 @@ def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
             continue
         except (KeyError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{cell.folder / SETTINGS}: holds no run's settings: {why}") from None
+            raise ValueError(
+                f"{cell.folder / SETTINGS}: does not contain the settings of a run: {why}"
+            ) from None
         replay = replayed(settings)
         if not replay:
             _check_model(cell, profile)
@@ -399,7 +401,9 @@ def over_links(hardware: Hardware, fitted: Cluster, other: Cluster) -> Hardware:
     """
     assert hardware.inter is not None  # emulated hosts are nodes
     if None in (*fitted.rates, *other.rates) or len(set(fitted.rates)) > 1:
-        raise ValueError("cluster.rates: must be limited, and alike where cells are fitted")
+        raise ValueError(
+            "cluster.rates: must have a limit, and must be equal where cells are fitted"
+        )
     if other.loss_percent or other.changes:
         raise ValueError("cluster.loss_percent, cluster.changes: have no cost model")
     nominal = bits_per_s(str(fitted.rates[0]))

@@ -180,7 +180,7 @@ def _ranks_of_a_second_shard(setting: int | str | None, network: Network) -> int
     if size == network.size:
         return None
     if size == 1:
-        raise ValueError(f"{key}: each rank would hold all weights; needs groups of 2 or more")
+        raise ValueError(f"{key}: each rank would store all weights; needs groups of 2 or more")
     return size
 
 

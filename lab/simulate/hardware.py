@@ -24,6 +24,7 @@ LEAST = {
     **dict.fromkeys(("codec_s", "contention", "overhead_s", "overhead_s_per_rank", "burst_s"), 0),
     **{"jitter": 0, "num_slow": 0, "slow_factor": 1, "codec_contention": 0},
     **{"engage": 0, "incast": 0, "wire_passes": 0, "message_cpu": 0},
+    "send_buffer_bytes": 0,
 }
 NOT_OF_A_FILE = ("learned", "measured")
 CODEC_RATES = "codec_rates"
@@ -233,6 +234,8 @@ class Hardware:
             and the update then take (ranks per core) times as long. None: every rank has its own.
         message_cpu: share of a message's latency in which it keeps a core busy: this part takes
             longer where ranks share cores, and the rest does not.
+        send_buffer_bytes: of a message that a host still holds when its send has returned: the next
+            message then shares the link with them.
         crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,
             because they share caches, memory and perhaps the units of one core.
         memory_bytes: memory of a rank's device. None: unknown.
@@ -274,6 +277,7 @@ class Hardware:
     host: Host | None = None
     num_cores: int | None = None
     message_cpu: float = 1.0
+    send_buffer_bytes: float = 0.0
     crowding: float | None = None
     memory_bytes: float | None = None
     device: Device | None = None
@@ -438,7 +442,7 @@ def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
     checks.number(where, low, 0)
     checks.number(where, high, low)
     if value is None or not low <= value <= high or math.isnan(value):
-        raise ValueError(f"{where}=[{low}, {high}]: leaves out its value {value}")
+        raise ValueError(f"{where}=[{low}, {high}]: does not contain its value {value}")
     return Range(dotted, low, high)
 
 
@@ -494,7 +498,7 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
         )
     if not device.bandwidth_bytes_per_s or not (device.peak_flops_per_s or device.name == THIS_CPU):
         raise ValueError(
-            f"{name}: device.name={device.name}: lab/measure/peaks.py does not know it; give "
+            f"{name}: device.name={device.name}: is not in lab/measure/peaks.py; give "
             "device.peak_flops_per_s.fp32 and device.bandwidth_bytes_per_s"
         )
     return device

@@ -103,12 +103,13 @@ class Network:
 
         Chunks, if there are some, follow each other at the root's rate. The root moves each chunk
         once per child, in both directions at the same time. On the way down a rank sends to all its
-        children at once, so that they share its link.
+        children at once, so that they share its link; without chunks, to one after the other, but
+        the end of a message shares it with the next one while the host still holds that end.
         """
         chunks = max(1, math.ceil(num_bytes / chunk_bytes))
         chunk = num_bytes / chunks
         up_s = self._by_hops(chunk, self._adding(chunk))
-        down_s = self._by_hops(chunk) if math.isinf(chunk_bytes) else self._way_down(chunk)
+        down_s = self._one_by_one(chunk) if math.isinf(chunk_bytes) else self._way_down(chunk)
         seconds = up_s + down_s + (chunks - 1) * self._at_root(chunk)
         return Cost(seconds, log2(self.size) * num_bytes, self._across(math.nan))
 
@@ -310,6 +311,17 @@ class Network:
     def _adding(self, num_bytes: float) -> float:
         """Return the seconds in which a rank adds what has arrived, while its links wait."""
         return num_bytes / (self.hardware.reduce_bytes_per_s or math.inf)
+
+    def _one_by_one(self, num_bytes: float) -> float:
+        """Return the seconds from the root to the leaves, where a rank serves a child at a time.
+
+        Child i has all of a message after i transfers, and after the end of the next one if it is
+        not the last child. The longest way, through children that are not, has one level less than
+        the largest full tree among these nodes.
+        """
+        shared = min(num_bytes, self.hardware.send_buffer_bytes)
+        levels = max(0, self.num_nodes.bit_length() - 2)
+        return self._by_hops(num_bytes) + levels * shared / self.inter.bandwidth_bytes_per_s
 
     def _way_down(self, num_bytes: float) -> float:
         """Return the seconds from the root to the leaves, where children share their parent's link.

@@ -113,7 +113,7 @@ def read(arguments: Sequence[str]) -> Request:
     fit, trace = own.fit, own.trace
     cells = [cell for cell in read_grid([*run, "baselines=all"]).cells if cell.repeat == 0]
     if trace and len(cells) > 1:
-        raise ConfigError(f"trace={trace}: takes one cell, and these are {len(cells)}")
+        raise ConfigError(f"trace={trace}: needs one cell, but there are {len(cells)}")
     config_dir = config_dir_of(run)
     try:
         hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
@@ -567,7 +567,7 @@ def measured_steps(folder: Path, cells: Sequence[Cell]) -> list[tuple[float, ...
 
     records = [read_record(path) for path in sorted(folder.glob("*/record.json"))]
     if not records:
-        raise ValueError(f"measured={folder}: holds no <cell>/record.json")
+        raise ValueError(f"measured={folder}: contains no <cell>/record.json")
     times: dict[str, list[float]] = {}
     for record in records:
         if record.status == "done" and record.measure == "throughput" and record.step_s:

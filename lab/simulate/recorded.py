@@ -245,6 +245,10 @@ class Passes(TorchDispatchMode):
         super().__init__()
         self._events = events
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to skip it torch loads its compiler: a second
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
@@ -325,7 +329,7 @@ def _followed(every: Sequence[Sequence[Event]], load: Load) -> Stage:
     posted = _Transfers(ranks, load)
     while any(rank.events for rank in ranks):
         if not any(_advanced(n, rank, posted, load) for n, rank in enumerate(ranks)):
-            raise ValueError(f"exchange={load.rate}: a rank waits for a message that none sends")
+            raise ValueError(f"exchange={load.rate}: a rank waits for a message that no rank sends")
     sent_bytes = max(rank.sent_bytes for rank in ranks)
     return Stage("exchange", max(rank.now_s for rank in ranks), sent_bytes)
 

@@ -184,6 +184,35 @@ class Score:
         """Compare with linear scaling, in a line."""
         return f"linear scaling: {_percent(self.linear)}; skill {self.skill:.2f}"
 
+    def linear_in_words(self) -> str:
+        """Compare with linear scaling, in sentences of which the first has no capital."""
+        mid, worst = (f"{100 * error:.1f} %" for error in self.linear)
+        return (
+            f"linear scaling has a median error of {mid} and a largest error of {worst}. The skill "
+            f"of the predictions is {self.skill:.2f}."
+        )
+
+    def in_sentences(self) -> str:
+        """Write the errors for a page."""
+        mid, worst = (f"{100 * error:.1f} %" for error in self.step)
+        text = (
+            f"In the {self.num_cells} held-out cells with an exchange, the median error of the "
+            f"step time is {mid}, and the largest error is {worst}."
+        )
+        if self.num_exposed:
+            mid, worst = (f"{100 * error:.1f} %" for error in self.exposed)
+            text += (
+                f" The exposed exchange is scored in {self.num_exposed} of these cells. Its median "
+                f"error is {mid}, and its largest error is {worst}."
+            )
+        if not math.isnan(self.signed_error):
+            text += (
+                f" The mean signed error of overlapped steps is {100 * self.signed_error:+.1f} %."
+            )
+        return (
+            text if math.isnan(self.skill) else f"{text} For these cells, {self.linear_in_words()}"
+        )
+
     def __str__(self) -> str:
         text = f"{self.num_cells} cells with an exchange, step time {_percent(self.step)}"
         if self.num_exposed:

@@ -95,9 +95,12 @@ class Strategy:
         name = f"strategy={settings['strategy']}"
         if pattern.by_library and not pattern.gathers_units:
             sync = class_of(settings)
-            raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
+            raise ValueError(f"{name}: {sync} has its own schedule, which has no cost model")
         if settings["transform"]:
-            raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
+            raise ValueError(
+                f"{name}: changes the model; give the profile of the changed model with "
+                "transform=none"
+            )
         exchange = in_shares(settings["exchange"], settings["steps"])
         if not pattern.gathers_units:
             for _, way in phases_of(exchange):

@@ -188,7 +188,9 @@ def _collective(name: str, operation: Event, args: Event) -> str:
 def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedStep]:
     """Return the steps with the most common buckets: DDP makes new ones after its first step."""
     if any(each.collective == REDUCE_SCATTER for each in launches):
-        raise ValueError("has reduce-scatters, as of FSDP; only all-reduces of DDP can be read")
+        raise ValueError(
+            "has reduce-scatters, such as those of FSDP; only all-reduces of DDP can be read"
+        )
     begun = [each.launched_s for each in launches]
     places = [bisect_left(begun, mark) for mark in marks] + [len(launches)]
     parts = [launches[begin:end] for begin, end in pairwise(places)]
@@ -198,7 +200,9 @@ def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedSte
     ends = [min(begin, default=last_s) for begin in begins[1:]] or [last_s]
     found = [step for part, end in zip(parts, ends, strict=False) if (step := _step(part, end))]
     if not any(each.backward for each in launches):
-        raise ValueError("has no backward: no thread of autograd, nor an annotation of that name")
+        raise ValueError(
+            "has no backward: it has neither a thread of autograd nor an annotation of that name"
+        )
     if not found:
         raise ValueError("has no all-reduce of NCCL in a step's backward: record several GPUs")
     common = Counter(step.bucket_bytes for step in found).most_common(1)[0][0]

@@ -177,7 +177,7 @@ def _open(result: Row, where: str) -> list[str]:
         if hardware["learned"]
     ]
     sources = [*fitted, *terms, *sorted(keys)]
-    return [f"{where}, 95 % of what stays open: {', '.join(sources)}"] if sources else []
+    return [f"{where}, 95 % of what is uncertain: {', '.join(sources)}"] if sources else []
 
 
 def _linear(result: Row) -> list[str]:
@@ -188,10 +188,10 @@ def _linear(result: Row) -> list[str]:
         return []
     sizes = ", ".join(str(size) for size in sorted({row["world_size"] for row in alike}))
     if not alike:
-        return ["N times as fast on N ranks lies outside all 80 % intervals"]
+        return ["linear scaling is outside all 80 % intervals: N ranks are not N times as fast"]
     return [
-        f"no better than linear scaling at N = {sizes}: N times as fast lies in the 80 % interval "
-        f"of {len(alike)} of {len(known)} predictions"
+        f"no better than linear scaling at N = {sizes}: linear scaling is inside the 80 % "
+        f"interval of {len(alike)} of {len(known)} predictions"
     ]
 
 
@@ -200,8 +200,8 @@ def _estimates(result: Row) -> list[str]:
     lines = [f"{s}; not measured" for s in result["sources"].values() if s.startswith(ESTIMATE)]
     if result["by_default"]:
         lines.append(
-            f"neither a model nor a profile was given: profile={DEFAULT_PROFILE}; model=NAME "
-            "estimates another"
+            f"neither a model nor a profile was given, so profile={DEFAULT_PROFILE} is used; "
+            "model=NAME estimates another model"
         )
     return lines
 
@@ -216,7 +216,9 @@ def _fitted(result: Row) -> list[str]:
             f"{100 * median(errors):.1f} %, worst {100 * max(errors):.1f} %"
         ]
     if not result["fit"]:
-        return ["hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"]
+        return [
+            "the hardware is that of its file; fit=runs/STUDY fits it to cells of 1 and 2 ranks"
+        ]
     cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
     return [
         f"fitted to {cells}{result['fit']}{at(hardware['conditions'])}: {_values(hardware)}"

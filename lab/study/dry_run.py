@@ -85,7 +85,7 @@ def _sum(likes: list[Measured | None]) -> str:
         return UNKNOWN
     total = needs(sum(k.duration_s for k in known), sum(k.num_bytes for k in known))
     rest = len(likes) - len(known)
-    alike = "as the most similar cells that are done took, start-up not counted"
+    alike = "estimated from the most similar cells that are done, without their start-up"
     return f"{total}, {alike}" + (f"; {rest} of them {UNKNOWN}" if rest else "")
 
 

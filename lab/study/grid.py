@@ -31,28 +31,30 @@ class SweepSettings:
     launcher: str = setting("local", "what starts the ranks of a cell", ("local", "slurm", "ray"))
     world_size: tuple[int, ...] = setting((1,), "numbers of ranks (a list)", at_least=1)
     repeats: int = setting(
-        1, "how many times to measure the whole grid, one after the other", at_least=1
+        1, "how many times to measure the whole grid, one time after the other", at_least=1
     )
     cell_timeout_s: int = setting(
         3600, "a cell that takes longer is ended and recorded as timeout", at_least=1
     )
     baselines: str = setting(
-        "shared", "runs of one rank: shared by strategies that compute the same", ("shared", "all")
+        "shared", "one-rank runs are shared by strategies that compute the same", ("shared", "all")
     )
     turns: int | None = setting(
         None,
-        "strategies of one start take turns of so many steps; null: each cell has its own start",
+        "strategies of one start take turns of this many steps; null: each cell has its own start",
         at_least=1,
     )
     retry: str = setting(
         "none",
-        "failed: run cells again that failed or ran out of memory or time",
+        "failed: run cells that failed, or ran out of memory or time, again",
         ("none", "failed"),
     )
     report: str = setting(
         "none", "live: serve the study's page on this machine while cells run", ("none", "live")
     )
-    dry_run: bool = setting(False, "print the cells, the time and the disk that they need, and end")
+    dry_run: bool = setting(
+        False, "print the cells and the time and disk space that they need, and end"
+    )
 
 
 WORLD_SIZE = fields_of(SweepSettings)["world_size"]

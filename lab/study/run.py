@@ -74,7 +74,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
             saved.save(root, study)
             statuses = list(run_missing(study, root, lock, ended))
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues from here", file=sys.stderr)
+        print("\nstopped; run the same command to continue from here", file=sys.stderr)
         return 130
     num_done = statuses.count("done")
     print(f"{num_done} of {len(statuses)} cells done; figures: python -m lab.plot {root}")
@@ -169,7 +169,9 @@ def _check_launcher(study: Study) -> None:
     if study.turns and launcher != "local":
         raise ConfigError(f"turns={study.turns}: launcher={launcher} starts each cell by itself")
     if clusters and launcher != "local":
-        raise ConfigError(f"launcher={launcher}: starts no emulated clusters; leave cluster= out")
+        raise ConfigError(
+            f"launcher={launcher}: cannot start emulated clusters; leave out cluster="
+        )
     for cluster in clusters:
         sandbox.find(cluster)
     if launcher == "slurm" and shutil.which("sbatch") is None:

@@ -192,7 +192,7 @@ def _record(directory: Path, task: Task, timeout_s: float) -> Record:
         return record_of(directory, task.cell, "timeout", error)
     said = last_error(directory / "output.log")
     if task.state != "FAILED" or not said:
-        said = f"SLURM says {task.state}; {said}".removesuffix("; ")
+        said = f"SLURM reports {task.state}; {said}".removesuffix("; ")
     return record_of(directory, task.cell, ENDED[task.state], said)
 
 

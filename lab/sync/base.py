@@ -217,8 +217,8 @@ class Sync(ABC):
     def observe_drift(self, every: int) -> None:
         """Compare what the lab's exchanges deliver with what was due, over windows of `every`."""
         raise ValueError(
-            "needs a strategy whose mean reaches all ranks by an exchange of the lab, such as "
-            "onebit"
+            "needs a strategy that sends its mean to all ranks by an exchange of the lab, such "
+            "as onebit"
         )
 
     def drift_found(self) -> list[dict[str, Any]] | None:
@@ -285,7 +285,9 @@ class NoSync(Sync):
     def __init__(self, parts: SyncParts) -> None:
         if not isinstance(parts.exchange, NoExchange):
             name = type(parts.exchange).__name__
-            raise ValueError(f"exchange={name}: strategy=none has none; use strategy=allreduce")
+            raise ValueError(
+                f"exchange={name}: strategy=none exchanges nothing; use strategy=allreduce"
+            )
         super().__init__(parts, none())
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:

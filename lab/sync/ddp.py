@@ -98,7 +98,7 @@ class HookState:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 raise ValueError(
                     f"{name or 'model'}.weight: has sparse gradients (sparse=True), which DDP "
-                    "gives to no hook; use sparse=False, or lab.grad_sync without DDP"
+                    "does not pass to hooks; use sparse=False, or lab.grad_sync without DDP"
                 )
         inner = getattr(model, COMPILED.rstrip("."), model)
         exchange.setup(inner if isinstance(inner, nn.Module) else model)
@@ -313,7 +313,7 @@ class DDPSync(LibrarySync):
         gradient_bytes = sum(p.nbytes for p in parts.model.parameters() if p.requires_grad)
         super().__init__("ddp", parts, ddp(hook), gradient_bytes)
         if not isinstance(parts.comm, TorchComm):
-            raise ValueError("strategy=ddp: runs over torch.distributed only")
+            raise ValueError("strategy=ddp: runs only over torch.distributed")
         _check(hook, parts, parts.comm.backend, gradient_bytes)
         for buffer in parts.model.buffers():
             if 0 in buffer.stride():  # DDP writes to buffers, which it cannot to expanded ones

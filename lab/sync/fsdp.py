@@ -220,11 +220,11 @@ class FSDPSync(LibrarySync):
             f"sync.shard_size=node: {here}, so there is one copy, as in fsdp": (
                 self._shard_size == "node" and not self._copies
             ),
-            f"sync.reshard=node: {here}, which holds the weights once anyway": (
+            f"sync.reshard=node: {here}, which stores the weights only once in any case": (
                 self._reshard == "node" and not self._second
             ),
-            "sync.reduce_scatter=two_levels: hosts are one, or have one rank each, so there is one "
-            "level, as with lab": (
+            "sync.reduce_scatter=two_levels: there is one host, or each host has one rank, so "
+            "there is only one level, as with lab": (
                 self._reduce_scatter == "two_levels"
                 and not any(isinstance(hook.scatter, TwoLevels) for hook in self._scatters)
             ),
@@ -235,7 +235,7 @@ class FSDPSync(LibrarySync):
 def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
     """Return the comm of FSDP's groups. ValueError: see FSDPSync."""
     if not isinstance(parts.comm, TorchComm):
-        raise ValueError("strategy=fsdp: runs over torch.distributed only")
+        raise ValueError("strategy=fsdp: runs only over torch.distributed")
     if parts.module is not parts.model:
         raise ValueError("compile=true: is not supported with strategy=fsdp")
     if parts.precision == "fp16" and parts.exchange.keeps_residuals:
@@ -329,7 +329,7 @@ def _second_shards(
     if size == comm.size:
         return None
     if size == 1:
-        raise ValueError(f"{key}: each rank would hold all weights; needs groups of 2 or more")
+        raise ValueError(f"{key}: each rank would store all weights; needs groups of 2 or more")
     return Levels.of(comm, size)
 
 
@@ -339,8 +339,8 @@ def ranks_of_a_host(key: str, nodes: Nodes) -> int:
     if found != [list(range(at, at + size)) for at in range(0, len(nodes) * size, size)]:
         listed = ", ".join(map(str, found))
         raise ValueError(
-            f"{key}: hosts have the ranks {listed}; each needs as many, numbered one host after "
-            "the other"
+            f"{key}: hosts have the ranks {listed}; every host needs the same number of ranks, "
+            "and ranks must be numbered host by host"
         )
     return size
 
@@ -464,7 +464,7 @@ class UnitReduceScatter(UnitHook):
             ValueError: `op` is neither of these.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"{op}: the lab's reduce-scatter knows SUM and AVG")
+            raise ValueError(f"{op}: the lab's reduce-scatter supports only SUM and AVG")
         if self._comm is None:
             self._comm = TorchComm(group, group, input_tensor.device)
             self._comm.traffic = self._traffic
@@ -511,7 +511,7 @@ def set_reduce_scatter(
         module.set_custom_reduce_scatter(of_unit)  # pyright: ignore[reportArgumentType]
         made.append(of_unit)
     if not made:
-        raise ValueError(f"{type(model).__name__}: holds no module of FSDP2's fully_shard")
+        raise ValueError(f"{type(model).__name__}: contains no module of FSDP2's fully_shard")
     return made
 
 

@@ -98,8 +98,9 @@ def _of_other_types(
     name, parameter = strangers[0]
     kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in sizes))
     raise ValueError(
-        f"{name}: is {str(parameter.dtype).removeprefix('torch.')} in a module that cannot be sent "
-        f"apart from others; FSDP sends one type for each module, and here are {kinds}: convert it"
+        f"{name}: is {str(parameter.dtype).removeprefix('torch.')} in a module that cannot be "
+        f"sent separately; FSDP sends one type for each module, but here there are {kinds}; "
+        "convert it"
     )
 
 
@@ -185,7 +186,7 @@ def _require_apart(tensors: Mapping[str, Tensor]) -> None:
         if own.any():
             others = ", ".join(other for other in tensors if other != name)
             raise ValueError(
-                f"{name}: shares memory with {others}, which FSDP would part; make them one "
+                f"{name}: shares memory with {others}, which FSDP would separate; make them one "
                 "parameter, as in head.weight = embedding.weight"
             )
         if isinstance(tensor, nn.Parameter):
@@ -206,8 +207,8 @@ def replacing(model: nn.Module) -> Generator[None]:
     for name, parameter in before.items():
         if (whole := parameter()) is not None and gc.get_referrers(whole):  # none: a graph has it
             raise ValueError(
-                f"{name}: is held in a list, closure or other object beside its module, where FSDP "
-                "cannot replace it; read it as an attribute of its module"
+                f"{name}: is stored in a list, closure or other object outside its module, where "
+                "FSDP cannot replace it; read it as an attribute of its module"
             )
 
 
@@ -233,7 +234,7 @@ class FreedReads(TorchFunctionMode):
             if "mixed torch.Tensor and DTensor" not in str(error) or not names:
                 raise
             raise ValueError(
-                f"{names[0]}: is read while the forward of its module is not under way, where FSDP "
+                f"{names[0]}: is read while the forward of its module is not running, when FSDP "
                 "has freed it; set bucket_mb=null, which makes the model one unit"
             ) from error
 

@@ -169,8 +169,8 @@ class GradSync(Sync):
     def observe_drift(self, every: int) -> None:
         if self.pattern.waits_in_forward:
             raise ValueError(
-                f"sync={type(self).__name__} leaves exchanges to the next forward and changes its "
-                "buckets; allowed with overlap=false"
+                f"sync={type(self).__name__} leaves exchanges to the next forward, which changes "
+                "its buckets; set overlap=false"
             )
         if not self.pattern.takes_any_exchange or self.exchange.delivers != "mean":
             super().observe_drift(every)
@@ -182,8 +182,9 @@ class GradSync(Sync):
     def needs_host(self) -> str:
         if lacked := self._reached.lacked if self._reached else []:
             return (
-                f"{lacked[0]}: has no gradient on rank {self.comm.rank}, and the host must ask "
-                "others in each step whether they have one; freeze it, or use it in the loss"
+                f"{lacked[0]}: has no gradient on rank {self.comm.rank}, and the host would have "
+                "to ask the other ranks in each step whether they have one; freeze it, or use it "
+                "in the loss"
             )
         return ""
 
@@ -257,9 +258,9 @@ class GradSync(Sync):
         elif self._left[index] < 0 and self._filled[index][0] < len(self._exchanged):
             due = self._due[index]
             raise RuntimeError(
-                f"{name}: its gradient grew again after it had left, {due - self._left[index]} "
-                f"times in this step and {due} in the first; all backwards of a step "
-                "but the last belong into sync.accumulate(), and recomputation should be "
+                f"{name}: its gradient grew again after it had been sent, "
+                f"{due - self._left[index]} times in this step and {due} in the first; put all "
+                "backwards of a step but the last into sync.accumulate(), and recompute with "
                 "checkpoint(use_reentrant=False); overlap=false takes gradients that grow anyhow"
             )
 

@@ -36,8 +36,8 @@ class LibrarySync(Sync):
     def __init__(self, strategy: str, parts: SyncParts, pattern: Pattern, wire_bytes: int) -> None:
         if pattern.by_library and not isinstance(parts.exchange, NoExchange):
             raise ValueError(
-                f"exchange={type(parts.exchange).__name__}: strategy={strategy} has its own, leave "
-                "exchange=none"
+                f"exchange={type(parts.exchange).__name__}: strategy={strategy} has its own "
+                "exchange; leave exchange=none"
             )
         super().__init__(parts, pattern)
         self._wire_bytes = wire_bytes
@@ -89,12 +89,12 @@ class HorovodSync(LibrarySync):
                 "overlaps, and fuses by HOROVOD_FUSION_THRESHOLD"
             )
         if not isinstance(parts.comm, HorovodComm):
-            raise ValueError("strategy=horovod: runs over comm=horovod only")
+            raise ValueError("strategy=horovod: runs only over comm=horovod")
         for name, parameter in parts.model.named_parameters():
             if not parameter.is_contiguous():
                 raise ValueError(
-                    f"{name}: lies in memory with strides {list(parameter.stride())}, as "
-                    "channels_last=true makes it; strategy=horovod takes contiguous tensors only"
+                    f"{name}: has strides {list(parameter.stride())}, as "
+                    "channels_last=true makes it; strategy=horovod accepts only contiguous tensors"
                 )
         checks.one_of("sync.compression", compression, tuple(WIRE_BYTES))
         self._parameters = trainable(parts.model)

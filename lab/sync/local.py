@@ -179,7 +179,9 @@ class DesLoc(LocalSteps):
         super().__init__(parts, rules.des_loc(every, first_every, second_every))
         if not parts.exchange.exact:
             name = type(parts.exchange).__name__
-            raise ValueError(f"exchange={name}: is not exact; second moments need one that is")
+            raise ValueError(
+                f"exchange={name}: is not exact; second moments need an exact exchange"
+            )
         self.weights_every = every
         self.moments = {"first_every": (first_every, FIRST), "second_every": (second_every, SECOND)}
         self.optimizer: Optimizer | None = None  # known from the first update on

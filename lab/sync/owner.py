@@ -62,8 +62,9 @@ class Owner:
         """
         if mark is None and _holds_tensor(kept):
             raise ValueError(
-                "state_dict: holds residuals and does not say whose, as an earlier version wrote "
-                "it; if it is this rank's, set state['of'] to the 'of' of this rank's state_dict()"
+                "state_dict: contains residuals but does not name their rank, because an earlier "
+                "version wrote it; if they belong to this rank, set state['of'] to the 'of' of "
+                "this rank's state_dict()"
             )
         if mark is None:
             return
@@ -72,7 +73,7 @@ class Owner:
             then, now = (found.get(name, "missing") for found in (shapes, self.shapes))
             if then != now:
                 raise ValueError(
-                    f"state_dict: is of another model: {name} is {then} there and {now} here"
+                    f"state_dict: belongs to another model: {name} is {then} there and {now} here"
                 )
         if not _holds_tensor(kept):
             return
@@ -80,12 +81,12 @@ class Owner:
             raise ValueError(
                 f"state_dict: belongs to rank {mark['rank']} of {mark['size']}, but this is rank "
                 f"{self.rank} of {self.size}; residuals are each rank's own, so save and load one "
-                "file per rank, on as many ranks (Accelerate's register_for_checkpointing keeps "
-                "rank 0's alone)"
+                "file per rank, on the same number of ranks (Accelerate's "
+                "register_for_checkpointing saves only the file of rank 0)"
             )
         if by_class(json.loads(mark["exchange"])) != by_class(self.exchange):
             raise ValueError(
-                f"state_dict: holds residuals of exchange={mark['exchange']}, and this is "
+                f"state_dict: contains residuals of exchange={mark['exchange']}, and this is "
                 f"exchange={json.dumps(self.exchange, sort_keys=True)}; set the same"
             )
 
@@ -141,8 +142,9 @@ class NonfiniteGuard:
         if last is not None and not bool(last.read()):
             name = type(self._exchange).__name__
             raise FloatingPointError(
-                f"exchange={name}: gradients of the last step were not finite, and spoiled its "
-                "residuals; with a GradScaler, pass scaler=..., otherwise try a smaller rate"
+                f"exchange={name}: gradients of the last step were not finite and have spoiled "
+                "its residuals; with a GradScaler, pass scaler=...; without one, try a smaller "
+                "learning rate"
             )
         if self._scaler is None or self._exchange.exact:
             return 1.0

@@ -216,7 +216,7 @@ def ddp(hook: str) -> Pattern:
     Its hook "noop" moves nothing; "lab" hands its buckets to one of the lab's exchanges.
     """
     legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
-    no_graph = f"torch's hook goes on in threads of its own (sync.hook={hook})"
+    no_graph = f"torch's hook continues in threads of its own (sync.hook={hook})"
     if hook == "lab":
         no_graph = "the hook waits on the host (sync.hook=lab); strategy=onebit needs no DDP"
     return Pattern(
@@ -393,7 +393,7 @@ def idle(
             lines = [f"bucket_mb={bucket_mb:g}: divides nothing: {size}"]
     elif in_backward and accumulate > 1:
         lines = [
-            f"accumulate={accumulate}: exchanges overlap the last micro-batch's backward alone"
+            f"accumulate={accumulate}: exchanges overlap only the backward of the last micro-batch"
         ]
     if num_steps < pattern.every:
         once = f"ranks exchange once, after the last step ({num_steps})"

@@ -57,7 +57,7 @@ class PrioritySync(GradSync):
         checks.whole("sync.trials", trials, 0)
         if is_compiled(parts.module):
             raise ValueError(
-                "model: compiled layers cannot wait for theirs; leave torch.compile out"
+                "model: compiled layers cannot wait for their weights; leave out torch.compile"
             )
         if any(isinstance(exchange, Auto) for exchange in iter_nested(parts.exchange)):
             raise ValueError(

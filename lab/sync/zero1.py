@@ -40,8 +40,9 @@ class RootUpdate(GradSync):
         exchange = parts.exchange
         if not isinstance(exchange, Rooted) or not exchange.in_halves:
             raise ValueError(
-                f"exchange={type(exchange).__name__}: the root alone updates; allowed are those "
-                "that go to it and back, tree (with exchange.chunk_mb=null) and star"
+                f"exchange={type(exchange).__name__}: only the root updates; allowed are "
+                "exchanges that send to the root and back: tree (with exchange.chunk_mb=null) "
+                "and star"
             )
         self.path = exchange
         super().__init__(parts, root_update(parts.overlap))

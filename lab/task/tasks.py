@@ -26,7 +26,7 @@ class Classification(Task):
             hint = "; for a token at each position set task=language_modelling" if listed else ""
             raise ValueError(
                 f"task={self.name}: targets are {describe(targets)}; they must be class indices, "
-                f"int64 [samples], of data that says how many classes it has{hint}"
+                f"int64 [samples], of data with a known number of classes{hint}"
             )
         self._require_indices(targets, num_classes, "class indices")
         return (num_classes,)

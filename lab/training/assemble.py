@@ -192,13 +192,13 @@ def _require_optimizer(config: DictConfig, sync: Sync, optimizer: torch.optim.Op
     if not is_sgd or any(group["momentum"] for group in groups):
         momentum = f" optim.momentum={groups[0]['momentum']}" if "momentum" in groups[0] else ""
         raise ConfigError(
-            f"{chosen}{momentum}: the exchange keeps the moments and leaves a direction; allowed "
+            f"{chosen}{momentum}: the exchange keeps the moments and delivers a direction; allowed "
             "is optim=direction, SGD without momentum"
         )
     if config.clip_grad_norm is not None:
         raise ConfigError(
-            f"clip_grad_norm={config.clip_grad_norm}: strategy={config.strategy} leaves a "
-            "direction, whose norm is not the gradient's; must be null"
+            f"clip_grad_norm={config.clip_grad_norm}: strategy={config.strategy} delivers a "
+            "direction, and its norm is not the norm of the gradient; must be null"
         )
 
 
@@ -222,8 +222,8 @@ def _check_outputs(
         if data.vocabulary is None or "Long" not in str(error):  # as torch names int64
             raise
         raise ConfigError(
-            f"model: takes no token ids, int64 {list(data.input_shape)}, which this data has: "
-            f"{one_line(error)}"
+            f"model: does not accept token ids, int64 {list(data.input_shape)}, which this data "
+            f"has: {one_line(error)}"
         ) from error
     model.train()
     try:
@@ -294,8 +294,8 @@ def set_arithmetic(
     override = os.environ.get(OVERRIDE)
     if override and override != str(int(tf32)):
         raise ValueError(
-            f"tf32={str(tf32).lower()}: {OVERRIDE}={override} overrides it; unset it, or set "
-            f"tf32={str(not tf32).lower()}"
+            f"tf32={str(tf32).lower()}: {OVERRIDE}={override} overrides this setting; unset the "
+            f"variable, or set tf32={str(not tf32).lower()}"
         )
     with warnings.catch_warnings():
         # torch 2.9 prefers fp32_precision, with which its torch.compile fails.

@@ -136,7 +136,7 @@ def _names_in(path: Path) -> list[str]:
     if not (path / "DONE").is_file():
         raise ValueError(
             f"resume={path}: not a complete checkpoint; allowed are auto, and a directory "
-            "checkpoints/step_… that holds DONE"
+            "checkpoints/step_… that contains DONE"
         )
     try:
         done = decode(Done, read_json(path / "DONE"), "")
@@ -179,7 +179,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise
     except Exception:  # the file was not written by `save`, which shows in many ways
         raise ValueError(
-            f"resume={path.parent}: corrupt checkpoint: {path.name} holds more than tensors"
+            f"resume={path.parent}: corrupt checkpoint: {path.name} contains more than tensors"
         ) from None
 
 
@@ -280,14 +280,14 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
     optim = config.optim["_target_"]
     if shared.get("optim", optim) != optim:  # earlier checkpoints do not say
         raise ValueError(
-            f"optim={optim}: the checkpoint holds the state of {shared['optim']}; set the same"
+            f"optim={optim}: the checkpoint contains the state of {shared['optim']}; set the same"
         )
     now = by_class(OmegaConf.to_container(config.exchange))
     then = by_class(shared["exchange"])
     if ranks[0]["exchange"] and then != now:
         if then["_target_"] != now["_target_"]:
             then, now = then["_target_"], now["_target_"]
-        raise ValueError(f"exchange={now}: the checkpoint holds residuals of exchange={then}")
+        raise ValueError(f"exchange={now}: the checkpoint contains residuals of exchange={then}")
 
 
 def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -> State:

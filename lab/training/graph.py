@@ -82,7 +82,7 @@ class Refusal:
 REFUSALS = [
     Refusal(
         "device=cpu or backend=gloo",
-        "a CUDA graph holds kernels of a GPU and collectives of NCCL; needs device=cuda and "
+        "a CUDA graph contains kernels of a GPU and collectives of NCCL; needs device=cuda and "
         "backend=nccl",
         lambda run: run.sync.comm.backend != "nccl",
     ),
@@ -140,7 +140,7 @@ def refuse(trainer: Trainer) -> None:
     if first >= trainer.total_steps:
         raise ConfigError(
             f"graph=true steps={trainer.total_steps}: the first {first} run without a graph; "
-            f"needs {first + 1} steps or more"
+            f"needs {first + 1} or more steps"
         )
 
 
@@ -244,8 +244,8 @@ class StepGraph:
                 self._loss = self._graph.capture(lambda: trainer.train(*batch))
         except RuntimeError as error:
             raise ConfigError(
-                f"graph=true: step {trainer.progress.step} cannot be captured, as something in it "
-                f"waits for the host: {one_line(error)}"
+                f"graph=true: step {trainer.progress.step} cannot be captured, because something "
+                f"in it waits for the host: {one_line(error)}"
             ) from error
         after = trainer.sync.sent()
         self._sent = after[0] - before[0], after[1] - before[1], after[2] - before[2]

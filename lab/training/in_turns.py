@@ -88,8 +88,8 @@ class InTurns:
             trainer = parts[at].trainer
             if trainer.settled_at is None and not self.watch.stop_signal:
                 raise RuntimeError(  # turns would include trials of other choices
-                    f"strategy={trainer.config.strategy} has not chosen after "
-                    f"{trainer.progress.step} steps; give it more steps"
+                    f"strategy={trainer.config.strategy} has not chosen an exchange after "
+                    f"{trainer.progress.step} steps; run more steps"
                 )
         for number in range(num_turns):
             if self.world.rank == 0:
@@ -137,14 +137,15 @@ def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
         if size % every or size <= every or alone % every:
             raise ConfigError(
                 f"turns={size}: strategy={trainer.config.strategy} exchanges every {every} steps; "
-                f"turns and steps={trainer.total_steps} must be multiples of that, and turns larger"
+                f"turns and steps={trainer.total_steps} must be multiples of {every}, and turns "
+                "must be larger"
             )
         plan.append(Turns(alone, size, every))
     if num_turns < 1:
         shortest = trainers[after.index(min(after))]
         raise ConfigError(
             f"turns={size}: strategy={shortest.config.strategy} has steps={shortest.total_steps}, "
-            "fewer than warm-up and a turn"
+            "fewer than the warm-up and one turn need"
         )
     return num_turns, plan
 

@@ -83,7 +83,7 @@ class Optim:
         self._make: Callable[..., Any] = callable_at(target, f"optim={target}")
         if target == "torch.optim.SparseAdam":
             raise ConfigError(
-                f"optim={target}: takes only sparse gradients, but ranks exchange dense ones; "
+                f"optim={target}: accepts only sparse gradients, but ranks exchange dense ones; "
                 "use torch.optim.Adam"
             )
         if isinstance(self._make, type) and not issubclass(self._make, Optimizer):
@@ -93,7 +93,7 @@ class Optim:
         _check(target, settings, self._own)
         lr = settings.get("lr", self._own["lr"].default if "lr" in self._own else None)
         if not isinstance(lr, int | float):
-            raise ConfigError(f"optim={target}: needs a learning rate, optim.lr")
+            raise ConfigError(f"optim={target}: needs a learning rate; set optim.lr")
         self.peak_lr = schedule.peak(lr, batch_size)
         tuples = {n: tuple[Any](v) for n, v in settings.items() if isinstance(v, list)}
         self._settings = {**settings, **tuples, "lr": self.peak_lr}
@@ -287,8 +287,8 @@ def require_piecewise(config: DictConfig, model: nn.Module, batch_size: int) -> 
             ) from error
     if not all(map(torch.equal, whole, pieces)):
         raise ConfigError(
-            f"optim={target}: gives other weights if it updates parameters one by one, as {name} "
-            "does; allowed are optimizers that treat each by itself"
+            f"optim={target}: gives different weights if it updates parameters one by one, as "
+            f"{name} does; allowed are optimizers that treat each by itself"
         )
 
 

@@ -180,7 +180,7 @@ def claim(
     if verdict == "done":
         if claimed:
             claimed.release()
-            print(f"done already, by an earlier start of this job: {text}")
+            print(f"already done by an earlier start of this job: {text}")
         return None
     return claimed or RunDirectory(Path(text))  # rank 0's holds the lock
 
@@ -342,7 +342,9 @@ def summary(record: Record, path: Path) -> str:
     path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     lines.append(f"record          {path / 'record.json'}")
     if record.status == "interrupted":
-        return "\n".join([*lines, "next            continue it: the same command with resume=auto"])
+        return "\n".join(
+            [*lines, "next            to continue the run: the same command with resume=auto"]
+        )
     explain = f"python -m lab.explain {shlex.quote(str(path))}"
     return "\n".join([*lines, f"next            what limits its speed? {explain}"])
 
@@ -383,13 +385,13 @@ def _observed_lines(record: Record) -> Iterator[str]:
         else:
             yield (
                 f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
-                f"{noise['hi']:.0f}]: larger batches need fewer steps up to about here"
+                f"{noise['hi']:.0f}]: larger batches need fewer steps up to about this size"
             )
     if record.drift is not None:
         alarms = [window for window in record.drift if window["alarm"]]
         largest = max(alarms or record.drift, key=lambda window: window["error"], default=None)
         if largest is None:
-            yield "drift           – no window was full, see drift_every"
+            yield "drift           – no window was full; see drift_every"
         else:
             yield (
                 f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest "
@@ -407,4 +409,4 @@ def _payload_lines(record: Record) -> Iterator[str]:
         yield f"sent            {_few(sent / 1e6)} MB per rank and step{saving}"
         across, hosts = record.across_bytes_per_step or [0], record.environment.get("num_hosts", 1)
         if any(across) and record.world_size > hosts:  # ranks share hosts
-            yield f"across hosts    {_few(max(across) / 1e6)} MB of it, of the rank that sends most"
+            yield f"across hosts    {_few(max(across) / 1e6)} MB of it, by the rank that sends most"

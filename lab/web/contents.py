@@ -217,11 +217,11 @@ def _troubles(study: Study, prefix: str) -> list[Table]:
     failed += [(name, "missing", why) for name, why in study.missing.items()]
     several = [c for c in study.cells if c.world_size > 1]  # one rank exchanges nothing anyway
     idle = dict.fromkeys((c.series, line) for c in several for line in c.idle)
-    title = "Runs that did not finish, and why"
+    title = "Runs that did not finish, and the reasons"
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
     tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
     made = [(c, each) for c in study.cells for each in c.stretches]
-    title = "Runs whose steps were not all made alike"
+    title = "Runs with steps that were not all made in the same manner"
     lines = [(study.name_of(c.folder), each.steps, each.made_by) for c, each in made]
     tables += [of_texts(f"{prefix}made", title, ["run", "steps", "made by"], lines)]
     return [each for each in tables if each.rows]
@@ -250,7 +250,7 @@ def _add_predictions(to: Contents, prefix: str, _: object) -> None:
 
     files = (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
     card = of_study(to.study.folder, *(read_file(group, name, None) for group, name in files))
-    title = "Predicted and measured steps; the error of cells that were fitted says little"
+    title = "Predicted and measured steps; the error of fitted cells shows little"
     to.tables.append(of_texts(f"{prefix}predicted", title, *rows_of(card.cells)))
     to.beyond = drawing(f"{prefix}beyond", beyond(card, WIDTH))
 

@@ -60,7 +60,7 @@ def gradients(exchanges: list[str | None]) -> list[tuple[dict[str, Tensor], int]
         if exchange == "onebit" and made:
             made.load_state_dict(made.state_dict())
             assert made.state_dict()["residual"].keys() == found.keys()
-    with pytest.raises(lab.ConfigError, match="holds no module of FSDP2"):
+    with pytest.raises(lab.ConfigError, match="contains no module of FSDP2"):
         lab.fsdp_reduce_scatter(Net())
     stop()
     return results
@@ -159,7 +159,7 @@ MISTAKES = {
     "overlap=false": "overlap=false: strategy=fsdp always exchanges during backward",
     "sync.shard_size=3": "sync.shard_size=3: must be node, null, or a divisor of the 1 ranks",
     "sync.reduce_scatter=mine": "sync.reduce_scatter=mine: allowed are torch, lab",
-    "exchange=int8": "exchange=Int8: strategy=fsdp has its own, leave exchange=none",
+    "exchange=int8": "exchange=Int8: strategy=fsdp has its own exchange; leave exchange=none",
     "sync.all_gather=int4": "sync.all_gather=int4: allowed are torch, int8",
     "sync.reshard=3": "sync.reshard=3: must be node, null, or a divisor of the 1 ranks",
     "sync.reshard=node sync.shard_size=1": "sync.reshard=node: sync.shard_size=1 gathers within",

@@ -236,11 +236,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         changed(lambda net: net.last.weight.register_hook(lambda gradient: 2 * gradient)),
         "last.weight: has a hook of its own, which FSDP would not call",
     ),
-    "held": (changed(hold), "first.weight: is held in a list, closure or other object"),
+    "held": (changed(hold), "first.weight: is stored in a list, closure or other object"),
     "shared memory": (changed(share_memory), "other.weight: shares memory with middle.weight"),
     "two types in a layer": (
         two_types_in_a_layer,
-        "in a module that cannot be sent apart from others; FSDP sends one type for each module",
+        "in a module that cannot be sent separately; FSDP sends one type for each module",
     ),
     # Refused in a step.
     "read in training": (

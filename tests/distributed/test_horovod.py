@@ -184,9 +184,9 @@ def test_ranks_of_torchrun_are_refused() -> None:
 WRONG = {
     ("comm=horovod", "backend=gloo"): "backend=gloo: comm=horovod has its own",
     ("strategy=horovod", "overlap=false"): "overlap=False bucket_mb=None: strategy=horovod",
-    ("strategy=horovod", "comm=torch"): "strategy=horovod: runs over comm=horovod only",
+    ("strategy=horovod", "comm=torch"): "strategy=horovod: runs only over comm=horovod",
     ("strategy=horovod", "exchange=onebit"): "exchange=OneBit: strategy=horovod has its own",
-    ("strategy=horovod", "channels_last=true"): "strategy=horovod takes contiguous",
+    ("strategy=horovod", "channels_last=true"): "strategy=horovod accepts only contiguous",
     ("strategy=horovod", "sync.compression=zip"): "sync.compression=zip: allowed are none",
 }
 

@@ -33,7 +33,7 @@ SYNCS = {
 # Syncs that take no messages: they sum values themselves, or average second moments.
 REFUSED = {
     "caffe": "allowed are",
-    "des_loc": "is not exact; second moments need one that is",
+    "des_loc": "is not exact; second moments need an exact exchange",
 }
 # They scatter sums; fsdp has two levels of its own, sync.reduce_scatter=two_levels.
 SCATTERING = ("fsdp", "zero1")

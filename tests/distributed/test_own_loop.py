@@ -391,18 +391,18 @@ def other_states() -> list[str]:
     with joined():
         messages = []
         state = lab.attach(DistributedDataParallel(Net()), "topk").state_dict()
-        with pytest.raises(ValueError, match="state_dict: holds") as caught:
+        with pytest.raises(ValueError, match="state_dict: contains") as caught:
             lab.attach(DistributedDataParallel(Net()), "onebit").load_state_dict(state)
         messages.append(str(caught.value))
         with lab.grad_sync(Net(), "onebit") as sync:
             Net()(batch(0, 0)[0]).sum().backward()
-            with pytest.raises(ValueError, match="state_dict: holds"):
+            with pytest.raises(ValueError, match="state_dict: contains"):
                 sync.load_state_dict({"step": {"step": torch.tensor(1)}})
         return messages
 
 
 def test_a_state_of_another_exchange_is_refused() -> None:
-    expected = "state_dict: holds residual; OneBit keeps owner, owner_start, residual"
+    expected = "state_dict: contains residual; OneBit keeps owner, owner_start, residual"
     assert CREW.call(2, other_states) == [[expected], [expected]]
 
 
@@ -448,9 +448,9 @@ def test_a_state_of_another_rank_exchange_or_model_is_refused(way: str) -> None:
             "are each rank's own, so save and load one file per rank"
         )
         assert f"belongs to rank {rank} of 4, but this is rank {rank} of 2" in found["size"]
-        assert 'holds residuals of exchange={"_target_": "mine.Own"}, and' in found["exchange"]
+        assert 'contains residuals of exchange={"_target_": "mine.Own"}, and' in found["exchange"]
         assert found["model"].endswith("another model: rare.bias is [3] there and [64] here")
-        assert "holds residuals and does not say whose" in found["old"]
+        assert "contains residuals but does not name their rank" in found["old"]
 
 
 @pytest.mark.parametrize("way", ["hook allreduce", "sync tree", "fsdp int8"])

@@ -157,7 +157,7 @@ def test_wrong_settings_are_one_line() -> None:
         "batch_size=0: must be an integer from 1 to 2147483648",
         "scaling=both: allowed are strong, weak",
         "study='a/b': names a directory under runs_dir; allowed are letters, digits and "
-        ". , = + _ - (not first a dot), and no secret",
+        ". , = + _ - (but no dot at the start), and no secret",
         "settings: overlap is a name that the lab uses; choose another",
         "settings: must map names to numbers, texts, and lists and dicts of them: Value 'object' "
         "is not a supported primitive type",
@@ -167,7 +167,7 @@ def test_wrong_settings_are_one_line() -> None:
 def misused_steps(runs: Path) -> int | None:
     dist.init_process_group("gloo")
     run = lab.Run(study="mine", model="mine", strategy="ddp", batch_size=8, runs_dir=runs)
-    outside = pytest.raises(RuntimeError, match=r"within no run; it belongs in `with lab\.Run")
+    outside = pytest.raises(RuntimeError, match=r"within no run; call it inside `with lab\.Run")
     with outside, run.step():
         pass
     with run:

@@ -278,7 +278,7 @@ def test_resume_never_writes_over_a_finished_run(
     refused, taken, *done = told(
         (*first, "resume=auto"), first, (*tree, middle), (*tree, "resume=auto")
     )
-    assert "already holds a record (done)" in refused
+    assert "already contains a record (done)" in refused
     assert "cell=a" in taken
     assert done == ["", ""]
     assert len(list(runs.glob("*/record.json"))) == 4
@@ -289,7 +289,7 @@ def test_resume_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     onebit, middle = (*QUICK, "strategy=onebit"), "resume=runs/default/a/checkpoints/step_000003"
     wrong = {
-        "exchange.granularity=block": "the checkpoint holds residuals of exchange=",
+        "exchange.granularity=block": "the checkpoint contains residuals of exchange=",
         "channels_last=true": "the checkpoint was written with channels_last=False",
         "model=mlp": "the checkpoint is of another model",
         "steps=2": "is at step 3, this run ends at 2",

@@ -48,7 +48,7 @@ def test_anothers_package_of_the_same_name_is_told_in_a_line(tmp_path: Path) -> 
     run = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-m", "lab"], **run)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"ImportError: {tmp_path}/lab/__init__.py: is another package's file")
+    assert last.startswith(f"ImportError: {tmp_path}/lab/__init__.py: belongs to another package")
     assert last.endswith("pip install scaling-lab")
 
 

@@ -165,5 +165,5 @@ def test_a_cell_too_large_is_refused_and_ctrl_c_leaves_no_rank(
     wait_for(lambda: all(node.ranks() for node in nodes))
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=HANG_S)
-    assert (process.returncode, "the same command continues" in out) == (130, True)
+    assert (process.returncode, "run the same command to continue" in out) == (130, True)
     assert not any(node.ranks() for node in nodes)

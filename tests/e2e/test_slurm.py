@@ -198,7 +198,7 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
     _, err = interrupted.communicate(timeout=HANG_S)
     assert interrupted.returncode == 130
     assert "cancelling SLURM job" in err
-    assert "the same command continues" in err
+    assert "run the same command to continue" in err
     assert cluster(*QUEUE) == ""
 
 

@@ -164,7 +164,7 @@ def test_interrupted_sweep_runs_the_cell_anew_and_ends_one_that_takes_too_long(
     os.kill(sweep.pid, signal.SIGINT)
     _, err = sweep.communicate(timeout=HANG_S)
     assert sweep.returncode == 130
-    assert "the same command continues" in err
+    assert "run the same command to continue" in err
     (cell,) = cells(tmp_path / "runs/s")
     assert record(cell)["status"] == "interrupted"
 

@@ -20,7 +20,7 @@ UNFIT = [
     (
         ("data=rotated_digits",),
         "task=classification: targets are float32 [1437]; they must be class indices, int64 "
-        "[samples], of data that says how many classes it has",
+        "[samples], of data with a known number of classes",
     ),
     (
         ("task=regression",),
@@ -35,7 +35,7 @@ UNFIT = [
     (
         (f"data._target_={MISFITS}.a_word_for_each_pixel",),
         "task=classification: targets are int64 [64, 256]; they must be class indices, int64 "
-        "[samples], of data that says how many classes it has; for a token at each position "
+        "[samples], of data with a known number of classes; for a token at each position "
         "set task=language_modelling",
     ),
     (
@@ -45,12 +45,13 @@ UNFIT = [
     ),
     (
         ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=mlp"),
-        "model: takes no token ids, int64 [128], which this data has: mat1 and mat2 must have "
-        "the same dtype, but got Long and Float",
+        "model: does not accept token ids, int64 [128], which this data has: mat1 and mat2 must "
+        "have the same dtype, but got Long and Float",
     ),
     (
         ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=lenet"),
-        "model=lenet: inputs of shape [128] are not images; it needs [channels, height, width]",
+        "model=lenet: inputs of shape [128] are not images; the model needs [channels, height, "
+        "width]",
     ),
     (
         ("task=language_modelling", "data=text", "channels_last=true"),

@@ -20,12 +20,14 @@ from lab.settings.files import read_file
 HEAD = """\
 # The seeds, statement by statement
 
-Generated from conf/published/seeds.yaml by
-`python -m tests.support.seeds > docs/results/seeds.md`.
+This project started from five documents, its seeds. This page lists every quantitative statement
+and every figure in them. For each statement, the last column names the claims that check it. It
+gives the name of a file in conf/claims, and the numbers of the claims in this file. If no claim can
+check a statement, the column gives the reason. `python -m lab.verify FILE` judges the claims of a
+file, and shows which of them are evidence.
 
-Every quantitative statement and figure of the five documents that this project started from: the
-claims that check it, as the file of conf/claims and the place in it, or why it can have none.
-`python -m lab.verify FILE` judges the claims of a file, and says which of them are evidence.
+`python -m tests.support.seeds > docs/results/seeds.md` generates this page from
+conf/published/seeds.yaml.
 """
 
 
@@ -52,7 +54,15 @@ def page(data: Mapping[str, Any]) -> list[str]:
     why = Counter(each["why"] for each in _unclaimed(documents))
     listed = [f"* {key} ({why[key]} statements): {text}" for key, text in reasons.items()]
     counted = markdown(header, [*summary, ["all", *totals]])
-    return [HEAD, *counted, "", "Reasons for none:", "", *listed, *tables]
+    return [
+        HEAD,
+        *counted,
+        "",
+        "A statement can have no claim for one of these reasons:",
+        "",
+        *listed,
+        *tables,
+    ]
 
 
 def claims_of(statement: Mapping[str, Any]) -> list[str]:

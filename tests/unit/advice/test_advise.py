@@ -54,7 +54,7 @@ def test_zeropp_is_an_option_where_hosts_have_several_ranks() -> None:
         return {cell.world_size for cell in cells if cell.strategy == "zeropp"}
 
     assert sizes("v100x8_20g") == {1, 8, 16}
-    assert sizes("emulated_1gbit") == {1}  # alone on its host, a rank would hold all weights
+    assert sizes("emulated_1gbit") == {1}  # alone on its host, a rank would store all weights
 
 
 @pytest.mark.slow
@@ -92,11 +92,11 @@ def test_it_ranks_exact_and_lossy_ways_apart(
         "onebit",
     )
     assert first(result, "exact")["knee"] == 2 and first(result, "exact")["limit"] == "bandwidth"
-    always = "the best constant choice is `overlap`: regret 0.0 % on average, 0.0 % at most"
+    always = "the best constant choice is `overlap`. Its regret is 0.0 % on average and 0.0 % at"
     assert result["constant"]["exact"].startswith(always)  # on two and on four ranks
     assert result["constant"]["lossy"] is None  # there is one
     text = capsys.readouterr().out
-    assert "one for all numbers of ranks and batches, predicted: the best constant" in text
+    assert "one choice for all numbers of ranks and batches, predicted: the best constant" in text
     assert "first choice, exact: overlap on 4 ranks, batch 256" in text
     assert "onebit: MLP 96.56 (allreduce 96.5, 5 seeds)" in text
     assert "torchrun --nproc-per-node 4 -m lab.train strategy=overlap batch_size=256" in text
@@ -123,7 +123,7 @@ def test_it_says_when_to_measure_first(capsys: pytest.CaptureFixture[str]) -> No
     assert command.main(alike) == 0
     lines = capsys.readouterr().out.splitlines()
     (place,) = (n for n, line in enumerate(lines) if line.startswith("measure first"))
-    assert lines[place].endswith("cannot tell it from layerwise; run")
+    assert lines[place].endswith("cannot separate it from layerwise; run")
     assert [line.split()[5] for line in lines[place + 1 : place + 3]] == [
         "strategy=overlap",
         "strategy=layerwise",
@@ -238,7 +238,7 @@ def test_it_predicts_on_what_a_study_measured(
             (["batch=32"], "batch=32: no such setting"),
             (["hardware=abacus"], "hardware=abacus: allowed are"),
             (["world_size=8", "batch_size=64"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
-            (["strategy=ddp", "batch_size=64"], "strategy=ddp: DDPSync keeps its own schedule"),
+            (["strategy=ddp", "batch_size=64"], "strategy=ddp: DDPSync has its own schedule"),
         ],
         every=3,
     ),

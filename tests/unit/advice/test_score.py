@@ -57,9 +57,11 @@ def test_regret_is_of_measured_steps() -> None:
     assert (exact.kind, exact.chosen, exact.best) == ("exact", "overlap", "tree")
     assert exact.regret == pytest.approx(0.6)
     lines = report(found)
-    assert "in 0 of 1 scenarios; largest regret 20.0 %" in lines[0]
-    assert "constant choice is `tree`: regret 0.0 % on average" in lines[1]  # it is the best here
-    assert lines[1].endswith("does not beat it: 20.0 % on average, 20.0 % at most")
+    assert "in 0 of 1 scenarios. The largest regret is 20.0 %." in lines[0]
+    assert (
+        "constant choice is `tree`. Its regret is 0.0 % on average" in lines[1]
+    )  # it is the best here
+    assert lines[1].endswith("the regret is 20.0 % on average and 20.0 % at most.")
     assert "| rate=1 | vgg16_p100 | 4 | 128 | 3 | onebit |" in lines[-2]
     assert report([]) == []
 
@@ -70,8 +72,8 @@ def test_skill_is_over_the_best_strategy_to_take_everywhere() -> None:
     assert found
     assert (found.name, found.num_close, found.num_shared) == ("b", 0, 2)  # c is not everywhere
     assert found.skill == pytest.approx(0.5)
-    assert "beats it (skill 0.50)" in verdict("advice", found)
-    assert "does not beat it (skill -2.00)" in verdict("a", constant_of([0.1, 0.1, 0.1], regrets))
+    assert "beats the constant choice (skill 0.50)" in verdict("advice", found)
+    assert "(skill -2.00)" in verdict("advice", constant_of([0.1, 0.1, 0.1], regrets))
     assert "no strategy is in every scenario" in verdict("advice", constant_of([0], [{}]))
 
 
@@ -95,7 +97,7 @@ def test_a_simulated_study_is_scored(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     for kind in ("all", "exact"):
         good = "the first choice is within 5 % of the best measured cell in 2 of 2 scenarios"
-        assert f"among {kind} strategies, {good}" in text
+        assert f"Among {kind} strategies, {good}" in text
     page = out.read_text()
     assert page.index("## Advice") < page.index("## Every cell")
     assert "| cluster.rate=300mbit | vgg16_p100 | 4 | 64 | 3 |" in page
@@ -175,10 +177,10 @@ def test_predictions_are_judged_by_what_was_measured(found: Map) -> None:
 def test_the_section_counts_and_names_the_worst(found: Map) -> None:
     text = "\n".join(section(found))
     at = f"alexnet_titanx of batch 128 at {LINKS}"
-    assert "was measured fastest in 50 [9, 91] % of 2 places" in text
-    assert f"largest regret 57.9 %, {at}" in text
-    assert f"worst 1.05 [1.05, 1.05], {at}" in text  # auto
-    assert "exposed exchange 0.80" in text  # the geometric mean of 0.5 / 0.7 and 0.9
+    assert "was measured to be the fastest in 50 [9, 91] % of 2 cases" in text
+    assert f"largest regret is 57.9 %, for {at}" in text
+    assert f"The worst ratio of steps is 1.05 [1.05, 1.05], for {at}" in text  # auto
+    assert "exposes 0.80" in text  # the geometric mean of 0.5 / 0.7 and 0.9
     assert "| vgg16_p100 | 4 | 128 | cluster.rate=100mbit | onebit | 4.00 [4.00, 4.00] |" in text
     assert "none 0.50, onebit 1.00, auto 1.05, priority 3.00, overlap 4.00 |" in text
 

@@ -181,7 +181,7 @@ def test_runs_without_curves_skip_convergence(
     ("arguments", "message"),
     [
         (["absent"], "absent: no such folder"),
-        (["."], "holds no <cell>/record.json"),
+        (["."], "contains no <cell>/record.json"),
         (["demo", "baseline=ring"], "baseline='ring'"),
         (["demo", "out=demo/none-1-0-strong-throughput/record.json"], "File exists"),
     ],

@@ -92,21 +92,24 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         ),
         (["collective", "sizes=[16]"], "MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B"),
         (["collective", "batch_size=8"], "batch_size=8: is not used by collective; allowed are"),
-        (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),
+        (
+            ["collective", "world_size=1"],
+            "world_size=1: a single rank exchanges nothing; must be at least 2",
+        ),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
         (["codec", "codec=zip", "num_values=4096"], "codec=zip: allowed are onebit"),
         (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures one model"),
         (
             ["throughput", "batch_size=2000", "model=mlp"],
-            "batch_size=2000: the test part has 360 samples, too few for a batch of inference",
+            "batch_size=2000: the test part has 360 samples, too few for one batch of inference",
         ),
         (["convolution", "model=mlp"], "model=lab.model.mlp.mlp: has no 2-d convolution"),
         (["convolution", "algorithm=magic"], "algorithm=magic: allowed are library, direct,"),
         (["counters", "isa=avx512"], "isa=avx512: allowed are avx, avx2"),
-        (["counters", "trace=a.json", "model=lenet"], "model=lenet: is not used with trace="),
+        (["counters", "trace=a.json", "model=lenet"], "model=lenet: has no effect with trace="),
         (
             ["counters", "device=cuda"],
-            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted",
+            "device=cuda: counters counts on CPUs; with trace=FILE it reads what a GPU counted",
         ),
         (["footprint", "model=alexnet"], "model=alexnet: images of 32x32 px are too small"),
     ],
@@ -139,7 +142,7 @@ def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
     monkeypatch.setenv("WORLD_SIZE", "4")
     own = read(["step", "strategy=tree,ddp"]).own
     assert (own["world_size"], own["starts"]) == (4, 1)
-    with pytest.raises(ConfigError, match="starts=3: a launcher has started these ranks, once"):
+    with pytest.raises(ConfigError, match="starts=3: a launcher has started these ranks once"):
         read(["step", "strategy=tree,ddp", "starts=3"])
     with pytest.raises(ConfigError, match="world_size=2: a launcher has started 4 ranks"):
         read(["step", "strategy=tree,ddp", "world_size=2"])
@@ -419,7 +422,7 @@ def test_steps_that_leave_no_turn_are_too_few(loop: Loop, line: str) -> None:
 def test_one_rank_says_what_it_skips() -> None:
     said = text_of(committed("step") | {"world_size": 1, "steps_per_turn": 10})
     assert "on 1 rank (gloo), a turn of 10 steps of each in every round, without its first" in said
-    assert "1 rank skips what travels" in said
+    assert "1 rank sends nothing" in said
 
 
 def test_peak_sees_what_was_freed_before_it_is_read() -> None:

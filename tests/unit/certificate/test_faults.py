@@ -166,7 +166,7 @@ def right(settings: str) -> Case:
         ),
         (  # if all ranks have the same samples, a rank's own gradient is the mean
             Case(("strategy=overlap",), size=3, same_samples=True),
-            "3 ranks equal, gradients not checked, because gradients alike on all",
+            "3 ranks equal, gradients not checked, because gradients are alike on all",
         ),
     ],
 )

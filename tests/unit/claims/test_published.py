@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from lab.claims.published import Score, _of_lines, figures, fitted, held_out
 from lab.settings.files import read_file
 from lab.simulate.hardware import parse
 from lab.simulate.predict import predicted, read
-from lab.simulate.terms import LEVELS, TERMS, learned, published
+from lab.simulate.terms import FREEDOM, LEVELS, TERMS, learned, published, reach
 
 PAGE = Path(__file__).parents[3] / "docs/results/published.md"
 TRUE = np.log([0.05, 2.0, 0.012, 0.06, 1.1])
@@ -29,6 +30,12 @@ def test_a_fit_finds_the_terms_that_made_its_figures() -> None:
     assert found.residual == pytest.approx(0.002, rel=0.5)
 
 
+@pytest.mark.parametrize("level", [0.01, *LEVELS, 0.999])
+def test_intervals_reach_as_far_as_a_t_distribution(level: float) -> None:
+    far = 0.3 * stdtrit(FREEDOM, (1 + level) / 2)
+    assert np.log(reach(1.0, 0.3, level)) == pytest.approx([-far, far])
+
+
 def test_an_outlier_bends_little() -> None:
     chance = np.random.default_rng(1)
     slopes, member = chance.uniform(0, 0.2, (60, len(TERMS))), np.ones((60, 1))
@@ -43,7 +50,7 @@ def test_figures_of_other_devices_start_at_what_was_published() -> None:
     ddp = known["ResNet-50, batch 32: 16 GPUs"]
     assert math.exp(ddp.slowdown) == pytest.approx(104 / 97) and ddp.linear == 0
     assert ddp.speedup(ddp.slowdown) == pytest.approx(16 * 97 / 104)
-    strong = known["Eight nodes train 294800 images/s, 5.26 times as many"]
+    strong = known["Eight nodes train 294800 images/s, 5.26 times as many as one node"]
     assert strong.speedup(strong.linear) == pytest.approx(8)
     assert strong.speedup(strong.slowdown) == pytest.approx(5.259)
     assert len({figure.origin for figure in known.values()}) == 7

@@ -78,10 +78,10 @@ def test_changes_are_in_order_of_time() -> None:
     [
         (["hosts=0"], "cluster.hosts=0: must be an integer from 1 to 150"),
         (["hosts=a"], "cluster.hosts=a: must be an integer"),
-        ([], "cluster.hosts=null: say how many"),
+        ([], "cluster.hosts=null: must be a number of hosts"),
         (["hosts=2", "rate=5"], "cluster.rate=5: must be a rate in kbit, mbit or gbit"),
         (["hosts=2", "rate=0mbit"], "cluster.rate=0mbit: must be"),
-        (["hosts=2", "rates=[1gbit]"], "2 hosts need as many rates"),
+        (["hosts=2", "rates=[1gbit]"], "2 hosts need 2 rates"),
         (["hosts=2", "rates=1gbit"], "cluster.rates=1gbit: must be a list"),
         (["hosts=2", "loss_percent=100"], "cluster.loss_percent=100: must be a number from 0"),
         (["hosts=2", "delay_ms=-1"], "cluster.delay_ms=-1: must be a number from 0"),
@@ -199,9 +199,12 @@ def test_changes_of_a_link() -> None:
     [
         ([], "(nothing): takes one run|check, as in python -m lab.cluster"),
         (["walk"], "walk: the first word must be run or check"),
-        (["run", "hosts=2"], "after -- stand torchrun's arguments"),
-        (["check", "hosts=2", "--", "-m", "lab.train"], "after -- stand torchrun's arguments"),
-        (["check", "rate=2"], "hosts=null: say how many, as in hosts=4"),
+        (["run", "hosts=2"], "put torchrun's arguments for run after --"),
+        (
+            ["check", "hosts=2", "--", "-m", "lab.train"],
+            "put torchrun's arguments for run after --",
+        ),
+        (["check", "rate=2"], "hosts=null: must be a number of hosts, as in hosts=4"),
         (["check", "host=2"], "host=2: no such setting; did you mean hosts?"),
     ],
 )

@@ -129,8 +129,8 @@ def test_an_id_beyond_the_vocabulary_is_found_in_the_batch_that_holds_it(
     with pytest.raises(ValueError) as caught:
         next(data.train_batches(every))
     assert str(caught.value) == (
-        f"data.vocabulary=50: 20,000 tokens of {tmp_path}/ids.bin hold the id {wrong}; ids must "
-        "be from 0 to vocabulary - 1 (is data.dtype that of the file?)"
+        f"data.vocabulary=50: 20,000 tokens of {tmp_path}/ids.bin contain the id {wrong}; ids must "
+        "be from 0 to vocabulary - 1 (is data.dtype the type of the file?)"
     )
 
 
@@ -156,25 +156,25 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
         (text, "a.txt", {"context": 2}, "data.context=2: there are 1 tokens to test on; a window"),
         (text, "a.txt", {"test_share": 1}, "data.test_share=1: must be a number above 0 and bel"),
         (text, "none", {}, "data.path={}/none: no such file or folder; give a file or a folder"),
-        (text, "empty.txt", {}, "data.path={}/empty.txt: holds no text: all files are empty"),
+        (text, "empty.txt", {}, "data.path={}/empty.txt: contains no text: all files are empty"),
         (
             text,
             "",
             {"suffix": ".md"},
-            "data.path={}: holds no text: no files, with data.suffix=.md",
+            "data.path={}: contains no text: no files, with data.suffix=.md",
         ),
         (tokens, None, {}, "data.path is not set; give a folder with train.bin and val.bin"),
         (tokens, "", {}, "data.path={}: lacks files; give a folder with train.bin and val.bin"),
         (tokens, "a.txt", {"dtype": "f4"}, "data.dtype=f4: allowed are uint8, uint16, uint32"),
-        (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes are not ids of da"),
-        (tokens, "empty.txt", {}, "data.path={}/empty.txt: its 0 bytes are not ids of data.dt"),
+        (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes do not make"),
+        (tokens, "empty.txt", {}, "data.path={}/empty.txt: its 0 bytes do not make"),
         (
             tokens,
             "whole.npy",
             {"vocabulary": 0},
             "data.vocabulary=0: must be an integer of at least",
         ),
-        (tokens, "real.npy", {}, "data.path={}/real.npy: holds float64 [9]; must be integers [id"),
+        (tokens, "real.npy", {}, "data.path={}/real.npy: contains float64 [9]; must contain int"),
         (tokens, "bad.npy", {}, "data.path={}/bad.npy: cannot be read: "),
     ],
 )

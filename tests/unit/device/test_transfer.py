@@ -134,7 +134,7 @@ def test_an_event_without_a_number_is_left_out_and_counted(value: object) -> Non
     (found,) = copies_of(events, skipped)
     assert found == copies_of([good, kernel(90, 10)])[0]
     assert (found.invocations, found.hidden_s) == (1, pytest.approx(10e-6))
-    why = "without {}" if value is None else "whose {} is no number from 0 to 2^63"
+    why = "without {}" if value is None else "where {} is not a number from 0 to 2^63"
     reasons = [
         ("copies", "bytes"),
         *((what, key) for what in ("copies", "kernels") for key in KEYS),
@@ -161,7 +161,7 @@ def test_the_command_says_what_it_left_out(
     damaged = [{**EVENTS[6], "args": {}}] * 3 + [{**EVENTS[2], "dur": float("nan")}]
     trace = write(tmp_path / "mine.json", [*EVENTS, *damaged])
     assert bench.main(["transfer", f"trace={trace}", f"out={tmp_path / 'out.json'}"]) == 0
-    left_out = "copies without bytes: 3; kernels whose dur is no number from 0 to 2^63: 1"
+    left_out = "copies without bytes: 3; kernels where dur is not a number from 0 to 2^63: 1"
     assert f"left out: {left_out}\n" in capsys.readouterr().out
 
 
@@ -190,7 +190,7 @@ def test_the_table_has_the_published_copies_beside(
         (b"3", "is not a trace: has no list of traceEvents"),
         (b'{"traceEvents": {"a": 1}}', "is not a trace: has no list of traceEvents"),
         (b"[1, 2]", "is not a trace: has no list of traceEvents"),
-        (b"[]", "holds no copies between host and device"),
+        (b"[]", "contains no copies between host and device"),
         (json.dumps(EVENTS[:6]).encode(), "a run on CPUs makes none"),
         (b'[{"cat": "gpu_memcpy", "name": "x", "ts": 0, "dur": 1}]', "copies without bytes: 1"),
         (b'[{"cat": "kernel", "pid": 0, "ts": "soon", "dur": 1}]', "a run on CPUs makes none"),

@@ -398,7 +398,7 @@ def test_what_cannot_be_explained_is_refused(
         single: "world_size=1: a single rank exchanges nothing",
         untimed: "step_s=null: no step was timed",
         tmp_path / "nothing": "no such folder",
-        tmp_path: "holds no <cell>/record.json",
+        tmp_path: "contains no <cell>/record.json",
     }
     for path, reason in reasons.items():
         assert main([str(path)]) == 2

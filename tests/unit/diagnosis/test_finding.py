@@ -63,18 +63,18 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {**CLEAR, ("onebit", 4): (114, 117, 115)},
             "With overlap, 4 ranks train 3.50 times as fast as one, ",
-            "onebit is as fast, as far as 3 repeats can tell.",
+            "onebit is as fast, as far as 3 repeats can show.",
             id="tied",
         ),
         pytest.param(
             {key: steps[:1] for key, steps in CLEAR.items()},
             "With overlap, 4 ranks train 3.48 times as fast as one, ",
-            "Each ran once, so this may be chance; 3 repeats would tell.",
+            "Each strategy ran once, so this may be chance. 3 repeats would show whether it is.",
             id="once",
         ),
         pytest.param(
             {**CLEAR, ("overlap", 4): (440, 441, 442), ("allreduce", 4): (500, 501, 502)},
-            "4 ranks train no faster than one: with overlap, the fastest, 0.912 times as fast as",
+            "4 ranks train no faster than one rank: with overlap, the fastest strategy, 0.912",
             "The next, allreduce, takes 14 % longer, which is more than chance.",
             id="slower than one",
         ),

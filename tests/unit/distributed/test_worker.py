@@ -175,7 +175,7 @@ def test_a_store_that_no_longer_answers_ends_the_run(monkeypatch: pytest.MonkeyP
     assert noted.found.wait(HANG_S)
     store.back.set()
     watch.close()
-    assert "rank 0 has heard nothing from the launcher for 0.2 s" in noted.failures[0].error
+    assert "rank 0 has received nothing from the launcher for 0.2 s" in noted.failures[0].error
 
 
 GPU_3 = torch.device("cuda", 3)

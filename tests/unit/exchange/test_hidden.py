@@ -150,7 +150,7 @@ def test_ones_own_lists_come_first() -> None:
     [
         (
             (["haed.*"], []),
-            r"^exchange\.adam=haed\.\*: matches no trainable parameter; there",
+            r"^exchange\.adam=haed\.\*: matches no trainable parameter; the",
         ),
         (([], ["head.bias"]), r"^exchange\.matrices=head\.bias: matches no trainable"),
         (

@@ -72,8 +72,11 @@ def test_a_line_says_how_many_values_and_which() -> None:
 @pytest.mark.parametrize(
     ("exchange", "which"),
     [
-        (OneBit(granularity="block"), "what fills no block of exchange.block_size=1024"),
-        (PowerSGD(20), "vectors, and matrices no larger than factors of exchange.rank=20"),
+        (
+            OneBit(granularity="block"),
+            "values that do not fill a block of exchange.block_size=1024",
+        ),
+        (PowerSGD(20), "vectors, and matrices that are no larger than factors of exchange.rank=20"),
         (SignSGD(), "tensors of fewer values than exchange.min_values=4096"),
         (Hierarchical(OneBit()), "rows shorter than exchange.inter.min_columns=64"),
         (Schedule(AllReduce(), OneBit(), None, [3]), "exchange.second.min_columns=64"),
@@ -109,7 +112,7 @@ def test_one_node_leaves_nothing_to_the_exchange_between_nodes() -> None:
         return [line for exchange in exchanges for line in left_exact(exchange, SHAPES)]
 
     (line,), _ = run_ranks(2, rank_main, [[0, 1]])
-    assert line.endswith("there is one node, and exchange.inter=OneBit is between nodes")
+    assert line.endswith("there is only one node, but exchange.inter=OneBit runs between nodes")
 
 
 def test_of_candidates_the_chosen_one_counts() -> None:

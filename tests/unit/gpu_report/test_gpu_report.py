@@ -121,7 +121,7 @@ def test_a_file_of_another_machine_or_of_no_report_is_refused(path: Path) -> Non
         run.begun(path, "python", pretended=True)
     report = run.begun(path.with_name("new.json"), "python", pretended=True)
     path.write_text(json.dumps(report | {"environment": {"gpus": ["NVIDIA H100"]}}))
-    with pytest.raises(ConfigError, match=r"has gpus \['NVIDIA H100'\], and here it is \[\]"):
+    with pytest.raises(ConfigError, match=r"has gpus \['NVIDIA H100'\], but here it is \[\]"):
         run.begun(path, "python", pretended=True)
     path.write_text("{")
     with pytest.raises(ConfigError, match="page=.*: cannot be read"):
@@ -203,7 +203,7 @@ def test_a_pretended_report_says_so_at_its_top_and_at_each_number(
     assert command.main([*asked, f"out={path}"]) == 0
     told = capsys.readouterr().out
     text = path.with_suffix(".md").read_text()
-    assert text.splitlines()[2].startswith("**Pretended: a CPU went through this report")
+    assert text.splitlines()[2].startswith("**Pretended: a CPU ran this report")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| codecs-64 | ")]
     assert len(rows) > 8 and all(row[2].endswith("(pretended)") for row in rows)
     assert "## Steps (pretended)" in text and "emulated: a GPU, by a CPU at tiny sizes" in text
@@ -218,7 +218,7 @@ def test_a_pretended_report_says_so_at_its_top_and_at_each_number(
 
     monkeypatch.setitem(sys.modules, "altair", None)  # as on a machine that only measures
     lines = page.write(path.with_suffix(".md"), run.opened("page", path))
-    draws = f"python -m lab.gpu_report page={path} draws them elsewhere"
-    assert lines[1] == f"without figures, as altair is missing: {draws}"
+    draws = f"python -m lab.gpu_report page={path} draws them on another machine"
+    assert lines[1] == f"without figures, because altair is missing: {draws}"
     bare = path.with_suffix(".md").read_text()
     assert draws in bare and "![" in text and "![" not in bare

@@ -165,7 +165,7 @@ def test_trains_in_bfloat16() -> None:
         (small, {"heads": 16, "positions": "rotary"}, "model.positions=rotary: turns pairs"),
         (small, {"vocabulary": None}, "model=transformer: learns sequences of tokens"),
         (small, {"context": None}, "model=transformer: learns sequences of tokens"),
-        (LSTM, {}, "model=lstm: learns sequences of tokens; this data has no vocabulary"),
+        (LSTM, {}, "model=lstm: learns sequences of tokens, but this data has no vocabulary"),
         (LSTM, {**PTB, "init_scale": 0}, "model.init_scale=0: must be a number above 0"),
     ],
 )

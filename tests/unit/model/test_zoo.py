@@ -203,8 +203,8 @@ def test_images_may_be_as_small_as_is_said(make: Make, smallest: int) -> None:
         make(input_shape=(1, smallest + 5, smallest - 1), output_size=2)
     name = getattr(make, "__name__", "")
     assert str(caught.value) == (
-        f"model={name}: images of {smallest + 5}x{smallest - 1} px are too small, it needs at "
-        f"least {smallest} px; set data.size={smallest} or more (data.shape for data=synthetic)"
+        f"model={name}: images of {smallest + 5}x{smallest - 1} px are too small; the model needs "
+        f"at least {smallest} px; set data.size={smallest} or more (data.shape for data=synthetic)"
     )
 
 

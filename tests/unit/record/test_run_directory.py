@@ -79,7 +79,7 @@ def test_a_job_that_is_done_is_found_so(tmp_path: Path) -> None:
     run.write_record(make_record("none", 1, 1.0))
     run.release()
     assert take(tmp_path, launch="7 steps=6").status() == "done"
-    with pytest.raises(ValueError, match=r"cell=a: .* already holds a record \(done\)"):
+    with pytest.raises(ValueError, match=r"cell=a: .* already contains a record \(done\)"):
         claim(tmp_path)
 
 

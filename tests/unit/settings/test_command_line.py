@@ -145,8 +145,8 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("~batch_size", "~batch_size: a run needs it"),
-        ("~exchange._target_", "~exchange._target_: a run needs it"),
+        ("~batch_size", "~batch_size: a run needs this setting"),
+        ("~exchange._target_", "~exchange._target_: a run needs this setting"),
         ("++nope=1", r"++nope=1: nothing reads this setting"),
         ("+batch_size=3", "+batch_size=3: Could not append to config"),
         ("hydra.searchpath=[a]", "hydra.searchpath=[a]: use --config-dir DIR"),
@@ -203,7 +203,7 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     for wrong in (f"{tmp_path}/no/a.md", f"{tmp_path}/a.txt", f"{tmp_path}/.md"):
         with pytest.raises(ConfigError, match=f"out={wrong}: must name FILE.md in a folder"):
             file_to_write("out", wrong, ".md")
-    with pytest.raises(ConfigError, match="out=study.json: is the name of a file that runs keep"):
+    with pytest.raises(ConfigError, match="out=study.json: is the name of a file that runs write"):
         file_to_write("out", "study.json", ".json")
     (tmp_path / "b.md").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):

@@ -70,7 +70,7 @@ def test_a_profile_in_a_folder_of_choices_is_data_too(tmp_path: Path) -> None:
 def test_a_file_sets_its_own_group_alone(tmp_path: Path) -> None:
     path = tmp_path / "link.yaml"
     path.write_text("# @package _global_\nmodel:\n  _target_: os.system\n")
-    with pytest.raises(ConfigError, match="@package: only a strategy's file sets other groups"):
+    with pytest.raises(ConfigError, match="@package: only the file of a strategy may set"):
         load([f"cluster={path}"])
 
 

@@ -72,7 +72,7 @@ def test_arguments_that_take_anything_are_not_filled_in(project: Path) -> None:
         (["model=nots.Net"], "model=nots.Net: there is no module nots in "),
         (["model=nets.size"], "model=nets.size: is a int; it must be a class or function"),
         (["model=./none.yaml"], "model=./none.yaml: there is no such file"),
-        (["code.nets_py=0"], "code.nets_py=0: the lab sets it"),
+        (["code.nets_py=0"], "code.nets_py=0: the lab sets this itself"),
     ],
 )
 def test_what_is_wrong_with_a_users_code_takes_one_line(

@@ -113,7 +113,9 @@ def result_of(*words: str) -> dict[str, Any]:
 def test_without_model_and_profile_the_papers_alexnet_is_said_to_be_meant() -> None:
     result = result_of("strategy=none")
     assert result["profiles"].keys() == {"alexnet_titanx"}
-    assert "neither a model nor a profile was given: profile=alexnet_titanx" in view.table(result)
+    assert "neither a model nor a profile was given, so profile=alexnet_titanx" in view.table(
+        result
+    )
     given = result_of("strategy=none", "profile=resnet50_p100")
     assert given["profiles"].keys() == {"resnet50_p100"}
     assert "neither" not in view.table(given) and "estimate" not in view.table(given)
@@ -168,12 +170,12 @@ def low_bits(*, output_size: int) -> nn.Module:
         (("model=lenet", "data=imagefolder"), "data.path is not set"),
         (
             (f"model={__name__}.low_bits",),
-            "model: weight is bfloat16; profiles and predictions count",
+            "model: weight is bfloat16; profiles and predictions are",
         ),
-        (("model=replay",), "profile=none: must be one, a file of conf/profile"),
+        (("model=replay",), "profile=none: must be a file of conf/profile"),
         (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted beside an"),
         (("fit=a.json", "measured=b"), "fit=a.json measured=b: a fit is scored on its own"),
-        (("measured=no/such",), "measured=no/such: holds no <cell>/record.json"),
+        (("measured=no/such",), "measured=no/such: contains no <cell>/record.json"),
     ],
 )
 def test_refuses_in_one_line(words: tuple[str, ...], message: str) -> None:

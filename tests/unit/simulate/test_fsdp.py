@@ -202,7 +202,7 @@ def test_codecs_take_their_time_and_second_shards_stay_inside() -> None:
     [
         ("sync.shard_size=3", 2, 4, "sync.shard_size=3: must be node, null, or a divisor of the 4"),
         (HPZ, 2, 5, "sync.reshard=node: 5 ranks, 2 on a node; each node needs as many"),
-        (HPZ, 1, 4, "sync.reshard=node: each rank would hold all weights"),
+        (HPZ, 1, 4, "sync.reshard=node: each rank would store all weights"),
         ("sync.reshard=3", 2, 4, "sync.reshard=3: must be node, null, or a divisor of the 4 ranks"),
         (f"{HPZ} sync.shard_size=2", 2, 4, "sync.reshard=node: sync.shard_size=2 gathers within"),
         (QGZ, 2, 5, "sync.reduce_scatter=two_levels: 5 ranks, 2 on a node"),

@@ -127,7 +127,7 @@ def test_links_inside_nodes_carry_what_stays_there() -> None:
     ("kind", "reason"),
     [
         (Peeking, "exchange=Peeking: cannot be predicted from its code, which does not run"),
-        (Deaf, "exchange=.*Deaf: a rank waits for a message that none sends"),
+        (Deaf, "exchange=.*Deaf: a rank waits for a message that no rank sends"),
     ],
 )
 def test_code_that_cannot_be_recorded_is_named(kind: type, reason: str) -> None:

@@ -82,7 +82,7 @@ def test_a_study_is_fitted_on_one_link_and_scored_on_others(
     words = [str(study), "profile=own", "hardware=own", f"config_dir={tmp_path}/conf", f"out={out}"]
     assert command.main(words) == 0
     text = capsys.readouterr().out.partition("## Advice")[0]
-    assert "Fitted to cells of 1 and 2 ranks at cluster.rate=1gbit" in text
+    assert "fitted to the cells of 1 and 2 ranks at cluster.rate=1gbit" in text
     rows = {
         line.split("|")[1].strip(): line.split("|") for line in text.splitlines() if "|" in line
     }
@@ -146,7 +146,7 @@ def test_without_none_the_step_is_drawn(tmp_path: Path) -> None:
     leave_study(tmp_path / "study", profile, ("tree", "allreduce", "overlap"), TRUE, *fast)
     parsed = (yaml.safe_load(text) for text in (profile.to_yaml(), GUESS))
     card = of_study(tmp_path / "study", *parsed)
-    assert "Exposed exchange is not scored" in "\n".join(summary(card))
+    assert "The exposed exchange is not scored" in "\n".join(summary(card))
     found = chart(card)
     assert found.message == "Step: 3 of 3 predictions are within 30 % of what was measured"
     svg = drawn(found.spec(), "svg").decode()

@@ -108,6 +108,15 @@ def test_chunks_are_those_of_the_hardwares_library(library: str, chunk_mb: int) 
     assert load.chunk_bytes(8) == 8 * grouping.MIB
 
 
+def test_the_end_of_a_message_shares_the_link_of_a_parent_with_the_next_message() -> None:
+    buffered = replace(FLAT, inter=Link(0.0, 1e8), send_buffer_bytes=5e5)
+    for size, levels in ((2, 0), (3, 0), (4, 1), (7, 1), (8, 2)):
+        for num_bytes, shared_s in ((1e7, 5e-3), (2e5, 2e-3)):
+            plain = Network(replace(buffered, send_buffer_bytes=0.0), size).tree(num_bytes)
+            shared = Network(buffered, size).tree(num_bytes)
+            assert shared.seconds - plain.seconds == pytest.approx(levels * shared_s)
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 64])
 def test_the_busiest_rank_of_the_double_tree(size: int) -> None:
     busiest = max(
@@ -303,7 +312,7 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     assert command.main(arguments) == 2
     assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
     assert command.main([*arguments, f"fit={ROOT}/docs/results/links.json"]) == 2
-    assert "was fitted under the costs of its time" in capsys.readouterr().err
+    assert "was fitted with the cost model of an earlier version" in capsys.readouterr().err
 
 
 def test_each_level_has_a_codec_of_its_own(profile: Profile) -> None:
@@ -395,7 +404,7 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
         (["hardware.intra.alpha_s=1"], "intra.alpha_s=1: is latency_s now"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
-        (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
+        (["strategy=ddp"], "strategy=ddp: DDPSync has its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
         (["batch_size=130", "world_size=4"], "batch_size=130: 4 ranks"),
         (["accumulate=3"], "batch_size=128: 1 rank with accumulate=3"),
@@ -403,8 +412,8 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["fit=nowhere.json"], "nowhere.json"),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
-        (["trace=step.json", "world_size=1,2"], "trace=step.json: takes one cell, and these are 2"),
-        (["model=replay"], "profile=none: must be one, a file of conf/profile"),
+        (["trace=step.json", "world_size=1,2"], "trace=step.json: needs one cell, but there are 2"),
+        (["model=replay"], "profile=none: must be a file of conf/profile"),
     ],
 )
 def test_a_wrong_setting_is_one_line(

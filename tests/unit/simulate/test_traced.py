@@ -155,7 +155,11 @@ def renamed(old: str, new: str) -> Callable[[list[Event]], list[Event]]:
         (without("autograd"), GIVEN, "has no backward"),
         (without("cuda_runtime"), GIVEN, "has no kernels with the calls that launched them"),
         (renamed("In msg", "Out msg"), GIVEN, "lacks bytes of all-reduces"),
-        (renamed("AllReduce", "ReduceScatter"), GIVEN, "has reduce-scatters, as of FSDP"),
+        (
+            renamed("AllReduce", "ReduceScatter"),
+            GIVEN,
+            "has reduce-scatters, such as those of FSDP",
+        ),
         (renamed('"ts": 1', '"ts": [1], "us": 1'), GIVEN, "has no ProfilerStep#"),
         (renamed('elems": 8', 'elems": [8], "e": 8'), GIVEN, "is damaged"),
     ],

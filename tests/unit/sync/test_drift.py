@@ -197,8 +197,8 @@ def test_every_sync_is_observed(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "precision", "message"),
     [
-        ("strategy=none", "fp32", "needs a strategy whose mean reaches"),
-        ("strategy=caffe", "fp32", "needs a strategy whose mean reaches"),
+        ("strategy=none", "fp32", "needs a strategy that sends its mean"),
+        ("strategy=caffe", "fp32", "needs a strategy that sends its mean"),
         ("strategy=priority", "fp32", "sync=PrioritySync .* overlap=false"),
         ("strategy=allreduce", "fp16", "precision=fp16 puts residuals back"),
     ],

@@ -259,8 +259,8 @@ def test_the_binomial_tree_is_made_of_caffes_pairs() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("strategy=caffe exchange=allreduce", "exchange=AllReduce: the root alone updates"),
-        ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: the root alone updates; allowed"),
+        ("strategy=caffe exchange=allreduce", "exchange=AllReduce: only the root updates"),
+        ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: only the root updates; allowed"),
         ("strategy=torch7 precision=fp16", "precision=fp16: only the root would know"),
         ("strategy=cntk overlap=true", "overlap=true: must be sync.double_buffer, which is false"),
         ("strategy=cntk sync.double_buffer=true overlap=false", "overlap=false: must be sync"),

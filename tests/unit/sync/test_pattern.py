@@ -155,7 +155,7 @@ TOTAL = sum(size for _, size in MLP)
 
 
 ONE_BUCKET = "all 0.321 MB of gradients are one bucket"
-ACCUMULATE = "accumulate=4: exchanges overlap the last micro-batch's backward alone"
+ACCUMULATE = "accumulate=4: exchanges overlap only the backward of the last micro-batch"
 
 
 @pytest.mark.parametrize(

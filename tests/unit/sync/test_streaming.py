@@ -225,7 +225,7 @@ REFUSED: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
         "sync.every=0: must be an integer of at least 1": {"every": 0},
         "sync.first_every=null: must be an integer of at least 1": {"first_every": None},
         "sync.second_every=2.5: must be an integer": {"second_every": 2.5},
-        "exchange=Int8: is not exact; second moments need one that is": {"exchange": Int8(8)},
+        "exchange=Int8: is not exact; second moments need an exact exchange": {"exchange": Int8(8)},
         "overlap=true: must be false": {"overlap": True},
         "precision=fp16: .*allowed are fp32, bf16": {"precision": "fp16"},
     },

@@ -55,7 +55,7 @@ def test_a_variable_that_says_otherwise_is_refused_before_ranks_meet(
 ) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", variable)
     config = load([f"tf32={tf32}", "device=cpu"])
-    line = rf"tf32={str(tf32).lower()}: NVIDIA_TF32_OVERRIDE={variable} overrides it"
+    line = rf"tf32={str(tf32).lower()}: NVIDIA_TF32_OVERRIDE={variable} overrides this"
     with pytest.raises(ConfigError, match=line):
         assemble.join(config)
     set_arithmetic(not tf32, deterministic=False)

@@ -28,7 +28,7 @@ LINES = {  # of REFUSALS the page has all
     "strategy=local_sgd": "strategy=local_sgd: weights are exchanged in some steps only, ",
     "+optim.fused=false": "optim=torch.optim.SGD: must take its learning rate from the device; ",
     "optim=torch.optim.Adagrad": "optim=torch.optim.Adagrad: must take its learning rate from ",
-    "steps=3": "steps=3: the first 3 run without a graph; needs 4 steps or more",
+    "steps=3": "steps=3: the first 3 run without a graph; needs 4 or more steps",
 }
 
 

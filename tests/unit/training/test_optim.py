@@ -182,7 +182,7 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("AdamW", {"betas": 3}, r"optim\.betas=3: must be a list of 2 values"),
         ("AdamW", {"betas": [2, 0]}, r"optim=torch\.optim\.AdamW: Invalid beta .* 2"),
         ("LBFGS", {}, r"optim=torch\.optim\.LBFGS: evaluates the loss several times in a step"),
-        ("SparseAdam", {}, r"optim=torch\.optim\.SparseAdam: takes only sparse gradients"),
+        ("SparseAdam", {}, r"optim=torch\.optim\.SparseAdam: accepts only sparse gradients"),
         ("Optimizer", {}, r"optim\.defaults: must be set"),
         ("lr_scheduler.StepLR", {}, r"StepLR: must be a torch\.optim\.Optimizer, or make one"),
         ("Sgd", {}, r"optim=torch\.optim\.Sgd: torch\.optim has no Sgd; did you mean SGD\?"),
@@ -225,8 +225,8 @@ def test_optimizers_that_treat_each_parameter_by_itself(optim: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("optim=tests.support.optimizers.TrustAll",), "gives other weights"),
-        (("optim=tests.support.optimizers.Counting",), "gives other weights"),
+        (("optim=tests.support.optimizers.TrustAll",), "gives different weights"),
+        (("optim=tests.support.optimizers.Counting",), "gives different weights"),
         (("optim=tests.support.optimizers.Failing",), "where are the others?"),
         (("clip_grad_norm=1",), "clip_grad_norm=1.0: needs all gradients at once"),
     ],

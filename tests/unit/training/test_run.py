@@ -103,7 +103,7 @@ def test_weights_are_those_of_a_run_alone_with_the_same_random_numbers(tmp_path:
 @pytest.mark.parametrize(
     ("size", "more", "line"),
     [
-        ("2", ("steps=2",), "turns=2: strategy=onebit has steps=2, fewer than warm-up and a turn"),
+        ("2", ("steps=2",), "turns=2: strategy=onebit has steps=2, fewer than the warm-up"),
         ("1", ("steps=8",), "turns=1: strategy=onebit exchanges every 1 steps"),
     ],
 )
