@@ -15,9 +15,7 @@ from lab.analysis.compare import Times, leaders_of
 from lab.analysis.points import CEILING
 from lab.analysis.records import Cell
 from lab.cluster.settings import RATE, bits_per_s
-from lab.draw.altair import alt
-from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart
-from lab.draw.looks import looks_of, order
+from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart, alt, looks_of, order
 from lab.measure.intervals import (
     ENOUGH_REPEATS,
     UNKNOWN,

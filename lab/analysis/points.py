@@ -23,7 +23,7 @@ import pandas as pd
 
 from lab.analysis.records import Cell, Study
 from lab.analysis.series import CONTEXT
-from lab.draw.looks import order
+from lab.draw.chart import order
 from lab.measure.intervals import (
     UNKNOWN,
     Interval,

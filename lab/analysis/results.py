@@ -26,8 +26,7 @@ from lab.analysis.summary import (
     write_csv,
     write_records,
 )
-from lab.draw.chart import WIDTH, Chart, pixels_of
-from lab.draw.looks import Look, looks_of
+from lab.draw.chart import WIDTH, Chart, Look, looks_of, pixels_of
 from lab.record.recorders import WandbRecorder
 from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS

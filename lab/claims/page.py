@@ -16,7 +16,7 @@ from lab.claims.findings import Findings, Reproduced
 from lab.claims.metrics import of_linear_scaling
 from lab.claims.predicted import MARGIN, Crossovers, Terms
 from lab.claims.verdicts import BASES, KINDS, OTHERS, SURE, UNTESTED, Verdict, tally
-from lab.draw.looks import order
+from lab.draw.chart import order
 from lab.draw.text import markdown
 from lab.settings.atomic import write_atomically
 from lab.simulate.score import ScoredCell, held_out, score, skill

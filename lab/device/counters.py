@@ -25,9 +25,7 @@ from lab.benchmarks.request import Request
 from lab.device import callgrind
 from lab.device.callgrind import output_of
 from lab.device.trace import about_trace, adds_up, kernels_of, left_out, read_events, read_from
-from lab.draw.altair import alt
-from lab.draw.chart import LABEL_PX, LETTER
-from lab.draw.looks import BLUE, GREEN, ORANGE, SKY
+from lab.draw.chart import BLUE, GREEN, LABEL_PX, LETTER, ORANGE, SKY, alt
 from lab.draw.plots import BAR, GAP, bars
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name

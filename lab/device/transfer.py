@@ -14,9 +14,7 @@ import pandas as pd
 from lab.benchmarks.present import Drawn, Row, decimals
 from lab.benchmarks.request import Request
 from lab.device.trace import SIZES, about_trace, copies_of, left_out, read_events, read_from
-from lab.draw.altair import alt
-from lab.draw.chart import GREY, LABEL_PX
-from lab.draw.looks import BLUE, SKY
+from lab.draw.chart import BLUE, GREY, LABEL_PX, SKY, alt
 from lab.draw.plots import BARS, bars
 from lab.settings.config import ConfigError
 

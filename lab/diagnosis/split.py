@@ -11,8 +11,7 @@ import pandas as pd
 from lab.analysis.charts import NothingToDraw
 from lab.analysis.points import Place
 from lab.diagnosis.evidence import Evidence
-from lab.draw.chart import GREY, LABEL_PX, LETTER, WIDTH, Chart
-from lab.draw.looks import BLUE, PURPLE, SKY, VERMILLION
+from lab.draw.chart import BLUE, GREY, LABEL_PX, LETTER, PURPLE, SKY, VERMILLION, WIDTH, Chart
 from lab.draw.plots import bars
 
 PARTS = {  # of a step, and their colours
