@@ -25,8 +25,16 @@ from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.reading import DamagedFile, read_json
 from lab.simulate.predict import DEFAULT_PROFILE
-from lab.web.drawing import WIDTH, Drawing, drawing
-from lab.web.tables import Table, TableCell, of_texts, percent_text, points_table
+from lab.web.elements import (
+    WIDTH,
+    Drawing,
+    Table,
+    TableCell,
+    drawing,
+    of_texts,
+    percent_text,
+    points_table,
+)
 
 CHARTS = ("speedup", "efficiency", "throughput", "step_time", "payload", "convergence")
 HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score
