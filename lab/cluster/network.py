@@ -1,4 +1,4 @@
-"""The network of an emulated cluster: made by command lines of iproute2, and checked by measurement.
+"""The network of an emulated cluster: made by commands of iproute2, and measured.
 
 Every host is a network namespace h0, h1, ... whose eth0 is one end of a veth pair; the other ends,
 link0, link1, ... are ports of a bridge in the namespace around them, which has an address too.
