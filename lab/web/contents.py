@@ -19,8 +19,7 @@ from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
 from lab.diagnosis.finding import Finding, finding
 from lab.diagnosis.rules import judge
-from lab.diagnosis.split import time_split
-from lab.diagnosis.view import best_remedies, headline, in_full
+from lab.diagnosis.view import best_remedies, headline, in_full, time_split
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.reading import DamagedFile, read_json
