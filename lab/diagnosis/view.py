@@ -10,8 +10,7 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.compare import floor_text
-from lab.analysis.points import Place, Point
+from lab.analysis.points import Place, Point, floor_text
 from lab.analysis.records import load_study
 from lab.diagnosis.evidence import Evidence, gather, gather_all
 from lab.diagnosis.rules import Remedy, Verdict, judge, remedies, worded_phase

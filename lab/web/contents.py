@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.compare import Difference, differences, floor_text
-from lab.analysis.points import Point
+from lab.analysis.points import Difference, Point, differences, floor_text
 from lab.analysis.records import Study
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run

@@ -13,8 +13,7 @@ from typing import Any
 
 from vl_convert import javascript_bundle
 
-from lab.analysis.compare import leaders
-from lab.analysis.points import Point, together
+from lab.analysis.points import Point, leaders, together
 from lab.analysis.summary import runs_text, unit_of
 from lab.benchmarks.present import chart_of, is_result, text_of
 from lab.codec.build import cache_folder
