@@ -11,10 +11,9 @@ import pandas as pd
 
 from lab.claims.claims import Check
 from lab.claims.device import GPUS, Network
-from lab.claims.findings import Reproduced
+from lab.claims.findings import EVIDENCE, KINDS, Reproduced, Verdict, tally
 from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap
-from lab.claims.verdicts import EVIDENCE, KINDS, Verdict, tally
 from lab.draw.chart import (
     BLUE,
     GREEN,

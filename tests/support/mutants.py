@@ -22,10 +22,9 @@ from typing import Any
 from unittest.mock import patch
 
 from lab.claims.claims import Claim, Paper
-from lab.claims.findings import counts_of_model, verify_all
+from lab.claims.findings import EVIDENCE, OTHERS, Verdict, counts_of_model, judge, verify_all
 from lab.claims.metrics import delivered_error
 from lab.claims.predicted import Change, Predicted, fit_terms, profile_of, strategy_of
-from lab.claims.verdicts import EVIDENCE, OTHERS, Verdict, judge
 from lab.draw.text import markdown
 from lab.exchange import grouping
 from lab.exchange.base import Exchange
@@ -274,7 +273,7 @@ WORTH = """
 
 A claim is evidence if it fails, or if some change of links, compute or bytes (of counts: of what
 is counted) by 0.5, 0.71, 1.41 or 2 would make it fail, and neither inputs nor another claim imply
-it (lab/claims/verdicts.py). Those of the kind measured are evidence where a device of the source's
+it (lab/claims/findings.py). Those of the kind measured are evidence where a device of the source's
 kind measures them. Kinds assigned by hand had 224 of 280 claims as evidence; of these 224, 98 are
 counted or predicted and able to fail, and 54 have to be measured.
 """
