@@ -1,4 +1,4 @@
-"""What a page is made of: tables, charts, and results of lab.bench."""
+"""The elements of a page: tables, charts, and results of lab.bench."""
 
 from __future__ import annotations
 
