@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lab.benchmarks.catalogue import BENCHES, OwnSettings
-from lab.benchmarks.ranks import REFUSED, RanksFailed, hand_over, measure, was_asked
-from lab.benchmarks.request import read
+from lab.benchmarks.request import REFUSED, RanksFailed, hand_over, measure, read, was_asked
 from lab.distributed.launcher import let_first_rank_report, run_as_process
 from lab.settings.command import Command, CommandLine, answer, report_error, show
 from lab.settings.errors import ConfigError

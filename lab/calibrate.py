@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.benchmarks.ranks import RanksFailed, measure
-from lab.benchmarks.request import read
+from lab.benchmarks.request import RanksFailed, measure, read
 from lab.distributed.launcher import let_first_rank_report, run_as_process
 from lab.settings.command import Command, CommandLine, answer, report_error, show
 from lab.settings.errors import ConfigError

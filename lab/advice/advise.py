@@ -1,6 +1,8 @@
 """Advice as data: every option, ranked, and the first choices among exact and lossy ones.
 
 Options are ranked by their predicted steps, on hardware and on each draw of what it leaves open.
+Choices are held to the best constant one: the strategy that is best to take everywhere, known in
+hindsight. Those that do not beat it could have been spared.
 """
 
 from __future__ import annotations
@@ -8,17 +10,17 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
-from lab.advice.constant import constant_of
 from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
 from lab.simulate.hardware import Hardware, Link, places
 from lab.simulate.predict import Source, groups_of, plain, series_of, sources_of, strategy_of
-from lab.simulate.score import Group, held_out, score, scored_cell
+from lab.simulate.score import Group, held_out, score, scored_cell, skill
 from lab.simulate.step import predict, simulate
 from lab.simulate.strategy import Strategy, rank_bytes
 from lab.study.grid import Cell
@@ -34,6 +36,7 @@ FEEDBACK = "docs/results/README.md, Error feedback"
 # Steps of held-out cells are predicted within 3.6 % in the median (docs/results/links.md), which no
 # interval of an option includes: options closer than this are not told apart.
 MODEL_ERROR = 0.05
+CLOSE = 0.05  # a choice with less regret is as good as the best
 
 
 @dataclass(frozen=True)
@@ -406,3 +409,70 @@ def train_command(cell: Cell, ranks_per_node: int) -> str:
         local = ["--nproc-per-node", str(ranks_per_node)]
         launcher = ["torchrun", *nodes, *local, *RENDEZVOUS]
     return shlex.join([*launcher, "-m", "lab.train", *settings])
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One strategy in every scenario, beside choices that were made for each.
+
+    Attributes:
+        name: of the strategy whose regret is the least on average, of those in every scenario.
+        regrets: its own, by scenario. taken: those of the choices.
+        num_close: how many strategies have less regret than CLOSE in every scenario. num_shared:
+            how many there are in every scenario.
+    """
+
+    name: str
+    regrets: tuple[float, ...]
+    taken: tuple[float, ...]
+    num_close: int
+    num_shared: int
+
+    @property
+    def skill(self) -> float:
+        """The skill of the choices' mean regret over the constant's; NaN if that has none."""
+        return skill(mean(self.taken), mean(self.regrets))
+
+    @property
+    def text(self) -> str:
+        """The constant choice, its regret, and how many would have done."""
+        stay = f"{self.num_close} stay{'s' if self.num_close == 1 else ''}"
+        everywhere = f"all {len(self.regrets)} scenarios"
+        return (
+            f"the best constant choice is `{self.name}`. Its regret is {_percents(self.regrets)}. "
+            f"Of the {self.num_shared} strategies that are in {everywhere}, {stay} within "
+            f"{100 * CLOSE:g} % of the best."
+        )
+
+
+def constant_of(taken: Iterable[float], regrets: Sequence[Mapping[str, float]]) -> Constant | None:
+    """Find the best constant choice; None if no strategy is in every scenario.
+
+    Args:
+        taken: regret of what was chosen, by scenario.
+        regrets: of each strategy, by scenario.
+    """
+    shared = [name for name in regrets[0] if all(name in each for each in regrets)]
+    if not shared:
+        return None
+    constant = {name: tuple(each[name] for each in regrets) for name in shared}
+    name = min(shared, key=lambda each: mean(constant[each]))
+    num_close = sum(max(each) <= CLOSE for each in constant.values())
+    return Constant(name, constant[name], tuple(taken), num_close, len(shared))
+
+
+def verdict(who: str, found: Constant | None) -> str:
+    """Say whether choices, which `who` names, beat the best constant choice."""
+    if found is None:
+        return f"{who} cannot be compared with a constant choice: no strategy is in every scenario."
+    own, constant = mean(found.taken), mean(found.regrets)
+    word = "beats" if own < constant else "equals" if own == constant else "does not beat"
+    skill = "" if math.isnan(found.skill) else f" (skill {found.skill:.2f})"
+    return (
+        f"In hindsight, {found.text} {who} {word} the constant choice{skill}: the regret is "
+        f"{_percents(found.taken)}."
+    )
+
+
+def _percents(regrets: Sequence[float]) -> str:
+    return f"{100 * mean(regrets):.1f} % on average and {100 * max(regrets):.1f} % at most"

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.advice.advise import Forecast, contenders, ranked, steps_on
-from lab.advice.constant import CLOSE, constant_of, verdict
+from lab.advice.advise import CLOSE, Forecast, constant_of, contenders, ranked, steps_on, verdict
 from lab.analysis.places import (
     ADAPTIVE,
     NOTE,

@@ -9,8 +9,7 @@ from typing import Any
 import pandas as pd
 
 from lab.advice.advise import KINDS
-from lab.draw.chart import Chart
-from lab.draw.looks import looks_of
+from lab.draw.chart import Chart, looks_of
 from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
 

@@ -15,9 +15,21 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.points import CEILING
-from lab.draw.altair import alt
-from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, WIDTH, Chart, wrap
-from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION, Look
+from lab.draw.chart import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LABEL_PX,
+    LETTER,
+    SKY,
+    VERMILLION,
+    WIDTH,
+    Chart,
+    Look,
+    alt,
+    wrap,
+)
 from lab.draw.plots import GAP, Axis, bars, fitted, in_rows, joined, lines
 from lab.measure import PHASES
 from lab.measure.statistics import ENOUGH_REPEATS

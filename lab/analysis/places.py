@@ -11,13 +11,10 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.compare import Times, leaders_of
-from lab.analysis.points import CEILING
+from lab.analysis.points import CEILING, Times, leaders_of
 from lab.analysis.records import Cell
 from lab.cluster.settings import RATE, bits_per_s
-from lab.draw.altair import alt
-from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart
-from lab.draw.looks import looks_of, order
+from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart, alt, looks_of, order
 from lab.measure.statistics import (
     ENOUGH_REPEATS,
     UNKNOWN,
@@ -96,7 +93,7 @@ class Place:
         """Find the fastest fixed strategy, and those that it was not shown to beat.
 
         Args:
-            floor: see lab.analysis.compare; NaN if unknown.
+            floor: see lab.analysis.points; NaN if unknown.
         """
         name = self.fastest()
         others = tuple(each for each in leaders_of(self.fixed(), floor) if each != name)

@@ -1,4 +1,4 @@
-"""The points of a study, and their speedup, efficiency and exposed communication.
+"""The points of a study: their speedup, efficiency and exposed communication, and which lead.
 
     strong scaling:  S(N, B) = T(1, B) / T(N, B)          B: global batch
     weak scaling:    S(N, b) = N * T(1, b) / T(N, b)      b: batch of one rank
@@ -7,23 +7,28 @@
 
 T is the median over timed steps of the maximum over ranks, and over repeats the geometric mean.
 Only throughput runs count, and a point and what it is compared with are paired by repeat.
+
+On one rank, strategies that send gradients as they are have nothing to send, so all of them compute
+the same. Their step times differ by noise alone, including what repeats of one cell share: the
+noise floor. It limits which strategies can be said to lead, and how two studies compare.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import permutations
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from lab.analysis.records import Cell, Study
 from lab.analysis.series import CONTEXT
-from lab.draw.looks import order
+from lab.draw.chart import order
 from lab.measure import PHASES
 from lab.measure.statistics import (
     UNKNOWN,
@@ -32,12 +37,17 @@ from lab.measure.statistics import (
     of_difference,
     of_level,
     of_ratio,
+    quantile,
 )
 from lab.record.schema import STATUSES, Scaling, worded
 from lab.settings.names import adds_nothing, idle_groups, root_of
 
 CEILING = "none"
+ENOUGH_COPIES = 3  # degrees of freedom; fewer would give a floor of any height
+ERRORS = 0.04  # share of studies: a little below the promised 5 %, as no noise is quite normal
 Place = tuple[str, str, int, int]  # series, scaling, ranks and batch
+Times = Mapping[Any, float]  # seconds of a step, by repeat or turn
+Finding = Literal["faster", "slower", "not distinguishable", "too few repeats"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,3 +390,117 @@ def _known(values: Iterable[float]) -> list[float]:
 def _median(values: Iterable[float]) -> float:
     known = _known(values)
     return float(np.median(known)) if known else math.nan
+
+
+def leaders(points: Iterable[Point], floor: float = math.nan) -> list[str]:
+    """List the series of one context and world size that no other has been shown to beat.
+
+    `none` is left out: it is a ceiling that trains no common model.
+
+    Args:
+        floor: see noise_floor; NaN if unknown.
+    """
+    running = {p.series: p.steps_s for p in points if p.strategy != CEILING and p.num_repeats}
+    return leaders_of(running, floor)
+
+
+def leaders_of(steps_s: Mapping[str, Times], floor: float = math.nan) -> list[str]:
+    """List the series that no other has been shown to beat.
+
+    A series is beaten if another one's paired step times are shorter by more than the noise floor,
+    and the interval of their ratio lies below 1. As all pairs are looked at, each interval has the
+    level at which any of them errs in at most ERRORS of studies (Bonferroni): so among equal series
+    one is beaten in at most 5 %.
+    """
+    num_pairs = len(steps_s) * (len(steps_s) - 1) // 2
+    level = 1 - ERRORS / max(1, num_pairs)
+    beaten = {
+        slow
+        for fast, slow in permutations(steps_s, 2)
+        if _beats(steps_s[fast], steps_s[slow], level, floor)
+    }
+    return [name for name in steps_s if name not in beaten]
+
+
+def _beats(fast: Times, slow: Times, level: float, floor: float) -> bool:
+    shared = [key for key in fast if key in slow]
+    ratio = of_ratio([fast[r] for r in shared], [slow[r] for r in shared], level)
+    return ratio.hi < 1 and not 1 / ratio.mid - 1 <= floor
+
+
+def noise_floor(points: Iterable[Point]) -> float:
+    """Return the relative difference that two copies exceed by chance in 5 % of comparisons.
+
+    Copies are one-rank points of the same batch and model; a copy's time is the geometric mean of
+    its repeats. NaN if there are too few copies.
+    """
+    groups = together(point for point in points if is_copy(point) and point.steps_s)
+    return _floor(
+        [[float(np.mean(np.log(list(p.steps_s.values())))) for p in group] for group in groups]
+    )
+
+
+def floor_text(floor: float) -> str:
+    """Describe the noise floor; empty if it is unknown."""
+    if math.isnan(floor):
+        return ""
+    return (
+        f"noise floor {100 * floor:.1f} %: repeated one-rank runs differ by this much, so smaller "
+        "differences between step times are not significant"
+    )
+
+
+def _floor(groups: Sequence[Sequence[float]]) -> float:
+    """Pool the variance of the logarithms over groups."""
+    freedom = sum(len(group) - 1 for group in groups)
+    if freedom < ENOUGH_COPIES:
+        return math.nan
+    squares = sum(float(np.sum((np.array(group) - np.mean(group)) ** 2)) for group in groups)
+    return math.expm1(quantile(freedom) * math.sqrt(2 * squares / freedom))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A point that two studies have measured.
+
+    Attributes:
+        point: of the second study.
+        ratio: its step over the first one's, paired by repeat; at the level of `differences`.
+        finding: about the second study.
+    """
+
+    point: Point
+    ratio: Interval
+    finding: Finding
+
+
+def differences(first: Sequence[Point], second: Sequence[Point], floor: float) -> list[Difference]:
+    """Compare the points that two studies share.
+
+    As all points are looked at, each interval has the level at which any of them errs in at most
+    ERRORS of pairs of studies (Bonferroni). So of two studies of the same thing one is called
+    faster anywhere in at most 5 %.
+
+    Args:
+        floor: the larger noise floor of the two (noise_floor); NaN if unknown.
+    """
+    earlier = {point.place: point for point in first if point.num_repeats}
+    shared = [point for point in second if point.num_repeats and point.place in earlier]
+    level = 1 - ERRORS / max(1, len(shared))
+    return [_compare(earlier[point.place].steps_s, point, level, floor) for point in shared]
+
+
+def _compare(before: Mapping[int, float], point: Point, level: float, floor: float) -> Difference:
+    pairs = [(time, before[repeat]) for repeat, time in point.steps_s.items() if repeat in before]
+    ratio = of_ratio([a for a, _ in pairs], [b for _, b in pairs], level)
+    return Difference(point, ratio, _finding(ratio, 0.0 if math.isnan(floor) else floor))
+
+
+def _finding(ratio: Interval, floor: float) -> Finding:
+    if math.isnan(ratio.lo):
+        return "too few repeats"
+    if ratio.hi < 1 and 1 / ratio.mid - 1 > floor:
+        return "faster"
+    if ratio.lo > 1 and ratio.mid - 1 > floor:
+        return "slower"
+    return "not distinguishable"

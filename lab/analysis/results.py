@@ -12,9 +12,17 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.charts import CHARTS, NothingToDraw
-from lab.analysis.compare import floor_text, leaders, noise_floor
 from lab.analysis.places import map_of_strategies, on_most_ranks, places_of
-from lab.analysis.points import Place, Point, frame_of, table, together
+from lab.analysis.points import (
+    Place,
+    Point,
+    floor_text,
+    frame_of,
+    leaders,
+    noise_floor,
+    table,
+    together,
+)
 from lab.analysis.records import Study, load_study, read_steps
 from lab.analysis.runs import convergence, own_work, own_work_of_ranks, timeline_of_step
 from lab.analysis.summary import (
@@ -26,8 +34,7 @@ from lab.analysis.summary import (
     write_csv,
     write_records,
 )
-from lab.draw.chart import WIDTH, Chart, pixels_of
-from lab.draw.looks import Look, looks_of
+from lab.draw.chart import WIDTH, Chart, Look, looks_of, pixels_of
 from lab.record.recorders import WandbRecorder
 from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS
@@ -74,7 +81,7 @@ class Results:
 
     @cached_property
     def floor(self) -> float:
-        """The noise floor (lab.analysis.compare); NaN if unknown."""
+        """The noise floor (lab.analysis.points); NaN if unknown."""
         return noise_floor(self.points)
 
     @cached_property

@@ -13,9 +13,7 @@ import pandas as pd
 from lab.analysis.charts import PHASE_LOOKS, Frame, Looks, NothingToDraw, batch_name
 from lab.analysis.points import CEILING
 from lab.analysis.records import Cell
-from lab.draw.altair import alt
-from lab.draw.chart import INK, LABEL_PX, LETTER, WIDTH, Chart
-from lab.draw.looks import ORANGE
+from lab.draw.chart import INK, LABEL_PX, LETTER, ORANGE, WIDTH, Chart, alt
 from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, round_values
 from lab.measure import OWN, Span
 from lab.record.schema import Record, worded

@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy import optimize
 
-from lab.analysis.compare import floor_text, leaders
-from lab.analysis.points import CEILING, Point, frame_of, together
+from lab.analysis.points import CEILING, Point, floor_text, frame_of, leaders, together
 from lab.analysis.records import Cell, Study
 from lab.measure.statistics import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
 from lab.settings.names import flat
@@ -93,7 +92,7 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     """Write the table, the leaders at each point, and the failures.
 
     Args:
-        floor: the study's noise floor (lab.analysis.compare); NaN if unknown.
+        floor: the study's noise floor (lab.analysis.points); NaN if unknown.
     """
     leaders_at = (_leader_line(group, floor) for group in together(points))
     parts = [

@@ -18,7 +18,7 @@ from lab.benchmarks import harness, present
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import in_order
 from lab.distributed.world import World
-from lab.draw.looks import looks_of
+from lab.draw.chart import looks_of
 from lab.draw.plots import Axis, lines
 from lab.measure.statistics import ENOUGH_REPEATS, LEVEL, student, wilson
 

@@ -54,7 +54,7 @@ from lab.benchmarks.straggler import trained
 from lab.cluster.settings import EMULATION
 from lab.distributed.launcher import Nodes, is_first_rank
 from lab.distributed.world import World, check_gpus
-from lab.draw.looks import looks_of
+from lab.draw.chart import looks_of
 from lab.draw.plots import Axis, lines
 from lab.draw.text import markdown
 from lab.exchange.base import Exchange

@@ -37,9 +37,7 @@ from lab.benchmarks.request import Request
 from lab.codec import build
 from lab.codec.base import Reference
 from lab.codec.codecs import OneBit
-from lab.draw.altair import alt
-from lab.draw.chart import GREY, INK, LABEL_PX, LETTER
-from lab.draw.looks import BLUE, GREEN, ORANGE
+from lab.draw.chart import BLUE, GREEN, GREY, INK, LABEL_PX, LETTER, ORANGE, alt
 from lab.draw.plots import BARS, round_values
 from lab.measure.environment import num_cores
 from lab.settings.config import ConfigError

@@ -47,8 +47,7 @@ from lab.benchmarks.request import Request
 from lab.distributed.comm import Comm
 from lab.distributed.launcher import Nodes
 from lab.distributed.world import World
-from lab.draw.chart import GREY
-from lab.draw.looks import Look, looks_of
+from lab.draw.chart import GREY, Look, looks_of
 from lab.draw.plots import Axis, joined, lines
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange

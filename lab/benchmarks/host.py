@@ -53,7 +53,7 @@ from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker, StreamWorker
-from lab.draw.looks import BLUE
+from lab.draw.chart import BLUE
 from lab.draw.plots import bars
 from lab.problem import blueprint
 from lab.settings.config import ConfigError, build

@@ -18,7 +18,7 @@ from lab.benchmarks.request import Request
 from lab.benchmarks.step import BASELINE
 from lab.distributed.replicas import local
 from lab.distributed.world import World
-from lab.draw.looks import SKY
+from lab.draw.chart import SKY
 from lab.draw.plots import bars
 from lab.exchange.cost import Sizes
 from lab.measure.memory import CLEAR, STATUS, peak_bytes, reset_peak

@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from lab.benchmarks import harness, present
 from lab.benchmarks.request import Request
 from lab.distributed.world import World
-from lab.draw.looks import looks_of
+from lab.draw.chart import looks_of
 from lab.draw.plots import dots
 from lab.measure.statistics import Turns, least_warmup, round_means
 from lab.settings.config import ConfigError

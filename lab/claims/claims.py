@@ -16,7 +16,7 @@ from lab.measure.statistics import Interval
 from lab.record.files import check_types
 from lab.settings import checks
 
-# Where a claim comes from; what it is worth follows from its value (lab/claims/verdicts.py).
+# Where a claim comes from; what it is worth follows from its value (lab/claims/findings.py).
 ROLES = {
     "statement": "the source says it",
     "input": "its figure was put into the model or the study",

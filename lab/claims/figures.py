@@ -11,13 +11,24 @@ import pandas as pd
 
 from lab.claims.claims import Check
 from lab.claims.device import GPUS, Network
-from lab.claims.findings import Reproduced
+from lab.claims.findings import EVIDENCE, KINDS, Reproduced, Verdict, tally
 from lab.claims.metrics import Conditions
 from lab.claims.predicted import RateSpeedups, SpeedupMap
-from lab.claims.verdicts import EVIDENCE, KINDS, Verdict, tally
-from lab.draw.altair import alt
-from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
-from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, Look, looks_of
+from lab.draw.chart import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LABEL_PX,
+    LETTER,
+    ORANGE,
+    SKY,
+    VERMILLION,
+    Chart,
+    Look,
+    alt,
+    looks_of,
+)
 from lab.draw.plots import BAR, GAP, PANEL, Axis, in_rows, legend_columns, lines, round_values
 from lab.simulate.score import ScoredCell
 

@@ -1,18 +1,27 @@
-"""Verify a paper: compute everything that its table, page and figures show."""
+"""Verify a paper: judge its claims, and compute everything that its table, page and figures show.
+
+Claims are judged by values, and what each is worth follows from what its value depends on. A claim
+that holds is evidence only if it could have failed: some change of links, compute or bytes between
+half and twice, or of what was counted or measured, changes its verdict. One that fails is evidence
+in any case: leaving out what no such change explains would flatter the model.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from lab.analysis.records import Cell, load_study
-from lab.claims.claims import Paper, Reproduction
-from lab.claims.device import Device, Network, kind_of, networks
-from lab.claims.metrics import Conditions, Measured
+from lab.claims.claims import OUTCOMES, Claim, Paper, Reproduction
+from lab.claims.device import OF_PRINT, Device, Network, kind_of, networks
+from lab.claims.metrics import Conditions, Facts, Measured, MeasuredFacts, Point
 from lab.claims.predicted import (
     CellSpeedup,
+    Change,
     Crossovers,
     Predicted,
     RateSpeedups,
@@ -25,7 +34,7 @@ from lab.claims.predicted import (
     rate_speedups,
     speedup_map,
 )
-from lab.claims.verdicts import CHANGES, Verdict, judge
+from lab.measure.statistics import UNKNOWN, Interval, of_level
 from lab.model.work import Counts
 from lab.settings.config import build, load
 from lab.settings.files import located, read_file
@@ -33,6 +42,320 @@ from lab.settings.overrides import own_choices
 from lab.simulate.fit import fitted_groups
 from lab.simulate.hardware import draws, parse, places
 from lab.simulate.score import ScoredCell, scored_cell
+
+# What a claim is worth, in the order of a page.
+KINDS = {
+    "counted": "These claims are about a network or about the bytes sent. Their values are "
+    "counted, so they are the same on any machine.",
+    "predicted": "The cost model predicts the values of these claims. Each claim could have "
+    "failed, because it does fail for some change of links, compute or bytes by a factor from 0.5 "
+    "to 2.",
+    "measured": "These claims are about one device. Only measurements on the kind of device that "
+    "the source used can decide them.",
+    "arithmetic": "These claims are not evidence. Each one either holds even if the values behind "
+    "it are halved or doubled, or follows from inputs or from another claim.",
+    "input": "These claims are not evidence. Their figures were put into the model, or come from "
+    "the profile alone.",
+    "own": "These claims are not evidence about the source. The lab makes them, and the source "
+    "does not.",
+}
+# Those that are no evidence, several and one.
+OTHERS = {
+    "arithmetic": "arithmetic checks",
+    "input": "model inputs",
+    "own": "statements by the lab",
+}
+ONE = {
+    "arithmetic": "arithmetic check",
+    "input": "model input",
+    "own": "statement by the lab",
+}
+EVIDENCE = ("counted", "predicted", "measured")  # kinds that say something about the source
+BUS = "bus_gb_per_s"  # a quantity of one collective
+# What decides a verdict, in the order of a table.
+BASES = {
+    "counted": "counted exactly: operations or bytes, no time",
+    "predicted": "predicted by the cost model: training",
+    "collectives": "predicted by the cost model: single collectives",
+    "emulated": "measured on an emulated cluster",
+    "measured": "measured on this kind of device",
+    "elsewhere": "not tested: only measured on another kind of device",
+    "nothing": "not tested: the lab has no measurement",
+}
+UNTESTED = ("elsewhere", "nothing")
+SURE = "holds at half and twice, too"
+FACTORS = (0.5, 2.0, 0.71, 1.41)
+CHANGES = tuple(
+    Change(**{what: factor}) for factor in FACTORS for what in ("links", "compute", "bytes")
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim, and the values of its quantity.
+
+    Attributes:
+        predicted: or counted; None if unknown.
+        predicted_ends: lowest and highest, over draws of what the hardware leaves open.
+        measured: over repeats, with an interval where these suffice; all NaN if unknown.
+        num_repeats: how many repeats have a value.
+        machine: what it was measured on: "cpu", "gpu" or "emulated".
+        is_elsewhere: the source measured on another kind of device, so `measured` decides nothing.
+        kind: a key of KINDS. why: for one that is arithmetic.
+        is_counted: no clock is read for its value.
+    """
+
+    claim: Claim
+    predicted: float | None
+    predicted_ends: tuple[float, float] | None = None
+    measured: Interval = UNKNOWN
+    num_repeats: int = 0
+    machine: str | None = None
+    is_elsewhere: bool = False
+    kind: str = "predicted"
+    why: str = ""
+    is_counted: bool = False
+
+    @property
+    def basis(self) -> str:
+        """Return what decides: a key of BASES."""
+        if self.is_counted:
+            return "counted"
+        if not math.isnan(self.measured.mid) and not self.is_elsewhere:
+            return "emulated" if self.machine == "emulated" else "measured"
+        if self.predicted is not None:
+            return "predicted"
+        return "nothing" if math.isnan(self.measured.mid) else "elsewhere"
+
+    @property
+    def value(self) -> Interval:
+        """Return the value that decides; all NaN if none does."""
+        if not math.isnan(self.measured.mid) and not self.is_elsewhere:
+            return self.measured
+        return _exact(self.predicted)
+
+    @property
+    def outcome(self) -> str:
+        """Return one of OUTCOMES."""
+        return self.claim.check.outcome(self.value)
+
+    @property
+    def miss(self) -> float | None:
+        """Return the relative error against the published figure, or else the bound exceeded.
+
+        Returns:
+            None: the value is unknown, or there is nothing to divide by.
+        """
+        least, most = self.claim.check.allowed
+        bound = least if self.value.mid < least else most
+        against = self.claim.published or bound
+        if math.isnan(self.value.mid) or not against or math.isinf(against):
+            return None
+        return self.value.mid / against - 1
+
+    @property
+    def words(self) -> str:
+        """Say what was done, and how it came out."""
+        if self.basis == "elsewhere":
+            return "wrong kind of device: not testable here"
+        if self.outcome == "unknown":
+            return "not testable here: not measured"
+        done = BASES[self.basis] if self.basis == "emulated" else self.basis
+        done = self.kind if self.kind in ("arithmetic", "input") else done
+        if self.outcome == "holds":
+            return f"{done}: agrees"
+        if self.outcome == "within noise":
+            return f"{done}: undecided"
+        share = "" if self.miss is None else f" by {100 * abs(self.miss):.0f} %"
+        return f"model misses{share}" if done == "predicted" else f"{done}: differs{share}"
+
+
+def judge(
+    paper: Paper,
+    predicted: Facts | None,
+    measured: MeasuredFacts | None,
+    others: Sequence[Facts] = (),
+    device: Device | None = None,
+    changed: Sequence[Facts] = (),
+    machine: str | None = None,
+) -> tuple[Verdict, ...]:
+    """Compute each claim's values from the facts, and its kind.
+
+    Args:
+        predicted: None: all claims are about one device.
+        others: predicted as well, by hardware drawn from what its file leaves open.
+        device: for claims about one device; None: nothing about one is known.
+        changed: predicted with each of CHANGES; without them no prediction is found unable to fail.
+        machine: what `measured` ran on, as in Verdict.
+    """
+    verdicts: list[Verdict] = []
+    kinds = _Kinds(paper.claims, predicted, changed)
+    for claim in paper.claims:
+        if claim.of_device:
+            verdict = _of_device(claim, device or Device(), paper.device)
+        else:
+            verdict = _of_scaling(claim, [predicted, *others] if predicted else [], measured)
+            verdict = replace(verdict, machine=machine, is_elsewhere=_differ(machine, paper.device))
+        cells = _cells(claim, predicted)
+        counted = claim.is_counted if claim.of_device else not cells
+        kind, why = kinds.of(verdict, cells)
+        verdicts.append(replace(verdict, kind=kind, why=why, is_counted=counted))
+    return tuple(verdicts)
+
+
+def tally(verdicts: Iterable[Verdict]) -> dict[str, dict[str, int]]:
+    """Count outcomes of claims that are evidence, by what decides; single collectives apart."""
+    counts = {basis: Counter[str]() for basis in BASES}
+    for each in verdicts:
+        if each.kind in EVIDENCE:
+            is_collective = each.basis == "predicted" and each.claim.quantity == BUS
+            counts["collectives" if is_collective else each.basis][each.outcome] += 1
+    return {
+        basis: {outcome: found[outcome] for outcome in OUTCOMES} for basis, found in counts.items()
+    }
+
+
+def _differ(machine: str | None, device: str | None) -> bool:
+    return None not in (machine, device) and machine not in (device, "emulated")
+
+
+def _of_scaling(
+    claim: Claim, predicted: Sequence[Facts], measured: MeasuredFacts | None
+) -> Verdict:
+    """Judge by facts that were predicted, the first by the hardware as its file says."""
+    values = [claim.value(each) for each in predicted]
+    known = [value for value in values if value is not None]
+    ends = (min(known), max(known)) if known else None
+    return Verdict(claim, values[0] if values else None, ends, *_measured(claim, measured))
+
+
+def _of_device(claim: Claim, device: Device, source: str | None) -> Verdict:
+    value = claim.found(device)
+    if claim.is_counted:
+        return Verdict(claim, value.mid if value else None)
+    machine = device.measured_on(claim.arguments.get("result"))
+    measured = value or UNKNOWN, 1 if value else 0, machine, _differ(machine, source)
+    return Verdict(claim, None, None, *measured)
+
+
+def _measured(claim: Claim, measured: MeasuredFacts | None) -> tuple[Interval, int]:
+    """Return the value over repeats; of cells with different repeats, their medians' alone."""
+    if not measured:
+        return UNKNOWN, 0
+    values = [claim.value(repeat) for repeat in measured.repeats()]
+    known = [value for value in values if value is not None]
+    if known and min(known) > 0:
+        return of_level(known), len(known)
+    return _exact(claim.value(measured)), len(known)
+
+
+def _exact(value: float | None) -> Interval:
+    return UNKNOWN if value is None else Interval(math.nan, value, math.nan)
+
+
+class _Reading:
+    """Facts that note of which cells they told the time."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts, self.cells = facts, set[Point]()
+
+    def step_s(self, at: Point) -> float:
+        self.cells.add(at)
+        return self._facts.step_s(at)
+
+    def all_reduce_s(self, at: Point) -> float:
+        self.cells.add(at)
+        return self._facts.all_reduce_s(at)
+
+    def payload_bytes(self, at: Point) -> float:
+        return self._facts.payload_bytes(at)
+
+    def counts(self) -> Counts:
+        return self._facts.counts()
+
+
+def _cells(claim: Claim, facts: Facts | None) -> set[Point]:
+    """Return the cells whose times a claim's value depends on."""
+    if facts is None or claim.of_device:
+        return set()
+    reading = _Reading(facts)
+    claim.value(reading)
+    return reading.cells
+
+
+def _of_profile(cell: Point) -> bool:
+    """Tell whether a cell's time is compute alone, as its profile says."""
+    return cell.strategy == "none" and cell.num_bytes is None
+
+
+class _Kinds:
+    """The kinds of a paper's claims, in their order."""
+
+    def __init__(
+        self, claims: Sequence[Claim], predicted: Facts | None, changed: Sequence[Facts]
+    ) -> None:
+        self._changed = changed
+        given = (claim for claim in claims if claim.role == "input")
+        self._inputs = {cell for claim in given for cell in _cells(claim, predicted)}
+        self._told: dict[object, str] = {}  # what earlier claims said
+
+    def of(self, verdict: Verdict, cells: set[Point]) -> tuple[str, str]:
+        """Return a key of KINDS, and for arithmetic the reason; `cells` as of `_cells`."""
+        claim = verdict.claim
+        if claim.role != "statement":
+            return claim.role, ""
+        if claim.quantity in OF_PRINT:
+            return "arithmetic", "on the source's own figures"
+        if claim.check.about is not None and claim.published is None:
+            return "arithmetic", "the source prints no such figure"
+        if claim.of_device:
+            kind = "counted" if claim.is_counted else "measured"
+            return _checked(kind, _may_fail(claim, verdict.value))
+        return self._of_scaling(verdict, cells)
+
+    def _of_scaling(self, verdict: Verdict, cells: set[Point]) -> tuple[str, str]:
+        claim = verdict.claim
+        if not cells:
+            return _checked("counted", _may_fail(claim, verdict.value))
+        apart = {cell for cell in cells if not _of_profile(cell)}
+        if not apart:
+            return "input", ""
+        if apart <= self._inputs:
+            return "arithmetic", "follows from inputs"
+        if not self._changed or verdict.predicted is None:
+            return "predicted", ""
+        values = [claim.value(facts) for facts in self._changed]
+        if all(claim.check.outcome(_exact(v)) == "holds" for v in (verdict.predicted, *values)):
+            return "arithmetic", SURE
+        return self._first_to_say(claim, apart, [verdict.predicted, *values])
+
+    def _first_to_say(
+        self, claim: Claim, cells: set[Point], values: Sequence[float | None]
+    ) -> tuple[str, str]:
+        """Find an earlier claim with the same values and limits, or on the same cells.
+
+        Another published figure of the same cells, as of another machine, says something new.
+        """
+        texts = tuple("" if value is None else f"{value:.4g}" for value in values)
+        keys: list[object] = [(claim.quantity, claim.check, texts)]
+        keys += [frozenset(cells)] if claim.published is None else []
+        for key in keys:
+            if key in self._told:
+                return "arithmetic", f"says the same as “{self._told[key]}”"
+        self._told |= dict.fromkeys((keys[0], frozenset(cells)), claim.says)
+        return "predicted", ""
+
+
+def _may_fail(claim: Claim, value: Interval) -> bool:
+    """Tell whether a count or a measurement, or one off by up to two, would not hold."""
+    if math.isnan(value.mid):
+        return True
+    found = [value, *(value.scaled(factor) for factor in FACTORS)]
+    return any(claim.check.outcome(one) != "holds" for one in found)
+
+
+def _checked(kind: str, may_fail: bool) -> tuple[str, str]:
+    return (kind, "") if may_fail else ("arithmetic", SURE)
 
 
 @dataclass(frozen=True)

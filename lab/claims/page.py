@@ -12,11 +12,21 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lab.claims.device import mini_batches_table
-from lab.claims.findings import Findings, Reproduced
+from lab.claims.findings import (
+    BASES,
+    KINDS,
+    ONE,
+    OTHERS,
+    SURE,
+    UNTESTED,
+    Findings,
+    Reproduced,
+    Verdict,
+    tally,
+)
 from lab.claims.metrics import of_linear_scaling
 from lab.claims.predicted import MARGIN, Crossovers, Terms
-from lab.claims.verdicts import BASES, KINDS, ONE, OTHERS, SURE, UNTESTED, Verdict, tally
-from lab.draw.looks import order
+from lab.draw.chart import order
 from lab.draw.text import in_words, markdown
 from lab.settings.atomic import write_atomically
 from lab.simulate.score import ScoredCell, held_out, score, skill

@@ -11,8 +11,7 @@ import pandas as pd
 
 from lab.claims.page import write_csv
 from lab.claims.published import Fit, HeldOut, Score, figures, fitted, held_out
-from lab.draw.altair import alt
-from lab.draw.chart import GREY, Chart
+from lab.draw.chart import GREY, Chart, alt
 from lab.draw.plots import ALONE, legend_columns
 from lab.draw.text import in_words, markdown
 from lab.settings.atomic import write_atomically

@@ -21,8 +21,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from lab.cluster.check import check
-from lab.cluster.network import INTERFACE, address, build, change_link, execute, name_hosts, on_host
+from lab.cluster.network import (
+    INTERFACE,
+    address,
+    build,
+    change_link,
+    check,
+    execute,
+    name_hosts,
+    on_host,
+)
 from lab.cluster.settings import EMULATION, Change, Cluster
 from lab.model.profile import SLOW_FACTOR
 from lab.settings.config import ConfigError

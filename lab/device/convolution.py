@@ -20,9 +20,20 @@ from lab.convolution.algorithms import ALGORITHMS, LIBRARY
 from lab.convolution.layer import calls_of, convolutions_of
 from lab.device.formats import implementation
 from lab.distributed.world import World
-from lab.draw.altair import alt
-from lab.draw.chart import INK, LABEL_PX, LETTER
-from lab.draw.looks import BLACK, BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from lab.draw.chart import (
+    BLACK,
+    BLUE,
+    BROWN,
+    GREEN,
+    INK,
+    LABEL_PX,
+    LETTER,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    alt,
+)
 from lab.draw.plots import GAP, Axis, legend_columns
 from lab.problem import blueprint
 from lab.settings.config import ConfigError

@@ -1,20 +1,25 @@
 """Instructions, loads, stores and cache hits of a model's layers, by callgrind, on CPUs.
 
-With `trace=FILE`, the metrics of kernels that a GPU counted, by kernel.
+With `trace=FILE`, the metrics of kernels that a GPU counted, by kernel. torch.profiler writes them
+with CUPTI's range profiler: an event of category cuda_profiler_range for each launch, whose args
+hold the metrics (Kineto, CuptiRangeProfiler.cpp).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -24,11 +29,10 @@ from lab.benchmarks.present import Drawn, Row, decimals, machine, number, tabula
 from lab.benchmarks.request import Request
 from lab.device import callgrind
 from lab.device.callgrind import output_of
-from lab.device.trace import about_trace, adds_up, kernels_of, left_out, read_events, read_from
-from lab.draw.altair import alt
-from lab.draw.chart import LABEL_PX, LETTER
-from lab.draw.looks import BLUE, GREEN, ORANGE, SKY
+from lab.device.transfer import about_trace, left_out, read_events, read_from
+from lab.draw.chart import BLUE, GREEN, LABEL_PX, LETTER, ORANGE, SKY, alt
 from lab.draw.plots import BAR, GAP, bars
+from lab.settings import reading
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 from lab.training.recording import surroundings
@@ -45,6 +49,11 @@ COUNTED = {"loads": BLUE, "stores": ORANGE, "other instructions": GREEN}
 WIDTH = 56  # letters of a kernel's name
 NUM_KERNELS, NUM_METRICS = 20, 4  # in the figure
 METRIC = 150  # pixels of a metric's panel
+RANGE = "cuda_profiler_range"  # a category of events
+UNIT = "__"  # a metric is named UNIT__COUNTER.ROLLUP, as in dram__bytes_read.sum
+# Every other one, such as a rate or a share of the peak, has a plain mean: Kineto divides the
+# trace's time evenly among the ranges, so there are no times to weigh by.
+ROLLUPS: dict[str, Callable[[Sequence[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 UNNAMED = "__missing__"  # Kineto's word
 # Namespaces, also those of lambda functions: most of the length of a name in torch.
 SCOPE = re.compile(r"(?:\(anonymous namespace\)|\{lambda\([^{}]*\)#\d+\}|\w+)::")
@@ -230,6 +239,82 @@ def chart(result: dict[str, Any]) -> Drawn:
     )
     about = [f"counted by callgrind on {machine(result)}", *notes(result)]
     return message, about, (body, width + 220)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All launches of one kernel, on all GPUs.
+
+    Attributes:
+        name: demangled, with its template's arguments; a user's range has the range's name.
+        metrics: of all launches, by name; without those that no launch has.
+    """
+
+    name: str
+    num_launches: int
+    metrics: dict[str, float]
+
+
+def kernels_of(
+    events: Iterable[dict[str, Any]], skipped: Counter[str] | None = None
+) -> list[Kernel]:
+    """Combine the metrics of a trace by kernel.
+
+    Args:
+        skipped: counts what is left out, by reason: launches without a name or args, and metrics
+            that are not finite or negative.
+
+    Returns:
+        The sum of all kernels first, named "all"; then each, by its largest share of any metric
+        that adds up. Nothing if the trace has no such events.
+    """
+    launches: dict[str, list[dict[str, float]]] = {}
+    skipped = Counter() if skipped is None else skipped
+    for event in events:
+        if event.get("cat") == RANGE:
+            name, args = event.get("name"), event.get("args")
+            if isinstance(name, str) and isinstance(args, dict):
+                launches.setdefault(name, []).append(_metrics(args, skipped))
+            else:
+                skipped["kernels without a name or args"] += 1
+    if not launches:
+        return []
+    total = _kernel("all", [launch for each in launches.values() for launch in each])
+
+    def rank(kernel: Kernel) -> tuple[float, int]:
+        shares = (
+            value / total.metrics[metric]
+            for metric, value in kernel.metrics.items()
+            if adds_up(metric) and total.metrics[metric]
+        )
+        return -max(shares, default=0.0), -kernel.num_launches
+
+    return [total, *sorted((_kernel(name, each) for name, each in launches.items()), key=rank)]
+
+
+def adds_up(metric: str) -> bool:
+    """Tell whether launches' values of a metric are added."""
+    return metric.endswith(".sum")
+
+
+def _metrics(args: dict[str, Any], skipped: Counter[str]) -> dict[str, float]:
+    numbers = {name: reading.number(value) for name, value in args.items() if UNIT in name}
+    found = {name: value for name, value in numbers.items() if value is not None}
+    if len(found) < len(numbers):
+        skipped["metrics that are no numbers from 0 to 2^63"] += len(numbers) - len(found)
+    return found
+
+
+def _kernel(name: str, launches: Sequence[dict[str, float]]) -> Kernel:
+    values: dict[str, list[float]] = {}
+    for launch in launches:
+        for metric, value in launch.items():
+            values.setdefault(metric, []).append(value)
+    combined = {
+        metric: ROLLUPS.get(metric.rpartition(".")[2], fmean)(each)
+        for metric, each in values.items()
+    }
+    return Kernel(name, len(launches), combined)
 
 
 def _table_of_kernels(result: dict[str, Any]) -> list[list[str]]:

@@ -32,7 +32,7 @@ from lab.benchmarks.harness import here
 from lab.benchmarks.present import Column, Drawn, decimals, number, span, tabulate, text
 from lab.benchmarks.request import Request
 from lab.device.callgrind import filled, output_of
-from lab.draw.looks import BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from lab.draw.chart import BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import bars
 from lab.exchange.bucket import plan
 from lab.exchange.cost import Sizes

@@ -36,8 +36,7 @@ from lab.device.clock import (
     share_of_data,
 )
 from lab.distributed.world import World
-from lab.draw.chart import GREY
-from lab.draw.looks import COLOURS, GREEN, ORANGE, SKY, VERMILLION
+from lab.draw.chart import COLOURS, GREEN, GREY, ORANGE, SKY, VERMILLION
 from lab.draw.plots import bars
 from lab.measure import PHASES
 from lab.settings.names import class_name

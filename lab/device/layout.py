@@ -31,9 +31,7 @@ from lab.device.formats import (
     moves,
 )
 from lab.distributed.world import World
-from lab.draw.altair import alt
-from lab.draw.chart import GREY
-from lab.draw.looks import BLACK, SKY
+from lab.draw.chart import BLACK, GREY, SKY, alt
 from lab.draw.plots import bars
 from lab.settings.names import class_name
 from lab.training.assemble import assembled

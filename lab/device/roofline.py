@@ -21,9 +21,7 @@ from lab.benchmarks.present import Column, Drawn, Row, decimals, number, text, t
 from lab.benchmarks.request import Request
 from lab.device.profile import measured
 from lab.distributed.world import World
-from lab.draw.altair import alt
-from lab.draw.chart import LABEL_PX
-from lab.draw.looks import BLACK, BLUE, VERMILLION
+from lab.draw.chart import BLACK, BLUE, LABEL_PX, VERMILLION, alt
 from lab.draw.plots import Axis
 from lab.measure.operations import Uncountable, count
 from lab.measure.peaks import arithmetic_of, copy_rate, gpu_peak, measured_rates

@@ -25,7 +25,7 @@ from lab.benchmarks import harness, present
 from lab.benchmarks.request import Request, Variant
 from lab.convolution.layer import convolutions_of
 from lab.distributed.world import World
-from lab.draw.looks import BLUE, COLOURS, VERMILLION, Look, looks_of
+from lab.draw.chart import BLUE, COLOURS, VERMILLION, Look, looks_of
 from lab.draw.plots import Axis, dots, lines
 from lab.measure.peaks import arithmetic_of, gpu_peak, measured_rates
 from lab.model.lstm import LSTM

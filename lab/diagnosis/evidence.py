@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lab.analysis.compare import noise_floor
-from lab.analysis.points import CEILING, Point, points_of, same_work, shared_baseline
+from lab.analysis.points import CEILING, Point, noise_floor, points_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.measure import OWN
 from lab.measure.statistics import geometric_mean, round_means
@@ -46,7 +45,7 @@ class Evidence:
         slowest_rank: that rank; -1 is unknown.
         slow: each phase in which a rank is slow, the longest mean delay first.
         backward_s: mean over ranks.
-        floor: the study's noise floor (lab.analysis.compare).
+        floor: the study's noise floor (lab.analysis.points).
         codec_s: encoding and decoding in exchanges, mean over ranks.
         payload_bytes, messages: sent in a step by the rank that sent most.
         settings: the run's resolved settings; {} if unknown.

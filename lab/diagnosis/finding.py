@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lab.analysis.compare import leaders
-from lab.analysis.points import CEILING, Place, Point
+from lab.analysis.points import CEILING, Place, Point, leaders
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Verdict
 from lab.diagnosis.view import reason

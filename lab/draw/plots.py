@@ -15,9 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from lab.draw.altair import alt
-from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, look_of_series, spread
-from lab.draw.looks import Look
+from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Look, alt, look_of_series, spread
 
 Frame = Any  # a pandas.DataFrame: pandas' own types do not know what its columns hold
 

@@ -13,13 +13,10 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.compare import noise_floor
 from lab.analysis.places import Place, Where, columns_of, places_of
-from lab.analysis.points import points_of
+from lab.analysis.points import noise_floor, points_of
 from lab.analysis.records import commits_of, load_study
-from lab.draw.altair import alt
-from lab.draw.chart import GREY, GRID, WIDTH, Chart
-from lab.draw.looks import LineStyle, looks_of, order
+from lab.draw.chart import GREY, GRID, WIDTH, Chart, LineStyle, alt, looks_of, order
 from lab.draw.plots import (
     ALONE,
     GAP,

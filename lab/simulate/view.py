@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lab.draw.chart import Chart
-from lab.draw.looks import looks_of
+from lab.draw.chart import Chart, looks_of
 from lab.draw.text import aligned
 from lab.measure import Span
 from lab.record.files import write_json

@@ -1,4 +1,7 @@
-"""Run the missing cells of a study: one fresh torchrun per cell, here, on SLURM or on Ray."""
+"""Run the missing cells of a study: one fresh torchrun per cell, here, on SLURM or on Ray.
+
+The study's grids are saved in its folder, so that `study=mine` alone goes on with them.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,29 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lab.cluster import sandbox
+from lab.record.files import write_json
 from lab.settings.atomic import open_lock
 from lab.settings.command import CommandLine, show
 from lab.settings.errors import ConfigError, as_config_error
+from lab.settings.fields import split
+from lab.settings.files import choices_of, is_file
 from lab.settings.names import root_of
-from lab.study import saved
-from lab.study.grid import Cell, Study
+from lab.settings.overrides import config_dir_of, one_value
+from lab.settings.reading import read_json
+from lab.study.grid import DEFAULTS, NOT_OF_GRID, Cell, Study
+from lab.study.grid import read as read_grid
 
 if TYPE_CHECKING:
     from lab.record.schema import Record
 
 LOCK_WAIT_S = 60.0
-
-
+FILE = "study.json"  # of the saved grids, in the study's folder
+NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "config_dir")  # no grid by themselves
 CellEnded = Callable[[bool], None]  # is told of each cell, and whether it was run now
 Serve = Callable[[Study, Path], AbstractContextManager[CellEnded]]
 # What the ranks of a start have in common: the work, and all that a process has only once.
@@ -53,7 +61,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     Raises:
         ConfigError: a wrong setting, or a study that cannot be run here.
     """
-    study, source = saved.read(line.settings)
+    study, source = read(line.settings)
     if line.shows_settings:
         show((cell.config for cell in study.cells), line.flags)
         return 0
@@ -71,7 +79,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     run_missing = _run_here if study.launcher == "local" else _run_by_scheduler
     try:
         with _alone(root) as lock, serve(study, root) if study.live else _unseen() as ended:
-            saved.save(root, study)
+            save(root, study)
             statuses = list(run_missing(study, root, lock, ended))
     except KeyboardInterrupt:
         print("\nstopped; run the same command to continue from here", file=sys.stderr)
@@ -251,3 +259,70 @@ def _shared(cell: Cell) -> object:
     settings = {k: str(v) for k, v in cell.settings.items() if root_of(k) in SHARED}
     axes = cell.world_size, cell.repeat, cell.batch_size, config.scaling, config.measure
     return axes, str(config.comm), tuple(sorted(settings.items()))
+
+
+def read(arguments: Sequence[str]) -> tuple[Study, str]:
+    """Read the study that a command line asks for, and say in words where its grid comes from.
+
+    A study of conf/studies, or of a file by path, keeps that file's grid, and settings on the
+    command line are a grid. Without either, the study goes on with the grids saved in its folder.
+
+    Raises:
+        ConfigError: a wrong setting, or a saved file that cannot be read.
+    """
+    given, _ = split(arguments, DEFAULTS)
+    name, runs_dir = (one_value(key, DEFAULTS | given) for key in DEFAULTS)
+    if is_file(name):
+        return read_grid(arguments), f"study={Path(name).stem}: the grid of {name}"
+    saved = load(Path(runs_dir) / name)
+    where = f"study={name}: the grid of"
+    if name in choices_of("study", config_dir_of(arguments)):
+        return read_grid(arguments), f"{where} conf/studies/{name}.yaml"
+    asks_by_name = any(each.startswith("study=") for each in arguments)
+    sets_a_grid = any(each.partition("=")[0] not in NOT_ALONE for each in arguments)
+    if not saved or not asks_by_name or sets_a_grid:
+        beside = f", beside {len(saved)} saved in {runs_dir}/{name}/{FILE}" if saved else ""
+        return read_grid(arguments), f"{where} this command{beside}"
+    grids = [read_grid([*grid, *arguments]) for grid in saved]
+    several = f"{len(saved)} grids" if len(saved) > 1 else "grid"
+    return _joined(grids), f"study={name}: the {several} saved in {runs_dir}/{name}/{FILE}"
+
+
+def load(root: Path) -> list[list[str]]:
+    """Read the arguments of each saved grid of the study in `root`; none if nothing is saved.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    return [[str(each) for each in grid["arguments"]] for grid in _grids(root)]
+
+
+def save(root: Path, study: Study) -> None:
+    """Add a study's grids to those saved in `root`, unless they are there."""
+    known = load(root)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    new = [{"when": when, "arguments": list(g)} for g in study.grids if list(g) not in known]
+    if new:
+        write_json(root / FILE, {"grids": [*_grids(root), *new]})
+
+
+def _grids(root: Path) -> list[dict[str, Any]]:
+    path = root / FILE
+    try:
+        grids = read_json(path)["grids"]
+        if all(isinstance(each["arguments"], list) for each in grids):
+            return grids
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise ConfigError(f"{path}: is not a list of a study's grids; delete or repair it")
+
+
+def _joined(grids: Sequence[Study]) -> Study:
+    """Join grids of one study: their cells in order, each of them once."""
+    cells = {cell.name: cell for grid in grids for cell in grid.cells}
+    arguments = tuple(one for grid in grids for one in grid.grids)
+    return dataclasses.replace(grids[0], cells=list(cells.values()), grids=arguments)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.compare import Difference, differences, floor_text
-from lab.analysis.points import Point
+from lab.analysis.points import Difference, Point, differences, floor_text
 from lab.analysis.records import Study
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
@@ -19,14 +18,21 @@ from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
 from lab.diagnosis.finding import Finding, finding
 from lab.diagnosis.rules import judge
-from lab.diagnosis.split import time_split
-from lab.diagnosis.view import best_remedies, headline, in_full
+from lab.diagnosis.view import best_remedies, headline, in_full, time_split
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.reading import DamagedFile, read_json
 from lab.simulate.predict import DEFAULT_PROFILE
-from lab.web.drawing import WIDTH, Drawing, drawing
-from lab.web.tables import Table, TableCell, of_texts, percent_text, points_table
+from lab.web.elements import (
+    WIDTH,
+    Drawing,
+    Table,
+    TableCell,
+    drawing,
+    of_texts,
+    percent_text,
+    points_table,
+)
 
 CHARTS = ("speedup", "efficiency", "throughput", "step_time", "payload", "convergence")
 HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score

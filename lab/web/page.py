@@ -1,30 +1,39 @@
-"""Assemble the page: one HTML file that asks for nothing and runs nothing but its own script."""
+"""Assemble the page: one HTML file that asks for nothing and runs nothing but its own script.
+
+It keeps from strangers what is not theirs: paths of a machine, a user's name, secrets.
+"""
 
 from __future__ import annotations
 
 import base64
+import getpass
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lab.settings.atomic import write_atomically
+from lab.settings.files import conf_dir
 from lab.settings.reading import read_json
+from lab.settings.secrets import HIDDEN, is_secret, without_secrets
+from lab.settings.streams import CONTROL
 from lab.web.contents import Compared, Contents, compare, contents_of
-from lab.web.drawing import Drawing, bundle
+from lab.web.elements import Benched, Drawing, bundle, read_benched
 from lab.web.live import Progress
-from lab.web.privacy import clean
-
-if TYPE_CHECKING:
-    from lab.web.benched import Benched
 
 ASSETS = Path(__file__).parent / "assets"
+# What `clean` hides, and does not.
+PATH = re.compile(r"(?<![\w./:<])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+,=-]+){2,}[/\\]?")
+COMMON = {"root", "user", "admin", "ubuntu"}  # no one's name
+WORDS = {"cell", "data", "lab", "loss", "rank", "step", "study", "test", "train", "training"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ def parts_of(paths: Sequence[Path], command: str) -> Parts:
     studies = [contents_of(path, f"s{at}-") for at, path in enumerate(folders, start=1)]
     names = [each.study.folder.name for each in studies] or [path.stem for path in paths]
     compared = compare(*studies[:2]) if len(studies) > 1 else None
-    benched = [_benched(path) for path in results]
+    benched = [read_benched(path) for path in results]
     for study, folder in zip(studies, folders, strict=True):
         benched += _benched_in(folder, study.left_out)
     return Parts(" and ".join(names), command, studies, benched, compared)
@@ -69,15 +78,9 @@ def _benched_in(folder: Path, left_out: list[str]) -> Iterator[Benched]:
         try:
             result = read_json(path)
             if isinstance(result, dict) and "bench" in result:
-                yield _benched(path)
+                yield read_benched(path)
         except (ValueError, OSError) as why:
             left_out.append(str(why))
-
-
-def _benched(path: Path) -> Benched:
-    from lab.web.benched import read_benched  # imports torch
-
-    return read_benched(path)
 
 
 def render(parts: Parts, progress: Progress | None = None) -> str:
@@ -85,7 +88,7 @@ def render(parts: Parts, progress: Progress | None = None) -> str:
 
     Scripts and styles are inside, and a Content-Security-Policy admits them alone, by their
     hashes. All texts are escaped where the template puts them (jinja2), and cleaned of what
-    strangers should not read (lab.web.privacy).
+    strangers should not read (`clean`).
 
     Args:
         progress: of the sweep whose page is served while it runs; such a page may ask its server.
@@ -164,3 +167,45 @@ def _hash(text: str) -> str:
 
 def _cleaned(value: object) -> object:
     return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def clean(value: Any, name: str = "") -> Any:
+    """Return a value of JSON without what a stranger should not read, in keys and texts too.
+
+    Characters that control a terminal, or the direction of text, are replaced as well: they would
+    let a name show as another.
+
+    Args:
+        name: the key of the value; a secret's value is hidden whatever it is.
+    """
+    if isinstance(value, str):
+        return HIDDEN if value and is_secret(name) else clean_text(value)
+    if isinstance(value, Mapping):
+        return {clean_text(str(key)): clean(each, str(key)) for key, each in value.items()}
+    if isinstance(value, Sequence):
+        return [clean(each, name) for each in value]
+    return value
+
+
+def clean_text(text: str) -> str:
+    """Return a text without paths but their last part, secrets, the user's name and controls."""
+    text = without_secrets(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+    text = PATH.sub(_last_part, text)
+    user = _user()
+    return re.sub(rf"\b{re.escape(user)}\b", HIDDEN, text) if user else text
+
+
+def _last_part(path: re.Match[str]) -> str:
+    parts = re.split(r"[/\\]", path.group().rstrip("/\\"))
+    return f"{HIDDEN}/{parts[-1]}"
+
+
+@cache
+def _user() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        return ""
+    # A page that hides its own words, such as a strategy's name, could not be read.
+    words = COMMON | WORDS | {path.stem for path in conf_dir().rglob("*.yaml")}
+    return "" if name in words or len(name) < 3 else name

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import lab
-from lab.analysis.compare import leaders_of
-from lab.analysis.points import together
+from lab.analysis.points import leaders_of, together
 from lab.measure.statistics import of_ratio
 
 REPEATS = (3, 4, 6, 10)

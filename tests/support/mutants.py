@@ -22,10 +22,9 @@ from typing import Any
 from unittest.mock import patch
 
 from lab.claims.claims import Claim, Paper
-from lab.claims.findings import counts_of_model, verify_all
+from lab.claims.findings import EVIDENCE, OTHERS, Verdict, counts_of_model, judge, verify_all
 from lab.claims.metrics import delivered_error
 from lab.claims.predicted import Change, Predicted, fit_terms, profile_of, strategy_of
-from lab.claims.verdicts import EVIDENCE, OTHERS, Verdict, judge
 from lab.draw.text import in_words, markdown
 from lab.exchange import grouping
 from lab.exchange.base import Exchange
@@ -278,7 +277,7 @@ WORTH = """
 A claim is evidence if it could have failed and if it does not follow from inputs or from another
 claim. To find out whether a claim could have failed, we multiply links, compute or bytes by 0.5,
 0.71, 1.41 and 2. For a counted claim, we multiply the count. The claim could have failed if it does
-fail for one of these values, or without any change. The rules are in lab/claims/verdicts.py.
+fail for one of these values, or without any change. The rules are in lab/claims/findings.py.
 
 A claim of the kind "measured" is evidence only after a device of the source's kind has measured it.
 When we assigned kinds by hand, we took 224 of 280 claims to be evidence. By the rules above, 98 of

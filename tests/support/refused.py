@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lab.draw.looks import order
+from lab.draw.chart import order
 from lab.settings.config import build, load
 from lab.settings.files import choices_of
 from lab.sync.pattern import pattern_of

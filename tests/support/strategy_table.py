@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lab.draw.looks import order
+from lab.draw.chart import order
 from lab.settings.files import choices_of, conf_dir
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/strategies.md"

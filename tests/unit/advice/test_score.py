@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lab import score as command
-from lab.advice.constant import constant_of, verdict
+from lab.advice.advise import constant_of, verdict
 from lab.advice.score import Map, choices, map_chart, map_of, report, section, write_map
 from lab.analysis.places import Place, Where
 from lab.draw.chart import drawn

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from lab.analysis import summary
-from lab.analysis.compare import leaders
-from lab.analysis.points import Point, table
+from lab.analysis.points import Point, leaders, table
 from lab.analysis.records import load_study
-from lab.draw.looks import looks_of
+from lab.draw.chart import looks_of
 from lab.record.files import write_json
 from lab.record.schema import Emulation
 from tests.support.records import leave, make_record

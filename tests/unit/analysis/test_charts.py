@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 
 from lab.analysis.charts import CHARTS, NothingToDraw
-from lab.draw.chart import DASHES, WIDTH, Chart, drawn, pixels_of, spread
-from lab.draw.looks import LOOKS, looks_of
+from lab.draw.chart import DASHES, LOOKS, WIDTH, Chart, drawn, looks_of, pixels_of, spread
 from tests.conftest import ROOT
 from tests.support.cases import ALL_STRATEGIES
 from tests.support.slow import some_of

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lab.analysis.compare import differences
-from lab.analysis.points import Point, table
+from lab.analysis.points import Point, differences, table
 from lab.analysis.records import load_study
 from tests.support.records import leave, make_record
 

@@ -11,7 +11,7 @@ import pytest
 from lab.analysis import summary
 from lab.analysis.points import table
 from lab.analysis.records import labels_of, load_study, named_by_study
-from lab.draw.looks import LOOKS, looks_of
+from lab.draw.chart import LOOKS, looks_of
 from lab.measure import Span
 from lab.plot import main
 from lab.record.trace import TIMELINE, write_trace

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.analysis import summary
-from lab.analysis.compare import leaders, noise_floor
-from lab.analysis.points import points_of, table
+from lab.analysis.points import leaders, noise_floor, points_of, table
 from lab.analysis.records import Study, load_study
 from tests.support.records import leave, make_record
 

@@ -11,8 +11,7 @@ import torch
 from lab import bench
 from lab.benchmarks import codec, collective, harness
 from lab.benchmarks.present import text_of
-from lab.benchmarks.ranks import with_world_size
-from lab.benchmarks.request import read
+from lab.benchmarks.request import read, with_world_size
 from lab.distributed import world
 from lab.distributed.comm import run_ranks
 from lab.exchange.allreduce import AllReduce

@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab.claims.claims import Check, Claim, Paper
+from lab.claims.findings import CHANGES, KINDS, Verdict, judge, tally
 from lab.claims.metrics import Point
 from lab.claims.page import claims_tables
 from lab.claims.predicted import Predicted
-from lab.claims.verdicts import CHANGES, KINDS, Verdict, judge, tally
 from lab.measure.statistics import UNKNOWN, Interval
 from lab.settings.files import choices_of, conf_dir, read_file
 from lab.simulate.hardware import parse

@@ -11,8 +11,8 @@ import pytest
 from lab import verify
 from lab.claims.claims import Paper
 from lab.claims.device import Device, difference, exact, networks, ratio, total
+from lab.claims.findings import judge
 from lab.claims.findings import verify as verify_paper
-from lab.claims.verdicts import judge
 from lab.measure.statistics import Interval
 from tests.support.records import leave, make_record
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lab.certificate.traffic import formula_bytes
-from lab.draw.looks import LOOKS
+from lab.draw.chart import LOOKS
 from lab.exchange.cost import Sizes
 from lab.settings.config import load
 from lab.settings.names import computation

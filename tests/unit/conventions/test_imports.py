@@ -19,7 +19,7 @@ PACKAGES = {
     for layer, package, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
 }
 ONLY_IN = {
-    "altair": {"lab/draw/altair.py"},  # at its first use: machines that only measure lack it
+    "altair": {"lab/draw/chart.py"},  # at its first use: machines that only measure lack it
     "triton": {
         f"lab/codec/gpu_{name}.py" for name in ("kernels", "topk_kernels", "randomk", "low_rank")
     },

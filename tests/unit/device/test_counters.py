@@ -13,8 +13,7 @@ import pytest
 from lab import bench
 from lab.device import callgrind
 from lab.device.callgrind import Counts
-from lab.device.counters import short
-from lab.device.trace import kernels_of
+from lab.device.counters import kernels_of, short
 from tests.unit.benchmarks.test_shown import chart_in
 from tests.unit.device.test_transfer import kernel, write
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from lab import bench
-from lab.device.trace import copies_of, read_events
+from lab.device.transfer import copies_of, read_events
 
 Event = dict[str, Any]
 # Of a device: begin and length in nanoseconds; of a copy also its bytes.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lab import bench
-from lab.device.trace import copies_of, read_events
+from lab.device.transfer import copies_of, read_events
 from tests.unit.benchmarks.test_shown import chart_in
 
 KEYS = ("ts", "dur")

@@ -11,8 +11,7 @@ from lab.analysis.results import load
 from lab.diagnosis.evidence import evidence_of
 from lab.diagnosis.finding import Finding, finding
 from lab.diagnosis.rules import judge
-from lab.diagnosis.split import time_split
-from lab.diagnosis.view import best_remedies
+from lab.diagnosis.view import best_remedies, time_split
 from tests.support.records import leave, make_record
 
 Times = Mapping[tuple[str, int], Sequence[float]]  # milliseconds of each repeat, by strategy, ranks

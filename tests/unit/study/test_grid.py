@@ -9,7 +9,7 @@ import pytest
 
 from lab.settings.errors import ConfigError
 from lab.settings.files import conf_dir
-from lab.study import saved
+from lab.study import run
 from lab.study.grid import Cell, read
 from lab.study.run import starts
 
@@ -130,22 +130,22 @@ def test_what_differs_on_one_rank_has_its_own_run() -> None:
 
 def test_a_study_alone_goes_on_with_its_saved_grids(tmp_path: Path) -> None:
     place = [f"runs_dir={tmp_path}", "study=mine"]
-    first, source = saved.read([*place, "strategy=tree,ring", "world_size=2", "launcher=slurm"])
+    first, source = run.read([*place, "strategy=tree,ring", "world_size=2", "launcher=slurm"])
     assert source == "study=mine: the grid of this command"
     (tmp_path / "mine").mkdir()
-    saved.save(tmp_path / "mine", first)
-    saved.save(tmp_path / "mine", first)
-    second, source = saved.read([*place, "strategy=onebit", "strategy=onebit:steps=3,4"])
+    run.save(tmp_path / "mine", first)
+    run.save(tmp_path / "mine", first)
+    second, source = run.read([*place, "strategy=onebit", "strategy=onebit:steps=3,4"])
     assert source.endswith(f"this command, beside 1 saved in {tmp_path}/mine/study.json")
-    saved.save(tmp_path / "mine", second)
+    run.save(tmp_path / "mine", second)
 
-    again, source = saved.read([*place, "retry=failed"])
+    again, source = run.read([*place, "retry=failed"])
     assert source == f"study=mine: the 2 grids saved in {tmp_path}/mine/study.json"
     assert names(again.cells) == names(first.cells) + names(second.cells)
     assert (again.launcher, again.retries) == ("local", True)
-    longer, _ = saved.read([*place, "repeats=2"])
+    longer, _ = run.read([*place, "repeats=2"])
     assert len(longer.cells) == 2 * len(again.cells)
-    assert saved.load(tmp_path / "mine") == [
+    assert run.load(tmp_path / "mine") == [
         ["world_size=2", "strategy=tree,ring"],
         ["strategy=onebit", "strategy=onebit:steps=3,4"],
     ]
@@ -158,8 +158,8 @@ def names(of: list[Cell]) -> list[str]:
 def test_a_study_of_conf_keeps_its_files_grid(tmp_path: Path) -> None:
     place = [f"runs_dir={tmp_path}", "study=codecs"]
     (tmp_path / "codecs").mkdir()
-    saved.save(tmp_path / "codecs", read([*place, "strategy=tree"]))
-    study, source = saved.read(place)
+    run.save(tmp_path / "codecs", read([*place, "strategy=tree"]))
+    study, source = run.read(place)
     assert source == "study=codecs: the grid of conf/studies/codecs.yaml"
     assert names(study.cells) == names(read(["study=codecs"]).cells)
 
@@ -169,12 +169,12 @@ def test_a_file_that_holds_no_grids_is_named(tmp_path: Path) -> None:
     for wrong in ("[]", "{", json.dumps({"grids": [{"arguments": "steps=3"}]})):
         (tmp_path / "mine/study.json").write_text(wrong)
         with pytest.raises(ConfigError, match=r"mine/study\.json: is not a list"):
-            saved.read([f"runs_dir={tmp_path}", "study=mine"])
+            run.read([f"runs_dir={tmp_path}", "study=mine"])
 
 
 def test_a_new_name_alone_is_no_study(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="study=mine: allowed are .* or a new name"):
-        saved.read([f"runs_dir={tmp_path}", "study=mine", "dry_run=true"])
+        run.read([f"runs_dir={tmp_path}", "study=mine", "dry_run=true"])
 
 
 def test_cells_of_the_same_work_share_a_start_if_they_take_turns() -> None:
@@ -191,8 +191,8 @@ def test_cells_of_the_same_work_share_a_start_if_they_take_turns() -> None:
 def test_a_study_keeps_its_turns(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     given = read([f"runs_dir={tmp_path}", "study=s", "strategy=none,onebit", "turns=4"])
-    saved.save(tmp_path / "s", given)
-    again, _ = saved.read([f"runs_dir={tmp_path}", "study=s"])
+    run.save(tmp_path / "s", given)
+    again, _ = run.read([f"runs_dir={tmp_path}", "study=s"])
     assert again.turns == 4
-    other, _ = saved.read([f"runs_dir={tmp_path}", "study=s", "turns=2"])
+    other, _ = run.read([f"runs_dir={tmp_path}", "study=s", "turns=2"])
     assert other.turns == 2

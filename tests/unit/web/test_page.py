@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lab.web.drawing import bundle
+from lab.web.elements import bundle
 from lab.web.page import parts_of, render
 from tests.support.studies import HOSTILE, make_study, name_by
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lab.web import privacy
-from lab.web.privacy import clean, clean_text
+from lab.web import page
+from lab.web.page import clean, clean_text
 
 
 @pytest.mark.parametrize(
@@ -29,15 +29,15 @@ def test_paths_secrets_and_controls_are_not_shown(text: str, shown: str) -> None
 
 def test_the_users_name_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "evamaria")
-    privacy._user.cache_clear()
+    page._user.cache_clear()
     assert clean_text("run by evamaria on h1") == "run by … on h1"
-    privacy._user.cache_clear()
+    page._user.cache_clear()
 
 
 def test_a_user_who_is_called_as_a_strategy_hides_no_strategy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOGNAME", "ring")
-    privacy._user.cache_clear()
+    page._user.cache_clear()
     assert clean_text("ring was the fastest on 2 ranks") == "ring was the fastest on 2 ranks"
-    privacy._user.cache_clear()
+    page._user.cache_clear()

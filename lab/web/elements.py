@@ -1,17 +1,37 @@
-"""Tables of a page, cells with a text to read and a value to sort by, and its numbers as texts."""
+"""The elements of a page: tables, charts, and results of lab.bench."""
 
 from __future__ import annotations
 
+import base64
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-from lab.analysis.compare import leaders
-from lab.analysis.points import Point, together
+from vl_convert import javascript_bundle
+
+from lab.analysis.points import Point, leaders, together
 from lab.analysis.summary import runs_text, unit_of
+from lab.benchmarks.present import chart_of, is_result, text_of
+from lab.codec.build import cache_folder
+from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
 from lab.draw.text import UNKNOWN_TEXT, number_text
 from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_level
+from lab.settings.atomic import write_atomically
+from lab.settings.errors import one_line
+from lab.settings.reading import DamagedFile, read_json
 from lab.task.metrics import heading, main_metric
+
+WIDTH = 1250  # pixels of a page's charts; a narrower page makes them smaller
+DIGITS = re.compile(r"(\.\d\d)\d{3,}")  # of places in a drawing, whose labels have fewer
+# Attributes that a page needs not: its figures have names, and its style says the rest.
+SAID = re.compile(
+    r' (?:(?:role|aria-[a-z]+|font-family|pointer-events|stroke-miterlimit)="[^"]*"'
+    r'|font-size="11px"|opacity="1")'
+)
 
 
 @dataclass(frozen=True)
@@ -132,3 +152,88 @@ def percent_text(ratio: Interval) -> str:
     if math.isnan(ratio.lo):
         return middle
     return f"{middle} [{100 * (ratio.lo - 1):+.1f}, {100 * (ratio.hi - 1):+.1f}]"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart, and what a reader who cannot see it is told.
+
+    Attributes:
+        name: identifies it on the page.
+        title: what it shows.
+        note: how to read it: number of runs, kind of intervals.
+        shared: notes that the study's other charts have too.
+        spec: Vega-Lite, with its data inside.
+    """
+
+    name: str
+    title: str
+    note: str
+    shared: Sequence[str]
+    spec: dict[str, Any]
+
+    def svg(self) -> str:
+        """Draw the chart, as it is without JavaScript."""
+        svg = DIGITS.sub(r"\1", SAID.sub("", drawn(self.spec, "svg").decode()))
+        return CLIP.sub(lambda found: f"{self.name}-{found[0]}", svg)  # a page has one name space
+
+
+def drawing(name: str, chart: Chart) -> Drawing:
+    """Prepare a chart for a page, which writes its title itself."""
+    spec = chart.spec(title=False)
+    del spec["$schema"]  # the page's own library reads it
+    spec["config"] |= {"background": None, "aria": False, "padding": 2}
+    return Drawing(name, chart.message, " ".join(chart.about), chart.notes, spec)
+
+
+def bundle() -> str:
+    """Return the script that makes charts interactive.
+
+    vl-convert makes it in two seconds, so it is kept in the user's cache.
+    """
+    path = cache_folder() / f"vega-{version('vl-convert-python')}-{VL_VERSION}.js"
+    if not path.exists():
+        made = javascript_bundle(vl_version=VL_VERSION)  # pyright: ignore[reportCallIssue]
+        write_atomically(path, lambda temporary: temporary.write_text(made, encoding="utf-8"))
+    return path.read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Benched:
+    """A benchmark's result.
+
+    Attributes:
+        text: its table, and how to read it.
+        picture: a data URL of its figure; empty: it has none.
+    """
+
+    title: str
+    command: str
+    text: str
+    picture: str
+
+
+def read_benched(path: Path) -> Benched:
+    """Read a result of lab.bench.
+
+    Raises:
+        DamagedFile: it holds no such result.
+        OSError: it cannot be read.
+    """
+    result = read_json(path)
+    if not is_result(result):
+        raise DamagedFile(f"{path}: is no result of lab.bench")
+    title = f"{result['bench']}: {path.stem.replace('_', ' ')}"
+    try:
+        return Benched(title, str(result["command"]), text_of(result), _picture(result))
+    except Exception as error:  # a damaged result fails in many ways
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise DamagedFile(f"{path}: is no result of lab.bench: {why}") from None
+
+
+def _picture(result: dict[str, Any]) -> str:
+    chart = chart_of(result)
+    if not chart:
+        return ""
+    data = base64.b64encode(drawn(chart.spec(), "svg")).decode()
+    return f"data:image/svg+xml;base64,{data}"
