@@ -121,6 +121,17 @@ def figures() -> list[Figure]:
     return found + [figure for series in node["series"] for figure in _of_series(series)]
 
 
+def unseen() -> list[Figure]:
+    """Read the published speedups that were found once the model was final: no fit has them.
+
+    Raises:
+        ConfigError: a file is missing.
+    """
+    return [
+        each for series in read_file("published", DATA)["unseen"] for each in _of_series(series)
+    ]
+
+
 def _of_claim(paper: Paper, origin: str, claim: Claim) -> Figure:
     at, strategy = claim.at, strategy_of(claim.at.strategy)
     profile, hardware = at.profile or paper.profile, at.hardware or paper.hardware
@@ -314,10 +325,15 @@ def held_out(given: Sequence[Figure], start: Array = MEANS) -> list[HeldOut]:
     for origin in dict.fromkeys(figure.origin for figure in given):
         fit = fitted([figure for figure in given if figure.origin != origin], start)
         left = [place for place, figure in enumerate(given) if figure.origin == origin]
-        slowdowns, slopes = linearised([given[place] for place in left], fit.logarithms)
-        rows = zip(left, slowdowns.tolist(), fit.scales(slopes).tolist(), strict=True)
-        found |= {place: HeldOut(given[place], *row) for place, *row in rows}
+        found |= zip(left, predicted([given[place] for place in left], fit), strict=True)
     return [found[place] for place in range(len(given))]
+
+
+def predicted(given: Sequence[Figure], fit: Fit) -> list[HeldOut]:
+    """Predict figures of new sources by a fit that has none of them."""
+    slowdowns, slopes = linearised(given, fit.logarithms)
+    rows = zip(given, slowdowns.tolist(), fit.scales(slopes).tolist(), strict=True)
+    return [HeldOut(*row) for row in rows]
 
 
 @dataclass(frozen=True)

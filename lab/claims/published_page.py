@@ -10,7 +10,16 @@ from typing import Any
 import pandas as pd
 
 from lab.claims.page import write_csv
-from lab.claims.published import Fit, HeldOut, Score, figures, fitted, held_out
+from lab.claims.published import (
+    Fit,
+    HeldOut,
+    Score,
+    figures,
+    fitted,
+    held_out,
+    predicted,
+    unseen,
+)
 from lab.draw.chart import GREY, Chart, alt
 from lab.draw.plots import ALONE, legend_columns
 from lab.draw.text import in_words, markdown
@@ -35,10 +44,10 @@ def report(out: Path | None, terms: Path | None, command: str) -> int:
     """
     given = figures()
     fit = fitted(given)
-    rows = held_out(given, fit.logarithms)
-    print("\n".join(summary(rows, fit)))
+    rows, exam = held_out(given, fit.logarithms), predicted(unseen(), fit)
+    print("\n".join([*summary(rows, fit), "", *examination(exam)]))
     try:
-        written = write(rows, fit, out, command) if out else []
+        written = write(rows, exam, fit, out, command) if out else []
         if terms:
             write_terms(fit, terms, command)
             written.append(terms)
@@ -65,6 +74,26 @@ def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
         *_not_better(origins, rows),
         "",
         *terms_table(fit),
+    ]
+
+
+def examination(rows: Sequence[HeldOut]) -> list[str]:
+    """Write the score of figures that were found once the model was final, and each of them."""
+    score, num_sources = Score.of(rows), len({row.figure.origin for row in rows})
+    inside = [sum(row.covered(level) for row in rows) for level in LEVELS]
+    errors = f"a median error of {_percent(score.median)} and a worst error of"
+    linear = f"Linear scaling has a median error of {_percent(score.linear_median)}, so the skill"
+    of_levels = " and ".join(
+        f"{number} are inside the {100 * level:.0f} % interval"
+        for number, level in zip(inside, LEVELS, strict=True)
+    )
+    return [
+        f"We found {len(rows)} more figures from {num_sources} sources after the model was final, "
+        f"and did not fit anything to them. The predictions have {errors} "
+        f"{_percent(score.worst)}. {linear} is {score.skill:.2f}. Of the {len(rows)} figures, "
+        f"{of_levels}.",
+        "",
+        *_worst(rows),
     ]
 
 
@@ -111,7 +140,9 @@ def terms_table(fit: Fit) -> list[str]:
     ]
 
 
-def write(rows: Sequence[HeldOut], fit: Fit, path: Path, command: str) -> list[Path]:
+def write(
+    rows: Sequence[HeldOut], exam: Sequence[HeldOut], fit: Fit, path: Path, command: str
+) -> list[Path]:
     """Write the page, and its picture beside it.
 
     Raises:
@@ -119,7 +150,7 @@ def write(rows: Sequence[HeldOut], fit: Fit, path: Path, command: str) -> list[P
     """
     pictures = chart(rows).write(path.with_suffix(""), ["png"])
     table = path.with_suffix(".csv")
-    write_csv(table, HEADER, [_values(row) for row in rows])
+    write_csv(table, HEADER, [_values(row) for row in (*rows, *exam)])
     lines = [
         "# Published scaling, predicted without its source",
         "",
@@ -131,6 +162,10 @@ def write(rows: Sequence[HeldOut], fit: Fit, path: Path, command: str) -> list[P
         *summary(rows, fit),
         "",
         f"![predicted and published]({pictures[0].name})",
+        "",
+        "## Figures that the model had never seen",
+        "",
+        *examination(exam),
         "",
         "## The worst figures",
         "",

@@ -216,7 +216,7 @@ def test_a_record_that_breaks_the_contract_is_refused(
 def test_a_record_that_is_no_object_is_refused(folder: Path) -> None:
     write_cell(folder, "none", 1, 1.0)
     record = folder / "none-000" / "record.json"
-    for text, message in (("{", "not JSON"), ("[]", "holds a list")):
+    for text, message in (("{", "not JSON"), ("[]", "contains a list")):
         record.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_study(folder)

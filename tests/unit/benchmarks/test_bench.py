@@ -410,7 +410,7 @@ def test_a_turn_is_some_steps_of_which_the_first_round_does_not_count(
     ("loop", "line"),
     [
         (Loop(6, 1), "steps=6: too few: the first 5 are warm-up, and a turn has at least 2"),
-        (Loop(9, 1, None), "steps=9: too few: strategy=auto leaves out the first 5, and those in"),
+        (Loop(9, 1, None), "steps=9: too few: strategy=auto leaves out the first 5, and the"),
     ],
 )
 def test_steps_that_leave_no_turn_are_too_few(loop: Loop, line: str) -> None:

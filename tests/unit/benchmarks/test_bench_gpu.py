@@ -49,7 +49,7 @@ def test_one_gpu_has_nothing_to_exchange_and_one_line_says_what_to_do(
     assert bench.main(["collective"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "world_size=1: nothing is exchanged" in error
+    assert "world_size=1: a single rank exchanges nothing" in error
     assert "device=cpu" in error and "share_gpus=true backend=gloo" in error
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from lab.claims.published import Score, _of_lines, figures, fitted, held_out
+from lab.claims.published import Score, _of_lines, figures, fitted, held_out, unseen
 from lab.settings.files import read_file
 from lab.simulate.hardware import parse
 from lab.simulate.predict import predicted, read
@@ -34,6 +34,12 @@ def test_a_fit_finds_the_terms_that_made_its_figures() -> None:
 def test_intervals_reach_as_far_as_a_t_distribution(level: float) -> None:
     far = 0.3 * stdtrit(FREEDOM, (1 + level) / 2)
     assert np.log(reach(1.0, 0.3, level)) == pytest.approx([-far, far])
+
+
+def test_no_fit_has_the_figures_of_the_examination() -> None:
+    exam = unseen()
+    assert {each.origin for each in exam}.isdisjoint(each.origin for each in figures())
+    assert f"We found {len(exam)} more figures" in PAGE.read_text()
 
 
 def test_an_outlier_bends_little() -> None:

@@ -152,8 +152,8 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
     ("of", "file", "arguments", "message"),
     [
         (text, "a.txt", {"context": 0}, "data.context=0: must be an integer of at least 1"),
-        (text, "a.txt", {"context": 8}, "data.context=8: there are 8 tokens to train on; a win"),
-        (text, "a.txt", {"context": 2}, "data.context=2: there are 1 tokens to test on; a window"),
+        (text, "a.txt", {"context": 8}, "data.context=8: there are only 8 tokens to train on; a"),
+        (text, "a.txt", {"context": 2}, "data.context=2: there are only 1 tokens to test on; a"),
         (text, "a.txt", {"test_share": 1}, "data.test_share=1: must be a number above 0 and bel"),
         (text, "none", {}, "data.path={}/none: no such file or folder; give a file or a folder"),
         (text, "empty.txt", {}, "data.path={}/empty.txt: contains no text: all files are empty"),

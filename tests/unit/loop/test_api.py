@@ -125,5 +125,5 @@ def test_what_is_no_ddp_is_told_what_to_use() -> None:
 
 
 def test_a_model_in_another_dtype_is_refused_before_ranks_meet() -> None:
-    with pytest.raises(ConfigError, match=r"weight: is float64; exchange=OneBit takes float32"):
+    with pytest.raises(ConfigError, match=r"weight: is float64; exchange=OneBit accepts float32"):
         lab.grad_sync(nn.Linear(2, 2, dtype=torch.float64))
