@@ -402,7 +402,7 @@ def other_states() -> list[str]:
 
 
 def test_a_state_of_another_exchange_is_refused() -> None:
-    expected = "state_dict: contains residual; OneBit keeps owner, owner_start, residual"
+    expected = "state_dict: contains residual; OneBit needs owner, owner_start, residual"
     assert CREW.call(2, other_states) == [[expected], [expected]]
 
 
