@@ -143,7 +143,7 @@ def priority(overlap: bool) -> Pattern:
     """Average gradients in every step; with `overlap` the next forward waits, layer by layer."""
     if not overlap:
         return gradsync(overlap)
-    no_graph = "the next step's forward ends a step"
+    no_graph = "an exchange ends only during the forward pass of the next step"
     no_fp16 = "a step cannot be skipped once the next forward has applied parts of it"
     return replace(gradsync(overlap), waits_in_forward=True, no_fp16=no_fp16, no_graph=no_graph)
 
@@ -156,7 +156,7 @@ def local(every: int) -> Pattern:
         every,
         no_overlap="must be false; weights are exchanged after the update",
         no_fp16="each rank would skip other steps",
-        no_graph="weights are exchanged in some steps only, and a graph repeats one step",
+        no_graph="weights are exchanged in some steps only, but a graph repeats the same step",
     )
 
 
@@ -186,7 +186,7 @@ def root_update(overlap: bool) -> Pattern:
     return replace(
         gradsync(overlap, Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
         no_fp16="only the root would know which steps to skip",
-        no_graph="emulates a framework that had none",
+        no_graph="emulates a framework that had no CUDA graphs",
         only_sgd="emulates a framework that updates by SGD on the root",
     )
 
@@ -202,7 +202,7 @@ def double_buffer(buffered: bool) -> Pattern:
     if buffered:
         no_fp16 = "a step cannot be skipped once the next one is under way"
         no_fp16 += " (sync.double_buffer=true)"
-        no_graph = "an exchange outlasts its step (sync.double_buffer=true)"
+        no_graph = "an exchange ends only during the next step (sync.double_buffer=true)"
         return Pattern(
             Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16, no_graph=no_graph
         )
@@ -216,7 +216,7 @@ def ddp(hook: str) -> Pattern:
     Its hook "noop" moves nothing; "lab" hands its buckets to one of the lab's exchanges.
     """
     legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
-    no_graph = f"torch's hook continues in threads of its own (sync.hook={hook})"
+    no_graph = f"torch's hook continues in separate threads (sync.hook={hook})"
     if hook == "lab":
         no_graph = "the hook waits on the host (sync.hook=lab); strategy=onebit needs no DDP"
     return Pattern(
@@ -237,13 +237,13 @@ def fsdp(reduce_scatter: str, shard_size: int | str | None) -> Pattern:
         shard_size=shard_size,
         by_library=reduce_scatter == "torch",
         waits_in_backward=True,
-        no_graph="units' weights are gathered and freed by the host",
+        no_graph="the host gathers and frees weights during a step",
     )
 
 
 def horovod() -> Pattern:
     """Leave gradients to Horovod's DistributedOptimizer."""
-    no_graph = "a thread of Horovod's sends"
+    no_graph = "the gradients are sent by a thread of Horovod, outside the graph"
     return Pattern(
         Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_graph=no_graph
     )

@@ -82,7 +82,7 @@ class Refusal:
 REFUSALS = [
     Refusal(
         "device=cpu or backend=gloo",
-        "a CUDA graph contains kernels of a GPU and collectives of NCCL; needs device=cuda and "
+        "a CUDA graph can contain only GPU kernels and NCCL collectives; needs device=cuda and "
         "backend=nccl",
         lambda run: run.sync.comm.backend != "nccl",
     ),
@@ -113,7 +113,7 @@ REFUSALS = [
     ),
     Refusal(
         "model=replay",
-        "it waits on the host instead of computing",
+        "its layers wait on the host instead of computing",
         lambda run: "profile" in run.config.model,
     ),
 ]
@@ -149,8 +149,8 @@ def no_graph(pattern: Pattern, exchange: Exchange) -> str:
     if pattern.no_graph or not pattern.takes_exchanges or exchange.steady_from is not None:
         return pattern.no_graph
     return (
-        "its steps differ, by their number, by trials or by what values show, and a graph repeats "
-        "one of them"
+        "its operations depend on the number of the step, on trials or on values, but a graph "
+        "repeats the same step"
     )
 
 

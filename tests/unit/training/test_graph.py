@@ -24,7 +24,7 @@ LINES = {  # of REFUSALS the page has all
     "drift_every=5": "drift_every=N: ",
     "straggler=planted": "straggler=CHOICE: ",
     "model=replay": "model=replay: ",
-    "strategy=randomk": "strategy=randomk: its steps differ, by their number, ",
+    "strategy=randomk": "strategy=randomk: its operations depend on the number of the step, ",
     "strategy=local_sgd": "strategy=local_sgd: weights are exchanged in some steps only, ",
     "+optim.fused=false": "optim=torch.optim.SGD: must take its learning rate from the device; ",
     "optim=torch.optim.Adagrad": "optim=torch.optim.Adagrad: must take its learning rate from ",
