@@ -187,7 +187,7 @@ def _reproduce(
     if runs:
         (group,) = fitted_groups(runs, profile_of(predicted.profile), hardware)
         scored = tuple(scored_cell(group, cell) for cell in group.observations)
-        name = f"{group.hardware.name} (fitted to cells of 1 and 2 ranks)"
+        name = f"{group.hardware.name} (fitted to cells on 1 and 2 ranks)"
         hardware = replace(group.hardware, name=name)
     study = Predicted(predicted.profile, hardware, grid.bytes_scale)
     own_cores = replace(hardware, num_cores=None)
