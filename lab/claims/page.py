@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 LINEAR = "error of N ×"  # the null model: N ranks are N times as fast
 DISAGREES = (
-    'A claim counts as "disagree" if our value is outside the range that the claim allows. In '
-    "that case, either the claim or our value may be wrong."
+    'A claim counts as "disagree" if our value is outside the range that the claim allows. '
+    "Either the claim or our value may be wrong."
 )
 
 

@@ -28,9 +28,8 @@ KINDS = {
     "multiplied by some factor between 0.5 and 2.",
     "measured": "These claims are about a single device. Only a measurement on the kind of device "
     "that the source used can show whether they hold.",
-    "arithmetic": "These claims are not evidence. Each claim follows from the inputs or from "
-    "another claim, would also hold if the values that it depends on were halved or doubled, or "
-    "has a figure that the source does not print.",
+    "arithmetic": "These claims are not evidence. Each claim follows from inputs or from another "
+    "claim, or would also hold if the values behind it were halved or doubled.",
     "input": "These claims are not evidence. Their figures are inputs of the model, or are read "
     "from the profile alone.",
     "own": "These claims are not evidence about the source, because the lab makes them and the "
