@@ -436,12 +436,12 @@ class Constant:
     @property
     def text(self) -> str:
         """The constant choice, its regret, and how many would have done."""
-        stay = f"{self.num_close} stay{'s' if self.num_close == 1 else ''}"
+        close = f"{self.num_close} {'is' if self.num_close == 1 else 'are'} within"
         everywhere = f"all {len(self.regrets)} scenarios"
         return (
             f"the best constant choice is `{self.name}`. Its regret is {_percents(self.regrets)}. "
-            f"Of the {self.num_shared} strategies that are in {everywhere}, {stay} within "
-            f"{100 * CLOSE:g} % of the best."
+            f"Of the {self.num_shared} strategies that appear in {everywhere}, {close} "
+            f"{100 * CLOSE:g} % of the best strategy in every scenario."
         )
 
 
@@ -464,12 +464,15 @@ def constant_of(taken: Iterable[float], regrets: Sequence[Mapping[str, float]]) 
 def verdict(who: str, found: Constant | None) -> str:
     """Say whether choices, which `who` names, beat the best constant choice."""
     if found is None:
-        return f"{who} cannot be compared with a constant choice: no strategy is in every scenario."
+        none = "because no strategy appears in every scenario"
+        return f"{who} cannot be compared with a constant choice, {none}."
     own, constant = mean(found.taken), mean(found.regrets)
-    word = "beats" if own < constant else "equals" if own == constant else "does not beat"
+    equal = own == constant
+    word = "does as well as" if equal else "beats" if own < constant else "does not beat"
     skill = "" if math.isnan(found.skill) else f" (skill {found.skill:.2f})"
+    regret = "its regret is also" if equal else f"the regret of {who[0].lower()}{who[1:]} is"
     return (
-        f"In hindsight, {found.text} {who} {word} the constant choice{skill}: the regret is "
+        f"In hindsight, {found.text} {who} {word} the constant choice{skill}: {regret} "
         f"{_percents(found.taken)}."
     )
 

@@ -272,8 +272,8 @@ def section(found: Map) -> list[str]:
         "",
         *markdown(HEADER, [_map_row(found, answer) for answer in ordered]),
         "",
-        "The next table gives step times relative to the fastest fixed strategy. `none` and `auto` "
-        "are not fixed strategies.",
+        "The next table gives step times relative to the step time of the fastest fixed strategy. "
+        "`none` and `auto` are not fixed strategies.",
         "",
         *markdown([*WHERE, "fastest first"], steps),
         "",
@@ -355,14 +355,15 @@ def _summary_line(name: str, found: Summary) -> str:
     other = f"`{REFERENCE}`" if name == "priority" else "the fastest fixed strategy"
     worst = found.worst
     exposed = (
-        f" It exposes {interval_text(found.exposed)} times as much exchange "
+        f" Its exposed exchange takes {interval_text(found.exposed)} times as long "
         f"({found.num_exposed} cases)."
     )
     return (
-        f"- Compared with {other}, a step of `{name}` takes {interval_text(found.step)} times as "
+        f"- Compared with {other}, a step with `{name}` takes {interval_text(found.step)} times as "
         f"long ({found.num_places} cases).{exposed if found.num_exposed else ''} `{name}` is more "
-        f"than {100 * found.limit:g} % slower in {_percent(found.beyond)} of the cases. The worst "
-        f"ratio of steps is {interval_text(worst.step)}, for {_place_text(worst.where)}."
+        f"than {100 * found.limit:g} % slower in {_percent(found.beyond)} of the cases. The "
+        f"largest ratio of step times is {interval_text(worst.step)}, for "
+        f"{_place_text(worst.where)}."
     )
 
 
@@ -373,9 +374,9 @@ def _agreement(answers: Sequence[Answer]) -> str:
     )
     worst = max(answers, key=lambda one: one.regret.mid)
     return (
-        f"- The predicted strategy was measured to be the fastest in {_percent(best)} of "
-        f"{len(answers)} cases. It was the fastest or not significantly slower in "
-        f"{_percent(agrees)} of them. The largest regret is "
+        "- The strategy that was predicted to be the fastest was measured to be the fastest in "
+        f"{_percent(best)} of {len(answers)} cases. It was the fastest, or not significantly "
+        f"slower than the fastest, in {_percent(agrees)} of them. Its largest regret is "
         f"{100 * (worst.regret.mid - 1):.1f} %, for {_place_text(worst.place.where)}."
     )
 
@@ -414,7 +415,8 @@ def _where(where: Where) -> list[str]:
 
 
 def _place_text(where: Where) -> str:
-    return f"{where.model} of batch {where.batch_size} at {where.links or 'the same links'}"
+    links = f" and {where.links}" if where.links else ""
+    return f"{where.model} at batch size {where.batch_size}{links}"
 
 
 def _percent(share: Interval) -> str:

@@ -45,19 +45,19 @@ from lab.simulate.score import ScoredCell, scored_cell
 
 # What a claim is worth, in the order of a page.
 KINDS = {
-    "counted": "These claims are about a network or about the bytes sent. Their values are "
-    "counted, so they are the same on any machine.",
-    "predicted": "The cost model predicts the values of these claims. Each claim could have "
-    "failed, because it does fail for some change of links, compute or bytes by a factor from 0.5 "
-    "to 2.",
-    "measured": "These claims are about one device. Only measurements on the kind of device that "
-    "the source used can decide them.",
-    "arithmetic": "These claims are not evidence. Each one either holds even if the values behind "
-    "it are halved or doubled, or follows from inputs or from another claim.",
-    "input": "These claims are not evidence. Their figures were put into the model, or come from "
-    "the profile alone.",
-    "own": "These claims are not evidence about the source. The lab makes them, and the source "
-    "does not.",
+    "counted": "These claims are about properties of a network or about the number of bytes sent. "
+    "Their values are counted, not timed, so they are the same on any machine.",
+    "predicted": "The cost model predicts the values in these claims. Each claim is a real test: "
+    "it fails, or it would fail if link speed, compute speed or the number of bytes were "
+    "multiplied by some factor between 0.5 and 2.",
+    "measured": "These claims are about a single device. Only a measurement on the kind of device "
+    "that the source used can show whether they hold.",
+    "arithmetic": "These claims are not evidence. Each claim follows from inputs or from another "
+    "claim, or would also hold if the values behind it were halved or doubled.",
+    "input": "These claims are not evidence. Their figures are inputs of the model, or are read "
+    "from the profile alone.",
+    "own": "These claims are not evidence about the source, because the lab makes them and the "
+    "source does not.",
 }
 # Those that are no evidence, several and one.
 OTHERS = {
@@ -510,7 +510,7 @@ def _reproduce(
     if runs:
         (group,) = fitted_groups(runs, profile_of(predicted.profile), hardware)
         scored = tuple(scored_cell(group, cell) for cell in group.observations)
-        name = f"{group.hardware.name} (fitted to cells of 1 and 2 ranks)"
+        name = f"{group.hardware.name} (fitted to cells on 1 and 2 ranks)"
         hardware = replace(group.hardware, name=name)
     study = Predicted(predicted.profile, hardware, grid.bytes_scale)
     own_cores = replace(hardware, num_cores=None)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 LINEAR = "error of N ×"  # the null model: N ranks are N times as fast
 DISAGREES = (
-    "A claim disagrees if our value is outside the range that the claim allows. Either the claim "
-    "or our value may be wrong."
+    'A claim counts as "disagree" if our value is outside the range that the claim allows. '
+    "Either the claim or our value may be wrong."
 )
 
 
@@ -46,7 +46,8 @@ def summary(findings: Findings) -> list[str]:
     paper, conditions = findings.paper, findings.conditions
     head = [f"# {paper.title}", ""]
     if conditions and conditions.commits:
-        head += [f"The cells were measured at commit {', '.join(conditions.commits)}.", ""]
+        many = "s" if len(conditions.commits) > 1 else ""
+        head += [f"The cells were measured at commit{many} {in_words(conditions.commits)}.", ""]
     elif conditions:
         head += ["The commit is unknown, so the measurements may be older than the code.", ""]
     scaling = _sources_of_scaling(findings) if paper.profile else []
@@ -66,8 +67,8 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
     return [
         *verdicts_table(every),
         "",
-        "The next table shows how many claims of each source agree. It counts only claims that "
-        "are evidence.",
+        "The next table shows, for each source, how many claims agree with our values. It counts "
+        "only claims that are evidence.",
         "",
         *markdown(["source", *bases, "not tested", *OTHERS.values()], rows),
     ]
@@ -188,7 +189,7 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
     yield from ("", "## Speedup", "", f"![speedup]({folder}/speedup.png)")
     if reproduced.scored is not None:
         yield from ("", "## Every cell", "")
-        yield "The predictions are fitted to the cells of one and two ranks."
+        yield "The hardware parameters are fitted to the cells on one and two ranks."
         yield from (errors(reproduced.scored), "")
         yield from cells_table(reproduced.scored)
     yield from ("", "## Where each strategy pays off", "")
@@ -200,17 +201,18 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
 def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
-        f"Predictions use the profile {paper.profile} and the hardware {paper.hardware}, and "
-        "nothing is fitted. Brackets give the range that assumptions about this hardware allow."
+        f"Predictions use the profile {paper.profile} and the hardware file {paper.hardware}. No "
+        "parameters are fitted. Brackets give the range of a prediction over the assumed values "
+        "in this hardware file."
     )
     if findings.conditions:
         machines = "; ".join(findings.conditions.machines)
         emulations = [f"* {each}" for each in findings.conditions.emulations]
-        listed = ["Parts of the cluster are emulated:", "", *emulations, ""] if emulations else []
-        brackets = (
-            "Brackets give the 95 % interval over repeats, and this interval decides the verdict."
-        )
-        counted = f"Parameters are those of `model={paper.model}`: the replayed model is scaled."
+        head = "The cluster was emulated in these respects:"
+        listed = [head, "", *emulations, ""] if emulations else []
+        brackets = "Brackets give the 95 % interval over repeats, which decides the verdict."
+        model = f"`model={paper.model}`"
+        counted = f"Parameters are counted in {model}, because the replayed model is scaled."
         measured = f"The measurements ran on {machines}."
         return [predicted, "", measured, *listed, f"{brackets} {counted}"]
     if not paper.reproduction:
@@ -226,8 +228,8 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
     found = device.results()
     if found:
         yield (
-            "The interval of a ratio is as wide as the intervals of its two terms allow. The "
-            "measured values come from these results:"
+            "The interval of a ratio is the widest that the intervals of its two values allow. The "
+            "measured values come from these benchmark results:"
         )
         yield ""
     for name, result in found.items():
@@ -236,7 +238,8 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
         yield f"* `{name}` ({machine}): `{result['command']}`"
     missing = [name for name in paper.benches if name not in found]
     if missing:
-        yield from ("", "These commands measure what is missing; add `benches=FOLDER` then:", "")
+        run = "Run these commands to measure the missing results, and then add `benches=FOLDER`:"
+        yield from ("", run, "")
     for name in missing:
         yield f"* `python -m lab.bench {paper.benches[name]} out=FOLDER/{name}.json`"
     if paper.study and device.cells:
@@ -334,8 +337,8 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        f'The fitted terms are {fitted}. The values under "left out" use terms that are fitted '
-        "to the other networks only.",
+        f'The fitted terms are {fitted}. In the column "left out", each network is predicted with '
+        "terms that are fitted only to the other networks.",
         "",
         *markdown(header, [*rows, total]),
     ]

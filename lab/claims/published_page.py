@@ -67,10 +67,11 @@ def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
         *markdown(["left out", *SCORES], [*table, _scores("**all**", rows)]),
         "",
         "The skill is 1 − (median error / median error of linear scaling). Linear scaling means "
-        f"that N GPUs are N times as fast as one. With mean errors, {100 * whole.mean:.1f} % and "
-        f"{100 * whole.linear_mean:.1f} %, the skill over all sources is {whole.mean_skill:.2f}. "
-        "The bias is the mean signed error. The last two columns give the percentage of published "
-        "figures that are inside the 80 % and the 95 % interval.",
+        "that N GPUs are N times as fast as one. Over all sources, the mean errors are "
+        f"{100 * whole.mean:.1f} % for the predictions and {100 * whole.linear_mean:.1f} % for "
+        "linear scaling. With these mean errors instead of the median errors, the skill is "
+        f"{whole.mean_skill:.2f}. The bias is the mean signed error. The last two columns give the "
+        "percentage of published figures that are inside the 80 % interval and the 95 % interval.",
         *_not_better(origins, rows),
         "",
         *terms_table(fit),
@@ -133,8 +134,8 @@ def terms_table(fit: Fit) -> list[str]:
     return [
         *markdown(["term", "assumed, 80 %", "learned, 80 % of a new source", "source"], rows),
         "",
-        "From one source to another, the costs of hosts and kernels differ by a factor of "
-        f"e^{host:.2f}, and the costs of links differ by a factor of e^{link:.2f}. Each factor is "
+        "Between sources, the costs of hosts and kernels vary by a factor of "
+        f"e^{host:.2f}, and the costs of links vary by a factor of e^{link:.2f}. Each factor is "
         "one standard deviation. The remaining errors follow Student's t distribution with "
         f"{FREEDOM:.0f} degrees of freedom and a scale of {100 * fit.residual:.1f} %.",
     ]
@@ -154,10 +155,10 @@ def write(
     lines = [
         "# Published scaling, predicted without its source",
         "",
-        "We predict the figures of each source with terms that are fitted to all other sources. "
-        "The inputs are data sheets and the throughput on the fewest GPUs. We had seen these "
-        "figures when we chose the structure of the model, so its scores on other figures may be "
-        "worse.",
+        "We predict the figures from each source with terms that are fitted to all other sources. "
+        "The inputs of a prediction are data sheets and the published throughput on the fewest "
+        "GPUs. We had already seen the published figures when we chose the structure of the cost "
+        "model, so its errors on other figures may be larger.",
         "",
         *summary(rows, fit),
         "",
@@ -169,8 +170,9 @@ def write(
         "",
         "## The worst figures",
         "",
-        "Each speedup is relative to the fewest GPUs that its source has published. Brackets give "
-        f"80 % intervals. [{table.name}]({table.name}) lists all figures and their sources.",
+        "Each speedup is relative to the smallest number of GPUs for which its source gives a "
+        f"figure. Brackets give 80 % intervals. [{table.name}]({table.name}) lists all figures and "
+        "their sources.",
         "",
         *_worst(rows),
         "",

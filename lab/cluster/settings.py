@@ -184,7 +184,9 @@ def emulated(
     slow = None if slow_host is None else _host("slow_host", slow_host, num_hosts)
     parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
     if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
-        raise ValueError(f"cluster.changes={list(changes)}: with netem, only of links with a rate")
+        raise ValueError(
+            f"cluster.changes={list(changes)}: with netem, only links with a rate can change"
+        )
     numbers = delay_ms, loss_percent, slow, slow_factor
     return Cluster(ranks_per_host, tuple(every), *numbers, tuple(parsed))
 

@@ -147,7 +147,7 @@ class Adam:
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
-                f"exchange.betas={list(self.betas)}: must be two numbers of at least 0 and below 1"
+                f"exchange.betas={list(self.betas)}: must be two numbers from 0 to below 1"
             )
         checks.number("exchange.eps", self.eps, above=0, below=1)
 

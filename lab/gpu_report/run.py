@@ -58,7 +58,8 @@ def begun(path: Path, command: str, pretended: bool) -> Report:
     ):
         if mine != its:
             raise ConfigError(
-                f"out={path}: has {key} {its}, but here it is {mine}; name another file"
+                f"out={path}: the existing file has {key}={its}, but this run has {key}={mine}; "
+                "choose another file"
             )
     commands = list(dict.fromkeys([*old["commands"], command]))
     return {**new, "commands": commands, "items": old["items"]}

@@ -37,11 +37,11 @@ def require_widths(key: str, widths: object) -> None:
     """Refuse a value that is not a list of widths of layers.
 
     Raises:
-        ValueError: not a list of integers of at least 1.
+        ValueError: not a list of integers, each at least 1.
     """
     listed = list(widths) if isinstance(widths, Sequence) else [None]
     if not all(checks.is_whole(width) and width >= 1 for width in listed):
-        raise ValueError(f"{key}={widths}: must be a list of integers of at least 1")
+        raise ValueError(f"{key}={widths}: must be a list of integers, each at least 1")
 
 
 def require_tokens(model: str, vocabulary: int | None) -> int:

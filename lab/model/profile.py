@@ -286,7 +286,7 @@ def _check_interval(where: str, times: Any) -> None:
     for key in ENDS:
         value = times[key]
         if value is not None and (not checks.is_number(value) or value < 0):
-            raise ValueError(f"{where}.{key}={value}: must be null or a number of at least 0")
+            raise ValueError(f"{where}.{key}={value}: must be null, or a number that is at least 0")
 
 
 def _interval(times: Interval) -> str:

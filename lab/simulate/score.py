@@ -189,25 +189,25 @@ class Score:
         mid, worst = (f"{100 * error:.1f} %" for error in self.linear)
         return (
             f"linear scaling has a median error of {mid} and a largest error of {worst}. The skill "
-            f"of the predictions is {self.skill:.2f}."
+            f"of the predictions over linear scaling is {self.skill:.2f}."
         )
 
     def in_sentences(self) -> str:
         """Write the errors for a page."""
         mid, worst = (f"{100 * error:.1f} %" for error in self.step)
         text = (
-            f"In the {self.num_cells} held-out cells with an exchange, the median error of the "
-            f"step time is {mid}, and the largest error is {worst}."
+            f"For the {self.num_cells} held-out cells with an exchange, the median error of the "
+            f"predicted step time is {mid}, and the largest error is {worst}."
         )
         if self.num_exposed:
             mid, worst = (f"{100 * error:.1f} %" for error in self.exposed)
             text += (
-                f" The exposed exchange is scored in {self.num_exposed} of these cells. Its median "
-                f"error is {mid}, and its largest error is {worst}."
+                f" The exposed exchange is scored for {self.num_exposed} of these cells. Its "
+                f"median error is {mid}, and its largest error is {worst}."
             )
         if not math.isnan(self.signed_error):
             text += (
-                f" The mean signed error of overlapped steps is {100 * self.signed_error:+.1f} %."
+                f" The mean signed error for overlapped steps is {100 * self.signed_error:+.1f} %."
             )
         return (
             text if math.isnan(self.skill) else f"{text} For these cells, {self.linear_in_words()}"

@@ -83,8 +83,8 @@ def run_cells(
     """
     if jobs := _jobs_of(root):
         raise ConfigError(
-            f"study={root.name}: jobs of an earlier sweep are still queued or running; "
-            f"wait until they end, or run scancel {' '.join(jobs)}"
+            f"study={root.name}: jobs from an earlier sweep are still queued or running; "
+            f"wait until they finish, or run scancel {' '.join(jobs)}"
         )
     folder = root / ".slurm"
     shutil.rmtree(folder, ignore_errors=True)

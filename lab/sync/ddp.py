@@ -427,7 +427,9 @@ def _check(hook: str, parts: SyncParts, backend: str, gradient_bytes: int) -> No
     if backend != "gloo":
         return
     if hook == "bf16":
-        raise ValueError("sync.hook=bf16: torch has it over NCCL only; use sync.hook=fp16")
+        raise ValueError(
+            "sync.hook=bf16: torch supports this hook only with NCCL; use sync.hook=fp16"
+        )
     # Over Gloo the callbacks of several buckets run at once and share torch's state: it aborts.
     if hook == "powersgd" and gradient_bytes > (parts.bucket_mb or 0) * MIB:
         mib = -(-gradient_bytes // MIB)

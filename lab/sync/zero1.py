@@ -106,8 +106,8 @@ def refuse_complex(strategy: str, parameters: dict[str, nn.Parameter]) -> None:
         if parameter.is_complex():
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{name}: is {kind}; strategy={strategy} moves real weights; use one that averages "
-                "gradients, such as allreduce"
+                f"{name}: is {kind}, but strategy={strategy} can send only real-valued weights; "
+                "use a strategy that averages gradients, such as allreduce"
             )
 
 
@@ -212,8 +212,8 @@ class Zero1(GradSync):
         )
         if rank_of_last < self.comm.size - 1:
             raise ValueError(
-                f"world_size={self.comm.size}: strategy=zero1 has no values for rank "
-                f"{self.comm.size - 1}; use fewer ranks, or larger buckets"
+                f"world_size={self.comm.size}: strategy=zero1 leaves rank {self.comm.size - 1} "
+                "with an empty shard; use fewer ranks or larger buckets"
             )
 
     def _divide(self, bucket: BucketPlan, weights: Tensor) -> dict[str, int]:

@@ -62,7 +62,10 @@ LATER = [
     (("resume=nowhere",), r"resume=nowhere: not a complete checkpoint"),
     (("+exchange.nope=3",), r"AllReduce.*unexpected keyword argument 'nope'"),
     (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
-    (("strategy=ddp", "sync.hook=bf16"), r"sync\.hook=bf16: torch has it over NCCL only"),
+    (
+        ("strategy=ddp", "sync.hook=bf16"),
+        r"sync\.hook=bf16: torch supports this hook only with NCCL",
+    ),
     (("strategy=ddp", "sync.hook=lab"), r"sync\.hook=lab: needs one of the lab's exchanges"),
     (
         ("strategy=ddp", "sync.hook=powersgd", "bucket_mb=0.01"),

@@ -188,7 +188,7 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
     assert refused.code == 2
     (line,) = refused.error_lines
     job = cluster(*QUEUE).partition("_")[0]
-    assert line.endswith(f"still queued or running; wait until they end, or run scancel {job}")
+    assert line.endswith(f"still queued or running; wait until they finish, or run scancel {job}")
     cluster("scancel", job)
     wait_for(lambda: not cluster(*QUEUE), every_s=0.5)
 

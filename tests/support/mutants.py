@@ -256,32 +256,36 @@ def _worth(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 HEAD = f"""\
-# Mutants of the cost model, and what notices them
+# Mutants of the cost model, and the checks that detect them
 
-A mutant is the cost model with one part broken on purpose. The table shows which checks notice it.
-`python -m tests.support.mutants > docs/results/mutants.md` generates this page.
+A mutant is a copy of the cost model in which one part is broken on purpose. The table shows which
+checks detect each mutant. `python -m tests.support.mutants > docs/results/mutants.md` generates
+this page.
 
-* The column "claims" counts claims of {in_words(PAPERS)}.
-  A claim counts if it holds without the mutant and does not hold with it. The predictions are made
-  with and without fitted terms. Claims that are inputs do not count.
-* The column "figures" is "yes" if the median error of a paper, predicted with fitted terms, more
-  than doubles and exceeds 2 %.
+* The column "claims" gives the number of claims that detect the mutant. They are claims from
+  {in_words(PAPERS)}.
+  A claim detects a mutant if it holds without the mutant but not with it. Each claim is predicted
+  both with and without fitted terms. Claims with figures that are inputs are not counted.
+* The column "figures" is "yes" if, for some paper, the mutant more than doubles the median error of
+  the predicted figures, and this error also exceeds 2 %. The predictions use fitted terms.
 * The column "cells" is "yes" if a median error over the held-out cells of [links.md](links.md)
-  exceeds its bound. The bound for the step is {100 * BOUNDS["step"]:g} %.
-  The bound for the exposed exchange is {100 * BOUNDS["exposed"]:g} %. For strategies that compress,
-  the bound for the exposed exchange is {100 * BOUNDS["compressed"]:g} %.
+  exceeds its bound. The bound is {100 * BOUNDS["step"]:g} % for the step time and
+  {100 * BOUNDS["exposed"]:g} % for the exposed exchange. For the exposed exchange of strategies
+  that compress, the bound is {100 * BOUNDS["compressed"]:g} %.
 """
 WORTH = """
 ## Claims that are evidence
 
-A claim is evidence if it could have failed and if it does not follow from inputs or from another
-claim. To find out whether a claim could have failed, we multiply links, compute or bytes by 0.5,
-0.71, 1.41 and 2. For a counted claim, we multiply the count. The claim could have failed if it does
-fail for one of these values, or without any change. The rules are in lab/claims/findings.py.
+A claim is evidence if it could have failed, and if it does not follow from inputs or from another
+claim. To find out whether a claim could have failed, we multiply the link speed, the compute time
+or the number of bytes by 0.5, 0.71, 1.41 and 2. For a counted claim, we multiply the count instead.
+The claim could have failed if it fails with at least one of these changes, or if it fails without
+any change. The rules are in lab/claims/findings.py.
 
-A claim of the kind "measured" is evidence only after a device of the source's kind has measured it.
-When we assigned kinds by hand, we took 224 of 280 claims to be evidence. By the rules above, 98 of
-these 224 claims are counted or predicted and could have failed, and 54 have to be measured.
+A claim of the kind "measured" is evidence only after it was measured on the kind of device that the
+source used. At first, we assigned the kinds by hand, and we counted 224 of 280 claims as evidence.
+Under the rules above, 98 of these 224 claims are evidence, because they are counted or predicted
+and could have failed. Another 54 are evidence only after they have been measured.
 """
 
 if __name__ == "__main__":

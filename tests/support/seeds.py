@@ -21,10 +21,10 @@ HEAD = """\
 # The seeds, statement by statement
 
 This project started from five documents, its seeds. This page lists every quantitative statement
-and every figure in them. For each statement, the last column names the claims that check it. It
-gives the name of a file in conf/claims, and the numbers of the claims in this file. If no claim can
-check a statement, the column gives the reason. `python -m lab.verify FILE` judges the claims of a
-file, and shows which of them are evidence.
+and every figure in these documents. The last column of each table lists the claims that check a
+statement. It gives the name of a file in conf/claims, and the numbers of the claims in that file.
+If no claim can check a statement, the column gives the reason instead. For each claim in a file,
+`python -m lab.verify FILE` prints a verdict and shows whether the claim is evidence.
 
 `python -m tests.support.seeds > docs/results/seeds.md` generates this page from
 conf/published/seeds.yaml.
@@ -58,7 +58,7 @@ def page(data: Mapping[str, Any]) -> list[str]:
         HEAD,
         *counted,
         "",
-        "A statement can have no claim for one of these reasons:",
+        "A statement has no claim for one of these reasons:",
         "",
         *listed,
         *tables,

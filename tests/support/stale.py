@@ -21,7 +21,7 @@ CODE = ("codec", "distributed", "exchange", "sync", "training", "cluster", "mode
 def commit_of(page: str) -> str | None:
     """Return the commit that the head of a page names; None if it names none."""
     head = (RESULTS / f"{page}.md").read_text().splitlines()[:9]
-    found = re.search(r"at commit `?([0-9a-f]{7,40})", "\n".join(head))
+    found = re.search(r"at commits? `?([0-9a-f]{7,40})", "\n".join(head))
     return found and found[1]
 
 

@@ -61,7 +61,9 @@ def test_regret_is_of_measured_steps() -> None:
     assert (
         "constant choice is `tree`. Its regret is 0.0 % on average" in lines[1]
     )  # it is the best here
-    assert lines[1].endswith("the regret is 20.0 % on average and 20.0 % at most.")
+    assert lines[1].endswith(
+        "the regret of the first choice is 20.0 % on average and 20.0 % at most."
+    )
     assert "| rate=1 | vgg16_p100 | 4 | 128 | 3 | onebit |" in lines[-2]
     assert report([]) == []
 
@@ -74,7 +76,7 @@ def test_skill_is_over_the_best_strategy_to_take_everywhere() -> None:
     assert found.skill == pytest.approx(0.5)
     assert "beats the constant choice (skill 0.50)" in verdict("advice", found)
     assert "(skill -2.00)" in verdict("advice", constant_of([0.1, 0.1, 0.1], regrets))
-    assert "no strategy is in every scenario" in verdict("advice", constant_of([0], [{}]))
+    assert "no strategy appears in every scenario" in verdict("advice", constant_of([0], [{}]))
 
 
 @pytest.mark.slow
@@ -176,11 +178,11 @@ def test_predictions_are_judged_by_what_was_measured(found: Map) -> None:
 
 def test_the_section_counts_and_names_the_worst(found: Map) -> None:
     text = "\n".join(section(found))
-    at = f"alexnet_titanx of batch 128 at {LINKS}"
+    at = f"alexnet_titanx at batch size 128 and {LINKS}"
     assert "was measured to be the fastest in 50 [9, 91] % of 2 cases" in text
-    assert f"largest regret is 57.9 %, for {at}" in text
-    assert f"The worst ratio of steps is 1.05 [1.05, 1.05], for {at}" in text  # auto
-    assert "exposes 0.80" in text  # the geometric mean of 0.5 / 0.7 and 0.9
+    assert f"Its largest regret is 57.9 %, for {at}" in text
+    assert f"The largest ratio of step times is 1.05 [1.05, 1.05], for {at}" in text  # auto
+    assert "exposed exchange takes 0.80" in text  # the geometric mean of 0.5 / 0.7 and 0.9
     assert "| vgg16_p100 | 4 | 128 | cluster.rate=100mbit | onebit | 4.00 [4.00, 4.00] |" in text
     assert "none 0.50, onebit 1.00, auto 1.05, priority 3.00, overlap 4.00 |" in text
 

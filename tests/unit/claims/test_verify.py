@@ -95,7 +95,7 @@ def test_the_page_scores_predictions_and_shows_figures(
     assert verify.main(["kim2017", f"runs={runs}", f"out={page}"]) == 1
     capsys.readouterr()
     text = page.read_text()
-    sentence = r"the (\d+) held-out cells .* median error of the step time is ([\d.]+) %"
+    sentence = r"the (\d+) held-out cells .* median error of the predicted step time is ([\d.]+) %"
     score = re.search(sentence, text)
     assert score and int(score[1]) == 15 and float(score[2]) < 1
     assert f"python -m lab.verify kim2017 runs={runs} out={page}" in text

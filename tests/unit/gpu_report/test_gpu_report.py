@@ -121,7 +121,7 @@ def test_a_file_of_another_machine_or_of_no_report_is_refused(path: Path) -> Non
         run.begun(path, "python", pretended=True)
     report = run.begun(path.with_name("new.json"), "python", pretended=True)
     path.write_text(json.dumps(report | {"environment": {"gpus": ["NVIDIA H100"]}}))
-    with pytest.raises(ConfigError, match=r"has gpus \['NVIDIA H100'\], but here it is \[\]"):
+    with pytest.raises(ConfigError, match=r"has gpus=\['NVIDIA H100'\], but this run has"):
         run.begun(path, "python", pretended=True)
     path.write_text("{")
     with pytest.raises(ConfigError, match="page=.*: cannot be read"):

@@ -117,7 +117,7 @@ def test_fits_are_written_and_read() -> None:
         ({"fits": [{**FIT, "fixed_ms": 1}]}, "fits[0].fixed_ms: must have the keys median,"),
         (
             {"fits": [{**FIT, "fixed_ms": {**ENDS, "low": -1}}]},
-            "fits[0].fixed_ms.low=-1: must be null or a number of at least 0",
+            "fits[0].fixed_ms.low=-1: must be null, or a number that is at least 0",
         ),
         ({"colour": 1}, "colour: no such key; allowed are name, source, reference_batch,"),
         ({"layers": [*LAYERS, LAYERS[0]]}, "layers[2].name=conv: is there twice"),

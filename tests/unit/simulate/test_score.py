@@ -82,7 +82,7 @@ def test_a_study_is_fitted_on_one_link_and_scored_on_others(
     words = [str(study), "profile=own", "hardware=own", f"config_dir={tmp_path}/conf", f"out={out}"]
     assert command.main(words) == 0
     text = capsys.readouterr().out.partition("## Advice")[0]
-    assert "fitted to the cells of 1 and 2 ranks at cluster.rate=1gbit" in text
+    assert "fitted to the cells on 1 and 2 ranks at cluster.rate=1gbit" in text
     rows = {
         line.split("|")[1].strip(): line.split("|") for line in text.splitlines() if "|" in line
     }
