@@ -222,11 +222,13 @@ def send_buffer_bytes(world: World) -> Interval:
             world.comm.recv(message, 0)
         return time.perf_counter() - began
 
-    short_s, long_s = take_turns([partial(seconds, each) for each in messages], ROUNDS, shows=False)
+    times = take_turns([partial(seconds, each) for each in messages], ROUNDS, shows=False)
     small, large = (message.nbytes for message in messages)
-    rates = (large - small) / (np.array(long_s) - np.array(short_s)).clip(min=1e-9)
-    held = np.sort(np.clip(small - rates * np.array(short_s), 0, small))
-    return {"median": float(np.median(held)), "low": float(held[0]), "high": float(held[-1])}
+    short_s, long_s = np.median(times, axis=1)
+    rate = (large - small) / max(long_s - short_s, 1e-9)
+    held = np.sort(np.clip(small - rate * np.array(times[0]), 0, small))
+    # Of 8 rounds, the second and the last but one enclose the median of all in 93 % of cases.
+    return {"median": float(np.median(held)), "low": float(held[1]), "high": float(held[-2])}
 
 
 def _slowest(world: World, takes: list[Callable[[], float]]) -> np.ndarray:
