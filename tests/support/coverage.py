@@ -97,7 +97,7 @@ def recorded(groups: Sequence[Sequence[Mapping[int, float]]]) -> str:
 
 
 def main(studies: int = 20_000) -> None:
-    columns = [f"n = {n}" for n in REPEATS] + ["false leads of 2, of 6 at n = 3"]
+    columns = [f"n = {n}" for n in REPEATS] + ["false leads at n = 3 (2, 6 strategies)"]
     print(f"| noise | {' | '.join(columns)} |")
     print("|---" * (len(REPEATS) + 2) + "|")
     for name, noise in NOISES.items():
