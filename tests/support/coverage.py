@@ -36,7 +36,7 @@ class Noise:
 
 NOISES = {
     "normal, 2 %": Noise(0.0, lambda rng, shape: 0.02 * rng.standard_normal(shape)),
-    "the same, and a shared drift of 5 %": Noise(
+    "normal, 2 %, and a shared drift of 5 %": Noise(
         0.05, lambda rng, shape: 0.02 * rng.standard_normal(shape)
     ),
     "Laplace, 2 %": Noise(0.0, lambda rng, shape: 0.02 * rng.laplace(size=shape)),
