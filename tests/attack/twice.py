@@ -85,12 +85,12 @@ def tried(name: str, pair: Pair, folder: Path) -> Attempt:
     try:
         codes = [process.wait(LIMIT_S) for process, _ in both]
     except subprocess.TimeoutExpired:
-        return Attempt("two at once", name, "hung")
+        return Attempt("two processes at once", name, "hung")
     finally:
         alive = outlive(folder)
         end(folder)
     said = [path.read_text(errors="replace") for _, path in both]
-    judged = partial(Attempt, "two at once", name)
+    judged = partial(Attempt, "two processes at once", name)
     if alive:
         return judged("hung", f"{len(alive)} processes are left")
     if wrong := [text for code, text in zip(codes, said, strict=True) if code and not tidy(text)]:

@@ -36,7 +36,7 @@ class Noise:
 
 NOISES = {
     "normal, 2 %": Noise(0.0, lambda rng, shape: 0.02 * rng.standard_normal(shape)),
-    "the same, and a shared drift of 5 %": Noise(
+    "normal, 2 %, and a shared drift of 5 %": Noise(
         0.05, lambda rng, shape: 0.02 * rng.standard_normal(shape)
     ),
     "Laplace, 2 %": Noise(0.0, lambda rng, shape: 0.02 * rng.laplace(size=shape)),
@@ -97,7 +97,7 @@ def recorded(groups: Sequence[Sequence[Mapping[int, float]]]) -> str:
 
 
 def main(studies: int = 20_000) -> None:
-    columns = [f"n = {n}" for n in REPEATS] + ["false leads of 2, of 6 at n = 3"]
+    columns = [f"n = {n}" for n in REPEATS] + ["false leads at n = 3 (2, 6 strategies)"]
     print(f"| noise | {' | '.join(columns)} |")
     print("|---" * (len(REPEATS) + 2) + "|")
     for name, noise in NOISES.items():
