@@ -537,9 +537,8 @@ def page(result: dict[str, Any], figure: str) -> str:
         ["## Compute", "", f"The measured rates of matrix products are {rates}."],
         [
             f"Each rank ran {spread['num_calls']} matrix products to measure how much their times "
-            f"vary. On all ranks together, {spread['num_stalls']} products stalled. Divided "
-            "by the median time on the same rank, the quantiles of a product's time are "
-            f"{quantiles}."
+            f"vary. On all ranks together, {spread['num_stalls']} products stalled. Relative "
+            f"to its rank's median time, a product's time has the quantiles {quantiles}."
         ],
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
