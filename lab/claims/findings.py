@@ -83,7 +83,7 @@ BASES = {
     "nothing": "not tested: the lab has no measurement",
 }
 UNTESTED = ("elsewhere", "nothing")
-SURE = "would also hold at half and at twice the value"
+SURE = "holds even if halved or doubled"
 FACTORS = (0.5, 2.0, 0.71, 1.41)
 CHANGES = tuple(
     Change(**{what: factor}) for factor in FACTORS for what in ("links", "compute", "bytes")

@@ -203,8 +203,8 @@ def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
         f"Predictions use the profile {paper.profile} and the hardware file {paper.hardware}. No "
-        "parameters are fitted. Brackets give the lowest and the highest prediction as the "
-        "assumed values in this hardware file vary."
+        "parameters are fitted. Brackets give the lowest and highest prediction as the "
+        "assumed values in this file vary."
     )
     if findings.conditions:
         machines = "; ".join(findings.conditions.machines)
@@ -339,8 +339,8 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        f'Predictions in the column "fitted" use {which}: {fitted}. In the column "left out", each '
-        "network is predicted with terms that are fitted only to the other networks.",
+        f'The column "fitted" uses {which}: {fitted}. In the column "left out", each network is '
+        "predicted with terms that are fitted only to the other networks.",
         "",
         *markdown(header, [*rows, total]),
     ]

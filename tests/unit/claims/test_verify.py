@@ -146,7 +146,7 @@ def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]
         row.split("|")[1].split(":")[0].strip() for row in rows(text) if "| model misses" in row
     }
     assert failed == {"AlexNet, batch 512", "VGG-16, batch 64", "VGG-16, batch 32"}
-    assert "use this fitted term: overhead_s_per_rank = 0.00" in text
+    assert "uses this fitted term: overhead_s_per_rank = 0.00" in text
     assert verify.main(["horovod", "runs=runs/horovod"]) == 2
     assert "there is no study of Horovod" in capsys.readouterr().err
 
