@@ -439,7 +439,8 @@ class Constant:
         close = f"{self.num_close} {'is' if self.num_close == 1 else 'are'} within"
         everywhere = f"all {len(self.regrets)} scenarios"
         return (
-            f"the best constant choice is `{self.name}`. Its regret is {_percents(self.regrets)}. "
+            f"the best constant choice (one strategy for every scenario) is `{self.name}`. "
+            f"Its regret is {_percents(self.regrets)}. "
             f"Of the {self.num_shared} strategies that appear in {everywhere}, {close} "
             f"{100 * CLOSE:g} % of the best strategy in every scenario."
         )

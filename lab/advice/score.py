@@ -106,9 +106,9 @@ def report(found: Sequence[Choice]) -> list[str]:
             regrets = [choice.regret for choice in chosen]
             good = sum(regret <= CLOSE for regret in regrets)
             lines.append(
-                f"- Among {among}, the first choice is within {100 * CLOSE:g} % of the best "
-                f"measured cell in {good} of {len(regrets)} scenarios. The largest regret is "
-                f"{100 * max(regrets):.1f} %."
+                f"- Among {among}, the first choice of the advice is within {100 * CLOSE:g} % "
+                f"of the best measured cell in {good} of {len(regrets)} scenarios. The largest "
+                f"regret is {100 * max(regrets):.1f} %."
             )
             constant = constant_of(regrets, [choice.regrets for choice in chosen])
             lines.append(f"- {verdict('The first choice', constant)}")
@@ -375,8 +375,8 @@ def _agreement(answers: Sequence[Answer]) -> str:
     worst = max(answers, key=lambda one: one.regret.mid)
     return (
         "- The strategy that was predicted to be the fastest was measured to be the fastest in "
-        f"{_percent(best)} of {len(answers)} cases. It was the fastest, or not significantly "
-        f"slower than the fastest, in {_percent(agrees)} of them. Its largest regret is "
+        f"{_percent(best)} of the {len(answers)} cases. It was the fastest, or not significantly "
+        f"slower than the fastest, in {_percent(agrees)} of the cases. Its largest regret is "
         f"{100 * (worst.regret.mid - 1):.1f} %, for {_place_text(worst.place.where)}."
     )
 

@@ -537,8 +537,8 @@ def page(result: dict[str, Any], figure: str) -> str:
         ["## Compute", "", f"The measured rates of matrix products are {rates}."],
         [
             f"Each rank ran {spread['num_calls']} matrix products to measure how much their times "
-            f"vary. On all ranks together, {spread['num_stalls']} products stalled. The quantiles "
-            f"of a product's time divided by its rank's median time are {quantiles}."
+            f"vary. On all ranks together, {spread['num_stalls']} products stalled. Relative "
+            f"to its rank's median time, a product's time has the quantiles {quantiles}."
         ],
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
@@ -547,7 +547,7 @@ def page(result: dict[str, Any], figure: str) -> str:
 def _of_scores(result: dict[str, Any]) -> list[str]:
     """Write what was fitted, and the scores of steps, in sentences."""
     lines = [
-        "* The collectives model was fitted to measurements of collectives on "
+        "* The model of collectives was fitted to measurements of collectives on "
         f"{NUM_RANKS} ranks. Collectives on more than {NUM_RANKS} ranks were held out.",
         f"* Measured times are medians over {result['num_rounds']} rounds {on_ranks_of(result)}.",
     ]

@@ -52,10 +52,10 @@ KINDS = {
     "multiplied by some factor between 0.5 and 2.",
     "measured": "These claims are about a single device. Only a measurement on the kind of device "
     "that the source used can show whether they hold.",
-    "arithmetic": "These claims are not evidence. Each claim follows from inputs or from another "
-    "claim, or would also hold if the values behind it were halved or doubled.",
-    "input": "These claims are not evidence. Their figures are inputs of the model, or are read "
-    "from the profile alone.",
+    "arithmetic": "These claims are not evidence. Each claim follows from model inputs or from "
+    "another claim, or would also hold if the values behind it were halved or doubled.",
+    "input": "These claims are not evidence. Their figures are inputs to the model, or are read "
+    "directly from the profile.",
     "own": "These claims are not evidence about the source, because the lab makes them and the "
     "source does not.",
 }
@@ -78,12 +78,12 @@ BASES = {
     "predicted": "predicted by the cost model: training",
     "collectives": "predicted by the cost model: single collectives",
     "emulated": "measured on an emulated cluster",
-    "measured": "measured on this kind of device",
-    "elsewhere": "not tested: only measured on another kind of device",
+    "measured": "measured on the same kind of device as in the source",
+    "elsewhere": "not tested: measured only on another kind of device",
     "nothing": "not tested: the lab has no measurement",
 }
 UNTESTED = ("elsewhere", "nothing")
-SURE = "holds at half and twice, too"
+SURE = "holds even if halved or doubled"
 FACTORS = (0.5, 2.0, 0.71, 1.41)
 CHANGES = tuple(
     Change(**{what: factor}) for factor in FACTORS for what in ("links", "compute", "bytes")
@@ -305,7 +305,7 @@ class _Kinds:
         if claim.role != "statement":
             return claim.role, ""
         if claim.quantity in OF_PRINT:
-            return "arithmetic", "on the source's own figures"
+            return "arithmetic", "uses only the source's own figures"
         if claim.check.about is not None and claim.published is None:
             return "arithmetic", "the source prints no such figure"
         if claim.of_device:
@@ -321,7 +321,7 @@ class _Kinds:
         if not apart:
             return "input", ""
         if apart <= self._inputs:
-            return "arithmetic", "follows from inputs"
+            return "arithmetic", "follows from model inputs"
         if not self._changed or verdict.predicted is None:
             return "predicted", ""
         values = [claim.value(facts) for facts in self._changed]

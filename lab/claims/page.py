@@ -34,7 +34,7 @@ from lab.simulate.score import ScoredCell, held_out, score, skill
 if TYPE_CHECKING:
     from lab.draw.chart import Chart
 
-LINEAR = "error of N ×"  # the null model: N ranks are N times as fast
+LINEAR = "linear scaling's error"  # the null model: N ranks are N times as fast
 DISAGREES = (
     'A claim counts as "disagree" if our value is outside the range that the claim allows. '
     "Either the claim or our value may be wrong."
@@ -67,8 +67,8 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
     return [
         *verdicts_table(every),
         "",
-        "The next table shows, for each source, how many claims agree with our values. It counts "
-        "only claims that are evidence.",
+        "The next table shows, for each source, how many of the claims that are evidence agree "
+        "with our values. The last three columns count the claims that are not evidence.",
         "",
         *markdown(["source", *bases, "not tested", *OTHERS.values()], rows),
     ]
@@ -90,7 +90,8 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> list[str]:
         for key, text in OTHERS.items()
         if kinds[key]
     ]
-    lines = markdown(header, rows) if rows else ["No claim here is evidence about its source."]
+    none = "None of the claims below is evidence about its source."
+    lines = markdown(header, rows) if rows else [none]
     if rows:
         lines += ["", DISAGREES]
     return [*lines, "", f"We do not count {in_words(others)} as evidence."] if others else lines
@@ -202,8 +203,8 @@ def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
         f"Predictions use the profile {paper.profile} and the hardware file {paper.hardware}. No "
-        "parameters are fitted. Brackets give the range of a prediction over the assumed values "
-        "in this hardware file."
+        "parameters are fitted. Brackets give the lowest and highest prediction as the "
+        "assumed values in this file vary."
     )
     if findings.conditions:
         machines = "; ".join(findings.conditions.machines)
@@ -212,7 +213,7 @@ def _sources_of_scaling(findings: Findings) -> list[str]:
         listed = [head, "", *emulations, ""] if emulations else []
         brackets = "Brackets give the 95 % interval over repeats, which decides the verdict."
         model = f"`model={paper.model}`"
-        counted = f"Parameters are counted in {model}, because the replayed model is scaled."
+        counted = f"Parameters are counted in {model}, because the replayed model is scaled down."
         measured = f"The measurements ran on {machines}."
         return [predicted, "", measured, *listed, f"{brackets} {counted}"]
     if not paper.reproduction:
@@ -228,8 +229,8 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
     found = device.results()
     if found:
         yield (
-            "The interval of a ratio is the widest that the intervals of its two values allow. The "
-            "measured values come from these benchmark results:"
+            "The interval for a ratio of two values is the widest that the intervals of both "
+            "values allow. The measured values come from these benchmark results:"
         )
         yield ""
     for name, result in found.items():
@@ -325,6 +326,7 @@ def _of_linear(verdict: Verdict) -> float | None:
 def terms_table(terms: Terms) -> list[str]:
     """Write each figure as predicted by the preset, by fitted terms, and by those of others."""
     fitted = in_words([f"{name} = {value:.3g}" for name, value in terms.values.items()])
+    which = "this fitted term" if len(terms.values) == 1 else "these fitted terms"
     ways = ("preset", "fitted", "left_out")
     header = ["claim", "published", "preset", "error", "fitted", "error", "left out", "error"]
     rows = []
@@ -337,8 +339,8 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        f'The fitted terms are {fitted}. In the column "left out", each network is predicted with '
-        "terms that are fitted only to the other networks.",
+        f'The column "fitted" uses {which}: {fitted}. In the column "left out", each network is '
+        "predicted with terms that are fitted only to the other networks.",
         "",
         *markdown(header, [*rows, total]),
     ]
@@ -374,7 +376,7 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
     batches = [
         [name, "never" if batch is None else str(batch)] for name, batch in crossovers.batch.items()
     ]
-    header = ["strategy", f"{world_size} ranks are faster than one from global batch"]
+    header = ["strategy", f"smallest global batch at which {world_size} ranks are faster than one"]
     lines = [*markdown(header, batches), ""]
     if crossovers.pair:
         (first, second), percent = crossovers.pair, f"{100 * (MARGIN - 1):.0f} %"
@@ -382,7 +384,9 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
             [str(batch), "no rate" if rate is None else f"{8e-9 * rate:.3g} Gb/s"]
             for batch, rate in crossovers.rate.items()
         ]
-        where = f"on {world_size} ranks, {first} is {percent} faster than {second} below"
+        where = (
+            f"link rate below which {first} is {percent} faster than {second} on {world_size} ranks"
+        )
         lines += [*markdown(["global batch", where], rates), ""]
     return [*lines, f"These values are predicted with {crossovers.basis}."]
 

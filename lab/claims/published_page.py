@@ -30,7 +30,8 @@ from lab.simulate.terms import FREEDOM, LEVELS, TERMS, reach
 WORST = 15  # figures on the page
 HEADER = ("origin", "source", "figure", "from_gpus", "gpus", "published", "predicted")
 HEADER += ("low_80", "high_80", "low_95", "high_95", "error", "linear_error")
-SCORES = ("figures", "median error", "worst", "bias", "error of N ×", "skill", "80 %", "95 %")
+SCORES = ("figures", "median error", "worst", "bias", "linear scaling's error", "skill")
+SCORES += ("80 %", "95 %")
 
 
 def report(out: Path | None, terms: Path | None, command: str) -> int:
@@ -132,7 +133,7 @@ def terms_table(fit: Fit) -> list[str]:
         rows.append([name, *texts, term.source])
     host, link = fit.effects
     return [
-        *markdown(["term", "assumed, 80 %", "learned, 80 % of a new source", "source"], rows),
+        *markdown(["term", "assumed [80 %]", "learned [80 % for a new source]", "basis"], rows),
         "",
         "Between sources, the costs of hosts and kernels vary by a factor of "
         f"e^{host:.2f}, and the costs of links vary by a factor of e^{link:.2f}. Each factor is "
@@ -208,7 +209,8 @@ def write_terms(fit: Fit, path: Path, command: str) -> None:
 
 
 def _worst(rows: Sequence[HeldOut]) -> list[str]:
-    header = ["source", "figure", "GPUs", "published", "predicted", "error", "error of N ×"]
+    header = ["source", "figure", "GPUs", "published", "predicted", "error"]
+    header += ["linear scaling's error"]
     table = []
     for row in sorted(rows, key=lambda each: -abs(each.error))[:WORST]:
         figure, ends = row.figure, "–".join(f"{end:.3g}" for end in row.ends(LEVELS[0]))

@@ -210,7 +210,9 @@ class Score:
                 f" The mean signed error for overlapped steps is {100 * self.signed_error:+.1f} %."
             )
         return (
-            text if math.isnan(self.skill) else f"{text} For these cells, {self.linear_in_words()}"
+            text
+            if math.isnan(self.skill)
+            else f"{text} For the {self.num_cells} cells, {self.linear_in_words()}"
         )
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ from lab.simulate.view import at, fitted_values
 
 COLUMNS = (
     *("cells", "step: median", "worst", "exposed exchange: median", "worst", "cells scored"),
-    "overlapped steps, on average",
+    "mean signed error, overlapped steps",
 )
 
 BEYOND = (2, 4, 8)  # times the most ranks that were measured

@@ -223,8 +223,8 @@ def table() -> list[str]:
         claims, found = noticed_by(mutant, intact), held_out_scores(mutant)
         figures = "yes" if figures_notice(figure_errors(mutant), errors) else "no"
         rows.append([mutant.name, *_claims(claims), figures, *_cells(found)])
-    header = ["mutant", "claims", "for example", "figures", "step", "exposed exchange"]
-    return markdown([*header, "of compression", "cells"], rows)
+    header = ["mutant", "claims", "one of these claims", "figures", "step time", "exposed exchange"]
+    return markdown([*header, "exposed, compressed", "cells"], rows)
 
 
 def _claims(claims: list[Claim]) -> tuple[str, str]:
@@ -250,8 +250,9 @@ def evidence_table() -> list[str]:
 def _worth(verdicts: Sequence[Verdict]) -> list[str]:
     said = sum(each.claim.role == "statement" for each in verdicts)
     kinds = Counter(each.kind for each in verdicts)
-    why = Counter(each.why.partition(" “")[0] for each in verdicts if each.why)
-    reasons = "; ".join(f"{number} {text}" for text, number in sorted(why.items())) or "–"
+    parts = (each.why.partition(" “") for each in verdicts if each.why)
+    why = Counter(f"{text} another claim" if quote else text for text, quote, _ in parts)
+    reasons = "; ".join(f"{number}: {text}" for text, number in sorted(why.items())) or "–"
     return [str(said), *(str(kinds[kind]) for kind in (*EVIDENCE, *OTHERS)), reasons]
 
 
@@ -262,10 +263,10 @@ A mutant is a copy of the cost model in which one part is broken on purpose. The
 checks detect each mutant. `python -m tests.support.mutants > docs/results/mutants.md` generates
 this page.
 
-* The column "claims" gives the number of claims that detect the mutant. They are claims from
-  {in_words(PAPERS)}.
+* The column "claims" gives the number of claims that detect the mutant. These claims are in the
+  files {in_words(PAPERS)} in conf/claims.
   A claim detects a mutant if it holds without the mutant but not with it. Each claim is predicted
-  both with and without fitted terms. Claims with figures that are inputs are not counted.
+  both with and without fitted terms. Claims whose figures are model inputs are not counted.
 * The column "figures" is "yes" if, for some paper, the mutant more than doubles the median error of
   the predicted figures, and this error also exceeds 2 %. The predictions use fitted terms.
 * The column "cells" is "yes" if a median error over the held-out cells of [links.md](links.md)
@@ -276,11 +277,11 @@ this page.
 WORTH = """
 ## Claims that are evidence
 
-A claim is evidence if it could have failed, and if it does not follow from inputs or from another
-claim. To find out whether a claim could have failed, we multiply the link speed, the compute time
-or the number of bytes by 0.5, 0.71, 1.41 and 2. For a counted claim, we multiply the count instead.
-The claim could have failed if it fails with at least one of these changes, or if it fails without
-any change. The rules are in lab/claims/findings.py.
+A claim is evidence if it could have failed, and if it follows neither from model inputs nor from
+another claim. To find out whether a claim could have failed, we multiply the link speed, the
+compute time or the number of bytes by 0.5, 0.71, 1.41 and 2. For a counted claim, we multiply the
+count instead. The claim could have failed if it fails with at least one of these changes, or if it
+fails without any change. The rules are in lab/claims/findings.py.
 
 A claim of the kind "measured" is evidence only after it was measured on the kind of device that the
 source used. At first, we assigned the kinds by hand, and we counted 224 of 280 claims as evidence.

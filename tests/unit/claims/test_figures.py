@@ -155,7 +155,7 @@ def test_fitted_terms_find_the_machine_and_carry_to_a_network_left_out() -> None
     assert terms and terms.values["overhead_s_per_rank"] == pytest.approx(8e-3, rel=0.02)
     assert terms.error("preset")[1] > 0.1
     assert terms.error("fitted")[1] < 0.01 and terms.error("left_out")[1] < 0.01
-    assert terms_table(terms)[0].startswith("The fitted terms are overhead_s_per_rank = 0.008")
+    assert "uses this fitted term: overhead_s_per_rank = 0.008" in terms_table(terms)[0]
     assert len(terms_table(terms)) == 2 + 2 + 4 + 1
     assert fit_terms(replace(paper, fit=()), preset) is None
     with pytest.raises(ValueError, match="t: fit=speed: allowed are"):

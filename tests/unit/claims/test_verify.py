@@ -133,7 +133,7 @@ def test_a_paper_without_a_pair_has_no_crossover_of_rates() -> None:
     crossovers = find_crossovers(grid, Predicted("alexnet_titanx", hardware))
     assert crossovers.rate == {} and crossovers.world_size == 2
     text = "\n".join(crossovers_tables(crossovers))
-    assert "| strategy | 2 ranks are faster than one from global batch |" in text
+    assert "| strategy | smallest global batch at which 2 ranks are faster than one |" in text
     assert "below" not in text
 
 
@@ -146,7 +146,7 @@ def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]
         row.split("|")[1].split(":")[0].strip() for row in rows(text) if "| model misses" in row
     }
     assert failed == {"AlexNet, batch 512", "VGG-16, batch 64", "VGG-16, batch 32"}
-    assert "The fitted terms are overhead_s_per_rank = 0.00" in text
+    assert "uses this fitted term: overhead_s_per_rank = 0.00" in text
     assert verify.main(["horovod", "runs=runs/horovod"]) == 2
     assert "there is no study of Horovod" in capsys.readouterr().err
 
