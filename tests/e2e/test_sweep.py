@@ -101,7 +101,7 @@ def started(folder: Path) -> dict[Path, str]:
     ("settings", "message"),
     [
         (("study=kim2018",), "study=kim2018: allowed are adam, advice, beyond,"),
-        (("strategy=none,teleport",), "strategy=teleport: allowed are"),
+        (("strategy=none,teleport",), "strategy=teleport: allowed:"),
         (("world_size=0",), "world_size=0: must be an integer of at least 1"),
         (("repeats=many",), "repeats=many: must be an integer"),
         (("batch_size=100", "world_size=1,3"), "nearest are 99 and 102"),

@@ -252,7 +252,7 @@ def test_without_the_tools_one_line_says_what_is_needed(tmp_path: Path) -> None:
     [
         ("rank=4", "straggler.rank=4: the ranks are 0 to 3"),
         ("rank=-1", "straggler.rank=-1: must be an integer of at least 0"),
-        ("phase=sleep", "straggler.phase=sleep: allowed are input, forward, backward, exchange"),
+        ("phase=sleep", "straggler.phase=sleep: allowed: input, forward, backward, exchange"),
         ("delay_ms=0", "straggler.delay_ms=0: must be a number above 0"),
         ("every=0", "straggler.every=0: must be an integer of at least 1"),
     ],

@@ -152,8 +152,8 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
     ("of", "file", "arguments", "message"),
     [
         (text, "a.txt", {"context": 0}, "data.context=0: must be an integer of at least 1"),
-        (text, "a.txt", {"context": 8}, "data.context=8: there are only 8 tokens to train on; a"),
-        (text, "a.txt", {"context": 2}, "data.context=2: there are only 1 tokens to test on; a"),
+        (text, "a.txt", {"context": 8}, "data.context=8: only 8 tokens to train on; a"),
+        (text, "a.txt", {"context": 2}, "data.context=2: only 1 token to test on; a"),
         (text, "a.txt", {"test_share": 1}, "data.test_share=1: must be a number above 0 and bel"),
         (text, "none", {}, "data.path={}/none: no such file or folder; give a file or a folder"),
         (text, "empty.txt", {}, "data.path={}/empty.txt: contains no text: all files are empty"),
@@ -165,9 +165,9 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
         ),
         (tokens, None, {}, "data.path is not set; give a folder with train.bin and val.bin"),
         (tokens, "", {}, "data.path={}: lacks files; give a folder with train.bin and val.bin"),
-        (tokens, "a.txt", {"dtype": "f4"}, "data.dtype=f4: allowed are uint8, uint16, uint32"),
-        (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes do not make"),
-        (tokens, "empty.txt", {}, "data.path={}/empty.txt: its 0 bytes do not make"),
+        (tokens, "a.txt", {"dtype": "f4"}, "data.dtype=f4: allowed: uint8, uint16, uint32"),
+        (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes cannot be divided"),
+        (tokens, "empty.txt", {}, "data.path={}/empty.txt: its 0 bytes cannot be divided"),
         (
             tokens,
             "whole.npy",

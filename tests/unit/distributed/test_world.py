@@ -330,7 +330,7 @@ def test_linux_under_windows_has_a_driver_of_its_own(machine: Machine, tmp_path:
     ("local_size", "capability", "message"),
     [
         (2, (9, 0), "device=auto: 2 ranks on this host but 1 GPUs"),
-        (1, (7, 0), r"GPU 0 has capability 7\.0, older .*whl/cu126"),
+        (1, (7, 0), r"GPU 0 has compute capability 7\.0, older .*whl/cu126"),
     ],
 )
 def test_too_few_or_too_old_gpus_are_refused(

@@ -177,5 +177,7 @@ def test_refuses_in_one_line(make: Make, arguments: dict[str, Any], message: str
 
 
 def test_refuses_sequences_longer_than_its_context() -> None:
-    with pytest.raises(ValueError, match=f"{CONTEXT + 1} tokens, its context is {CONTEXT}"):
+    with pytest.raises(
+        ValueError, match=f"{CONTEXT + 1} tokens, but the model's context is {CONTEXT}"
+    ):
         small()(torch.zeros(1, CONTEXT + 1, dtype=torch.int64))

@@ -154,7 +154,7 @@ MLP = [("2.bias", 40), ("2.weight", 120_000), ("0.bias", 1200), ("0.weight", 200
 TOTAL = sum(size for _, size in MLP)
 
 
-ONE_BUCKET = "all 0.321 MB of gradients are one bucket"
+ONE_BUCKET = "all 0.321 MB of gradients are in one bucket"
 ACCUMULATE = "accumulate=4: exchanges overlap only the backward of the last micro-batch"
 
 

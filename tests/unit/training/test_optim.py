@@ -187,7 +187,7 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("lr_scheduler.StepLR", {}, r"StepLR: must be a torch\.optim\.Optimizer, or make one"),
         ("Sgd", {}, r"optim=torch\.optim\.Sgd: torch\.optim has no Sgd; did you mean SGD\?"),
         ("Muon", {}, r"optim=torch\.optim\.Muon: Muon only supports 2D parameters"),
-        ("nowhere.Adam", {}, r"optim=nowhere\.Adam: there is no module nowhere in "),
+        ("nowhere.Adam", {}, r"optim=nowhere\.Adam: no module nowhere in "),
         (f"{MINE}.MINE", {}, r"tests\.support\.optimizers has no MINE"),
         (f"{MINE}.not_one", {}, r"not_one: makes a list; must make a torch\.optim\.Optimizer"),
         (f"{MINE}.SignDescent", {}, r"optim\.lr: must be set; .*SignDescent has no default for it"),
@@ -279,7 +279,7 @@ def test_linear_scaling_multiplies_the_peak() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "poly"}, "schedule=poly: allowed are constant, cosine, linear, step"),
+        ({"schedule": "poly"}, "schedule=poly: allowed: constant, cosine, linear, step"),
         ({"base_batch_size": 0}, "base_batch_size=0: must be an integer of at least 1"),
         ({"warmup_steps": -1}, "warmup_steps=-1: must be an integer of at least 0"),
         ({"warmup_steps": True}, "warmup_steps=true: must be an integer"),
