@@ -96,7 +96,7 @@ test ! -e runs; try 0 'done:' T1 repeat=1 cell=b
 ## 30 names: studies that begin with a dash or contain an equals sign
 base; mv runs/s ./-s; try 0 'wrote' L plot ./-s
 try 2 'flags are' L plot -s
-mv ./-s a=b; try 2 'takes at least one STUDY' L plot a=b
+mv ./-s a=b; try 2 'expected at least one STUDY' L plot a=b
 try 0 'wrote x=y.html' L report ./a=b out=x=y.html
 
 ## 31 env: output in ASCII alone
@@ -1089,7 +1089,7 @@ stop_live
 
 ## 236 out: files that matter as a command's out=
 base; cp runs/s/study.json a; cp runs/s/bd/record.json b
-try 2 'file that runs keep' L bench footprint model=lenet out=runs/s/study.json
+try 2 'runs write a file with this name' L bench footprint model=lenet out=runs/s/study.json
 try 2 'out=' L report runs/s out=runs/s/bd/record.json
 try 2 'out=' L explain runs/s out=x
 try 2 'out=' L verify kim2017 out=nodir/x.md

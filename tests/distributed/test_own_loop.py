@@ -431,7 +431,9 @@ def of_another(way: str) -> dict[str, str]:
                 kept.load_state_dict({k: v for k, v in own.items() if k != "of"} | marked(mark))
             except ValueError as error:
                 found[wrong] = str(error)
-        with pytest.raises(ValueError, match="must be what state_dict.* returned, and is NoneType"):
+        with pytest.raises(
+            ValueError, match="must be what state_dict.* returned, but has type NoneType"
+        ):
             kept.load_state_dict(None)
         return found
 

@@ -61,7 +61,7 @@ LATER = [
     (("backend=nccl", "device=cpu"), r"backend=nccl: needs GPUs"),
     (("resume=nowhere",), r"resume=nowhere: not a complete checkpoint"),
     (("+exchange.nope=3",), r"AllReduce.*unexpected keyword argument 'nope'"),
-    (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
+    (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp needs overlap=true"),
     (
         ("strategy=ddp", "sync.hook=bf16"),
         r"sync\.hook=bf16: torch supports this hook only with NCCL",
@@ -79,7 +79,7 @@ LATER = [
     ),
     (
         ("strategy=caffe", "optim=adamw"),
-        r"strategy=caffe optim=torch\.optim\.AdamW: emulates a framework that updates by SGD "
+        r"strategy=caffe optim=torch\.optim\.AdamW: emulates a framework that updates with SGD "
         r"on the root; use optim=sgd$",
     ),
 ]
@@ -103,7 +103,7 @@ def test_settings_that_prove_wrong_later(
     done = command("lab.train", "strategy=ddp", "overlap=false")
     assert done.code == 2 and "Traceback" not in done.err
     (line,) = done.error_lines
-    assert line.endswith(found[expected.index(r"overlap=False .* strategy=ddp always overlaps")])
+    assert line.endswith(found[expected.index(r"overlap=False .* strategy=ddp needs overlap=true")])
     assert not list(tmp_path.rglob("record.json"))
 
 

@@ -164,7 +164,12 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
             "data.path={}: contains no text: no files, with data.suffix=.md",
         ),
         (tokens, None, {}, "data.path is not set; give a folder with train.bin and val.bin"),
-        (tokens, "", {}, "data.path={}: lacks files; give a folder with train.bin and val.bin"),
+        (
+            tokens,
+            "",
+            {},
+            "data.path={}: has no files to train and test on; give a folder with train.bin and val.bin",
+        ),
         (tokens, "a.txt", {"dtype": "f4"}, "data.dtype=f4: allowed: uint8, uint16, uint32"),
         (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes cannot be divided"),
         (tokens, "empty.txt", {}, "data.path={}/empty.txt: its 0 bytes cannot be divided"),
@@ -174,7 +179,12 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
             {"vocabulary": 0},
             "data.vocabulary=0: must be an integer of at least",
         ),
-        (tokens, "real.npy", {}, "data.path={}/real.npy: contains float64 [9]; must contain int"),
+        (
+            tokens,
+            "real.npy",
+            {},
+            "data.path={}/real.npy: contains float64 [9]; it must contain int",
+        ),
         (tokens, "bad.npy", {}, "data.path={}/bad.npy: cannot be read: "),
     ],
 )

@@ -159,7 +159,7 @@ def test_ones_own_lists_come_first() -> None:
         ),
         (
             ([], ["blocks.0.out.bias"]),
-            r"^exchange\.matrices: blocks\.0\.out\.bias is no mat",
+            r"^exchange\.matrices: blocks\.0\.out\.bias is not a mat",
         ),
     ],
 )

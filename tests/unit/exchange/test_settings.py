@@ -52,11 +52,14 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (PowerSGD, {"rank": 0}, "rank=0: must be an integer of at least 1"),
     (TopK, {"error_feedback": 1}, "error_feedback=1: must be true or false"),
     (AllReduce, {"dtype": "float8"}, "dtype=float8"),
-    *((path, {"chunk_mb": 0}, "chunk_mb=0: must be a number above 0") for path in (Tree, Ring)),
+    *(
+        (path, {"chunk_mb": 0}, "chunk_mb=0: must be null, a number above 0")
+        for path in (Tree, Ring)
+    ),
     (DoubleTree, {"chunk_mb": {"gloo": 4}}, f"chunk_mb=.*{EACH}"),
     (DoubleTree, {"chunk_mb": {"gloo": 4, "nccl": -1}}, f"chunk_mb=.*{EACH}"),
     (Hierarchical, {"inter": NoExchange()}, f"inter=NoExchange: {NO_MEAN}"),
-    (Hierarchical, {"inter": Hierarchical(OneBit())}, "inter=Hierarchical: has two levels itself"),
+    (Hierarchical, {"inter": Hierarchical(OneBit())}, "inter=Hierarchical: already has two levels"),
     (
         auto,
         {"among": ["a", "x"]},

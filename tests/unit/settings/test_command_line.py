@@ -169,11 +169,19 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
         (plot.COMMAND, ["runs/a", "--out", "figures"], "--out figures: use out=figures"),
         (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: use format=svg"),
         (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: use runs=runs/k"),
-        (explain.COMMAND, ["runs/a", "--why"], "--why: flags are --help, --version, "),
-        (plot.COMMAND, [], "(nothing): takes at least one STUDY[/CELL], as in python -m lab.plot"),
-        (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: takes one STUDY[/CELL]"),
+        (
+            explain.COMMAND,
+            ["runs/a", "--why"],
+            "--why: no such flag; the flags are --help, --version, ",
+        ),
+        (
+            plot.COMMAND,
+            [],
+            "(nothing): expected at least one STUDY[/CELL], as in python -m lab.plot",
+        ),
+        (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: expected one STUDY[/CELL]"),
         (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed: out, format, only"),
-        (plot.COMMAND, ["runs/a", "-m"], "-m: flags are --help, --version, "),
+        (plot.COMMAND, ["runs/a", "-m"], "-m: no such flag; the flags are --help, --version, "),
     ],
 )
 def test_wrong_words_are_answered_in_a_line(
@@ -201,7 +209,9 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     assert file_to_write("out", "null", ".md") is None
     assert file_to_write("out", f"{tmp_path}/a.md", ".md") == tmp_path / "a.md"
     for wrong in (f"{tmp_path}/no/a.md", f"{tmp_path}/a.txt", f"{tmp_path}/.md"):
-        with pytest.raises(ConfigError, match=f"out={wrong}: must name FILE.md in a folder"):
+        with pytest.raises(
+            ConfigError, match=f"out={wrong}: must name FILE.md in an existing folder"
+        ):
             file_to_write("out", wrong, ".md")
     with pytest.raises(ConfigError, match="out=study.json: runs write a file with this name"):
         file_to_write("out", "study.json", ".json")

@@ -65,7 +65,7 @@ def test_a_profile_that_names_code_is_refused(line: str, tmp_path: Path) -> None
 def test_a_profile_in_a_folder_of_choices_is_data_too(tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile/theirs.yaml").write_text("name: {_target_: os.system}\n")
-    with pytest.raises(ConfigError, match="profile=theirs: _target_: no such key"):
+    with pytest.raises(ConfigError, match="profile=theirs: _target_: keys that begin with _"):
         load([f"config_dir={tmp_path}", "profile=theirs"])
 
 
@@ -109,7 +109,7 @@ def test_the_command_line_may_read_the_environment(monkeypatch: pytest.MonkeyPat
 def test_a_file_names_only_choices_of_its_group(group: str, path: str, tmp_path: Path) -> None:
     file = tmp_path / "choice.yaml"
     file.write_text(f"_target_: {path}\n_args_: [touch, PWNED]\n")
-    with pytest.raises(ConfigError, match=f"{group}._target_={path}: is no {group}"):
+    with pytest.raises(ConfigError, match=f"{group}._target_={path}: not allowed for {group}"):
         load([f"{group}={file}"])
 
 
@@ -121,6 +121,6 @@ def test_code_that_a_file_names_is_told_once(
     load([f"model={file}"])
     load([f"model={file}"])
     said = capsys.readouterr().err
-    assert said.count("lab: a file sets model: imports torch.nn.Identity from ") == 1
+    assert said.count("lab: a file sets model, which imports torch.nn.Identity from ") == 1
     load(["model=torch.nn.Identity"])
     assert capsys.readouterr().err == ""

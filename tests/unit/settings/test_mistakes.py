@@ -53,7 +53,7 @@ MISTAKES = [
     ("train", "strategy=ddp_overlap", "did you mean ddp or overlap?"),
     ("train", "strategy=deepspeed", "did you mean zero1 or fsdp?"),
     ("train", "model=alexnet_smal", "did you mean alexnet_small?"),
-    ("train", "batch_size=1e3", "batch_size=1e3: must be an integer: 1000"),
+    ("train", "batch_size=1e3", "batch_size=1e3: must be an integer; write 1000"),
     ("train", "batch_size=many", "batch_size=many: must be an integer"),
     ("train", "epochs=-1", "must be a number above 0 and at most 1000000"),
     ("train", "optim.lr=", "optim.lr=: must be a number"),

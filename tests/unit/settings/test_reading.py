@@ -42,8 +42,8 @@ def test_json_that_cannot_be_read_is_named(tmp_path: Path, text: str, why: str) 
         ("!!python/object/apply:os.mkdir [ran]", "could not determine a constructor"),
         ("a: !!python/object/apply:os.mkdir [ran]", "could not determine a constructor"),
         ("3", "Invalid loaded object type"),
-        ("link: 1:30", "1:30 would be 90; write a plain number"),
-        ("a:\n  mode: 0777  # rwx", "0777 would be 511; write a plain number"),
+        ("link: 1:30", "1:30 would be read as 90; write a plain number"),
+        ("a:\n  mode: 0777  # rwx", "0777 would be read as 511; write a plain number"),
     ],
 )
 def test_yaml_that_cannot_be_read_is_named(tmp_path: Path, text: str, why: str) -> None:

@@ -172,7 +172,7 @@ ACCUMULATE = "accumulate=4: exchanges overlap only the backward of the last micr
         (  # the hint is a quarter of the bucket, which divides the model
             gradsync(True),
             {"bucket_bytes": [TOTAL], "accumulate": 4},
-            f"overlap=true: nothing overlaps: {ONE_BUCKET}, full only when backward ends; "
+            f"overlap=true: nothing overlaps: {ONE_BUCKET}, which is full only when backward ends; "
             "bucket_mb=0.077 divides them",
         ),
         (
