@@ -1281,7 +1281,7 @@ test ! -e ran
 n=$(ip -o link | wc -l)
 try 2 'hosts=null' L cluster run -- -m lab.train steps=2
 try 2 'after -- stand' L cluster run --
-try 2 'takes one run' L cluster
+try 2 'expected one run' L cluster
 try 2 'cluster.hosts=3' S study=s strategy=none world_size=2 cluster=emulated cluster.hosts=3
 test "$(ip -o link | wc -l)" = "$n"
 

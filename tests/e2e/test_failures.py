@@ -75,7 +75,7 @@ LATER = [
     (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
     (
         ("+optim.beta=1",),
-        r"optim\.beta=1: torch\.optim\.SGD has lr, .*; the lab adds decay_vectors, ",
+        r"optim\.beta=1: no such setting; torch\.optim\.SGD has lr, .*; the lab adds decay_vec",
     ),
     (
         ("strategy=caffe", "optim=adamw"),
@@ -295,7 +295,7 @@ def test_resume_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
         "exchange.granularity=block": "the checkpoint contains residuals of exchange=",
         "channels_last=true": "the checkpoint was written with channels_last=False",
         "model=mlp": "the checkpoint belongs to another model",
-        "steps=2": "is at step 3, this run ends at 2",
+        "steps=2": "is at step 3, but this run ends at step 2",
     }
     whole = (*onebit, "cell=a", "checkpoint_every=3")
     done, *refused = told(whole, *((*onebit, middle, setting) for setting in wrong))

@@ -163,7 +163,7 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
     [
         ({"role": "guess"}, "'s': role=guess: allowed: statement, input, own"),
         ({"kind": "count"}, "'s': .*kind"),
-        ({"quantity": "luck"}, "'s': quantity=luck: allowed: step_s, speedup"),
+        ({"quantity": "luck"}, "'s': quantity=luck: allowed are step_s, speedup"),
         ({"check": {"about": 1}}, "'s': must give about and within, or at_least, or at_most"),
         ({"at": {"ranks": 4}}, "'s': .*ranks"),
         ({"quantity": "operations"}, "'s': quantity=operations: at.layer: is missing"),

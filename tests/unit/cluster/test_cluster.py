@@ -197,7 +197,7 @@ def test_changes_of_a_link() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "(nothing): takes one run|check, as in python -m lab.cluster"),
+        ([], "(nothing): expected one run|check, as in python -m lab.cluster"),
         (["walk"], "walk: the first word must be run or check"),
         (["run", "hosts=2"], "put torchrun's arguments for run after --"),
         (

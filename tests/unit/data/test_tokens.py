@@ -168,7 +168,7 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
             tokens,
             "",
             {},
-            "data.path={}: has no files to train and test on; give a folder with train.bin and val.bin",
+            "data.path={}: has no files to train and test on; give a folder with train.bin",
         ),
         (tokens, "a.txt", {"dtype": "f4"}, "data.dtype=f4: allowed: uint8, uint16, uint32"),
         (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes cannot be divided"),

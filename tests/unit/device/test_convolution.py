@@ -297,5 +297,5 @@ def test_what_no_algorithm_knows_is_left_alone_or_refused() -> None:
         Convolution()(mlp(input_shape=(1, 4, 4), output_size=2))
     with pytest.raises(ValueError, match="^transform.choose=best: allowed: fixed, heuristic"):
         Convolution("best")
-    with pytest.raises(ValueError, match="^transform.algorithm=magic: allowed: library"):
+    with pytest.raises(ValueError, match="^transform.algorithm=magic: allowed are library"):
         Convolution("fixed", "magic")

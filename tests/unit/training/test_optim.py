@@ -175,7 +175,7 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         (
             "SGD",
             {"beta": 1},
-            r"optim\.beta=1: no such setting; torch\.optim\.SGD has lr, .*; the lab adds decay_vectors, schedule",
+            r"optim\.beta=1: no such setting; torch\.optim\.SGD has lr, .*; the lab adds decay_vec",
         ),
         ("SGD", {"decay_vectors": 1}, r"optim\.decay_vectors=1: must be true or false"),
         ("Rprop", {"decay_vectors": False}, r"optim\.decay_vectors=false: .*Rprop has no weight"),
