@@ -361,4 +361,6 @@ def check_of(
             return LateCheck(model, sync, late)
         if pattern.begins in (Begin.DURING_BACKWARD, Begin.AFTER_BACKWARD):
             return GradientCheck(model, sync, about)
-    return _unchecked(f"strategy={strategy} promises no mean of gradients or weights in every step")
+    return _unchecked(
+        f"strategy={strategy} does not promise a mean of gradients or weights in every step"
+    )

@@ -135,8 +135,8 @@ class Examination:
         self.num_exchanges += 1
         self._check_start(seen.start)
         if left := seen.left.any(dim=0).nonzero().flatten().tolist():
-            who = f"{self.names[left[0]]} has a gradient"
-            self.fail("complete", f"left out: no exchange has sent {who}")
+            name = self.names[left[0]]
+            self.fail("complete", f"left out: {name} has a gradient that no exchange has sent")
         self._check_gradients(seen)
         self._check_bytes(traffic, buckets)
         return True
@@ -181,7 +181,7 @@ class Examination:
             counted += f" ({'; '.join(notes)})" if notes else ""
             said = f"{about.promise} over {about.size} of {about.num_launched}, {counted}"
         else:
-            said = f"gradients not checked, because {why} on all parameters"
+            said = f"no gradients checked, because {why}"
         # What a codec leaves as it is, beside the bytes that it saves less by.
         shapes = {name: p.shape for name, p in zip(names, self.parameters, strict=True)}
         exact = left_exact(about.exchange, shapes) if about.exchange else []
@@ -210,7 +210,7 @@ class Examination:
 
     def _why_alike(self) -> str:
         if math.isinf(self.bound):
-            return f"{self.about.name} states no bound of its error"
+            return f"{self.about.name} states no bound on its error"
         if self.bound:
             name = self.about.name
             return f"gradients are too similar on all ranks, compared with the error of {name}"
@@ -223,7 +223,7 @@ class Examination:
         """
         factor = self.ledger.factor
         if factor is None:
-            why = f"{self.about.name} sends by no Comm"
+            why = f"{self.about.name} does not send through a Comm"
             return f"bytes not counted, because {why}", None, Finding("bytes", "not checked", why)
         times = f"{1 / factor:.1f}x more than fp32"
         if factor > 1 - TOLERANCE:
@@ -234,7 +234,7 @@ class Examination:
         if ratio is not None and ratio < 1 - TOLERANCE:
             ratio, where = None, f"the bytes did not cross {where}"
         if ratio is not None and ratio > 1 + TOLERANCE:
-            ratio, where = None, f"others send over {where}"
+            ratio, where = None, f"other traffic crossed {where}"
         if ratio is None:
             words = f"{times} (not counted: {where})"
             return words, None, Finding("bytes", "not checked", where)
@@ -276,7 +276,7 @@ class Examination:
         self.fail(
             found.fault.failed,
             f"{found.fault.words}: {named(found.ranks)} {hold} {found.text} in {which} (exchange "
-            f"{self.num_exchanges}), not the mean of the ranks' own gradients, noted before it",
+            f"{self.num_exchanges}), not the mean of the gradients that the ranks had before it",
         )
 
     def _check_bytes(self, traffic: Tensor, buckets: Sequence[Bucket]) -> None:
@@ -448,10 +448,10 @@ def _of_rank(
         return Fault.LEFT_OUT, "no gradient"
     got, mean = seen.delivered[rank, which], mean[which]
     if not got.any():
-        return Fault.STALE, "zeros, as if nothing was written,"
+        return Fault.STALE, "zeros, as if nothing had been written,"
     candidates = [*_candidates(rank, seen.own[:, which], seen.sent[:, which], mean)]
     if last is not None:
-        candidates.append((Fault.STALE, "the mean of the step before", last[which]))
+        candidates.append((Fault.STALE, "the mean from the step before", last[which]))
     fault, text, nearest = min(candidates, key=lambda each: apart(got, each[2]))
     if apart(got, nearest) <= near:
         return fault, text

@@ -65,9 +65,9 @@ def moved(rows: Tensor, backend: str) -> Moved:
     """Combine the results of `ByteCounter.stop` of all ranks: [N, 7]."""
     payload = tuple(int(each) for each in rows[:, 0].tolist())
     if backend != "gloo":
-        return Moved(payload, None, f"{backend} need not send over an interface")
+        return Moved(payload, None, f"{backend} does not have to send over a network interface")
     if len(set(rows[:, 6].tolist())) > 1:
-        return Moved(payload, None, "the hosts' interfaces carry others' bytes too")
+        return Moved(payload, None, "the hosts' interfaces also carry other traffic")
     if not COUNTERS.exists():
         return Moved(payload, None, f"no {COUNTERS} here")
     places = rows[:, 5]
@@ -135,13 +135,13 @@ class Ledger:
         """
         payload = self.entries[-1].payload
         if not any(payload):
-            ignored = "hook ignored: the exchange handed no byte to the network"
+            ignored = "hook ignored: the exchange handed no bytes to the network"
             return ignored if uses_comm else None
         off = abs(max(payload) - formula) if formula else 0.0
         if formula and off > TOLERANCE * formula + padding:
             return (
                 f"bytes: rank {payload.index(max(payload))} handed {max(payload)} bytes to the "
-                f"network, and the formula of this exchange says {formula:.0f}"
+                f"network, but the formula for this exchange says {formula:.0f}"
             )
         return None
 

@@ -95,5 +95,5 @@ def cache_folder() -> Path:
     cache.mkdir(mode=0o700, exist_ok=True)
     status = cache.lstat()  # libraries loaded from here run as this user
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise OSError(f"{cache} is not a folder that only this user can write")
+        raise OSError(f"{cache} is not a folder that only this user can write to")
     return cache

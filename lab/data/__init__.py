@@ -105,7 +105,9 @@ class GlobalSampler:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}: must be from 0 to {world_size - 1}")
         if batch_size % world_size:
-            raise ValueError(f"batch_size={batch_size}: must be a multiple of {world_size} ranks")
+            raise ValueError(
+                f"batch_size={batch_size}: must be a multiple of {world_size}, the number of ranks"
+            )
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.seed = seed
@@ -159,7 +161,7 @@ def reading(file: Path) -> Iterator[None]:
         ValueError: it cannot be read, or is no regular file.
     """
     if file.exists() and not file.is_file():  # of a pipe, a reader would wait for ever
-        raise ValueError(f"data.path={file}: is no regular file")
+        raise ValueError(f"data.path={file}: is not a regular file")
     try:
         yield
     except Exception as error:  # readers raise many types: of zip, of Arrow, of the system

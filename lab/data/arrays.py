@@ -76,7 +76,7 @@ def _parts(
     names = {"inputs": str(inputs or "inputs"), "targets": targets or "targets"}
     for key, name in names.items():
         if name not in found:
-            there = f"those there are {', '.join(found)}" if found else LAYOUT
+            there = f"its arrays are {', '.join(found)}" if found else LAYOUT
             raise ValueError(f"data.{key}={name}: {root} has no such array; {there}")
     return _split(root, (found[names["inputs"]], found[names["targets"]]), share)
 
@@ -92,7 +92,7 @@ def _read(root: Path) -> dict[str, np.ndarray]:
         ):
             return dict(file)
     if not root.is_dir():
-        raise ValueError(f"data.path={root}: is neither; {LAYOUT}")
+        raise ValueError(f"data.path={root}: is not in a supported format; {LAYOUT}")
     return {file.stem: _npy(file) for file in sorted(root.glob("*.npy"))}
 
 
@@ -116,19 +116,21 @@ def _check(root: Path, part: Part, vocabulary: int | None) -> None:
     inputs, targets = part
     for name, array in (("inputs", inputs), ("targets", targets)):
         if array.dtype.kind not in INTEGERS + "f":
-            raise ValueError(f"data.path={root}: {name} are {array.dtype}; they must be numbers")
+            raise ValueError(
+                f"data.path={root}: {name} have type {array.dtype}; they must be numbers"
+            )
         if not np.isfinite(array).all():
             raise ValueError(f"data.path={root}: {name} are not all finite")
         if array.dtype == np.float64 and np.abs(array).max() > np.finfo(np.float32).max:
             raise ValueError(f"data.path={root}: {name} are beyond the range of float32")
     if targets.dtype.kind in INTEGERS and targets.min() < 0:
         raise ValueError(
-            f"data.path={root}: targets are integers from {targets.min()}; class indices must not "
-            "be below 0, and numbers to predict must be floating-point"
+            f"data.path={root}: the smallest target is the integer {targets.min()}; class indices "
+            "must be at least 0, and numbers to predict must be floating-point"
         )
     if targets.dtype.kind in INTEGERS and targets.max() >= MOST_CLASSES:
         raise ValueError(
-            f"data.path={root}: targets are integers up to {targets.max()}; as class indices they "
+            f"data.path={root}: the largest target is the integer {targets.max()}; class indices "
             f"must be below {MOST_CLASSES:,}, and numbers to predict must be floating-point"
         )
     if vocabulary is not None:
@@ -139,9 +141,9 @@ def _check_shapes(root: Path, part: Part) -> None:
     inputs, targets = part
     if min(inputs.ndim - 1, targets.ndim) < 1 or not len(inputs) or len(inputs) != len(targets):
         raise ValueError(
-            f"data.path={root}: inputs are {list(inputs.shape)} and targets "
+            f"data.path={root}: inputs have shape {list(inputs.shape)} and targets "
             f"{list(targets.shape)}; both must be [samples, ...] with the same number of samples, "
-            "and each part needs at least one"
+            "at least one in each part"
         )
 
 
@@ -150,7 +152,7 @@ def _check_ids(root: Path, inputs: np.ndarray, vocabulary: object) -> None:
     smallest, largest = inputs.min(), inputs.max()
     if inputs.dtype.kind not in "iu" or smallest < 0 or largest >= vocabulary:
         raise ValueError(
-            f"data.vocabulary={vocabulary}: inputs of {root} are {inputs.dtype} from {smallest} to "
+            f"data.vocabulary={vocabulary}: inputs in {root} are {inputs.dtype} from {smallest} to "
             f"{largest}; token ids must be integers from 0 to {vocabulary - 1}"
         )
 
@@ -183,10 +185,14 @@ def read_columns(
     listed = [inputs] if isinstance(inputs, str) else list(inputs or ())
     listed = listed or [name for name in there if name != target]
     for name in {name for name in listed if listed.count(name) > 1 or name == target}:
-        raise ValueError(f"data.inputs={name}: {file}: is named twice, or is also the target")
+        raise ValueError(
+            f"data.inputs={name}: {file}: the column is named twice, or is also the target"
+        )
     for key, name in [*(("inputs", name) for name in listed), ("targets", target)]:
         if name not in there:
-            raise ValueError(f"data.{key}={name}: {file} has no such column; {', '.join(there)}")
+            raise ValueError(
+                f"data.{key}={name}: {file} has no such column; its columns are {', '.join(there)}"
+            )
     with reading(file):
         num_rows = parquet.read_metadata(file).num_rows
     _require_memory(file, num_rows, len(listed) + 1)
@@ -202,18 +208,19 @@ def _require_memory(file: Path, rows: int, columns: int) -> None:
     if needed > there / 2:
         raise ValueError(
             f"data.path={file}: {rows:,} rows of {columns} columns need {needed / 2**30:.0f} GiB; "
-            f"half of this machine's {there / 2**30:.0f} GiB are allowed"
+            f"at most half of this machine's {there / 2**30:.0f} GiB may be used"
         )
 
 
 def _numbers(file: Path, name: str, column: Any) -> np.ndarray:
     """Return the values of a column (pyarrow.ChunkedArray), [rows]."""
-    if column.null_count:
-        raise ValueError(f"data.path={file}: column {name} has {column.null_count} missing values")
+    if missing := column.null_count:
+        values = f"missing value{'s' if missing > 1 else ''}"
+        raise ValueError(f"data.path={file}: column {name} has {missing} {values}")
     values = column.to_numpy()
     if values.dtype.kind not in "biuf":
         raise ValueError(
-            f"data.path={file}: column {name} contains {column.type}, not numbers; name the "
+            f"data.path={file}: column {name} has type {column.type}, not numbers; name the "
             "columns to learn from in data.inputs"
         )
     return values

@@ -156,7 +156,7 @@ def find_files(path: str | None) -> tuple[list[File], list[File], int]:
             raise ValueError(f"data.path={path}: has no images to {part} on; {layout}")
     unknown = sorted(test.keys() - train.keys())
     if unknown:
-        raise ValueError(f"data.path={path}: has no train/ images of the test class {unknown[0]}")
+        raise ValueError(f"data.path={path}: has no train/ images for the test class {unknown[0]}")
     classes = sorted(train)
     return _labelled(train, classes), _labelled(test, classes), len(classes)
 

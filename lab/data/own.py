@@ -43,8 +43,8 @@ def as_data(value: Any, device: torch.device, setting: str) -> Data:
     if _is_data_set(train) and (test is None or _is_data_set(test)):
         return DataSetData(train, test, device)
     raise ValueError(
-        f"{setting}: returned {_named(value)}; it must be (inputs, targets) as tensors or a torch "
-        "data set of such pairs, or two of these, to train and to test on"
+        f"{setting}: returned {_named(value)}; it must return (inputs, targets) as tensors, a "
+        "torch data set of such pairs, or two of these: one to train on and one to test on"
     )
 
 
@@ -178,4 +178,6 @@ def _is_data_set(value: Any) -> bool:
 
 def _named(value: Any) -> str:
     shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape is not None else "")
+    return f"type {type(value).__name__}" + (
+        f" of shape {list(shape)}" if shape is not None else ""
+    )

@@ -29,7 +29,7 @@ def synthetic(
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(sizes) != 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise ValueError(f"data.shape={shape}: must be [C, H, W], integers, each at least 1")
+        raise ValueError(f"data.shape={shape}: must be three integers [C, H, W], each at least 1")
     checks.whole("data.num_classes", num_classes, 1)
     checks.whole("data.num_images", num_images, 1)
     num_test = max(1, num_images // 8)

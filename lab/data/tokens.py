@@ -59,8 +59,8 @@ class Windows:
         for part, ids in (("train", train), ("test", test)):
             if len(ids) <= context:
                 raise ValueError(
-                    f"data.context={context}: there are only {len(ids)} tokens to {part} on; a "
-                    "window and the token after it need more"
+                    f"data.context={context}: only {len(ids)} token{'s' * (len(ids) != 1)} to "
+                    f"{part} on; a window and the token after it need {context + 1}"
                 )
         self._train, self._test, self._device = train, test, device
         self.num_train, self.num_test = ((len(ids) - 1) // context for ids in (train, test))
@@ -169,7 +169,7 @@ def _parts(root: Path) -> tuple[Path, Path]:
     train = root / "train.bin"
     test = next((root / f"{n}.bin" for n in ("val", "test") if (root / f"{n}.bin").is_file()), None)
     if test is None or not train.is_file():
-        raise ValueError(f"data.path={root}: lacks files; {LAYOUT}")
+        raise ValueError(f"data.path={root}: has no files to train and test on; {LAYOUT}")
     return train, test
 
 
@@ -180,15 +180,15 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
             ids = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(
-                f"data.path={file}: contains {ids.dtype} {list(ids.shape)}; must contain integers "
-                "[ids]"
+                f"data.path={file}: contains {ids.dtype} {list(ids.shape)}; it must contain "
+                "integers [ids]"
             )
         return ids
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if not size or size % width:
         raise ValueError(
-            f"data.path={file}: its {size} bytes do not make up ids of "
-            f"data.dtype={dtype}, with {width} byte{'s' * (width > 1)} each"
+            f"data.path={file}: its {size} byte{'s' * (size != 1)} cannot be divided into ids of "
+            f"data.dtype={dtype}, of {width} byte{'s' * (width > 1)} each"
         )
     with reading(file):
         return np.asarray(np.memmap(file, dtype=dtype, mode="r"))

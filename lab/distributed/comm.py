@@ -178,7 +178,7 @@ class Comm(ABC):
     backend: str
     no_send_recv: str | None = None
     no_split: str | None = None
-    no_windows: str | None = "their library shares no memory"
+    no_windows: str | None = "their library cannot share memory"
     asynchronous = False
     times_waits = True
 
@@ -200,7 +200,7 @@ class Comm(ABC):
         self._nodes = nodes
         own = [node for node in nodes if self.rank in node]
         if not own:
-            raise LookupError(f"rank {self.rank} is on none of {nodes}")
+            raise LookupError(f"rank {self.rank} is not on any of the nodes {nodes}")
         self._node = frozenset(own[0])
         self._num_beyond = self.size - len(own[0])  # ranks on other nodes
         self._ring_leaves = (self.rank + 1) % self.size not in self._node
@@ -426,7 +426,7 @@ class SilentComm(Comm):
     """
 
     backend = "silent"
-    no_split = "a silent one has no groups"
+    no_split = "a silent Comm has no groups"
 
     def __init__(self, like: Comm) -> None:
         super().__init__(like.rank, like.size)

@@ -25,7 +25,9 @@ def horovod() -> ModuleType:
     try:
         import horovod.torch as hvd  # type: ignore[import-not-found]  # make horovod builds it
     except ImportError as error:
-        raise ValueError(f"comm=horovod: Horovod is missing ({error}); make horovod") from None
+        raise ValueError(
+            f"comm=horovod: Horovod cannot be imported ({error}); run make horovod"
+        ) from None
     return hvd
 
 
@@ -37,8 +39,8 @@ class HorovodComm(Comm):
     """
 
     backend = "horovod"
-    no_send_recv = "Horovod has collectives only; use comm=torch"
-    no_split = "Horovod's ranks are one group; use comm=torch"
+    no_send_recv = "Horovod has only collectives; use comm=torch"
+    no_split = "Horovod has only one group; use comm=torch"
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -84,8 +86,8 @@ def connect(place: RankInfo, device: torch.device, backend: str, limit: timedelt
         )
     if device.type == "cuda" and not hvd.cuda_built():
         raise ValueError(
-            "comm=horovod: this Horovod was built without CUDA, as by make horovod, but the "
-            "ranks have GPUs; set device=cpu"
+            "comm=horovod: this Horovod was built without CUDA, as make horovod does, but "
+            "the ranks have GPUs; set device=cpu"
         )
     if not dist.is_initialized():
         dist.init_process_group(

@@ -80,8 +80,8 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> list[list[int]]:
     if [len(node) for node in nodes] != sizes or sum(sizes) != len(places):
         numbered = ", ".join(f"{local} of {size}" for local, size in places)
         raise ValueError(
-            f"LOCAL_RANK of LOCAL_WORLD_SIZE: the {len(places)} ranks have {numbered}; a node of n "
-            "ranks has 0 to n-1 of n"
+            f"LOCAL_RANK of LOCAL_WORLD_SIZE: the {len(places)} ranks have {numbered}; on a node "
+            "of n ranks, they must be 0 to n-1 of n"
         )
     return nodes
 

@@ -76,8 +76,8 @@ def require_like_gpus(who: str, world: World) -> None:
     if len(ranks_with) > 1:
         kinds = ", ".join(f"{kind} (ranks {ranks})" for kind, ranks in ranks_with.items())
         raise ValueError(
-            f"{who}: every rank must compute the same bits, so GPUs must be of one kind, but "
-            f"these are {kinds}; start ranks on one kind, or choose another exchange"
+            f"{who}: every rank must compute the same bits, which needs GPUs of one kind, but "
+            f"these are {kinds}; use GPUs of one kind, or choose another exchange"
         )
 
 

@@ -78,7 +78,7 @@ class TorchComm(Comm):
         self.times_waits = self.backend == "gloo"  # NCCL's calls return, and streams wait
         self._in_stream = self.backend == "nccl"
         if self.backend == "gloo" and device.type == "cuda":
-            self.no_send_recv = "Gloo has none for tensors on GPUs; use backend=nccl"
+            self.no_send_recv = "Gloo cannot send tensors on GPUs; use backend=nccl"
 
     def _iall_reduce(self, tensor: Tensor) -> Collective:
         return self._begun(self.group.allreduce([tensor], *self._options(dist.AllreduceOptions)))
@@ -318,11 +318,11 @@ def nccl_variables(
     if algorithm is not None:
         algorithm = _one_of(ALGORITHMS, "nccl_algo", algorithm)
         if algorithm not in ON_GPUS and protocol not in (None, "Simple"):
-            raise ValueError(f"comm.nccl_proto={protocol}: {algorithm} has only Simple")
+            raise ValueError(f"comm.nccl_proto={protocol}: {algorithm} supports only Simple")
         if algorithm not in ON_GPUS and deterministic:
             raise ValueError(
                 f"comm.nccl_algo={algorithm}: sums in a switch, so deterministic=true cannot "
-                f"guarantee the order; allowed are {', '.join(ON_GPUS)}"
+                f"guarantee the order; allowed: {', '.join(ON_GPUS)}"
             )
         # Of all-reduce only: broadcast has only a ring, and fails without it.
         found["NCCL_ALGO"] = f"ring,tree;allreduce:{algorithm}"
@@ -365,7 +365,7 @@ def _one_of(allowed: tuple[str, ...], key: str, given: str) -> str:
     for name in allowed:
         if name.lower() == str(given).lower():
             return name
-    raise ValueError(f"comm.{key}={given}: allowed are {', '.join(allowed)}, or null")
+    raise ValueError(f"comm.{key}={given}: allowed: {', '.join(allowed)}, null")
 
 
 # Windows: memory that all ranks of a node read and write, a file that they map or symmetric memory

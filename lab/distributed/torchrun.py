@@ -56,9 +56,9 @@ def main(arguments: list[str]) -> None:
     try:
         run.main([*own, *arguments])
     except UnicodeError:  # it looks up the host's name, which Linux lets be longer than DNS does
-        _refuse(f"the host's name, {socket.gethostname()}, has more than 63 letters; shorten it")
+        _refuse(f"the host's name, {socket.gethostname()}, has more than 63 characters; shorten it")
     except (AssertionError, OSError, ValueError) as error:  # no rank has begun
-        why = str(error).partition("\n")[0] or "torchrun accepts no such number"
+        why = str(error).partition("\n")[0] or "torchrun does not accept this number"
         options = takewhile(lambda word: word.startswith("-") and word != "-m", arguments)
         _refuse(f"{' '.join(options)}: {why}")
 

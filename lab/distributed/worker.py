@@ -450,7 +450,7 @@ class Watchdog:
         keys = [f"begun/{rank}" for rank in range(self._size)]
         while not self._main_store.check(keys):
             if time.monotonic() > deadline or self._main_store.check(["failure"]):
-                raise RuntimeError("a rank was lost while the ranks agreed where to stop")
+                raise RuntimeError("a rank was lost while the ranks agreed on where to stop")
             time.sleep(POLL_S / 10)
         return max(int(self._main_store.get(key)) for key in keys)
 
@@ -467,7 +467,10 @@ class Watchdog:
                 if self._store.check(["failure"]):
                     failure = Failure(**json.loads(self._store.get("failure")))
             except dist.DistError as error:
-                failure = Failure("failed", f"rank {self._rank} lost the launcher: {_first(error)}")
+                failure = Failure(
+                    "failed",
+                    f"rank {self._rank} lost its connection to the launcher: {_first(error)}",
+                )
             except RuntimeError as error:  # from the device, when its events are queried
                 failure = Failure("failed", f"rank {self._rank}: {_first(error)}")
             self._polls += 1

@@ -28,9 +28,8 @@ from lab.distributed.torch_comm import all_gather_flat
 ROOT = Path("/")
 NONE_WANTED = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES: the user or SLURM hides all
 REMEDY = (
-    "PyPI's torch wants driver 580 or newer and a GPU of Turing or newer, "
-    "TORCH_INDEX=https://download.pytorch.org/whl/cu126 (README) installs one for older ones; "
-    "or set device=cpu"
+    "PyPI's torch needs driver 580 or newer and a Turing GPU or newer; for older ones, install "
+    "with TORCH_INDEX=https://download.pytorch.org/whl/cu126 (README), or set device=cpu"
 )
 Facts = Mapping[str, str]  # what a rank states, by name
 MOST_NAMED = 4  # facts that differ; of the others, the line gives the number
@@ -58,8 +57,8 @@ def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
     built_for = [int(name[3:].rstrip("af")) for name in torch.cuda.get_arch_list() if "sm_" in name]
     if built_for and 10 * major + minor < min(built_for):
         raise ValueError(
-            f"device={device}: GPU {index} has capability {major}.{minor}, older than any that "
-            f"{torch_build()} supports; {REMEDY}"
+            f"device={device}: GPU {index} has compute capability {major}.{minor}, older than "
+            f"any that {torch_build()} supports; {REMEDY}"
         )
     return torch.device("cuda", index)
 
@@ -86,9 +85,10 @@ def check_gpus(device: str, local_size: int) -> bool:
         return False
     num_gpus = torch.cuda.device_count()
     if local_size > num_gpus:
+        s = "s" if num_gpus > 1 else ""
         raise ValueError(
-            f"device={device}: {local_size} ranks on this host but {num_gpus} GPUs; start at most "
-            f"{num_gpus} ranks, or set device=cpu or share_gpus=true"
+            f"device={device}: {local_size} ranks on this host but {num_gpus} GPU{s}; start at "
+            f"most {num_gpus} rank{s}, or set device=cpu or share_gpus=true"
         )
     return True
 
@@ -109,7 +109,7 @@ def _driver() -> str | None:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in NONE_WANTED:
         return None
     if (ROOT / "dev/dxg").exists() and (ROOT / "usr/lib/wsl/lib/libcuda.so.1").exists():
-        return "of Windows"
+        return "from Windows"
     try:
         text = (ROOT / "proc/driver/nvidia/version").read_text()
     except OSError:
@@ -394,7 +394,7 @@ def _of_this_join(store: dist.Store, rank: int, size: int, local_size: int) -> d
     elif not _counted and store.add("started", 1) > size:
         raise ValueError(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1 for torchrun on several hosts, as in "
-            "launch/node.sh; its store contains what an earlier start left"
+            "launch/node.sh; its store still contains keys from an earlier start"
         )
     _counted = True
     return dist.PrefixStore(str(store.add(f"joins/{rank}", 1)), store)

@@ -248,13 +248,15 @@ def _check(candidates: Mapping[str, Exchange], among: object) -> None:
     names = among if isinstance(among, Sequence) and not isinstance(among, str) else ()
     if not names or len({*names}) < len(names) or not set(names) <= candidates.keys():
         allowed = ", ".join(candidates)
-        raise ValueError(f"exchange.among={among}: must be a list of some of {allowed}, each once")
+        raise ValueError(
+            f"exchange.among={among}: must be a list without repeats of some of {allowed}"
+        )
     for name in names:
         if isinstance(candidates[name], Auto | Schedule | Hierarchical):
             kind = type(candidates[name]).__name__
             raise ValueError(
                 f"exchange.candidates.{name}={kind}: is made of other exchanges; choose a single "
-                "one. Between nodes, use exchange=hierarchical exchange@exchange.inter=auto"
+                "one, or between nodes exchange=hierarchical exchange@exchange.inter=auto"
             )
 
 

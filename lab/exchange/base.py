@@ -81,7 +81,7 @@ class Exchange(ABC):
         """
         if self.needs_send_recv and comm.no_send_recv:
             name = type(self).__name__
-            raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
+            raise ValueError(f"exchange={name}: sends from rank to rank, but {comm.no_send_recv}")
 
     def setup(self, model: nn.Module) -> None:
         """Find in `model` what gradients alone do not show, once, before the first step."""

@@ -283,8 +283,8 @@ class OneBit(TwoStage):
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         num_values = sum(map(math.prod, shapes.values()))
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            which = f"all of a run of {self.total_steps} steps, with {key}.warmup_steps="
-            yield num_values, f"{which}{self.warmup_steps}"
+            steps = f"all steps of the run ({self.total_steps})"
+            yield num_values, f"{steps} are within {key}.warmup_steps={self.warmup_steps}"
             return
         coded = sum(rows.stop - rows.start for rows in self.codec.rows(shapes))
         which = f"vectors, and rows shorter than {key}.min_columns={self._rows.min_columns}"
@@ -349,7 +349,7 @@ class SignSGD(AllGather):
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         small = [size for s in shapes.values() if (size := math.prod(s)) < self.min_values]
-        yield sum(small), f"tensors of fewer values than {key}.min_values={self.min_values}"
+        yield sum(small), f"tensors with fewer values than {key}.min_values={self.min_values}"
 
 
 class TopK(AllGather):

@@ -110,7 +110,7 @@ class MatrixDirection(Direction):
             is_list = isinstance(given, Sequence) and not isinstance(given, str)
             if not is_list or not all(isinstance(each, str) for each in given):
                 raise ValueError(
-                    f"exchange.{key}={given}: must be a list of parameters' names, such as "
+                    f"exchange.{key}={given}: must be a list of parameter names, such as "
                     "['head.*', pos]"
                 )
         self._adam_names, self._matrix_names = tuple(adam), tuple(matrices)
@@ -147,7 +147,7 @@ class Adam:
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
-                f"exchange.betas={list(self.betas)}: must be two numbers from 0 to below 1"
+                f"exchange.betas={list(self.betas)}: must be two numbers of at least 0 and below 1"
             )
         checks.number("exchange.eps", self.eps, above=0, below=1)
 
@@ -235,7 +235,7 @@ def find_hidden(model: nn.Module, adam: Sequence[str] = (), matrices: Sequence[s
             raise ValueError(f"exchange.adam and exchange.matrices: both match {name}")
         if key in forced and not matrix:
             raise ValueError(
-                f"exchange.matrices: {name} is no matrix, but of shape {list(parameter.shape)}"
+                f"exchange.matrices: {name} is not a matrix: its shape is {list(parameter.shape)}"
             )
         if not matrix:
             continue
@@ -293,10 +293,10 @@ def _reason(holder: nn.Module, own: str, parameter: nn.Parameter) -> str:
     if isinstance(holder, CONVOLUTIONS) and holder.groups > 1:
         return "grouped convolution"
     if isinstance(holder, MAPS):
-        return "" if "weight" in own else "no weight of a layer"
+        return "" if "weight" in own else "not the weight of a layer"
     if type(holder).__module__.startswith("torch.nn."):
-        return "no linear map"
-    return "" if parameter.dim() == 2 and "weight" in own else "no weight of a layer"
+        return "not a linear map"
+    return "" if parameter.dim() == 2 and "weight" in own else "not the weight of a layer"
 
 
 def _output_layer(model: nn.Module) -> Iterator[nn.Module]:

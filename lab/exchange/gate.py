@@ -37,8 +37,8 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     if len(devices) > 1:
         (device, name), (other, first), *_ = devices.items()
         raise ValueError(
-            f"{name}: is on {device}, and {first} is on {other}; a rank needs its whole model on "
-            "one device: model.to(device)"
+            f"{name}: is on {device}, but {first} is on {other}; move the whole model to one "
+            "device with model.to(device)"
         )
     _refuse_shared_memory(parameters)
     for parameter in parameters.values():
@@ -93,19 +93,19 @@ def _problem(parameter: nn.Parameter, exchange: Exchange) -> str:
     if is_lazy(parameter):
         return "has no values yet (a lazy module); run one batch through the model first"
     if "DTensor" in {each.__name__ for each in type(parameter).__mro__}:
-        return "is a DTensor, which another library shards; give the lab the plain module"
+        return "is a DTensor, sharded by another library; pass the plain module instead"
     if parameter.layout != torch.strided:
         layout = str(parameter.layout).removeprefix("torch.")
-        return f"has the layout {layout}; only dense parameters are exchanged: use to_dense()"
+        return f"has the layout {layout}; only dense parameters are exchanged; use to_dense()"
     if _overlaps_itself(parameter):
-        return "several of its values share memory (expanded); give it memory of its own: clone()"
+        return "several of its values share memory (expanded); copy it with clone()"
     if carrier(parameter.dtype, exchange) is None:
         taken = "float32, bfloat16 and float16" + (
             ", and complex64 as pairs" if exchange.delivers == "mean" else ""
         )
         name = type(exchange).__name__
         if exchange.dtypes >= ADDED:
-            return f"is {kind}, which exchange={name} cannot add; allowed are float64, {taken}"
+            return f"is {kind}, which exchange={name} cannot add; allowed: float64, {taken}"
         return (
             f"is {kind}; exchange={name} accepts {taken}; convert it, or use an exchange that "
             "adds without rounding, such as exchange=allreduce"
@@ -158,6 +158,6 @@ def _refuse_common_bytes(parameters: dict[str, nn.Parameter]) -> None:
         if (other := int(own.max())) >= 0:
             raise ValueError(
                 f"{name}: shares memory with {names[other]}; make them one parameter (assign the "
-                "same nn.Parameter to both modules), or give each its own: clone()"
+                "same nn.Parameter to both modules), or copy one with clone()"
             )
         own.fill_(number)

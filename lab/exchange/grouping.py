@@ -117,7 +117,7 @@ def check_chunk_mb(chunk_mb: ChunkMB) -> None:
     right = all(s is None or (isinstance(s, int | float) and s > 0) for s in sizes)
     if not right or (by_library and set(chunk_mb) != set(LIBRARIES)):
         raise ValueError(
-            f"exchange.chunk_mb={chunk_mb}: must be a number above 0, or null, or one of these for "
+            f"exchange.chunk_mb={chunk_mb}: must be null, a number above 0, or one of these for "
             f"each of {' and '.join(LIBRARIES)}"
         )
 

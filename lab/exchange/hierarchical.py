@@ -53,7 +53,9 @@ class Hierarchical(Staged):
         name = type(inter).__name__
         require_mean("exchange.inter", inter)
         if isinstance(inter, Hierarchical):
-            raise ValueError(f"exchange.inter={name}: has two levels itself; allowed is one")
+            raise ValueError(
+                f"exchange.inter={name}: already has two levels; choose an exchange with one"
+            )
         self.inter = inter
         self.exact, self.takes_divided = inter.exact, inter.takes_divided
         self.dtypes, self.staged = inter.dtypes, inter.staged
@@ -121,7 +123,7 @@ class Hierarchical(Staged):
         """
         super().validate(comm)
         if is_split(comm.nodes) and comm.no_split:
-            raise ValueError(f"exchange=Hierarchical: makes groups of ranks; {comm.no_split}")
+            raise ValueError(f"exchange=Hierarchical: makes groups of ranks, but {comm.no_split}")
         self._levels = Levels.of(comm)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
@@ -264,8 +266,8 @@ class Hierarchical(Staged):
         """
         if not self.continues(state):
             raise ValueError(
-                f"state_dict: its ranks were on nodes {_nodes(state)}; use the same, or "
-                "redistribute"
+                f"state_dict: its ranks were on nodes {_nodes(state)}; use the same nodes, "
+                "or call redistribute"
             )
         if state:
             self._take(state)

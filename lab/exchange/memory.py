@@ -192,7 +192,7 @@ class Memory:
         if LEGACY in state:
             raise ValueError(
                 "state_dict: an earlier version of the lab wrote these residuals in another "
-                "layout; start again, or start from the weights only"
+                "layout; start again, or continue from the weights alone"
             )
         self._own = {name: value.clone() for name, value in state.get("residual", {}).items()}
         self._starts = dict(state.get("owner_start", {}))

@@ -155,7 +155,7 @@ def scatter_of(exchange: Exchange) -> Exact | InCodec:
     if isinstance(exchange, Coded) and not exchange.warmup_steps:
         return InCodec(exchange)
     raise ValueError(
-        f"exchange={type(exchange).__name__}: has no reduce-scatter; allowed are allreduce, bf16, "
+        f"exchange={type(exchange).__name__}: has no reduce-scatter; allowed: allreduce, bf16, "
         "fp16, int8, int4, signsgd_ef, topk, and onebit without warmup_steps"
     )
 
@@ -202,7 +202,7 @@ def require_no_residuals(exchange: Exchange) -> None:
     if exchange.keeps_residuals:
         raise ValueError(
             "exchange.error_feedback=true: sync.reduce_scatter=two_levels keeps no residuals; "
-            "must be false, or sync.reduce_scatter=lab"
+            "set it to false, or set sync.reduce_scatter=lab"
         )
 
 

@@ -134,8 +134,8 @@ class Schedule(Composite):
         """Add each phase's stages for its share of the run."""
         if not all(0 < end < 1 for end in self.until):
             raise ValueError(
-                f"exchange.until={self.until}: a prediction needs the run's length: set steps, or "
-                "shares of the run"
+                f"exchange.until={self.until}: a prediction needs the run's length; set steps, or "
+                "give shares of the run"
             )
         spans = pairwise([0, *self.until, 1])
         for exchange, (start, end) in zip(self.parts.values(), spans, strict=True):
@@ -156,7 +156,8 @@ class Schedule(Composite):
             return [int(end) for end in self.until]
         if self.total_steps is None:
             raise ValueError(
-                f"exchange.until={self.until}: a loop of your own has no length; must be steps"
+                f"exchange.until={self.until}: your own loop has no known length; "
+                "give numbers of steps"
             )
         return [round(end * self.total_steps) for end in self.until]
 
@@ -177,7 +178,8 @@ def _checked_ends(until: Any, num_phases: int) -> list[float]:
     ordered = (steps or shares) and sorted(set(ends)) == ends
     if len(ends) != num_phases - 1 or not ordered:
         raise ValueError(
-            f"exchange.until={until}: must be {num_phases - 1} rising numbers, for {num_phases} "
-            "exchanges: shares of the run between 0 and 1, or whole steps of at least 1"
+            f"exchange.until={until}: must be {num_phases - 1} increasing "
+            f"number{'s' if num_phases > 2 else ''}, for {num_phases} exchanges: "
+            "shares of the run between 0 and 1, or whole steps of at least 1"
         )
     return ends

@@ -112,6 +112,9 @@ class Symmetric(TwoStage):
             except NoWindow as error:
                 self._why = str(error)
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                text = f"path=symmetric: ranks share no memory ({self._why}); path=two_stage runs"
+                text = (
+                    f"path=symmetric: ranks share no memory ({self._why}); path=two_stage runs "
+                    "instead"
+                )
                 warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
         return None

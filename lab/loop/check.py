@@ -33,7 +33,8 @@ FORGOT_HOOK = (
     "the step inside no_sync(), or was the hook registered on another model?"
 )
 COPY_TRAINS = (
-    "hook ignored: backward reached no parameter of this model, because a copy of it trains"
+    "hook ignored: backward reached no parameter of this model, because a copy of it is being "
+    "trained"
 )
 MEANT = "if ranks are meant to differ, use check=None"
 
@@ -253,5 +254,5 @@ def follow(check: LoopCheck, state: HookState) -> None:
 def is_on(check: str | None) -> bool:
     """Return whether `check=` asks for an examination; ConfigError: it is no choice."""
     if check not in (None, "none", "first"):
-        raise ConfigError(f"check={check!r}: allowed are 'first' and 'none', which is None")
+        raise ConfigError(f"check={check!r}: allowed: 'first', 'none', None")
     return check == "first"

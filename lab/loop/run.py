@@ -169,8 +169,9 @@ class Run(Recording):
         Raises: RuntimeError: the run has not begun or has ended, or another step is under way.
         """
         if not self._is_open or self._in_step:
-            within = "another step" if self._in_step else "no run; call it inside `with lab.Run(…)`"
-            raise RuntimeError(f"run.step() within {within}")
+            if self._in_step:
+                raise RuntimeError("run.step(): called inside another step")
+            raise RuntimeError("run.step(): no run is open; call it inside `with lab.Run(…)`")
         loop = self._loop
         loop.before_step()
         current = Step()

@@ -42,7 +42,7 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
     """
     for key, value in overrides.items():
         if key.split(".")[0] not in (allowed := (*COMMON, *own)):
-            raise ConfigError(f"{key}={value}: allowed here are {', '.join(allowed)}")
+            raise ConfigError(f"{key}={value}: allowed here: {', '.join(allowed)}")
     folder = overrides.get("config_dir")
     words = [f"{key}={_text_of(value)}" for key, value in overrides.items()]
     exchanges = [name for name in choices_of("exchange", folder) if name != "none"]
@@ -56,7 +56,7 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
         config, reason = None, "there is no such strategy or exchange"
     if config is None or reason:
         names = ", ".join(exchanges)
-        raise ConfigError(f"strategy={strategy}: {reason}; in your own loop works any of {names}")
+        raise ConfigError(f"strategy={strategy}: {reason}; in your own loop, use any of {names}")
     return config
 
 
@@ -98,12 +98,12 @@ def settings_of_run(
             setting with a name of the lab's or a value that no file of settings can hold.
     """
     if composed is None and strategy is None:
-        raise ConfigError("strategy=None: name how gradients are exchanged, or pass sync=")
+        raise ConfigError("strategy=None: name a strategy or an exchange, or pass sync=")
     try:
         OmegaConf.create(dict(own))
     except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
-            "settings: must map names to numbers, texts, and lists and dicts of them: "
+            "settings: must map names to numbers, strings, or lists and dicts of them: "
             f"{one_line(error)}"
         ) from None
     if taken := {*FIELDS} & set(own):

@@ -114,7 +114,7 @@ class Profile:
             ValueError: a value is missing, unknown or out of range.
         """
         if not node:
-            raise ValueError("profile=none: must be a file of conf/profile")
+            raise ValueError("profile=none: must be a file in conf/profile")
         where = f"profile={node.get('name') if isinstance(node, Mapping) else node}"
         profile = _make(cls, node, where)
         if not isinstance(profile.layers, Sequence) or isinstance(profile.layers, str):
@@ -258,7 +258,7 @@ def _make(kind: type[T], node: Any, where: str) -> T:
         raise ValueError(f"{where}: must have the keys {', '.join(required)}")
     for key in node:
         if key not in required:
-            raise ValueError(f"{where}: {key}: no such key; allowed are {', '.join(required)}")
+            raise ValueError(f"{where}: {key}: no such key; allowed: {', '.join(required)}")
     for key, is_required in required.items():
         if is_required and node.get(key) is None:
             raise ValueError(f"{where}: {key}: is missing")
@@ -286,7 +286,7 @@ def _check_interval(where: str, times: Any) -> None:
     for key in ENDS:
         value = times[key]
         if value is not None and (not checks.is_number(value) or value < 0):
-            raise ValueError(f"{where}.{key}={value}: must be null, or a number that is at least 0")
+            raise ValueError(f"{where}.{key}={value}: must be null or a number of at least 0")
 
 
 def _interval(times: Interval) -> str:
@@ -301,13 +301,15 @@ def _share(where: str, ends: Any) -> tuple[float, float] | None:
         return None
     numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(checks.is_number, ends))
     if not numbers or not 0 <= ends[0] <= ends[1] < 1:
-        raise ValueError(f"{where}: fixed_share={ends}: must be [lowest, highest] from 0 to 1")
+        raise ValueError(
+            f"{where}: fixed_share={ends}: must be [lowest, highest], from 0 to below 1"
+        )
     return ends[0], ends[1]
 
 
 def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> None:
     if not layers:
-        raise ValueError(f"{where}: layers=[]: must have at least one")
+        raise ValueError(f"{where}: layers=[]: must contain at least one layer")
     for key in ("name", "source"):
         if not isinstance(text := getattr(profile, key), str):
             raise ValueError(f"{where}: {key}={text}: must be text")
@@ -317,10 +319,10 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
     for index, layer in enumerate(layers):
         if not isinstance(layer.name, str) or not re.fullmatch(r"\w+", layer.name):
             raise ValueError(
-                f"{where}: layers[{index}].name={layer.name}: allowed are letters, digits and _"
+                f"{where}: layers[{index}].name={layer.name}: use only letters, digits and _"
             )
         if layer.name in {other.name for other in layers[:index]}:
-            raise ValueError(f"{where}: layers[{index}].name={layer.name}: is there twice")
+            raise ValueError(f"{where}: layers[{index}].name={layer.name}: appears twice")
         _check_layer(f"{where}: {layer.name}", layer)
 
 

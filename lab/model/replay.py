@@ -99,7 +99,8 @@ class Replay(nn.Module):
         scaled = Profile.parse(profile).scaled(bytes_scale, time_scale)
         if not scaled.gradient_bytes:
             raise ValueError(
-                f"model.bytes_scale={bytes_scale}: leaves no layer with a single value"
+                f"model.bytes_scale={bytes_scale}: leaves no values in any layer; use a larger "
+                "scale"
             )
         self.bytes_scale = scaled.bytes_scale
         self.output_size = output_size

@@ -90,7 +90,10 @@ class Transformer(nn.Module):
         """
         length = tokens.shape[1]
         if length > self.context:
-            raise ValueError(f"model=transformer: {length} tokens, its context is {self.context}")
+            raise ValueError(
+                f"model=transformer: sequences have {length} tokens, but the model's context is "
+                f"{self.context}"
+            )
         hidden = self.embedding(tokens)
         if self.positions is not None:
             hidden = hidden + self.positions.weight[:length]
@@ -184,8 +187,8 @@ def _checked_size(
         )
     if positions == "rotary" and chosen.width // chosen.heads % 2:
         raise ValueError(
-            f"model.positions=rotary: turns pairs of values; model.width={chosen.width} over "
-            f"model.heads={chosen.heads} must be even"
+            f"model.positions=rotary: rotates pairs of values, so model.width={chosen.width} "
+            f"divided by model.heads={chosen.heads} must be even"
         )
     return chosen
 

@@ -136,7 +136,8 @@ def build_model(node: DictConfig, data: Data, output_size: int) -> nn.Module:
     model = build(node, **facts)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model={node._target_}: makes a {type(model).__name__}; must make a torch.nn.Module"
+            f"model={node._target_}: returns type {type(model).__name__}; it must return a "
+            "torch.nn.Module"
         )
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -78,7 +78,7 @@ UNKNOWN_1: dict[str, Any] = {
 }
 CLAUSES_1: tuple[tuple[str, EmulationKind], ...] = (
     (r"share .*GPUs?$", "shared_gpus"),
-    (r"share .*cores$", "shared_cores"),
+    (r"share .*cores?$", "shared_cores"),
     (r"^compute replayed from profile ", "replay"),
 )
 

@@ -30,7 +30,7 @@ class Limits:
         return lower and upper
 
     def __str__(self) -> str:
-        """Return " of at least 1", " from 0 to below 1" or " above 0 and at most 1", or nothing."""
+        """Return " of at least 1", " of at least 0 and below 1", " from 0 to 1", and so on."""
         low, high = self.at_least, self.at_most
         if self.above is not None:
             ends = {"above": self.above, "at most": high, "below": self.below}
@@ -38,8 +38,10 @@ class Limits:
             return f" {' and '.join(words)}"
         if high is None and self.below is None:
             return "" if low is None else f" of at least {low:.16g}"
-        end = f"{high:.16g}" if self.below is None else f"below {self.below:.16g}"
-        return f" of at most {end}" if low is None else f" from {low:.16g} to {end}"
+        if self.below is not None:
+            start = "" if low is None else f" of at least {low:.16g} and"
+            return f"{start} below {self.below:.16g}"
+        return f" of at most {high:.16g}" if low is None else f" from {low:.16g} to {high:.16g}"
 
 
 def whole(
@@ -82,7 +84,7 @@ def truth(key: str, value: object) -> bool:
 def one_of(key: str, value: object, allowed: Collection[str]) -> str:
     """Return one of the `allowed` words. ConfigError: it is none of them, which are listed."""
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{key}={as_text(value)}: allowed are {', '.join(allowed)}")
+        raise ConfigError(f"{key}={as_text(value)}: allowed: {', '.join(allowed)}")
     return value
 
 

@@ -222,7 +222,7 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
     if not (len(words) == bool(command.word) or (command.several and words)):
         asked = " ".join(words) or "(nothing)"
         number = "at least one" if command.several else "one"
-        raise ConfigError(f"{asked}: takes {number} {command.word}, as in {command.usage}")
+        raise ConfigError(f"{asked}: expected {number} {command.word}, as in {command.usage}")
     if lonely := [flag for flag in OF_CFG if flag in flags and "--cfg" not in flags]:
         raise ConfigError(f"{lonely[0]}: needs --cfg job")
     if kept_words(settings) != settings:
@@ -298,7 +298,7 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
         raise ConfigError(f"{name} {value}: use {key}={value or '...'}")
     if command.runs and name in ("-c", "--cfg"):
         if value != "job":
-            raise ConfigError(f"{name} {value}: allowed is --cfg job")
+            raise ConfigError(f"{name} {value}: use --cfg job")
         return "--cfg", value
     if command.runs and name in ("-p", "--package"):
         return "--package", value
@@ -311,7 +311,7 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
     if command.runs and (setting := _as_setting(name, argument, value)):
         raise ConfigError(f"{name}: {setting}")
     flags = ", ".join(command.flag_names)
-    raise ConfigError(f"{name}: flags are {flags}; write settings as key=value")
+    raise ConfigError(f"{name}: no such flag; the flags are {flags}; write settings as key=value")
 
 
 def _as_setting(name: str, argument: str, value: str) -> str | None:

@@ -124,7 +124,9 @@ def _refuse(override: Override) -> None:
     """Refuse overrides that Hydra accepts but no run can use."""
     line, key = override.input_line, override.key_or_group
     if override.is_sweep_override():
-        raise ConfigError(f"{line}: a run takes one value; lists are for python -m lab.sweep")
+        raise ConfigError(
+            f"{line}: a run accepts only one value; for a list, use python -m lab.sweep"
+        )
     if override.is_delete() and ("." not in key or key.endswith("._target_")):
         raise ConfigError(
             f"{line}: a run needs this setting; you can remove only what a choice sets, such as "
@@ -132,11 +134,11 @@ def _refuse(override: Override) -> None:
         )
     if _root(override) == "code":
         raise ConfigError(
-            f"{line}: the lab sets this itself, from those of your own files that a run uses"
+            f"{line}: the lab sets this itself, from your own files that the run uses; leave it out"
         )
     if (override.is_add() or override.is_force_add()) and _root(override) not in FIELDS:
         raise ConfigError(
-            f"{line}: nothing reads this setting; +data.key=value adds one to a choice"
+            f"{line}: nothing reads this setting; add one only to a choice, as in +data.key=value"
         )
 
 
@@ -150,7 +152,7 @@ def _validate(config: DictConfig) -> None:
         elif isinstance(value, float):
             checks.number(name, value, **dataclasses.asdict(limits))
     if config.steps is not None and config.epochs is not None:
-        raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set one of the two")
+        raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set only one of the two")
     if not config.runs_dir:
         raise ConfigError("runs_dir=: must name a directory")
     for name in ("study", "cell"):
@@ -182,7 +184,7 @@ def _unknown(argument: str, key: str, config_dir: str | None) -> str:
         *(f"{group}.{name}" for group in keys for names in keys[group].values() for name in names),
     }
     hint = hints.hint(key, argument.partition("=")[2]) or hints.nearest(key, known)
-    return f"{argument}: no such setting; {hint or '--help lists them'}"
+    return f"{argument}: no such setting; {hint or '--help lists all settings'}"
 
 
 def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictConfig:
@@ -218,7 +220,9 @@ def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictC
     for group, name in data.items():
         content = read_file(group, name, config_dir)
         if call := _call_in(content):
-            raise ConfigError(f"{group}={name}: {call}: no such key; a {group} is data")
+            raise ConfigError(
+                f"{group}={name}: {call}: keys that begin with _ are not allowed in a {group}"
+            )
         config[group] = escaped(content)
     for group, path in code.items():
         config[group] = {"_target_": path.replace(":", ".")}
@@ -277,8 +281,8 @@ def _refuse_resolvers(value: Any, lines: Sequence[str]) -> None:
         if any(value in line for line in lines):
             return
         raise ConfigError(
-            f"{value}: a file may refer to another setting, as in ${{optim.lr}}, and to nothing "
-            "else; write it on the command line"
+            f"{value}: a file may refer only to other settings, as in ${{optim.lr}}; write "
+            "anything else on the command line"
         )
 
 
@@ -358,7 +362,8 @@ def _parts_apart(overrides: Sequence[Override]) -> tuple[list[Override], list[Ov
     for each in others if own else ():
         if _root(each) == "exchange":
             raise ConfigError(
-                f"{each.input_line}: path=, codec= and memory= make an exchange; leave it out"
+                f"{each.input_line}: path=, codec= and memory= already make an exchange; leave "
+                "this setting out"
             )
     return own, others
 

@@ -48,12 +48,12 @@ class Settings:
     transform: dict[str, Any] = setting({}, "how the model is changed before training (a group)")
     task: dict[str, Any] = setting({}, "loss, metrics and the required targets (a group)")
     model: dict[str, Any] = setting({}, "the model to train (a group)")
-    profile: dict[str, Any] = setting({}, "times and sizes of the layers of model=replay (a group)")
+    profile: dict[str, Any] = setting({}, "layer times and sizes for model=replay (a group)")
     data: dict[str, Any] = setting({}, "the data set to train on (a group)")
     optim: dict[str, Any] = setting({}, "the optimizer and its schedule (a group)")
     comm: dict[str, Any] = setting({}, "how ranks communicate (a group)")
     recorder: dict[str, Any] = setting({}, "where results go, besides the run directory (a group)")
-    cluster: dict[str, Any] = setting({}, "the hosts and links that ranks run on (a group)")
+    cluster: dict[str, Any] = setting({}, "the hosts that ranks run on, and their links (a group)")
     straggler: dict[str, Any] = setting({}, "a rank that is delayed on purpose (a group)")
 
     overlap: bool = setting(False, "exchange buckets while backward is running")
@@ -68,8 +68,8 @@ class Settings:
     epochs: float | None = setting(
         None, "passes over the data; 30 if steps is not set", above=0, at_most=1e6
     )
-    seed: int = setting(0, "seed of weights, sample order and dropout", at_least=0, at_most=2**62)
-    deterministic: bool = setting(False, "make reruns bit-identical, at a lower speed")
+    seed: int = setting(0, "seed for weights, sample order and dropout", at_least=0, at_most=2**62)
+    deterministic: bool = setting(False, "make reruns bit-identical, at the cost of speed")
     precision: str = setting(
         "fp32", "fp32, or the type that autocast uses", ("fp32", "bf16", "fp16")
     )
@@ -82,15 +82,19 @@ class Settings:
     accumulate: int = setting(
         1, "micro-batches per step, with one exchange for all of them", at_least=1
     )
-    clip_grad_norm: float | None = setting(None, "largest norm of the averaged gradient", above=0)
+    clip_grad_norm: float | None = setting(
+        None, "largest allowed norm of the averaged gradient", above=0
+    )
     channels_last: bool = setting(False, "use the channels-last memory format")
-    compile: bool = setting(False, "torch.compile the model; with overlap, in regions of bucket_mb")
+    compile: bool = setting(
+        False, "run torch.compile on the model; with overlap, in regions of bucket_mb"
+    )
     graph: bool = setting(False, "replay whole steps as one CUDA graph (GPUs with NCCL)")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
     threads: int | None = setting(
         None, "threads per rank on a CPU; null: OMP_NUM_THREADS", at_least=1, at_most=1024
     )
-    backend: str = setting("auto", "communication library of comm=torch", ("auto", "gloo", "nccl"))
+    backend: str = setting("auto", "communication library for comm=torch", ("auto", "gloo", "nccl"))
     share_gpus: bool = setting(False, "let ranks share GPUs, as an emulation")
 
     measure: str = setting("throughput", "what is measured", ("throughput", "breakdown", "noise"))
@@ -101,22 +105,26 @@ class Settings:
         "first", "first: prove in the first steps that gradients are averaged", ("none", "first")
     )
     warmup_steps: int | None = setting(
-        None, "first steps that statistics leave out; null: until step time is steady", at_least=0
+        None, "first steps left out of statistics; null: until step time is steady", at_least=0
     )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
     checkpoint_every: int = setting(
         0, "steps between checkpoints; 0: only after a signal", at_least=0
     )
-    resume: str | None = setting(None, "auto: the newest checkpoint of this cell; or a path")
+    resume: str | None = setting(
+        None, "checkpoint to resume: auto (the newest of this cell) or a path"
+    )
     exchange_timeout_s: float = setting(
-        300.0, "longest time of an exchange, before the run fails", above=0, at_most=1e6
+        300.0, "longest time an exchange may take before the run fails", above=0, at_most=1e6
     )
 
     config_dir: str | None = setting(None, "a folder with your own choices (--config-dir)")
-    runs_dir: str = setting("runs", "folder of all run directories")
+    runs_dir: str = setting("runs", "folder for all run directories")
     study: str = setting("default", "the sweep that this run belongs to")
     cell: str | None = setting(None, "name of this run; null: made from its settings")
-    repeat: int = setting(0, "number of this repetition of the cell", at_least=0, at_most=2**31)
+    repeat: int = setting(
+        0, "which repetition of the cell this is, from 0", at_least=0, at_most=2**31
+    )
     code: dict[str, Any] = setting({}, "hashes of your own files, set by the lab")
 
 
@@ -172,7 +180,7 @@ def no_choice(group: str, choice: str, config_dir: str | None) -> str:
     """Return the message about a choice that a group lacks."""
     allowed = choices_of(group, config_dir)
     meant = hints.choice_hint(group, choice, allowed)
-    return f"{group}={choice}: {meant}allowed are {', '.join(allowed)}"
+    return f"{group}={choice}: {meant}allowed: {', '.join(allowed)}"
 
 
 def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
@@ -208,8 +216,8 @@ def check_name(key: str, value: str | None) -> None:
     as_name = value is None or re.fullmatch(DIRECTORY, value)
     if not as_name or without_secrets(str(value)) != str(value):
         raise ConfigError(
-            f"{key}={value!r}: names a directory under runs_dir; allowed are letters, "
-            "digits and . , = + _ - (but no dot at the start), and no secret"
+            f"{key}={value!r}: names a directory under runs_dir; use only letters, digits "
+            "and . , = + _ - (but no dot at the start), and no secret"
         )
 
 
@@ -219,8 +227,8 @@ def check_batch(config: DictConfig, world_size: int) -> None:
     unit = ranks * config.accumulate
     if config.batch_size % unit:
         below = config.batch_size // unit * unit
-        nearest = " and ".join(str(size) for size in (below, below + unit) if size)
+        nearest = " or ".join(str(size) for size in (below, below + unit) if size)
         raise ConfigError(
-            f"batch_size={config.batch_size}: {ranks} rank{'s' if ranks > 1 else ''} with "
-            f"accumulate={config.accumulate} need a multiple of {unit}; nearest are {nearest}"
+            f"batch_size={config.batch_size}: must be a multiple of {unit} for {ranks} "
+            f"rank{'s' if ranks > 1 else ''} with accumulate={config.accumulate}, such as {nearest}"
         )

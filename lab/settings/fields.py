@@ -112,7 +112,7 @@ def own_settings(kind: type[T], arguments: Sequence[str]) -> T:
     keys = fields_of(kind)
     texts, others = split(arguments, keys)
     if unknown := [*others, *(key for key in texts if key not in keys)]:
-        allowed = f"allowed are {', '.join(keys)} (--help)" if keys else "takes no settings"
+        allowed = f"allowed: {', '.join(keys)} (--help)" if keys else "this command has no settings"
         raise ConfigError(f"{unknown[0]}: {allowed}")
     return parsed(kind, texts)
 
@@ -146,12 +146,10 @@ def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
         return None
     path = Path(text)
     if path.name in OF_RUNS:
-        raise ConfigError(
-            f"{key}={text}: is the name of a file that runs write; choose another name"
-        )
+        raise ConfigError(f"{key}={text}: runs write a file with this name; choose another name")
     if path.suffix not in suffixes or not path.stem or not path.parent.is_dir():
         names = " or ".join(f"FILE{suffix}" for suffix in suffixes)
-        raise ConfigError(f"{key}={text}: must name {names} in a folder that exists")
+        raise ConfigError(f"{key}={text}: must name {names} in an existing folder")
     target = path if path.exists() else path.parent
     if path.is_dir() or not os.access(target, os.W_OK):
         raise ConfigError(f"{key}={text}: cannot write {target.absolute()}")

@@ -106,14 +106,14 @@ def _content_of(group: str, name: str, config_dir: str | None) -> dict[str, Any]
     files = {name: file_at(group, name)} if is_file(name) else files_of(group, config_dir)
     if name not in files:
         known = ", ".join(sorted(files))
-        raise ConfigError(f"{group}={name}: allowed are {known}, or a path such as ./{group}.yaml")
+        raise ConfigError(f"{group}={name}: allowed: {known}, or a path such as ./{group}.yaml")
     try:
         content = read_yaml(files[name])
     except (ValueError, OSError) as error:
         why = str(error).removeprefix(f"{files[name]}: ")
         raise ConfigError(f"{group}={name}: {why}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{group}={name}: must contain keys and values, not a list")
+        raise ConfigError(f"{group}={name}: must contain keys with values, as in key: value")
     return {str(key): value for key, value in content.items()}
 
 

@@ -26,8 +26,8 @@ GRAMMAR = """\
 flags, as in Hydra:
   --config-dir DIR   also use your own choices: DIR/strategy/mine.yaml is strategy=mine
   --cfg job          print the composed and checked settings, and exit; --resolve replaces
-                     references, and --package optim prints only this group
-  -sc install=bash   print the completion of `lab` for the shell: eval "$(lab -sc install=bash)"
+                     references, and --package optim prints only that group
+  -sc install=bash   print shell completion for `lab`: eval "$(lab -sc install=bash)"
 {}you can add settings to a choice or remove them: +exchange.key=value ~exchange.key"""
 MULTIRUN = "  -m, --multirun     run a grid, like python -m lab.sweep; settings accept lists\n"
 DEFAULT = re.compile(r"^  - (?:override )?/?(\w+): (\w+)", re.MULTILINE)  # of a list of Hydra's
@@ -53,7 +53,7 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
     lines = ["", "groups with their choices (* marks what this command line uses):"]
     headings = {g: FIELDS[g].metadata["help"].removesuffix(" (a group)") for g in GROUPS}
     if hardware := command.fields.get("hardware"):
-        headings["hardware"] = "machines and links, from files of conf/hardware"
+        headings["hardware"] = "machines and links, from files in conf/hardware"
         chosen.setdefault("hardware", str(hardware.default))
     for group, heading in headings.items():
         lines.append(f"  {group}: {heading}")
@@ -62,7 +62,7 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
             lines.append(f"  {mark} {name:<22} {_described(file)}".rstrip())
     others = (field for name, field in FIELDS.items() if name not in (*GROUPS, "code"))
     lines += columns((*command.fields.values(), *others))
-    lines += ["", "settings of the groups' choices (strategy=onebit --help shows that one's):"]
+    lines += ["", "settings of the chosen groups (strategy=onebit --help shows those of onebit):"]
     content = of_choices(arguments, chosen, config_dir)
     lines += [
         f"  {group}.{key}={_as_written(value)}"

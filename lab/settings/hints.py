@@ -59,7 +59,10 @@ GPU = ("gpu", "gpu_id", "gpu_ids", "device_id", "local_rank")
 # Hydra's own flags and settings (docs/how-to/hydra.md), and what does the same here.
 IN_A_PROGRAM = "or a program with @hydra.main and lab.run (docs/how-to/hydra.md)"
 _INFO = f"use --cfg job for the settings and --help for groups and choices, {IN_A_PROGRAM}"
-_NAME = "settings of a run in a file are a study of one cell: python -m lab.sweep study=./{0}.yaml"
+_NAME = (
+    "to read a run's settings from a file, write a study of one cell: "
+    "python -m lab.sweep study=./{0}.yaml"
+)
 OF_HYDRA = {
     **dict.fromkeys(("-i", "--info"), _INFO),
     "--hydra-help": f"Hydra itself has no settings here; use --help, {IN_A_PROGRAM}",
@@ -114,10 +117,10 @@ def hint(key: str, value: str) -> str | None:
         number = value if value.isdigit() else "N"
         return (
             f"the launcher sets how many ranks run: torchrun --nproc-per-node {number} "
-            f"-m lab.train; in python -m lab.sweep it is world_size={number}"
+            f"-m lab.train; for python -m lab.sweep, write world_size={number}"
         )
     if key in GPU:
-        return f"the environment chooses GPUs: CUDA_VISIBLE_DEVICES={value or '0'}, and device=cuda"
+        return f"set CUDA_VISIBLE_DEVICES={value or '0'} in the environment, and device=cuda"
     if key in OF_SWEEP:
         return f"this is a setting of a grid: python -m lab.sweep {key}={value}"
     if key in SWITCHES:
@@ -162,7 +165,7 @@ def must_be(kind: str, text: str) -> str:
         return "must be a number"
     value = number(text)
     is_whole = value is not None and value.is_integer()
-    return f"must be an integer: {value:.0f}" if is_whole else "must be an integer"
+    return f"must be an integer; write {value:.0f}" if is_whole else "must be an integer"
 
 
 def number(text: str) -> float | None:

@@ -51,10 +51,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 def _hint(arguments: Sequence[str], index: int) -> str:
     """Return what to write instead of an argument that Hydra's grammar refuses."""
     if ":" in (argument := arguments[index]) and argument.count("=") > 1:
-        return f"settings under a condition are for grids: python -m lab.sweep {argument}"
+        return f"only a grid accepts settings under a condition: python -m lab.sweep {argument}"
     meant = None if "=" in argument else lonely_hint(arguments, index, choices_of("strategy"))
     return meant or (
-        "write key=value, and quote values with commas, brackets or '=' as in 'cell=\"a=b\"'"
+        "write key=value, and quote values that contain commas, brackets or '=', as in "
+        "'cell=\"a=b\"'"
     )
 
 
@@ -129,7 +130,9 @@ def own_choices(arguments: Sequence[str]) -> Sequence[str]:
         are_names = all(isinstance(text, str) and re.fullmatch(r"[\w-]+", text) for text in named)
         is_path = {"config_dir", "runs_dir", "path", "resume"} & {*keys}
         if is_path or any(key.startswith("_") for key in keys) or not are_names:
-            raise ConfigError(f"{override.input_line}: a file may name only the lab's own choices")
+            raise ConfigError(
+                f"{override.input_line}: a file may set only plain values and the lab's own choices"
+            )
     return arguments
 
 
@@ -144,7 +147,7 @@ def expanded(arguments: Sequence[str]) -> dict[str, list[str]]:
         if override.is_interval_sweep():
             raise ConfigError(
                 f"{override.input_line}: a grid needs values: a,b,c or range(1,9,2); "
-                "Hydra's sweepers draw from intervals (docs/how-to/hydra.md)"
+                "only Hydra's sweepers draw from intervals (docs/how-to/hydra.md)"
             )
         settings = [str(override.input_line)]
         if override.is_discrete_sweep():
@@ -160,7 +163,7 @@ def one_value(key: str, texts: Mapping[str, str]) -> str:
     """Return the value of a key that takes no list. ConfigError: it has several."""
     values = expanded([f"{key}={texts[key]}"])[key]
     if len(values) > 1:
-        raise ConfigError(f"{key}={texts[key]}: takes one value")
+        raise ConfigError(f"{key}={texts[key]}: must be one value")
     return values[0].partition("=")[2]
 
 
@@ -178,9 +181,7 @@ def listed(override: Override, config_dir: str | None) -> list[str]:
     choices = choices_of(override.key_or_group, config_dir)
     if names := found.filter(choices):
         return names
-    allowed = (
-        f"allowed are {', '.join(choices)}" if choices else "write the values as a list, a,b,c"
-    )
+    allowed = f"allowed: {', '.join(choices)}" if choices else "write the values as a list, a,b,c"
     raise ConfigError(f"{override.input_line}: matches no choice; {allowed}")
 
 

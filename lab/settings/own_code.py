@@ -83,7 +83,9 @@ def callable_at(path: str, setting: str) -> Callable[..., Any]:
             raise ConfigError(f"{setting}: {_missing(found, name)}")
         found = getattr(found, name)
     if not callable(found):
-        raise ConfigError(f"{setting}: is a {type(found).__name__}; it must be a class or function")
+        raise ConfigError(
+            f"{setting}: has type {type(found).__name__}; it must be a class or function"
+        )
     return found
 
 
@@ -147,7 +149,9 @@ def _check_target(group: str, path: str, may_be_own: bool) -> None:
     if (is_labs and (not path.startswith(OWN[group]) or "._" in path)) or not (
         is_labs or may_be_own
     ):
-        raise ConfigError(f"{group}._target_={path}: is no {group}; its choices have {OWN[group]}…")
+        raise ConfigError(
+            f"{group}._target_={path}: not allowed for {group}; use a path in {OWN[group]}…"
+        )
 
 
 @cache
@@ -157,7 +161,7 @@ def _tell(group: str, path: str) -> None:
         with standing_here():
             found = importlib.util.find_spec(path.partition(".")[0])
         where = (found and found.origin) or "nowhere"
-        print(f"lab: a file sets {group}: imports {path} from {where}", file=sys.stderr)
+        print(f"lab: a file sets {group}, which imports {path} from {where}", file=sys.stderr)
 
 
 def of_loss(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -191,7 +195,7 @@ def check_arguments(
     for name in arguments:
         if name not in parameters and not takes_any:
             takes = ", ".join(f"{group}.{each}" for each in own)
-            raise ConfigError(f"{group}.{name}: no such argument; it takes {takes or 'none'}")
+            raise ConfigError(f"{group}.{name}: no such argument; allowed: {takes or 'none'}")
     for name, parameter in own.items():
         if parameter.default is Parameter.empty and name not in arguments:
             raise ConfigError(f"{group}.{name}=: has no default; give it a value")
@@ -219,7 +223,8 @@ def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
         except (Exception, SystemExit) as error:
             raise _import_failed(error, setting) from error
     raise ConfigError(
-        f"{setting}: there is no module {parts[0]} in {Path.cwd()}, in config_dir, or installed"
+        f"{setting}: no module {parts[0]} in {Path.cwd()}, in config_dir or among installed "
+        "packages"
     )
 
 

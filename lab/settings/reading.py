@@ -28,7 +28,7 @@ LARGEST_TRACE_BYTES = 2**29
 GZIP = b"\x1f\x8b"
 # By the ending of a trace that is no JSON, how to get one with the same events.
 OTHER_TRACES = {
-    ".pb": "XLA writes the .trace.json.gz beside it",
+    ".pb": "use the .trace.json.gz that XLA writes next to it",
     ".pftrace": "record with rocprofv3 --sys-trace --output-format json",
     ".db": "record with rocprofv3 --sys-trace --output-format json",
     ".nsys-rep": "record with torch.profiler and export_chrome_trace",
@@ -56,10 +56,10 @@ def read_bytes(path: Path, largest: int = LARGEST_BYTES) -> bytes:
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(21, "Is a directory", str(path))
         if not stat.S_ISREG(found.st_mode):
-            raise DamagedFile(f"{path}: is no regular file")
+            raise DamagedFile(f"{path}: is not a regular file")
         content = file.read(largest + 1) if found.st_size <= largest else b""
         if max(found.st_size, len(content)) > largest:
-            raise DamagedFile(f"{path}: has {found.st_size:,} bytes; at most {largest:,} are read")
+            raise DamagedFile(f"{path}: has {found.st_size:,} bytes; the limit is {largest:,}")
         return content
 
 
@@ -103,7 +103,8 @@ def read_trace(key: str, path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror or error}") from None
     except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
-        reason = OTHER_TRACES.get(path.suffix, error)
+        remedy = OTHER_TRACES.get(path.suffix)
+        reason = f"this format is not supported; {remedy}" if remedy else error
         raise ConfigError(f"{where}: is not a trace: {reason}") from None
     except RecursionError:
         raise ConfigError(f"{where}: is not a trace: nested too deeply") from None
@@ -140,10 +141,10 @@ def read_yaml(path: Path) -> Any:
     try:
         text = content.decode()
         if "&" in text and _size(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST_YAML:
-            raise ValueError(f"anchors make more than {LARGEST_YAML} values")
+            raise ValueError(f"its anchors expand to more than {LARGEST_YAML} values")
         for found in SURPRISE.finditer(text):
             if isinstance(value := yaml.safe_load(found[1]), int):
-                raise ValueError(f"{found[1]} would be {value}; write a plain number")
+                raise ValueError(f"{found[1]} would be read as {value}; write a plain number")
         return _bounded(OmegaConf.to_container(OmegaConf.load(io.StringIO(text))))
     except RecursionError:
         raise DamagedFile(f"{path}: not YAML: nested too deeply") from None
@@ -175,7 +176,7 @@ def _bounded(value: Any) -> Any:
 
 def _whole(digits: str) -> int:
     if len(digits) > len(str(LARGEST_WHOLE)) or abs(int(digits)) > LARGEST_WHOLE:
-        raise ValueError(f"{digits[:20]}…: a whole number of {len(digits)} digits")
+        raise ValueError(f"{digits[:20]}…: a whole number of {len(digits)} digits is too large")
     return int(digits)
 
 

@@ -104,7 +104,7 @@ class Sync(ABC):
         if parts.overlap and pattern.no_overlap:
             raise ValueError(f"overlap=true: {pattern.no_overlap}")
         if parts.precision == "fp16" and pattern.no_fp16:
-            raise ValueError(f"precision=fp16: {pattern.no_fp16}; allowed are fp32, bf16")
+            raise ValueError(f"precision=fp16: {pattern.no_fp16}; allowed: fp32, bf16")
         self.module = parts.module
         self.exchange = parts.exchange
         self.comm = parts.comm
@@ -217,8 +217,8 @@ class Sync(ABC):
     def observe_drift(self, every: int) -> None:
         """Compare what the lab's exchanges deliver with what was due, over windows of `every`."""
         raise ValueError(
-            "needs a strategy that sends its mean to all ranks by an exchange of the lab, such "
-            "as onebit"
+            "needs a strategy that sends its mean to all ranks by one of the lab's exchanges, "
+            "such as onebit"
         )
 
     def drift_found(self) -> list[dict[str, Any]] | None:

@@ -39,7 +39,7 @@ from lab.sync.pattern import ddp
 
 CURES = {  # by what DDP says, in many lines
     "mark a variable ready only once": (
-        "a gradient was complete twice in one backward, as where a module is used twice under "
+        "a gradient was completed twice in one backward pass, as when a module is used twice under "
         "reentrant checkpointing; use checkpoint(use_reentrant=False), sync.static_graph=true or "
         "strategy=overlap"
     ),
@@ -307,13 +307,13 @@ class DDPSync(LibrarySync):
         checks.one_of("sync.hook", hook, HOOKS)
         if not parts.overlap or not parts.bucket_mb:
             raise ValueError(
-                f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=ddp always "
-                "overlaps, with buckets above 0 MiB"
+                f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=ddp needs "
+                "overlap=true and a bucket_mb above 0"
             )
         gradient_bytes = sum(p.nbytes for p in parts.model.parameters() if p.requires_grad)
         super().__init__("ddp", parts, ddp(hook), gradient_bytes)
         if not isinstance(parts.comm, TorchComm):
-            raise ValueError("strategy=ddp: runs only over torch.distributed")
+            raise ValueError("strategy=ddp: runs only over torch.distributed; use comm=torch")
         _check(hook, parts, parts.comm.backend, gradient_bytes)
         for buffer in parts.model.buffers():
             if 0 in buffer.stride():  # DDP writes to buffers, which it cannot to expanded ones

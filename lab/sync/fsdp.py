@@ -135,7 +135,7 @@ class FSDPSync(LibrarySync):
         parts = [part for part, of_units in hooks if of_units]
         if not parts:
             raise ValueError(
-                "torch moves weights and gradients; needs sync.all_gather=int8 or "
+                "torch sends all weights and gradients; set sync.all_gather=int8 or "
                 "sync.reduce_scatter=lab"
             )
         names = [hook.unit for hook in self._gathers or self._scatters]
@@ -217,14 +217,14 @@ class FSDPSync(LibrarySync):
     def idle(self) -> list[str]:
         here = "all ranks are on one host"
         does_nothing = {
-            f"sync.shard_size=node: {here}, so there is one copy, as in fsdp": (
+            f"sync.shard_size=node: {here}, so there is one copy, as with strategy=fsdp": (
                 self._shard_size == "node" and not self._copies
             ),
             f"sync.reshard=node: {here}, which stores the weights only once in any case": (
                 self._reshard == "node" and not self._second
             ),
             "sync.reduce_scatter=two_levels: there is one host, or each host has one rank, so "
-            "there is only one level, as with lab": (
+            "there is only one level, as with sync.reduce_scatter=lab": (
                 self._reduce_scatter == "two_levels"
                 and not any(isinstance(hook.scatter, TwoLevels) for hook in self._scatters)
             ),
@@ -235,20 +235,24 @@ class FSDPSync(LibrarySync):
 def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
     """Return the comm of FSDP's groups. ValueError: see FSDPSync."""
     if not isinstance(parts.comm, TorchComm):
-        raise ValueError("strategy=fsdp: runs only over torch.distributed")
+        raise ValueError("strategy=fsdp: runs only over torch.distributed; use comm=torch")
     if parts.module is not parts.model:
         raise ValueError("compile=true: is not supported with strategy=fsdp")
     if parts.precision == "fp16" and parts.exchange.keeps_residuals:
         raise ValueError(
-            f"precision=fp16: exchange={type(parts.exchange).__name__} needs gradients in true "
-            "units, and FSDP scatters scaled ones; allowed are fp32, bf16"
+            f"precision=fp16: exchange={type(parts.exchange).__name__} needs unscaled "
+            "gradients, but FSDP scatters scaled ones; allowed: fp32, bf16"
         )
     if not parts.overlap:
-        raise ValueError("overlap=false: strategy=fsdp always exchanges during backward")
+        raise ValueError(
+            "overlap=false: must be true; strategy=fsdp always exchanges during backward"
+        )
     types = {p.dtype for p in parts.model.parameters()}
     if all_gather == "int8" and any(each.itemsize != 4 for each in types):
         listed = ", ".join(sorted(str(each).removeprefix("torch.") for each in types))
-        raise ValueError(f"sync.all_gather=int8: gathers float32; the model's weights are {listed}")
+        raise ValueError(
+            f"sync.all_gather=int8: needs float32 weights, but the model's are {listed}"
+        )
     return parts.comm
 
 
@@ -323,13 +327,16 @@ def _second_shards(
         return None
     key = f"sync.reshard={reshard}"
     if shard_size is not None:
-        raise ValueError(f"{key}: sync.shard_size={shard_size} gathers within groups already")
+        raise ValueError(
+            f"{key}: sync.shard_size={shard_size} already gathers within groups; "
+            "set only one of them"
+        )
     size = ranks_of_a_host(key, comm.nodes) if reshard == "node" else reshard
     size = _divisor("reshard", size, reshard, comm.size)
     if size == comm.size:
         return None
     if size == 1:
-        raise ValueError(f"{key}: each rank would store all weights; needs groups of 2 or more")
+        raise ValueError(f"{key}: each rank would store all weights; use groups of 2 or more ranks")
     return Levels.of(comm, size)
 
 
@@ -348,7 +355,8 @@ def ranks_of_a_host(key: str, nodes: Nodes) -> int:
 def _divisor(key: str, size: object, setting: object, ranks: int) -> int:
     if not checks.is_whole(size) or size < 1 or ranks % size:
         raise ValueError(
-            f"sync.{key}={setting}: must be node, null, or a divisor of the {ranks} ranks"
+            f"sync.{key}={setting}: must be node, null, or a divisor of the number of ranks, "
+            f"{ranks}"
         )
     return size
 
@@ -511,7 +519,9 @@ def set_reduce_scatter(
         module.set_custom_reduce_scatter(of_unit)  # pyright: ignore[reportArgumentType]
         made.append(of_unit)
     if not made:
-        raise ValueError(f"{type(model).__name__}: contains no module of FSDP2's fully_shard")
+        raise ValueError(
+            f"{type(model).__name__}: contains no module that FSDP2's fully_shard wrapped"
+        )
     return made
 
 

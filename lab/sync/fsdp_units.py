@@ -100,7 +100,7 @@ def _of_other_types(
     raise ValueError(
         f"{name}: is {str(parameter.dtype).removeprefix('torch.')} in a module that cannot be "
         f"sent separately; FSDP sends one type for each module, but here there are {kinds}; "
-        "convert it"
+        "convert the parameter"
     )
 
 
@@ -155,12 +155,12 @@ def prepare_for_sharding(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise ValueError(
-                f"{name}: is a single number, shape []; FSDP divides the first dimension, so give "
-                "it shape [1]"
+                f"{name}: is a single number of shape []; FSDP divides the first dimension, so "
+                "give it shape [1]"
             )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"{name}: has a hook of its own, which FSDP would not call; remove it, or use a "
+                f"{name}: has a hook, which FSDP would not call; remove it, or use a "
                 "strategy without shards, such as overlap"
             )
     sharing: dict[int, dict[str, Tensor]] = defaultdict(dict)
@@ -234,8 +234,8 @@ class FreedReads(TorchFunctionMode):
             if "mixed torch.Tensor and DTensor" not in str(error) or not names:
                 raise
             raise ValueError(
-                f"{names[0]}: is read while the forward of its module is not running, when FSDP "
-                "has freed it; set bucket_mb=null, which makes the model one unit"
+                f"{names[0]}: is read outside its module's forward pass, when FSDP has freed "
+                "it; set bucket_mb=null, which makes the model one unit"
             ) from error
 
 
@@ -245,8 +245,8 @@ def require_scattered(model: nn.Module, exchange: Exchange) -> None:
         if parameter.requires_grad and parameter.dtype not in SCATTERED:
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{name}: is {kind}; exchange={type(exchange).__name__} scatters float32, bfloat16 "
-                "and float16 gradients. Leave this model to torch's reduce-scatter"
+                f"{name}: is {kind}; exchange={type(exchange).__name__} scatters only float32, "
+                "bfloat16 and float16 gradients; use torch's reduce-scatter for this model"
             )
 
 
@@ -335,9 +335,9 @@ class WholeGradients:
         for (parameter, ran), needed in zip(parameters, reached, strict=True):
             if needed and not ran:
                 raise RuntimeError(
-                    f"{self._names[id(parameter.sharded_param)]}: another rank's forward ran its "
-                    "module and this rank's did not, but FSDP needs all ranks to run the same; "
-                    "bucket_mb=null makes the model one unit"
+                    f"{self._names[id(parameter.sharded_param)]}: another rank ran this "
+                    "parameter's module but this rank did not, and FSDP needs all ranks to run the "
+                    "same modules; set bucket_mb=null, which makes the model one unit"
                 )
             if not needed and id(parameter) in self._empty:
                 parameter.sharded_param.grad = None

@@ -169,8 +169,8 @@ class GradSync(Sync):
     def observe_drift(self, every: int) -> None:
         if self.pattern.waits_in_forward:
             raise ValueError(
-                f"sync={type(self).__name__} leaves exchanges to the next forward, which changes "
-                "its buckets; set overlap=false"
+                f"sync={type(self).__name__} ends exchanges in the next forward pass, which "
+                "changes its buckets; set overlap=false"
             )
         if not self.pattern.takes_any_exchange or self.exchange.delivers != "mean":
             super().observe_drift(every)
@@ -182,7 +182,7 @@ class GradSync(Sync):
     def needs_host(self) -> str:
         if lacked := self._reached.lacked if self._reached else []:
             return (
-                f"{lacked[0]}: has no gradient on rank {self.comm.rank}, and the host would have "
+                f"{lacked[0]}: has no gradient on rank {self.comm.rank}, so the host would have "
                 "to ask the other ranks in each step whether they have one; freeze it, or use it "
                 "in the loss"
             )
@@ -258,10 +258,10 @@ class GradSync(Sync):
         elif self._left[index] < 0 and self._filled[index][0] < len(self._exchanged):
             due = self._due[index]
             raise RuntimeError(
-                f"{name}: its gradient grew again after it had been sent, "
-                f"{due - self._left[index]} times in this step and {due} in the first; put all "
-                "backwards of a step but the last into sync.accumulate(), and recompute with "
-                "checkpoint(use_reentrant=False); overlap=false takes gradients that grow anyhow"
+                f"{name}: its gradient grew again after it had been sent "
+                f"(number of times it grew: {due - self._left[index]} in this step, {due} in the "
+                "first); put all backward passes of a step but the last into sync.accumulate() "
+                "and recompute with checkpoint(use_reentrant=False), or set overlap=false"
             )
 
     def _full(self, place: int) -> None:
@@ -365,7 +365,7 @@ class DoubleBuffer(GradSync):
     def __init__(self, parts: SyncParts, *, double_buffer: bool) -> None:
         checks.truth("sync.double_buffer", double_buffer)
         if double_buffer and not parts.overlap:
-            raise ValueError("overlap=false: must be sync.double_buffer, which is true")
+            raise ValueError("overlap=false: must equal sync.double_buffer, which is true")
         super().__init__(parts, pattern.double_buffer(double_buffer))
         self.double_buffer = double_buffer
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received

@@ -85,8 +85,8 @@ class HorovodSync(LibrarySync):
     def __init__(self, parts: SyncParts, *, compression: str) -> None:
         if not parts.overlap or parts.bucket_mb is not None:
             raise ValueError(
-                f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=horovod always "
-                "overlaps, and fuses by HOROVOD_FUSION_THRESHOLD"
+                f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=horovod needs "
+                "overlap=true and bucket_mb=null; HOROVOD_FUSION_THRESHOLD sets its buckets"
             )
         if not isinstance(parts.comm, HorovodComm):
             raise ValueError("strategy=horovod: runs only over comm=horovod")
@@ -94,7 +94,7 @@ class HorovodSync(LibrarySync):
             if not parameter.is_contiguous():
                 raise ValueError(
                     f"{name}: has strides {list(parameter.stride())}, as "
-                    "channels_last=true makes it; strategy=horovod accepts only contiguous tensors"
+                    "channels_last=true sets them; strategy=horovod accepts only contiguous tensors"
                 )
         checks.one_of("sync.compression", compression, tuple(WIRE_BYTES))
         self._parameters = trainable(parts.model)

@@ -195,10 +195,10 @@ class DesLoc(LocalSteps):
         for key, (period, names) in self.moments.items():
             if period is not None and not self._moments(names):
                 kind = type(optimizer).__name__
-                null = " or null" if key == "second_every" else ""
+                null = ", or set null" if key == "second_every" else ""
                 raise ValueError(
-                    f"sync.{key}={period}: {kind} keeps no {' or '.join(names)}; "
-                    f"must be optim=adamw{null}"
+                    f"sync.{key}={period}: {kind} has no {' or '.join(names)}; "
+                    f"use optim=adamw{null}"
                 )
 
     @torch.no_grad()

@@ -63,8 +63,8 @@ class Owner:
         if mark is None and _holds_tensor(kept):
             raise ValueError(
                 "state_dict: contains residuals but does not name their rank, because an earlier "
-                "version wrote it; if they belong to this rank, set state['of'] to the 'of' of "
-                "this rank's state_dict()"
+                "version wrote it; if they belong to this rank, set state['of'] to "
+                "this rank's state_dict()['of']"
             )
         if mark is None:
             return
@@ -86,20 +86,20 @@ class Owner:
             )
         if by_class(json.loads(mark["exchange"])) != by_class(self.exchange):
             raise ValueError(
-                f"state_dict: contains residuals of exchange={mark['exchange']}, and this is "
-                f"exchange={json.dumps(self.exchange, sort_keys=True)}; set the same"
+                f"state_dict: contains residuals of exchange={mark['exchange']}, but this is "
+                f"exchange={json.dumps(self.exchange, sort_keys=True)}; use the same exchange"
             )
 
 
 def require_state(state: object, *keys: str) -> None:
     """Refuse what `state_dict` cannot have returned: no mapping, or one without `keys`."""
     if not isinstance(state, Mapping):
-        found = type(state).__name__
+        found = f"has type {type(state).__name__}"
     elif missing := {*keys} - {*cast(Mapping[str, object], state)}:
-        found = f"a mapping without {', '.join(sorted(missing))}"
+        found = f"is a mapping without {', '.join(sorted(missing))}"
     else:
         return
-    raise ValueError(f"state_dict: must be what state_dict() returned, and is {found}")
+    raise ValueError(f"state_dict: must be what state_dict() returned, but {found}")
 
 
 def _holds_tensor(value: object) -> bool:

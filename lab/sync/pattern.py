@@ -92,7 +92,7 @@ class Pattern:
     waits_in_forward: bool = False
     no_overlap: str = ""
     no_fp16: str = ""
-    no_graph: str = "nobody has shown that its steps need no host"
+    no_graph: str = "its steps are not known to run without the host"
     only_sgd: str = ""
     only_elementwise: str = ""
 
@@ -155,7 +155,7 @@ def local(every: int) -> Pattern:
         (Leg.MEAN_OF_CHANGES,),
         every,
         no_overlap="must be false; weights are exchanged after the update",
-        no_fp16="each rank would skip other steps",
+        no_fp16="each rank would skip different steps",
         no_graph="weights are exchanged in some steps only, but a graph repeats the same step",
     )
 
@@ -187,7 +187,7 @@ def root_update(overlap: bool) -> Pattern:
         gradsync(overlap, Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
         no_fp16="only the root would know which steps to skip",
         no_graph="emulates a framework that had no CUDA graphs",
-        only_sgd="emulates a framework that updates by SGD on the root",
+        only_sgd="emulates a framework that updates with SGD on the root",
     )
 
 
@@ -206,7 +206,9 @@ def double_buffer(buffered: bool) -> Pattern:
         return Pattern(
             Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16, no_graph=no_graph
         )
-    no_overlap = "must be sync.double_buffer, which is false; nothing is exchanged during backward"
+    no_overlap = (
+        "must equal sync.double_buffer, which is false; nothing is exchanged during backward"
+    )
     return replace(gradsync(overlap=False), no_overlap=no_overlap)
 
 
@@ -218,7 +220,9 @@ def ddp(hook: str) -> Pattern:
     legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
     no_graph = f"torch's hook continues in separate threads (sync.hook={hook})"
     if hook == "lab":
-        no_graph = "the hook waits on the host (sync.hook=lab); strategy=onebit needs no DDP"
+        no_graph = (
+            "the hook makes the host wait (sync.hook=lab); use strategy=onebit, which needs no DDP"
+        )
     return Pattern(
         Begin.DURING_BACKWARD,
         legs,
@@ -243,7 +247,7 @@ def fsdp(reduce_scatter: str, shard_size: int | str | None) -> Pattern:
 
 def horovod() -> Pattern:
     """Leave gradients to Horovod's DistributedOptimizer."""
-    no_graph = "the gradients are sent by a thread of Horovod, outside the graph"
+    no_graph = "a Horovod thread sends the gradients, outside the graph"
     return Pattern(
         Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_graph=no_graph
     )
@@ -310,7 +314,9 @@ def fragments(parameters: Sequence[Sized], number: int, order: str) -> list[list
         modules.setdefault(name.rpartition(".")[0], []).append((name, size))
     layers = list(modules.values())
     if number > len(layers):
-        raise ValueError(f"sync.fragments={number}: the model has {len(layers)} layers")
+        raise ValueError(
+            f"sync.fragments={number}: must be at most {len(layers)}, the number of layers"
+        )
     if order == STRIDED:
         parts: list[list[Layer]] = [[] for _ in range(number)]
         for layer in layers:
@@ -383,11 +389,12 @@ def idle(
     lines = list[str]()
     in_backward = pattern.begins is Begin.DURING_BACKWARD
     if len(bucket_bytes) == 1:
-        size = f"all {bucket_bytes[0] / 1e6:.3g} MB of gradients are one bucket"
+        size = f"all {bucket_bytes[0] / 1e6:.3g} MB of gradients are in one bucket"
         smaller = f"bucket_mb={bucket_bytes[0] / MIB / 4:.2g} divides them"
         if in_backward:
             lines = [
-                f"overlap=true: nothing overlaps: {size}, full only when backward ends; {smaller}"
+                f"overlap=true: nothing overlaps: {size}, which is full only when backward ends; "
+                f"{smaller}"
             ]
         elif bucket_mb is not None:
             lines = [f"bucket_mb={bucket_mb:g}: divides nothing: {size}"]

@@ -61,7 +61,7 @@ class PrioritySync(GradSync):
             )
         if any(isinstance(exchange, Auto) for exchange in iter_nested(parts.exchange)):
             raise ValueError(
-                "exchange=Auto: sync=priority chooses by measurement too; choose another"
+                "exchange=Auto: sync=priority also chooses by measurement; use another exchange"
             )
         scale = getattr(parts.model, "bytes_scale", 1.0)
         exchange = parts.exchange

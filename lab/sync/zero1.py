@@ -40,9 +40,8 @@ class RootUpdate(GradSync):
         exchange = parts.exchange
         if not isinstance(exchange, Rooted) or not exchange.in_halves:
             raise ValueError(
-                f"exchange={type(exchange).__name__}: only the root updates; allowed are "
-                "exchanges that send to the root and back: tree (with exchange.chunk_mb=null) "
-                "and star"
+                f"exchange={type(exchange).__name__}: only the root updates, so an exchange "
+                "must send to it and back; use tree (with exchange.chunk_mb=null) or star"
             )
         self.path = exchange
         super().__init__(parts, root_update(parts.overlap))

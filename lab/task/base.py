@@ -85,8 +85,8 @@ class Task(ABC):
         """
         if not isinstance(outputs, Tensor):
             raise ValueError(
-                f"task={self.name}: the model returns a {type(outputs).__name__}; it must return a "
-                "tensor: put it into a module of your own whose forward returns, say, its .logits"
+                f"task={self.name}: the model returns type {type(outputs).__name__}; it must "
+                "return a tensor; wrap it in a module whose forward returns, for example, .logits"
             )
         if outputs.shape[1:] != shape or not outputs.is_floating_point():
             wanted = ", ".join(map(str, ("batch", *shape)))

@@ -23,7 +23,7 @@ class Classification(Task):
     def output_shape(self, targets: Tensor, num_classes: int | None) -> tuple[int, ...]:
         if num_classes is None or targets.dtype != torch.int64 or targets.ndim != 1:
             listed = num_classes is not None and targets.dtype == torch.int64 and targets.ndim == 2
-            hint = "; for a token at each position set task=language_modelling" if listed else ""
+            hint = "; for a token at each position, set task=language_modelling" if listed else ""
             raise ValueError(
                 f"task={self.name}: targets are {describe(targets)}; they must be class indices, "
                 f"int64 [samples], of data with a known number of classes{hint}"
@@ -58,8 +58,8 @@ class LanguageModelling(Task):
     def output_shape(self, targets: Tensor, num_classes: int | None) -> tuple[int, ...]:
         if num_classes is None or targets.dtype != torch.int64 or targets.ndim != 2:
             raise ValueError(
-                f"task={self.name}: needs the next token at each position as target, int64 "
-                f"[samples, context], as data=text and data=tokens have it; targets are "
+                f"task={self.name}: needs the next token at each position as the target, int64 "
+                f"[samples, context], as in data=text and data=tokens; these targets are "
                 f"{describe(targets)}"
             )
         self._require_indices(targets, num_classes, "token ids")
@@ -139,8 +139,12 @@ class OwnLoss(Task):
         """Raises ValueError: the function returned something else than one number."""
         loss = self._function(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim:
-            found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"task={self.name}: returned {found}; a loss is one number, a mean")
+            is_tensor = isinstance(loss, Tensor)
+            found = f"shape {list(loss.shape)}" if is_tensor else f"type {type(loss).__name__}"
+            raise ValueError(
+                f"task={self.name}: returned {found}; it must return one number, the mean loss, as "
+                "a tensor"
+            )
         return loss
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -167,8 +167,8 @@ def _inject_delay(config: DictConfig, trainer: Trainer) -> None:
     straggler = straggler_of(config, world.size)
     if straggler and straggler.phase == "exchange" and not sync.pattern.takes_exchanges:
         raise ConfigError(
-            f"straggler.phase=exchange: the lab runs no exchange of strategy={config.strategy}; "
-            "allowed are input, forward, backward, update"
+            f"straggler.phase=exchange: the lab does not run the exchange of "
+            f"strategy={config.strategy}; allowed: input, forward, backward, update"
         )
     world.comm.before_sending = None  # perhaps set for another assembly
     if straggler and straggler.rank == world.rank:
@@ -186,19 +186,19 @@ def _require_optimizer(config: DictConfig, sync: Sync, optimizer: torch.optim.Op
     chosen = f"strategy={config.strategy} optim={config.optim['_target_']}"
     is_sgd, groups = isinstance(optimizer, torch.optim.SGD), optimizer.param_groups
     if sync.pattern.only_sgd and not is_sgd:
-        raise ConfigError(f"{chosen}: {sync.pattern.only_sgd}; allowed is optim=sgd")
+        raise ConfigError(f"{chosen}: {sync.pattern.only_sgd}; use optim=sgd")
     if not sync.pattern.takes_exchanges or sync.exchange.delivers != "direction":
         return
     if not is_sgd or any(group["momentum"] for group in groups):
         momentum = f" optim.momentum={groups[0]['momentum']}" if "momentum" in groups[0] else ""
         raise ConfigError(
-            f"{chosen}{momentum}: the exchange keeps the moments and delivers a direction; allowed "
-            "is optim=direction, SGD without momentum"
+            f"{chosen}{momentum}: the exchange keeps the moments and delivers a direction; use "
+            "optim=direction, which is SGD without momentum"
         )
     if config.clip_grad_norm is not None:
         raise ConfigError(
             f"clip_grad_norm={config.clip_grad_norm}: strategy={config.strategy} delivers a "
-            "direction, and its norm is not the norm of the gradient; must be null"
+            "direction, whose norm is not the norm of the gradient; must be null"
         )
 
 
@@ -222,8 +222,8 @@ def _check_outputs(
         if data.vocabulary is None or "Long" not in str(error):  # as torch names int64
             raise
         raise ConfigError(
-            f"model: does not accept token ids, int64 {list(data.input_shape)}, which this data "
-            f"has: {one_line(error)}"
+            f"model: does not accept token ids, int64 {list(data.input_shape)}, the inputs in "
+            f"this data: {one_line(error)}"
         ) from error
     model.train()
     try:
@@ -352,7 +352,7 @@ def observe(sync: Sync, settings: Settings) -> None:
     if settings.measure == "noise":  # compares norms of gradients before and after an exchange
         if sync.comm.size == 1:
             raise ConfigError(
-                "measure=noise: compares the ranks' gradients: needs two ranks or more"
+                "measure=noise: compares the ranks' gradients, so it needs two or more ranks"
             )
         if type(sync) is not GradSync or not sync.exchange.exact:
             raise ConfigError(
@@ -372,7 +372,7 @@ def observe_drift(sync: Sync, every: int, precision: str) -> None:
     if precision == "fp16":
         raise ConfigError(
             f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
-            "allowed are fp32, bf16"
+            "use precision=fp32 or bf16"
         )
     with as_config_error(f"drift_every={every}: "):
         sync.observe_drift(every)

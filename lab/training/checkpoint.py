@@ -115,7 +115,7 @@ def newest(root: Path) -> Path | None:
         except ValueError as error:
             if path == complete[0]:
                 raise
-            print(f"{error}; trying the one before it", file=sys.stderr)
+            print(f"{error}; trying the previous checkpoint", file=sys.stderr)
     return None
 
 
@@ -135,19 +135,21 @@ def _names_in(path: Path) -> list[str]:
     """
     if not (path / "DONE").is_file():
         raise ValueError(
-            f"resume={path}: not a complete checkpoint; allowed are auto, and a directory "
+            f"resume={path}: not a complete checkpoint; use auto, or a directory "
             "checkpoints/step_… that contains DONE"
         )
     try:
         done = decode(Done, read_json(path / "DONE"), "")
         names = [f"rank_{rank:03d}.pt" for rank in range(len(done.files) - 1)]
         if {"shared.pt", *names} != {*done.files} or len(names) != done.world_size:
-            raise ValueError("DONE names other files than its number of ranks has")
+            raise ValueError("the files that DONE lists do not match its number of ranks")
         damaged = [name for name in done.files if _was_changed(path / name, done)]
     except (OSError, ValueError) as error:
         raise ValueError(f"resume={path}: corrupt checkpoint: {error}") from None
     if damaged:
-        raise ValueError(f"resume={path}: corrupt checkpoint: {', '.join(damaged)} was changed")
+        raise ValueError(
+            f"resume={path}: corrupt checkpoint: changed or missing: {', '.join(damaged)}"
+        )
     return names
 
 
@@ -169,7 +171,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
         write_atomically(path, lambda temporary: torch.save(state, temporary))
     except RuntimeError as error:  # torch's word on a disk that is full, and does not say so
         free = shutil.disk_usage(path.parent).free
-        raise OSError(f"{path}: cannot be written, {free:,} bytes are free: {error}") from None
+        raise OSError(f"{path}: cannot be written ({free:,} bytes are free): {error}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise
     except Exception:  # the file was not written by `save`, which shows in many ways
         raise ValueError(
-            f"resume={path.parent}: corrupt checkpoint: {path.name} contains more than tensors"
+            f"resume={path.parent}: corrupt checkpoint: {path.name} cannot be read as tensors"
         ) from None
 
 
@@ -247,13 +249,13 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
         load_optimizer(trainer.optimizer, parameters, trainer.sync.shards, replica, ranks)
     except (RuntimeError, ValueError):
         raise ValueError(
-            f"resume={trainer.config.resume}: the checkpoint is of another model; use the same "
-            "model, transform and data"
+            f"resume={trainer.config.resume}: the checkpoint belongs to another model; use the "
+            "same model, transform and data"
         ) from None
     saved = shared["progress"]
     step, samples = saved["step"], saved["samples"]
     if any(type(count) is not int or count < 0 for count in (step, samples)):
-        raise ValueError(f"resume: step={step} samples={samples}: must be whole numbers from 0")
+        raise ValueError(f"resume: step={step} samples={samples}: must be integers of at least 0")
     total = total_steps(trainer.config, trainer.data.num_train, trainer.batch_size, step, samples)
     trainer.progress = Progress(**{**saved, "total_steps": total})
     trainer.first_step = trainer.progress.step
@@ -275,19 +277,23 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
     if shared["channels_last"] != config.channels_last:
         raise ValueError(
             f"channels_last={config.channels_last}: the checkpoint was written with "
-            f"channels_last={shared['channels_last']}; set the same"
+            f"channels_last={shared['channels_last']}; use the same value"
         )
     optim = config.optim["_target_"]
     if shared.get("optim", optim) != optim:  # earlier checkpoints do not say
         raise ValueError(
-            f"optim={optim}: the checkpoint contains the state of {shared['optim']}; set the same"
+            f"optim={optim}: the checkpoint contains the state of {shared['optim']}; use the "
+            "same optimizer"
         )
     now = by_class(OmegaConf.to_container(config.exchange))
     then = by_class(shared["exchange"])
     if ranks[0]["exchange"] and then != now:
         if then["_target_"] != now["_target_"]:
             then, now = then["_target_"], now["_target_"]
-        raise ValueError(f"exchange={now}: the checkpoint contains residuals of exchange={then}")
+        raise ValueError(
+            f"exchange={now}: the checkpoint contains residuals of exchange={then}; use the same "
+            "exchange"
+        )
 
 
 def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -> State:

@@ -82,23 +82,23 @@ class Refusal:
 REFUSALS = [
     Refusal(
         "device=cpu or backend=gloo",
-        "a CUDA graph can contain only GPU kernels and NCCL collectives; needs device=cuda and "
+        "a CUDA graph can contain only GPU kernels and NCCL collectives; set device=cuda and "
         "backend=nccl",
         lambda run: run.sync.comm.backend != "nccl",
     ),
     Refusal(
         "precision=fp16",
-        "the host decides whether to skip a step that overflowed; allowed are fp32, bf16",
+        "the host decides whether to skip a step that overflowed; use precision=fp32 or bf16",
         lambda run: run.loss_scale is not None,
     ),
     Refusal(
         "measure=breakdown",
-        "the host marks phases within a step; allowed is measure=throughput",
+        "the host marks phases within a step; use measure=throughput",
         lambda run: run.config.measure == "breakdown",
     ),
     Refusal(
         "measure=noise",
-        "the host collects norms within a step; allowed is measure=throughput",
+        "the host collects norms within a step; use measure=throughput",
         lambda run: run.config.measure == "noise",
     ),
     Refusal(
@@ -113,7 +113,7 @@ REFUSALS = [
     ),
     Refusal(
         "model=replay",
-        "its layers wait on the host instead of computing",
+        "its layers make the host wait instead of computing",
         lambda run: "profile" in run.config.model,
     ),
 ]
@@ -133,14 +133,14 @@ def refuse(trainer: Trainer) -> None:
         raise ConfigError(f"graph=true strategy={config.strategy}: {why}")
     if not all(map(_is_capturable, trainer.optimizer.param_groups)):
         raise ConfigError(
-            f"graph=true optim={config.optim['_target_']}: must take its learning rate from the "
-            "device; allowed are optimizers with capturable, and fused SGD"
+            f"graph=true optim={config.optim['_target_']}: must read its learning rate from the "
+            "device; use an optimizer with capturable, or fused SGD"
         )
     first = trainer.progress.step + num_eager(trainer)
     if first >= trainer.total_steps:
         raise ConfigError(
-            f"graph=true steps={trainer.total_steps}: the first {first} run without a graph; "
-            f"needs {first + 1} or more steps"
+            f"graph=true steps={trainer.total_steps}: the first {first} steps run without a "
+            f"graph; set steps={first + 1} or more"
         )
 
 
@@ -149,7 +149,7 @@ def no_graph(pattern: Pattern, exchange: Exchange) -> str:
     if pattern.no_graph or not pattern.takes_exchanges or exchange.steady_from is not None:
         return pattern.no_graph
     return (
-        "its operations depend on the number of the step, on trials or on values, but a graph "
+        "its operations depend on the step number, on trials or on values, but a graph "
         "repeats the same step"
     )
 
@@ -221,8 +221,8 @@ class StepGraph:
             if kept.shape != now.shape or kept.dtype != now.dtype:
                 raise ConfigError(
                     f"graph=true: {name} of step {self._trainer.progress.step} are "
-                    f"{now.dtype} {list(now.shape)}, those of the first {kept.dtype} "
-                    f"{list(kept.shape)}; all must be alike"
+                    f"{now.dtype} {list(now.shape)}, but those of the first are "
+                    f"{kept.dtype} {list(kept.shape)}; all must have the same type and shape"
                 )
             kept.copy_(now)
         return self._batch

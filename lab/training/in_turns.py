@@ -138,7 +138,7 @@ def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
             raise ConfigError(
                 f"turns={size}: strategy={trainer.config.strategy} exchanges every {every} steps; "
                 f"turns and steps={trainer.total_steps} must be multiples of {every}, and turns "
-                "must be larger"
+                f"must be larger than {every}"
             )
         plan.append(Turns(alone, size, every))
     if num_turns < 1:

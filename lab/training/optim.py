@@ -87,7 +87,7 @@ class Optim:
                 "use torch.optim.Adam"
             )
         if isinstance(self._make, type) and not issubclass(self._make, Optimizer):
-            raise ConfigError(f"optim={target}: must be a torch.optim.Optimizer, or make one")
+            raise ConfigError(f"optim={target}: must be a torch.optim.Optimizer, or return one")
         _, *own = inspect.signature(self._make).parameters.items()  # the weights come first
         self._own: dict[str, Parameter] = dict(own)
         _check(target, settings, self._own)
@@ -122,12 +122,12 @@ class Optim:
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
             raise ConfigError(
-                f"optim={self.target}: makes a {kind}; must make a torch.optim.Optimizer"
+                f"optim={self.target}: returns type {kind}; it must return a torch.optim.Optimizer"
             )
         if _must_be_set(inspect.signature(optimizer.step).parameters):
             raise ConfigError(
-                f"optim={self.target}: evaluates the loss several times in a step; allowed are "
-                "optimizers whose step() needs no closure"
+                f"optim={self.target}: evaluates the loss several times in a step; use an "
+                "optimizer whose step() needs no closure"
             )
         own = {*self._own, *self._settings}
         self._groups = [{k: v for k, v in g.items() if k in own} for g in optimizer.param_groups]
@@ -184,7 +184,8 @@ def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter
         if name not in named and not takes_any:
             others = ["decay_vectors", *(field.name for field in fields(Schedule))]
             raise ConfigError(
-                f"{key}={value}: {target} has {', '.join(named)}; the lab adds {', '.join(others)}"
+                f"{key}={value}: no such setting; {target} has {', '.join(named)}; the lab "
+                f"adds {', '.join(others)}"
             )
         if isinstance(default, bool):
             checks.truth(key, value)
@@ -272,7 +273,7 @@ def require_piecewise(config: DictConfig, model: nn.Module, batch_size: int) -> 
     if config.clip_grad_norm is not None:
         raise ConfigError(
             f"clip_grad_norm={config.clip_grad_norm}: needs all gradients at once, but {name} "
-            "updates layers as theirs arrive; allowed is null"
+            "updates each layer when its gradient arrives; must be null"
         )
     target = config.optim["_target_"]
     with torch.random.fork_rng(devices=[]):
@@ -282,13 +283,13 @@ def require_piecewise(config: DictConfig, model: nn.Module, batch_size: int) -> 
             raise
         except Exception as error:
             raise ConfigError(
-                f"optim={target}: fails where it updates parameters one by one, as {name} does: "
+                f"optim={target}: fails when it updates parameters one by one, as {name} does: "
                 f"{one_line(error)}"
             ) from error
     if not all(map(torch.equal, whole, pieces)):
         raise ConfigError(
-            f"optim={target}: gives different weights if it updates parameters one by one, as "
-            f"{name} does; allowed are optimizers that treat each by itself"
+            f"optim={target}: gives different weights when it updates parameters one by one, as "
+            f"{name} does; use an optimizer that treats each parameter separately"
         )
 
 
@@ -347,8 +348,9 @@ def require_elementwise(optim: Optim, why: str) -> None:
     changed = (whole[0] - start).abs().max()
     if not (whole[0].flatten() - apart).abs().max() <= TOLERANCE * changed:
         raise ConfigError(
-            f"optim={optim.target}: {why}, but updates slices differently from parameters; "
-            "allowed are elementwise optimizers, as SGD, AdamW and RMSprop"
+            f"optim={optim.target}: {why}, but this optimizer updates a slice of a parameter "
+            "differently from the whole parameter; use an elementwise optimizer such as SGD, "
+            "AdamW or RMSprop"
         )
 
 

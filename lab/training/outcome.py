@@ -212,8 +212,8 @@ def warmup_in(loop: Loop, step_s: np.ndarray) -> Warmup:
     if turns := loop.turns:
         first = "step does" if turns.every == 1 else f"{turns.every} steps do"
         reason = (
-            f"until it took turns of {turns.size} with other runs, of which the first {first} not "
-            "count"
+            f"until it took turns of {turns.size} steps with other runs; the first {first} not "
+            "count in each turn"
         )
         return Warmup(turns.alone, reason)
     unlike = {} if loop.captured_at is None else {"why": "no graph was replayed"}

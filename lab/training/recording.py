@@ -205,9 +205,12 @@ def emulation(world: World, *configs: DictConfig) -> list[Emulation]:
     num_gpus, threads = torch.cuda.device_count(), num_ranks * torch.get_num_threads()
     found = [Emulation("hosts", hosts)] if hosts else []
     if world.device.type == "cuda" and num_ranks > num_gpus:
-        found.append(Emulation("shared_gpus", f"{num_ranks} ranks share {num_gpus} GPUs"))
+        found.append(
+            Emulation("shared_gpus", f"{num_ranks} ranks share {counted(num_gpus, 'GPU')}")
+        )
     if world.device.type == "cpu" and threads > num_cores():
-        detail = f"{threads} threads of {num_ranks} ranks share {num_cores()} CPU cores"
+        cores = counted(num_cores(), "CPU core")
+        detail = f"{threads} threads of {counted(num_ranks, 'rank')} share {cores}"
         found.append(Emulation("shared_cores", detail))
     profiles = dict.fromkeys(c.profile.get("name") for c in configs if "profile" in c.model)
     found += [Emulation("replay", f"compute replayed from profile {name}") for name in profiles]
@@ -319,13 +322,14 @@ class Curves:
 
 def summary(record: Record, path: Path) -> str:
     """Return what a person wants to know of a run, and what to do next; the record has the rest."""
-    ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
+    ranks = counted(record.world_size, "rank")
     emulated, skipped = worded(record.emulation), record.num_skipped_steps
     metrics = record.final.items()
     lines = [
         f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
-        f"{record.device}), {record.num_steps} steps of {record.batch_size} {record.unit}s",
-        *([f"skipped         {skipped} steps, which overflowed fp16"] if skipped else []),
+        f"{record.device}), {counted(record.num_steps, 'step')} of "
+        f"{counted(record.batch_size, record.unit)}",
+        *([f"skipped         {counted(skipped, 'step')} that overflowed fp16"] if skipped else []),
         *(
             f"{name:<15} {shown(name, value)} on test data"
             for name, value in metrics
@@ -343,10 +347,15 @@ def summary(record: Record, path: Path) -> str:
     lines.append(f"record          {path / 'record.json'}")
     if record.status == "interrupted":
         return "\n".join(
-            [*lines, "next            to continue the run: the same command with resume=auto"]
+            [*lines, "next            to continue the run, repeat the command with resume=auto"]
         )
     explain = f"python -m lab.explain {shlex.quote(str(path))}"
     return "\n".join([*lines, f"next            what limits its speed? {explain}"])
+
+
+def counted(number: int, what: str) -> str:
+    """Return "1 step", "2 steps" and so on."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _few(value: float) -> str:
@@ -357,10 +366,11 @@ def _few(value: float) -> str:
 def _step_lines(record: Record) -> Iterator[str]:
     if record.step_s and record.wall_samples_per_s and record.warmup:
         step, warmup, count = record.step_s, record.warmup, record.step_s.num_stalls or 0
-        stalls = f"; {count} stall{'s' if count > 1 else ''}" if count else ""
+        after = counted(warmup.num_steps, "step")
+        stalls = f"; {counted(count, 'stall')}" if count else ""
         yield (
-            f"step            {_few(1e3 * step.median)} ms, median after {warmup.num_steps} steps "
-            f"of warm-up; 95 % take at most {_few(1e3 * step.p95)} ms{stalls}"
+            f"step            {_few(1e3 * step.median)} ms, median after {after} of warm-up; "
+            f"95 % take at most {_few(1e3 * step.p95)} ms{stalls}"
         )
         if "may not be steady" in warmup.reason:
             yield f"not steady      {warmup.reason}; run more steps"
@@ -381,7 +391,7 @@ def _observed_lines(record: Record) -> Iterator[str]:
             yield f"variance        {f'frozen after step {when}' if when else 'not frozen'}"
     if noise := record.gradient_noise:
         if noise["samples"] is None or not math.isfinite(noise["samples"]):
-            yield f"gradient noise  unknown: {noise['num_steps']} steps are too few"
+            yield f"gradient noise  unknown: too few steps ({noise['num_steps']})"
         else:
             yield (
                 f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
@@ -393,9 +403,10 @@ def _observed_lines(record: Record) -> Iterator[str]:
         if largest is None:
             yield "drift           – no window was full; see drift_every"
         else:
+            windows = f"{counted(len(alarms), 'alarm')} in {counted(len(record.drift), 'window')}"
             yield (
-                f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest "
-                f"error is {100 * largest['error']:.2g} %: {largest['bucket']}"
+                f"drift           {windows}; the largest error is "
+                f"{100 * largest['error']:.2g} %: {largest['bucket']}"
             )
 
 

@@ -186,7 +186,7 @@ class Run(Recording):
         step = trainer.progress.step
         if step > trainer.total_steps:
             raise ConfigError(
-                f"resume={path}: is at step {step}, this run ends at {trainer.total_steps}"
+                f"resume={path}: is at step {step}, but this run ends at step {trainer.total_steps}"
             )
 
     def _made(self) -> list[dict[str, Any]]:

@@ -496,7 +496,7 @@ class LossScale:
             self._good_steps = 0
             self.value /= 2
             if self.value < self.LEAST:
-                raise FloatingPointError("precision=fp16: gradient not finite at loss scale 1")
+                raise FloatingPointError("precision=fp16: gradient not finite even at loss scale 1")
             return
         self._good_steps += 1
         if self._good_steps % self.GROW_EVERY == 0:

@@ -31,13 +31,15 @@ class Checkpoint:
     def __init__(self, modules: str | None = None) -> None:
         if modules is None:
             raise ValueError(
-                "transform.modules=null: must be a regular expression for paths of modules, as "
-                r"transform.modules='blocks\.\d+'"
+                "transform.modules=null: must be a regular expression for paths of modules, such "
+                r"as transform.modules='blocks\.\d+'"
             )
         try:
             self._modules = re.compile(str(modules))
         except re.error as error:
-            raise ValueError(f"transform.modules={modules}: {error}") from None
+            raise ValueError(
+                f"transform.modules={modules}: not a regular expression: {error}"
+            ) from None
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """Change the modules of `model` in place, and return it.
@@ -48,8 +50,8 @@ class Checkpoint:
         if not found:
             paths = [path for path, _ in model.named_modules() if path]
             raise ValueError(
-                f"transform.modules={self._modules.pattern}: matches none of {len(paths)} modules: "
-                f"{', '.join(paths[:6])}, ..."
+                f"transform.modules={self._modules.pattern}: matches none of the model's "
+                f"{len(paths)} modules: {', '.join(paths[:6])}, ..."
             )
         for module in found.values():
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
@@ -130,8 +132,8 @@ class Fc1x1:
         """
         if not isinstance(model, ConvNet) or not isinstance(model.classifier[0], nn.Flatten):
             raise ValueError(
-                f"transform=fc1x1: {type(model).__name__} has no FC head over convolution "
-                "features; model=lenet, alexnet, vgg16, overfeat and keras_cnn have one"
+                f"transform=fc1x1: {type(model).__name__} has no FC head on convolution "
+                "features; use model=lenet, alexnet, vgg16, overfeat or keras_cnn"
             )
         head = self._substitute(model) if self.mode == "substitution" else _rewrite(model)
         return ConvNet(model.features, head, model.feature_shape)

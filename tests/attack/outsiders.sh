@@ -96,7 +96,7 @@ test ! -e runs; try 0 'done:' T1 repeat=1 cell=b
 ## 30 names: studies that begin with a dash or contain an equals sign
 base; mv runs/s ./-s; try 0 'wrote' L plot ./-s
 try 2 'flags are' L plot -s
-mv ./-s a=b; try 2 'takes at least one STUDY' L plot a=b
+mv ./-s a=b; try 2 'expected at least one STUDY' L plot a=b
 try 0 'wrote x=y.html' L report ./a=b out=x=y.html
 
 ## 31 env: output in ASCII alone
@@ -351,7 +351,7 @@ kill -TERM $p; code=0; wait $p || code=$?; test $code = 75; record a status inte
 
 ## 99 values: steps that no run can have
 for v in 0 -1 1.5 nan 99999999999999999999; do try 2 "steps=$v" T1 steps=$v; done
-try 2 'set one of the two' T1 steps=6 epochs=2
+try 2 'set only one of the two' T1 steps=6 epochs=2
 test ! -e runs
 
 ## 100 values: batches that no run can have
@@ -382,11 +382,11 @@ for v in t tru maybe; do try 2 'must be true or false' T1 overlap=$v; done
 try 0 'done:' T1 deterministic=no cell=a
 
 ## 107 values: choices in other letters
-try 2 'precision=FP32: allowed are' T1 precision=FP32
+try 2 'precision=FP32: allowed:' T1 precision=FP32
 try 2 'did you mean onebit' T1 strategy=Onebit
-try 2 'scaling=STRONG: allowed are' T1 scaling=STRONG
-try 2 'device=mps: allowed are' T1 device=mps
-try 2 'backend=mpi: allowed are' T1 backend=mpi
+try 2 'scaling=STRONG: allowed:' T1 scaling=STRONG
+try 2 'device=mps: allowed:' T1 device=mps
+try 2 'backend=mpi: allowed:' T1 backend=mpi
 
 ## 109 values: norms to clip gradients to
 for v in 0 -1 nan inf true; do try 2 'clip_grad_norm=' T1 clip_grad_norm=$v; done
@@ -430,7 +430,7 @@ for w in strategy 'cell="abc' 'cell=[a' 'cell=${' optim..lr=1; do
 done
 try 2 'flags are' T1 --
 try 2 'write batch_size=3' T1 --batch_size=3
-try 2 'strategy==onebit: allowed are out' L plot runs/s strategy==onebit
+try 2 'strategy==onebit: allowed: out' L plot runs/s strategy==onebit
 
 ## 117 grammar: the same setting twice
 try 0 'steps of 48' T1 batch_size=48
@@ -456,7 +456,7 @@ done
 npz() { $PY -c "import numpy as np; np.savez('d.npz', **dict($1))"; }
 U='U1 model=mlp model.hidden=[8] data=arrays data.path=d.npz'
 npz 'inputs=np.random.rand(100, 4), targets=np.arange(100) % 3 - 1'
-try 2 'must not be below 0' $U
+try 2 'must be at least 0' $U
 npz 'inputs=np.random.rand(100, 4), targets=np.where(np.arange(100) % 3, 1, -100)'
 try 2 'integers from -100' $U
 npz 'inputs=np.random.rand(100, 4), targets=np.arange(100) % 3 + 1'
@@ -543,7 +543,7 @@ for root, label in (("same", "dog"), ("other", "Cat")):
 E
 U='U1 data=imagefolder data.size=16 data.workers=0 model=mlp model.hidden=[8] steps=2 batch_size=8'
 try 0 'done:' $U data.path=same
-try 2 'no train/ images of the test class Cat' $U data.path=other
+try 2 'no train/ images for the test class Cat' $U data.path=other
 
 ## 140 data: samples that are all equal
 $PY -c "import numpy as np
@@ -781,8 +781,8 @@ def loss(outputs, targets):
     value = cross_entropy(outputs, targets, reduction="none")
     return eval(os.environ["GIVES"])
 E
-try 1 'a loss is one number' env GIVES=value T1 task=l.loss cell=a
-try 1 'a loss is one number' env 'GIVES=value.mean().item()' T1 task=l.loss cell=b
+try 1 'it must return one number' env GIVES=value T1 task=l.loss cell=a
+try 1 'it must return one number' env 'GIVES=value.mean().item()' T1 task=l.loss cell=b
 try 1 'does not require grad' env 'GIVES=value.mean().detach()' T1 task=l.loss cell=c
 
 ## 170 own: optimizers that ranks cannot use together
@@ -805,7 +805,7 @@ try 0 'R is off' env 'ACT=raise SystemExit(3)' T1 config_dir=c recorder=mine cel
 record a status done; record b status done
 
 ## 174 own: packages that are not installed, and modules without the name
-try 2 'there is no module' U1 data.size=16 model=nosuchpackage.models.X
+try 2 'no module nosuchpackage in' U1 data.size=16 model=nosuchpackage.models.X
 try 2 'this has no M' U1 data.size=16 model=this.M
 echo 'import nosuchpackage' > inner.py; code=0
 timeout 120 U1 data.size=16 model=inner.M > out 2>&1 || code=$?
@@ -874,7 +874,7 @@ done["sizes"]["shared.pt"] = len(data); (d / "DONE").write_text(json.dumps(done)
 E
 for s in -5 '"7"' 'float("nan")'; do
   $PY edit.py $K "state['progress']['step'] = $s"
-  try 2 'must be whole numbers from 0' T1 cell=b resume=$K
+  try 2 'must be integers of at least 0' T1 cell=b resume=$K
 done
 $PY edit.py $K 'del state["progress"]'; try 2 "is not a run's checkpoint" T1 cell=b resume=$K
 
@@ -1089,7 +1089,7 @@ stop_live
 
 ## 236 out: files that matter as a command's out=
 base; cp runs/s/study.json a; cp runs/s/bd/record.json b
-try 2 'file that runs keep' L bench footprint model=lenet out=runs/s/study.json
+try 2 'runs write a file with this name' L bench footprint model=lenet out=runs/s/study.json
 try 2 'out=' L report runs/s out=runs/s/bd/record.json
 try 2 'out=' L explain runs/s out=x
 try 2 'out=' L verify kim2017 out=nodir/x.md
@@ -1171,7 +1171,7 @@ test -z "$(find runs -name record.json 2> /dev/null)"
 
 ## 253 trackers: settings of a recorder that there are not
 try 2 'recorder.mode=shared|needs the package' T1 recorder=wandb recorder.mode=shared
-try 2 'recorder=none: allowed are' T1 recorder=none
+try 2 'recorder=none: allowed:' T1 recorder=none
 test -z "$(find runs -name record.json 2> /dev/null)"
 
 ## 255 secrets: settings whose names make them secrets
@@ -1281,7 +1281,7 @@ test ! -e ran
 n=$(ip -o link | wc -l)
 try 2 'hosts=null' L cluster run -- -m lab.train steps=2
 try 2 'after -- stand' L cluster run --
-try 2 'takes one run' L cluster
+try 2 'expected one run' L cluster
 try 2 'cluster.hosts=3' S study=s strategy=none world_size=2 cluster=emulated cluster.hosts=3
 test "$(ip -o link | wc -l)" = "$n"
 
@@ -1298,7 +1298,7 @@ done
 
 ## 273 launch: Horovod, where it is not installed
 if $PY -c 'import horovod' 2> /dev/null; then exit 0; fi
-try 2 'Horovod is missing|make horovod' T1 strategy=horovod
+try 2 'Horovod cannot be imported|make horovod' T1 strategy=horovod
 try 2 'make horovod' S study=s strategy=horovod world_size=2
 
 ## 274 launch: variables of torchrun with odd values
@@ -1321,7 +1321,7 @@ try 2 'names a directory' $S study=a:b
 
 ## 279 sweep: other words for retry
 for v in Failed all; do
-  try 2 "retry=$v: allowed are none, failed" S study=s strategy=allreduce retry=$v
+  try 2 "retry=$v: allowed: none, failed" S study=s strategy=allreduce retry=$v
 done
 
 ## 280 sweep: turns that are none, or more than there are steps
@@ -1463,7 +1463,7 @@ try 0 'done:' env LANG=xx_YY.UTF-8 LC_ALL=xx_YY.UTF-8 LANGUAGE=de T1 cell=a
 try 0 'wrote' env LC_NUMERIC=de_DE.UTF-8 L plot runs/default
 
 ## 317 system: a host's name of 64 letters
-try 2 'has more than 63 letters' unshare -u bash -c \
+try 2 'has more than 63 characters' unshare -u bash -c \
   'printf h%.0s {1..64} > /proc/sys/kernel/hostname; T2'
 
 ## 319 system: all processes of a run are suspended for longer than an exchange may take

@@ -230,11 +230,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # Refused as it is made.
     "number": (
         changed(lambda net: setattr(net, "scale", nn.Parameter(torch.tensor(1.0)))),
-        "scale: is a single number, shape []; FSDP divides the first dimension, so give it shape",
+        "scale: is a single number of shape []; FSDP divides the first dimension, so give it shape",
     ),
     "hook": (
         changed(lambda net: net.last.weight.register_hook(lambda gradient: 2 * gradient)),
-        "last.weight: has a hook of its own, which FSDP would not call",
+        "last.weight: has a hook, which FSDP would not call",
     ),
     "held": (changed(hold), "first.weight: is stored in a list, closure or other object"),
     "shared memory": (changed(share_memory), "other.weight: shares memory with middle.weight"),
@@ -245,11 +245,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # Refused in a step.
     "read in training": (
         running(in_training),
-        "first.weight: is read while the forward of its module",
+        "first.weight: is read outside its module's forward pass",
     ),
     "other paths": (
         running(other_paths, other=lambda: nn.Linear(WIDTH, WIDTH)),
-        "weight: another rank's forward ran its module and this rank's did",
+        "weight: another rank ran this parameter's module but this rank did not",
     ),
 }
 IN_A_STEP = ("read in training", "other paths")
@@ -381,7 +381,7 @@ def by_codec() -> list[str | dict[str, Tensor]]:
 def test_a_type_that_the_lab_does_not_scatter_is_named() -> None:
     (found,) = CREW.call(1, by_codec)
     for text in found:
-        assert "exchange=OneBit scatters float32, bfloat16 and float16 gradients" in str(text)
+        assert "exchange=OneBit scatters only float32, bfloat16 and float16 gradients" in str(text)
 
 
 def in_loops(exchanges: list[str]) -> list[tuple[float, bool]]:

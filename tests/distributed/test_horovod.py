@@ -127,7 +127,7 @@ def test_what_needs_send_and_recv_is_refused(horovodrun: Callable[..., Finished]
     done = horovodrun("strategy=tree", *RUN)
     assert done.code != 0
     (line,) = done.error_lines
-    assert "sends from rank to rank; Horovod has collectives only; use comm=torch" in line
+    assert "sends from rank to rank, but Horovod has only collectives; use comm=torch" in line
     assert not Path("runs/default").exists() or not list(Path("runs").rglob("record.json"))
 
 
@@ -187,7 +187,7 @@ WRONG = {
     ("strategy=horovod", "comm=torch"): "strategy=horovod: runs only over comm=horovod",
     ("strategy=horovod", "exchange=onebit"): "exchange=OneBit: strategy=horovod has its own",
     ("strategy=horovod", "channels_last=true"): "strategy=horovod accepts only contiguous",
-    ("strategy=horovod", "sync.compression=zip"): "sync.compression=zip: allowed are none",
+    ("strategy=horovod", "sync.compression=zip"): "sync.compression=zip: allowed: none",
 }
 
 

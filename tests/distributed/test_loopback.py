@@ -69,6 +69,6 @@ def test_nothing_listens_beyond_loopback_and_arguments_and_exit_codes_are_passed
 def test_options_that_torchrun_refuses_take_one_line(command: Callable[..., Finished]) -> None:
     """It has many of its own; a number is refused without a text of its own."""
     done = command("lab.distributed.torchrun", "--nproc-per-node=0", "script.py")
-    refused = "--nproc-per-node=0: torchrun accepts no such number"
+    refused = "--nproc-per-node=0: torchrun does not accept this number"
     assert (done.code, done.out) == (2, "")
     assert done.err == f"lab.distributed.torchrun: error: {refused}\n"

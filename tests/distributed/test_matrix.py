@@ -32,7 +32,7 @@ SYNCS = {
 }
 # Syncs that take no messages: they sum values themselves, or average second moments.
 REFUSED = {
-    "caffe": "allowed are",
+    "caffe": "must send to it and back",
     "des_loc": "is not exact; second moments need an exact exchange",
 }
 # They scatter sums; fsdp has two levels of its own, sync.reduce_scatter=two_levels.
@@ -43,7 +43,7 @@ MATRIX = [*itertools.product(SYNCS, PATHS, CODECS, MEMORIES)]
 
 def refusal_of(sync: str, path: str) -> str | None:
     if sync in SCATTERING and path == "hierarchical":
-        return "has no reduce-scatter; allowed are"
+        return "has no reduce-scatter; allowed:"
     return REFUSED.get(sync)
 
 

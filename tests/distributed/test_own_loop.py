@@ -431,7 +431,9 @@ def of_another(way: str) -> dict[str, str]:
                 kept.load_state_dict({k: v for k, v in own.items() if k != "of"} | marked(mark))
             except ValueError as error:
                 found[wrong] = str(error)
-        with pytest.raises(ValueError, match="must be what state_dict.* returned, and is NoneType"):
+        with pytest.raises(
+            ValueError, match="must be what state_dict.* returned, but has type NoneType"
+        ):
             kept.load_state_dict(None)
         return found
 
@@ -489,7 +491,7 @@ def gradients(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def test_as_many_backwards_as_in_the_first_step_are_exchanged_once() -> None:
     for off, text in spawn(2, backward_several_times):
         assert off < 1e-6
-        assert "3 times in this step and 2 in the first" in text
+        assert "3 in this step, 2 in the first" in text
 
 
 def without_a_process_group() -> tuple[dict[str, Tensor], int]:

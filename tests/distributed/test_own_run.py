@@ -153,13 +153,13 @@ def wrong_settings() -> list[str]:
 def test_wrong_settings_are_one_line() -> None:
     (messages,) = CREW.call(1, wrong_settings)
     assert messages == [
-        "strategy=None: name how gradients are exchanged, or pass sync=",
+        "strategy=None: name a strategy or an exchange, or pass sync=",
         "batch_size=0: must be an integer from 1 to 2147483648",
-        "scaling=both: allowed are strong, weak",
-        "study='a/b': names a directory under runs_dir; allowed are letters, digits and "
+        "scaling=both: allowed: strong, weak",
+        "study='a/b': names a directory under runs_dir; use only letters, digits and "
         ". , = + _ - (but no dot at the start), and no secret",
         "settings: overlap is a name that the lab uses; choose another",
-        "settings: must map names to numbers, texts, and lists and dicts of them: Value 'object' "
+        "settings: must map names to numbers, strings, or lists and dicts of them: Value 'object' "
         "is not a supported primitive type",
     ]
 
@@ -167,7 +167,7 @@ def test_wrong_settings_are_one_line() -> None:
 def misused_steps(runs: Path) -> int | None:
     dist.init_process_group("gloo")
     run = lab.Run(study="mine", model="mine", strategy="ddp", batch_size=8, runs_dir=runs)
-    outside = pytest.raises(RuntimeError, match=r"within no run; call it inside `with lab\.Run")
+    outside = pytest.raises(RuntimeError, match=r"no run is open; call it inside `with lab\.Run")
     with outside, run.step():
         pass
     with run:

@@ -27,12 +27,12 @@ QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("strategy=teleport", r"strategy=teleport: allowed are allreduce, auto, .*tree"),
+        ("strategy=teleport", r"strategy=teleport: allowed: allreduce, auto, .*tree"),
         ("cluster.hosts=2", r"cluster\.hosts=2: needs cluster=emulated"),
-        ("strategy=tree,ring", r"strategy=tree,ring: a run takes one value; .* lab.sweep"),
+        ("strategy=tree,ring", r"strategy=tree,ring: a run accepts only one value; .* lab.sweep"),
         ("batch_size", r"'batch_size' is not a setting: write key=value"),
         ("~exchange.nope", r"~exchange.nope: Could not delete from config"),
-        ("--cfg=hydra", r"--cfg hydra: allowed is --cfg job"),
+        ("--cfg=hydra", r"--cfg hydra: use --cfg job"),
         ("batch_size=${foo}", r"batch_size=\$\{foo\}: Interpolation key 'foo' not found"),
         ("runs_dir=", r"runs_dir=: must name a directory"),
     ],
@@ -55,13 +55,13 @@ LATER = [
     (("data=imagefolder", "data.path=nowhere"), r"data.path=nowhere: no such folder"),
     (("model=alexnet",), r"model=alexnet.*63.*data.size"),
     (("strategy=fc1x1", "model=mlp"), r"strategy=fc1x1: .*lenet"),
-    (("strategy=onebit", "exchange.threshold=half"), r"exchange.threshold=half: allowed are"),
+    (("strategy=onebit", "exchange.threshold=half"), r"exchange.threshold=half: allowed:"),
     (("optim.lr=-1",), r"optim.lr=-1: must be a number of at least 0"),
     (("device=cuda",), r"device=cuda: torch sees no GPU on this host"),
     (("backend=nccl", "device=cpu"), r"backend=nccl: needs GPUs"),
     (("resume=nowhere",), r"resume=nowhere: not a complete checkpoint"),
     (("+exchange.nope=3",), r"AllReduce.*unexpected keyword argument 'nope'"),
-    (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
+    (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp needs overlap=true"),
     (
         ("strategy=ddp", "sync.hook=bf16"),
         r"sync\.hook=bf16: torch supports this hook only with NCCL",
@@ -75,12 +75,12 @@ LATER = [
     (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
     (
         ("+optim.beta=1",),
-        r"optim\.beta=1: torch\.optim\.SGD has lr, .*; the lab adds decay_vectors, ",
+        r"optim\.beta=1: no such setting; torch\.optim\.SGD has lr, .*; the lab adds decay_vec",
     ),
     (
         ("strategy=caffe", "optim=adamw"),
-        r"strategy=caffe optim=torch\.optim\.AdamW: emulates a framework that updates by SGD "
-        r"on the root; allowed is optim=sgd$",
+        r"strategy=caffe optim=torch\.optim\.AdamW: emulates a framework that updates with SGD "
+        r"on the root; use optim=sgd$",
     ),
 ]
 
@@ -103,14 +103,14 @@ def test_settings_that_prove_wrong_later(
     done = command("lab.train", "strategy=ddp", "overlap=false")
     assert done.code == 2 and "Traceback" not in done.err
     (line,) = done.error_lines
-    assert line.endswith(found[expected.index(r"overlap=False .* strategy=ddp always overlaps")])
+    assert line.endswith(found[expected.index(r"overlap=False .* strategy=ddp needs overlap=true")])
     assert not list(tmp_path.rglob("record.json"))
 
 
 def test_batch_that_does_not_divide(train: Train) -> None:
     done = train(2, "batch_size=99")
     assert done.code != 0
-    nearest = "2 ranks with accumulate=1 need a multiple of 2; nearest are 98 and 100"
+    nearest = "must be a multiple of 2 for 2 ranks with accumulate=1, such as 98 or 100"
     assert done.error_lines == [f"lab.train: error: batch_size=99: {nearest}"]
 
 
@@ -294,8 +294,8 @@ def test_resume_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
     wrong = {
         "exchange.granularity=block": "the checkpoint contains residuals of exchange=",
         "channels_last=true": "the checkpoint was written with channels_last=False",
-        "model=mlp": "the checkpoint is of another model",
-        "steps=2": "is at step 3, this run ends at 2",
+        "model=mlp": "the checkpoint belongs to another model",
+        "steps=2": "is at step 3, but this run ends at step 2",
     }
     whole = (*onebit, "cell=a", "checkpoint_every=3")
     done, *refused = told(whole, *((*onebit, middle, setting) for setting in wrong))

@@ -101,10 +101,10 @@ def started(folder: Path) -> dict[Path, str]:
     ("settings", "message"),
     [
         (("study=kim2018",), "study=kim2018: allowed are adam, advice, beyond,"),
-        (("strategy=none,teleport",), "strategy=teleport: allowed are"),
+        (("strategy=none,teleport",), "strategy=teleport: allowed:"),
         (("world_size=0",), "world_size=0: must be an integer of at least 1"),
         (("repeats=many",), "repeats=many: must be an integer"),
-        (("batch_size=100", "world_size=1,3"), "nearest are 99 and 102"),
+        (("batch_size=100", "world_size=1,3"), "such as 99 or 102"),
         (("world_size=2", "device=cuda"), "world_size=2: device=cuda: torch sees no GPU"),
         (("cell=mine",), "cell=mine: a sweep sets this itself"),
     ],

@@ -35,18 +35,18 @@ UNFIT = [
     (
         (f"data._target_={MISFITS}.a_word_for_each_pixel",),
         "task=classification: targets are int64 [64, 256]; they must be class indices, int64 "
-        "[samples], of data with a known number of classes; for a token at each position "
+        "[samples], of data with a known number of classes; for a token at each position, "
         "set task=language_modelling",
     ),
     (
         ("task=language_modelling",),
-        "task=language_modelling: needs the next token at each position as target, int64 "
-        "[samples, context], as data=text and data=tokens have it; targets are int64 [1437]",
+        "task=language_modelling: needs the next token at each position as the target, int64 "
+        "[samples, context], as in data=text and data=tokens; these targets are int64 [1437]",
     ),
     (
         ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=mlp"),
-        "model: does not accept token ids, int64 [128], which this data has: mat1 and mat2 must "
-        "have the same dtype, but got Long and Float",
+        "model: does not accept token ids, int64 [128], the inputs in this data: mat1 and mat2 "
+        "must have the same dtype, but got Long and Float",
     ),
     (
         ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=lenet"),
@@ -65,7 +65,7 @@ UNFIT = [
     ),
     (
         (f"model._target_={MISFITS}.no_module",),
-        f"model={MISFITS}.no_module: makes a tuple; must make a torch.nn.Module",
+        f"model={MISFITS}.no_module: returns type tuple; it must return a torch.nn.Module",
     ),
 ]
 

@@ -112,9 +112,9 @@ def test_settings_of_a_users_code_that_do_not_exist_are_one_line(
     monkeypatch.chdir(tmp_path)
     wrong = {
         (f"model._target_={BUGS}.Nett",): f"{BUGS} has no Nett; did you mean Net?",
-        ("model._target_=nowhere.Net",): "model=nowhere.Net: there is no module nowhere in",
+        ("model._target_=nowhere.Net",): "model=nowhere.Net: no module nowhere in",
         (f"model._target_={BUGS}.Net", "+model.width=3"): (
-            "model.width: no such argument; it takes none"
+            "model.width: no such argument; allowed: none"
         ),
     }
     (found,) = CREW.call(1, refusals, [(*QUICK, *settings) for settings in wrong])

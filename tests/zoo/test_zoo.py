@@ -116,4 +116,4 @@ def test_the_command_prints_a_table_and_returns_whether_there_is_a_fault(
     ]
     assert "| all  | 2 | 1 | 0 | 1 | 0 | 0 | 0 |" in command.table(judged)
     assert command.main(["model=nobody"]) == 2
-    assert "model=nobody: allowed are" in capfd.readouterr().err
+    assert "model=nobody: allowed:" in capfd.readouterr().err

@@ -215,7 +215,7 @@ def test_only_some_figures_are_drawn(study: Path, capsys: pytest.CaptureFixture[
         ("width_in=wide", "width_in=wide: must be a number of at least 2"),
         ("width_in=0.5", "width_in=0.5: must be a number of at least 2"),
         ("title=no", "title=no: must be true or false"),
-        ("format=jpg", "format=jpg: allowed are png, svg, pdf"),
+        ("format=jpg", "format=jpg: allowed: png, svg, pdf"),
         ("target=x", "target=x: must be a number"),
     ],
 )

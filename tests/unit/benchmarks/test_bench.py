@@ -69,14 +69,14 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "(nothing): takes one collective|reduce_scatter|codec|step"),
+        ([], "(nothing): expected one collective|reduce_scatter|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs two"),
-        (["step", "strategy=overlap,nope"], "strategy=nope: did you mean none? allowed are"),
+        (["step", "strategy=overlap,nope"], "strategy=nope: did you mean none? allowed:"),
         (["step", "strategy=ddp,ddp"], "listed twice; lab.bench step aa=true compares equal"),
         (["step", "strategy=tree,ddp", "pairs=9"], "pairs=9: has no effect without aa=true"),
         (["hook", "aa=true"], "aa=true: no such setting"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "one list at a time"),
-        (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),
+        (["step", "strategy=tree,ddp", "world_size=3"], "such as 126 or 129"),
         (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
         (
             ["step", "strategy=tree,ddp", "out=absent/a.json"],
@@ -105,7 +105,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         ),
         (["convolution", "model=mlp"], "model=lab.model.mlp.mlp: has no 2-d convolution"),
         (["convolution", "algorithm=magic"], "algorithm=magic: allowed are library, direct,"),
-        (["counters", "isa=avx512"], "isa=avx512: allowed are avx, avx2"),
+        (["counters", "isa=avx512"], "isa=avx512: allowed: avx, avx2"),
         (["counters", "trace=a.json", "model=lenet"], "model=lenet: has no effect with trace="),
         (
             ["counters", "device=cuda"],

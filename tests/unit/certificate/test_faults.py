@@ -69,7 +69,7 @@ FAULTS = {
     ),
     "stale": (
         *(wrong("Stale"), "fresh"),
-        "stale buffer: ranks 0-3 hold the mean of the step before in 0.weight and 2 more",
+        "stale buffer: ranks 0-3 hold the mean from the step before in 0.weight and 2 more",
     ),
     "stale later": (
         *(wrong("Stale", "bucket_mb=0.01", model="recurrent", size=3), "fresh"),
@@ -91,7 +91,7 @@ FAULTS = {
     "residual": (one_bit("ForgetsResidual"), "averaged once", "not the mean: ranks 0-2 hold some"),
     "not compressed": (
         *(Case(("strategy=onebit",), spoil=sends_all), "bytes"),
-        "bytes: rank 0 handed 91200 bytes to the network, and the formula of this exchange says 66",
+        "bytes: rank 0 handed 91200 bytes to the network, but the formula for this exchange says ",
     ),
 }
 
@@ -154,7 +154,7 @@ def right(settings: str) -> Case:
         ),
         (
             right("strategy=onebit exchange.error_feedback=false"),
-            "1 of 3 parameters (exchange=OneBit states no bound of its error: 0.weight and 1 more)",
+            "1 of 3 parameters (exchange=OneBit states no bound on its error: 0.weight and 1 more)",
         ),
         (  # forward leaves parameters out
             Case(("strategy=onebit",), "tied"),
@@ -166,7 +166,7 @@ def right(settings: str) -> Case:
         ),
         (  # if all ranks have the same samples, a rank's own gradient is the mean
             Case(("strategy=overlap",), size=3, same_samples=True),
-            "3 ranks equal, gradients not checked, because gradients are alike on all",
+            "3 ranks equal, no gradients checked, because gradients are alike on all",
         ),
     ],
 )

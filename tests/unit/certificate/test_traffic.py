@@ -20,8 +20,8 @@ TWO_HOSTS = [[MB, 5, 50, 5, MB + 50, 1, 7], [MB, 6, 60, 6, MB + 60, 1, 8]]
     [
         (ONE_PLACE, "gloo", 2 * MB, "lo"),  # ranks of a namespace share its counters
         (TWO_PLACES, "gloo", 2 * MB, "the hosts' interfaces"),  # emulated hosts have their own
-        (TWO_HOSTS, "gloo", None, "the hosts' interfaces carry others' bytes too"),
-        (ONE_PLACE, "nccl", None, "nccl need not send over an interface"),
+        (TWO_HOSTS, "gloo", None, "the hosts' interfaces also carry other traffic"),
+        (ONE_PLACE, "nccl", None, "nccl does not have to send over a network interface"),
     ],
 )
 def test_what_interfaces_counted(
@@ -61,7 +61,7 @@ def test_an_exchange_that_hands_over_nothing_or_too_much_is_a_fault() -> None:
     assert ledger(2 * MB).fault(None, 0, True) is None
     assert ledger(2 * MB).fault(0.98 * MB, 0, True) is None
     assert ledger(2 * MB).fault(0.5 * MB, 0.6 * MB, True) is None
-    assert "and the formula of this exchange says 500000" in str(
+    assert "but the formula for this exchange says 500000" in str(
         ledger(2 * MB).fault(0.5 * MB, 0, True)
     )
 

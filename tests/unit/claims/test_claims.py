@@ -161,7 +161,7 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"role": "guess"}, "'s': role=guess: allowed are statement, input, own"),
+        ({"role": "guess"}, "'s': role=guess: allowed: statement, input, own"),
         ({"kind": "count"}, "'s': .*kind"),
         ({"quantity": "luck"}, "'s': quantity=luck: allowed are step_s, speedup"),
         ({"check": {"about": 1}}, "'s': must give about and within, or at_least, or at_most"),

@@ -191,10 +191,10 @@ def test_what_nothing_measured_is_unknown(
 @pytest.mark.parametrize(
     ("quantity", "at", "message"),
     [
-        ("parameters", {"network": "x"}, "'s': network=x: allowed are lenet, one, two"),
-        ("slowdown", {"result": "x"}, "'s': result=x: allowed are layers, convolution"),
+        ("parameters", {"network": "x"}, "'s': network=x: allowed: lenet, one, two"),
+        ("slowdown", {"result": "x"}, "'s': result=x: allowed: layers, convolution"),
         ("slowdown", {"results": "x"}, "'s': .*results"),
-        ("bench_samples_per_s", {**RATES, "name": "3"}, "'s': name=3: allowed are 1, 2"),
+        ("bench_samples_per_s", {**RATES, "name": "3"}, "'s': name=3: allowed: 1, 2"),
         ("time_share", {"result": "layers", "layers": "x"}, "'s': layers=x: there is no such"),
     ],
 )

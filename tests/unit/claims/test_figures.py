@@ -158,7 +158,7 @@ def test_fitted_terms_find_the_machine_and_carry_to_a_network_left_out() -> None
     assert "uses this fitted term: overhead_s_per_rank = 0.008" in terms_table(terms)[0]
     assert len(terms_table(terms)) == 2 + 2 + 4 + 1
     assert fit_terms(replace(paper, fit=()), preset) is None
-    with pytest.raises(ValueError, match="t: fit=speed: allowed are"):
+    with pytest.raises(ValueError, match="t: fit=speed: allowed:"):
         fit_terms(replace(paper, fit=("speed",)), preset)
 
 

@@ -197,7 +197,7 @@ def test_changes_of_a_link() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "(nothing): takes one run|check, as in python -m lab.cluster"),
+        ([], "(nothing): expected one run|check, as in python -m lab.cluster"),
         (["walk"], "walk: the first word must be run or check"),
         (["run", "hosts=2"], "put torchrun's arguments for run after --"),
         (
@@ -252,7 +252,7 @@ def test_without_the_tools_one_line_says_what_is_needed(tmp_path: Path) -> None:
     [
         ("rank=4", "straggler.rank=4: the ranks are 0 to 3"),
         ("rank=-1", "straggler.rank=-1: must be an integer of at least 0"),
-        ("phase=sleep", "straggler.phase=sleep: allowed are input, forward, backward, exchange"),
+        ("phase=sleep", "straggler.phase=sleep: allowed: input, forward, backward, exchange"),
         ("delay_ms=0", "straggler.delay_ms=0: must be a number above 0"),
         ("every=0", "straggler.every=0: must be an integer of at least 1"),
     ],

@@ -291,7 +291,7 @@ def test_a_corrupt_or_truncated_file_is_named_in_one_line(
     [
         (["train/a"], "no images to train on"),
         (["train/a/0.png"], "no images to test on"),
-        (["train/a/0.png", "test/b/0.png"], "no train/ images of the test class b"),
+        (["train/a/0.png", "test/b/0.png"], "no train/ images for the test class b"),
         ([], "no images to train on"),
     ],
 )
@@ -310,8 +310,8 @@ def test_a_folder_without_what_it_needs(tmp_path: Path, folders: list[str], mess
     [
         (digits, {"size": 7}, "data.size=7: must be an integer of at least 8"),
         (digits, {"size": 8.5}, "data.size=8.5: must be an integer of at least 8"),
-        (synthetic, {"shape": [3, 0, 1]}, "data.shape=[3, 0, 1]: must be [C, H, W]"),
-        (synthetic, {"shape": 32}, "data.shape=32: must be [C, H, W]"),
+        (synthetic, {"shape": [3, 0, 1]}, "data.shape=[3, 0, 1]: must be three integers [C, H, W]"),
+        (synthetic, {"shape": 32}, "data.shape=32: must be three integers [C, H, W]"),
         (synthetic, {"num_images": 0}, "data.num_images=0: must be an integer of at least 1"),
         (rotated_digits, {"max_degrees": 0}, "data.max_degrees=0: must be a number above 0"),
         (synthetic, {"num_classes": "a"}, "data.num_classes=a: must be an integer of at least 1"),

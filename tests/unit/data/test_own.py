@@ -105,13 +105,15 @@ def test_data_of_the_labs_own_form_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        (3, "a int"),
-        (torch.zeros(3, 2), r"a Tensor of shape \[3, 2\]"),
-        ((torch.zeros(3), torch.zeros(4)), "a tuple"),
+        (3, "type int"),
+        (torch.zeros(3, 2), r"type Tensor of shape \[3, 2\]"),
+        ((torch.zeros(3), torch.zeros(4)), "type tuple"),
     ],
 )
 def test_other_values_are_refused_by_one_line(value: Tensor | int, named: str) -> None:
-    with pytest.raises(ValueError, match=rf"^data=mine: returned {named}; it must be \(inputs, "):
+    with pytest.raises(
+        ValueError, match=rf"^data=mine: returned {named}; it must return \(inputs, "
+    ):
         as_data(value, CPU, "data=mine")
 
 

@@ -295,7 +295,7 @@ def test_what_no_algorithm_knows_is_left_alone_or_refused() -> None:
     assert kinds == [nn.Conv2d, nn.Conv2d, ChosenConv2d]
     with pytest.raises(ValueError, match="^transform=convolution: Sequential has no 2-d convol"):
         Convolution()(mlp(input_shape=(1, 4, 4), output_size=2))
-    with pytest.raises(ValueError, match="^transform.choose=best: allowed are fixed, heuristic"):
+    with pytest.raises(ValueError, match="^transform.choose=best: allowed: fixed, heuristic"):
         Convolution("best")
     with pytest.raises(ValueError, match="^transform.algorithm=magic: allowed are library"):
         Convolution("fixed", "magic")

@@ -141,7 +141,7 @@ def test_a_trace_without_sizes_is_answered_with_what_has_them(
     for name, content, said in (
         ("a.json", PUBLIC.encode(), "rocprofv3 --sys-trace --output-format json has them): 3"),
         ("a.pftrace", b"\x0a\x00\x01", "rocprofv3 --sys-trace --output-format json"),
-        ("a.xplane.pb", b"\x0a\x00\x01", "XLA writes the .trace.json.gz beside it"),
+        ("a.xplane.pb", b"\x0a\x00\x01", "use the .trace.json.gz that XLA writes next to it"),
         ("b.json", b'{"rocprofiler-sdk-tool": [{"agents": []}]}', "is not a trace of rocprofv3"),
     ):
         (tmp_path / name).write_bytes(content)

@@ -189,10 +189,13 @@ def test_communicators_are_made_at_once_with_streams_of_high_priority(library: L
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["comm.nccl_algo=star"], "comm.nccl_algo=star: allowed are Ring, Tree, Coll"),
-        (["comm.nccl_proto=fast"], "comm.nccl_proto=fast: allowed are LL, LL128, Simple"),
-        (["comm.nccl_proto=7"], "comm.nccl_proto=7: allowed are LL"),
-        (["comm.nccl_algo=nvls", "comm.nccl_proto=LL"], "comm.nccl_proto=LL: NVLS has only Simple"),
+        (["comm.nccl_algo=star"], "comm.nccl_algo=star: allowed: Ring, Tree, Coll"),
+        (["comm.nccl_proto=fast"], "comm.nccl_proto=fast: allowed: LL, LL128, Simple"),
+        (["comm.nccl_proto=7"], "comm.nccl_proto=7: allowed: LL"),
+        (
+            ["comm.nccl_algo=nvls", "comm.nccl_proto=LL"],
+            "comm.nccl_proto=LL: NVLS supports only Simple",
+        ),
         (["comm.nccl_algo=nvls", "deterministic=true"], "comm.nccl_algo=NVLS: sums in a switch"),
     ],
 )

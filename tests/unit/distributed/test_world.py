@@ -322,15 +322,15 @@ def test_linux_under_windows_has_a_driver_of_its_own(machine: Machine, tmp_path:
     assert world.pick_device("auto", 0, 1) == torch.device("cpu")  # another maker's GPU
     (tmp_path / "usr/lib/wsl/lib").mkdir(parents=True)
     (tmp_path / "usr/lib/wsl/lib/libcuda.so.1").touch()
-    with pytest.raises(ValueError, match=r"has NVIDIA GPUs \(driver of Windows\), but torch"):
+    with pytest.raises(ValueError, match=r"has NVIDIA GPUs \(driver from Windows\), but torch"):
         world.pick_device("auto", 0, 1)
 
 
 @pytest.mark.parametrize(
     ("local_size", "capability", "message"),
     [
-        (2, (9, 0), "device=auto: 2 ranks on this host but 1 GPUs"),
-        (1, (7, 0), r"GPU 0 has capability 7\.0, older .*whl/cu126"),
+        (2, (9, 0), "device=auto: 2 ranks on this host but 1 GPU;"),
+        (1, (7, 0), r"GPU 0 has compute capability 7\.0, older .*whl/cu126"),
     ],
 )
 def test_too_few_or_too_old_gpus_are_refused(

@@ -75,7 +75,7 @@ def plan(model: nn.Module, adam: Sequence[str] = (), matrices: Sequence[str] = (
 IN_BLOCK = ("attention.in_proj_weight", "attention.out_proj.weight", "out.weight")
 BLOCKS = {f"blocks.{i}.{name}" for i in (0, 1) for name in IN_BLOCK}
 TABLES = {"tokens.weight": "embedding", "positions.weight": "embedding"}
-RAW = {"pos": "one row or column", "register": "no weight of a layer"}
+RAW = {"pos": "one row or column", "register": "not the weight of a layer"}
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_each_kind_of_layer_is_known() -> None:
         "weights.0": (3, 4),
     }
     assert found.by_adam == {
-        "experts_weight": "no weight of a layer",
+        "experts_weight": "not the weight of a layer",
         "grouped.weight": "grouped convolution",
         "depthwise.weight": "grouped convolution",
         "gate.weight": "one row or column",
         "normed.parametrizations.weight.original0": "one row or column",
-        "norm.weight": "no linear map",
-        "norm.bias": "no linear map",
+        "norm.weight": "not a linear map",
+        "norm.bias": "not a linear map",
         "table.parametrizations.weight.original": "embedding",
         "table.parametrizations.weight.0.gate": "embedding",
         "head.weight": "output layer",
@@ -159,7 +159,7 @@ def test_ones_own_lists_come_first() -> None:
         ),
         (
             ([], ["blocks.0.out.bias"]),
-            r"^exchange\.matrices: blocks\.0\.out\.bias is no mat",
+            r"^exchange\.matrices: blocks\.0\.out\.bias is not a mat",
         ),
     ],
 )

@@ -192,14 +192,14 @@ def test_parts_are_whole_rows_of_every_parameter() -> None:
 
 
 class Unsplit(Comm):
-    no_split = "its ranks are one group"
+    no_split = "it has only one group"
     _iall_reduce = _iall_gather = _iall_to_all = _ibroadcast = None  # type: ignore[assignment]
 
 
 def test_a_comm_that_cannot_be_split_is_refused() -> None:
     comm = Unsplit(0, 4)
     comm.nodes = NODES["2x2"]
-    with pytest.raises(ValueError, match=r"exchange=Hierarchical: makes groups of ranks; its"):
+    with pytest.raises(ValueError, match=r"exchange=Hierarchical: makes groups of ranks, but it"):
         Hierarchical(OneBit()).validate(comm)
 
 

@@ -77,7 +77,7 @@ def test_a_line_says_how_many_values_and_which() -> None:
             "values that do not fill a block of exchange.block_size=1024",
         ),
         (PowerSGD(20), "vectors, and matrices that are no larger than factors of exchange.rank=20"),
-        (SignSGD(), "tensors of fewer values than exchange.min_values=4096"),
+        (SignSGD(), "tensors with fewer values than exchange.min_values=4096"),
         (Hierarchical(OneBit()), "rows shorter than exchange.inter.min_columns=64"),
         (Schedule(AllReduce(), OneBit(), None, [3]), "exchange.second.min_columns=64"),
     ],
@@ -99,8 +99,8 @@ def test_a_run_that_ends_before_quantisation_starts_says_so() -> None:
     exchange.total_steps = 100
     (line,) = left_exact(exchange, SHAPES)
     assert line == (
-        "100 % of the values travel as float32 (2,909 of 2,909): all of a run of 100 steps, with "
-        "exchange.warmup_steps=300"
+        "100 % of the values travel as float32 (2,909 of 2,909): all steps of the run (100) are "
+        "within exchange.warmup_steps=300"
     )
 
 

@@ -149,7 +149,7 @@ def test_it_is_what_its_phases_are() -> None:
     assert Schedule(AllReduce(), AllReduce(), None, (5,)).exact
     assert not whole().exact
     shares, gradients = Schedule(AllReduce(), one_bit(), None, (0.5,)), torch.zeros(1, NUM_VALUES)
-    with pytest.raises(ValueError, match=r"exchange.until=\[0.5\]: a loop of your own has no len"):
+    with pytest.raises(ValueError, match=r"exchange.until=\[0.5\]: your own loop has no known len"):
         run_ranks(1, lambda comm: list(steps(shares, gradients, comm)))
 
 

@@ -166,7 +166,7 @@ def test_a_window_has_a_message_and_all_sums() -> None:
 
 def test_ranks_of_several_nodes_take_two_stages_and_one_line_says_so() -> None:
     gradients, why = drawn(4), "they are on 2 nodes"
-    text = rf"^path=symmetric: ranks share no memory \({why}\); path=two_stage runs$"
+    text = rf"^path=symmetric: ranks share no memory \({why}\); path=two_stage runs instead$"
     with pytest.warns(UserWarning, match=text):
         ours = run(Symmetric, CODECS["int4"], gradients, num_nodes=2)
     check_equal(ours, run(TwoStage, CODECS["int4"], gradients, num_nodes=2))

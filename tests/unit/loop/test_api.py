@@ -59,7 +59,7 @@ def test_every_strategy_that_only_averages_gradients_works_and_no_other(strategy
     if averages:
         assert compose(strategy, {}).exchange == config.exchange
         return
-    with pytest.raises(ConfigError, match=rf"strategy={strategy}: .*; in your own loop works any"):
+    with pytest.raises(ConfigError, match=rf"strategy={strategy}: .*; in your own loop, use any"):
         compose(strategy, {})
 
 
@@ -78,7 +78,7 @@ def test_a_users_exchange_may_have_any_name(
     [
         ("twobit", {}, "strategy=twobit: there is no such strategy or exchange; in your own loop"),
         ("overlap", {"exchange": "none"}, "strategy=overlap: exchanges nothing; in your own"),
-        ("onebit", {"optim.lr": 1}, "optim.lr=1: allowed here are exchange, exchange_timeout_s"),
+        ("onebit", {"optim.lr": 1}, "optim.lr=1: allowed here: exchange, exchange_timeout_s"),
         ("onebit", {"exchange.levels": 3}, "exchange.levels=3: no such setting"),
     ],
 )

@@ -218,8 +218,8 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ("out=my.own.yaml", "out=my.own.yaml: must be NAME.yaml, of letters, digits, _ and -"),
-        ("out=mine.json", "out=mine.json: must name FILE.yaml in a folder that exists"),
-        ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in a folder that exists"),
+        ("out=mine.json", "out=mine.json: must name FILE.yaml in an existing folder"),
+        ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in an existing folder"),
         ("strategy=ddp", "strategy=ddp: nothing is exchanged here; use transform=fc1x1 instead"),
         ("batch_size=1", "batch_size=1: a line needs two different batches"),
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
@@ -229,7 +229,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("steps=11", "steps=11: must be at least 4 above warmup_steps=8"),
         (
             "model=vgg",
-            f"model=vgg: did you mean vgg19? allowed are {', '.join(choices_of('model'))}",
+            f"model=vgg: did you mean vgg19? allowed: {', '.join(choices_of('model'))}",
         ),
     ],
 )

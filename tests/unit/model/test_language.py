@@ -162,7 +162,7 @@ def test_trains_in_bfloat16() -> None:
     ("make", "arguments", "message"),
     [
         (small, {"heads": 5}, "model.width=48: must be a multiple of model.heads=5"),
-        (small, {"heads": 16, "positions": "rotary"}, "model.positions=rotary: turns pairs"),
+        (small, {"heads": 16, "positions": "rotary"}, "model.positions=rotary: rotates pairs"),
         (small, {"vocabulary": None}, "model=transformer: learns sequences of tokens"),
         (small, {"context": None}, "model=transformer: learns sequences of tokens"),
         (LSTM, {}, "model=lstm: learns sequences of tokens, but this data has no vocabulary"),
@@ -177,5 +177,7 @@ def test_refuses_in_one_line(make: Make, arguments: dict[str, Any], message: str
 
 
 def test_refuses_sequences_longer_than_its_context() -> None:
-    with pytest.raises(ValueError, match=f"{CONTEXT + 1} tokens, its context is {CONTEXT}"):
+    with pytest.raises(
+        ValueError, match=f"{CONTEXT + 1} tokens, but the model's context is {CONTEXT}"
+    ):
         small()(torch.zeros(1, CONTEXT + 1, dtype=torch.int64))

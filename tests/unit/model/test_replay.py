@@ -186,7 +186,10 @@ def test_evaluation_does_not_wait(time: Time) -> None:
     ("settings", "message"),
     [
         ({"bytes_scale": 0}, "model.bytes_scale=0: must be a number above 0"),
-        ({"bytes_scale": 1e-9}, "model.bytes_scale=1e-09: leaves no layer with a single value"),
+        (
+            {"bytes_scale": 1e-9},
+            "model.bytes_scale=1e-09: leaves no values in any layer; use a larger scale",
+        ),
         ({"time_scale": "a"}, "model.time_scale=a: must be a number above 0"),
         ({"profile": {"name": "x"}}, "profile=x: source: is missing"),
     ],

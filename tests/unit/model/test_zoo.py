@@ -284,8 +284,12 @@ def test_where_dropout_stands() -> None:
     ("make", "arguments", "message"),
     [
         (vgg16, {"hidden": 0}, "model.hidden=0: must be an integer of at least 1"),
-        (vgg16, {"dropout": 1}, "model.dropout=1: must be a number from 0 to below 1"),
-        (googlenet, {"dropout": -1}, "model.dropout=-1: must be a number from 0 to below 1"),
+        (vgg16, {"dropout": 1}, "model.dropout=1: must be a number of at least 0 and below 1"),
+        (
+            googlenet,
+            {"dropout": -1},
+            "model.dropout=-1: must be a number of at least 0 and below 1",
+        ),
         (alexnet, {"widths": [64, 192]}, "model.widths=[64, 192]: must be five integers"),
         (alexnet, {"widths": 64}, "model.widths=64: must be a list of integers, each at least 1"),
         (fcn5, {"hidden": [0]}, "model.hidden=[0]: must be a list of integers, each at least 1"),

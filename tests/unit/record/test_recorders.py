@@ -214,5 +214,5 @@ def test_a_failure_is_one_warning_and_turns_the_recorder_off(
 
 
 def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"recorder.mode=sometimes: allowed are offline, online"):
+    with pytest.raises(ValueError, match=r"recorder.mode=sometimes: allowed: offline, online"):
         WandbRecorder("lab", "sometimes")

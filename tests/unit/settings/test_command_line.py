@@ -151,7 +151,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("+batch_size=3", "+batch_size=3: Could not append to config"),
         ("hydra.searchpath=[a]", "hydra.searchpath=[a]: use --config-dir DIR"),
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
-        ("cell=figures", "cell='figures': names a directory under runs_dir; allowed are"),
+        ("cell=figures", "cell='figures': names a directory under runs_dir; use only"),
         ("study=ghp_abcdefghijklmnopqrst", "study='ghp_abcdefghijklmnopqrst': names a directory"),
         (f"steps={10**20}", f"steps={10**20}: must be an integer from 1 to 9007199254740992"),
         (f"model.hidden={'[' * 600}1{']' * 600}", f"model.hidden={'[' * 67}…: is nested too deep"),
@@ -169,11 +169,19 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
         (plot.COMMAND, ["runs/a", "--out", "figures"], "--out figures: use out=figures"),
         (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: use format=svg"),
         (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: use runs=runs/k"),
-        (explain.COMMAND, ["runs/a", "--why"], "--why: flags are --help, --version, "),
-        (plot.COMMAND, [], "(nothing): takes at least one STUDY[/CELL], as in python -m lab.plot"),
-        (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: takes one STUDY[/CELL]"),
-        (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed are out, format, only"),
-        (plot.COMMAND, ["runs/a", "-m"], "-m: flags are --help, --version, "),
+        (
+            explain.COMMAND,
+            ["runs/a", "--why"],
+            "--why: no such flag; the flags are --help, --version, ",
+        ),
+        (
+            plot.COMMAND,
+            [],
+            "(nothing): expected at least one STUDY[/CELL], as in python -m lab.plot",
+        ),
+        (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: expected one STUDY[/CELL]"),
+        (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed: out, format, only"),
+        (plot.COMMAND, ["runs/a", "-m"], "-m: no such flag; the flags are --help, --version, "),
     ],
 )
 def test_wrong_words_are_answered_in_a_line(
@@ -201,9 +209,11 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     assert file_to_write("out", "null", ".md") is None
     assert file_to_write("out", f"{tmp_path}/a.md", ".md") == tmp_path / "a.md"
     for wrong in (f"{tmp_path}/no/a.md", f"{tmp_path}/a.txt", f"{tmp_path}/.md"):
-        with pytest.raises(ConfigError, match=f"out={wrong}: must name FILE.md in a folder"):
+        with pytest.raises(
+            ConfigError, match=f"out={wrong}: must name FILE.md in an existing folder"
+        ):
             file_to_write("out", wrong, ".md")
-    with pytest.raises(ConfigError, match="out=study.json: is the name of a file that runs write"):
+    with pytest.raises(ConfigError, match="out=study.json: runs write a file with this name"):
         file_to_write("out", "study.json", ".json")
     (tmp_path / "b.md").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
@@ -218,7 +228,9 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_data_names_the_labs_own_choices_alone(setting: str) -> None:
-    with pytest.raises(ConfigError, match="a file may name only the lab's own choices"):
+    with pytest.raises(
+        ConfigError, match="a file may set only plain values and the lab's own choices"
+    ):
         own_choices([setting])
     others = ["model=alexnet_paper", "data.shape=[3,224,224]", "model.dropout=0.5", "tf32=true"]
     assert own_choices(others) == others

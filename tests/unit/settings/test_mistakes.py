@@ -30,9 +30,9 @@ MISTAKES = [
     # Numbers of ranks, and grids.
     ("train", "world_size=4", "torchrun --nproc-per-node 4 -m lab.train"),
     ("train", "gpus=2", "torchrun --nproc-per-node 2 -m lab.train"),
-    ("sweep", "nproc=2", "in python -m lab.sweep it is world_size=2"),
+    ("sweep", "nproc=2", "for python -m lab.sweep, write world_size=2"),
     ("train", "--nproc-per-node 4", "torchrun --nproc-per-node 4 -m lab.train"),
-    ("train", "strategy=onebit,tree", "lists are for python -m lab.sweep"),
+    ("train", "strategy=onebit,tree", "for a list, use python -m lab.sweep"),
     ("train", "repeats=3", "python -m lab.sweep repeats=3"),
     ("train", "study=kim2017", "python -m lab.sweep study=kim2017"),
     ("train", "strategy=onebit:bucket_mb=4", "python -m lab.sweep strategy=onebit:bucket_mb=4"),
@@ -47,18 +47,18 @@ MISTAKES = [
     ("train", "strategy =onebit", "write strategy=onebit, without spaces"),
     ("train", "onebit", "write strategy=onebit"),
     # Values.
-    ("train", "strategy=1bit", "strategy=1bit: did you mean onebit? allowed are allreduce, auto,"),
+    ("train", "strategy=1bit", "strategy=1bit: did you mean onebit? allowed: allreduce, auto,"),
     ("train", "strategy=one-bit", "did you mean onebit?"),
     ("sweep", "strategy=none,hvd", "did you mean horovod?"),
     ("train", "strategy=ddp_overlap", "did you mean ddp or overlap?"),
     ("train", "strategy=deepspeed", "did you mean zero1 or fsdp?"),
     ("train", "model=alexnet_smal", "did you mean alexnet_small?"),
-    ("train", "batch_size=1e3", "batch_size=1e3: must be an integer: 1000"),
+    ("train", "batch_size=1e3", "batch_size=1e3: must be an integer; write 1000"),
     ("train", "batch_size=many", "batch_size=many: must be an integer"),
     ("train", "epochs=-1", "must be a number above 0 and at most 1000000"),
     ("train", "optim.lr=", "optim.lr=: must be a number"),
     ("train", "overlap=maybe", "overlap=maybe: must be true or false"),
-    ("train", "device=gpu", "allowed are auto, cpu, cuda"),
+    ("train", "device=gpu", "allowed: auto, cpu, cuda"),
     # Slips of the pen, with the group that has the setting.
     ("train", "exchange.treshold=mean", "did you mean exchange.threshold?"),
     ("train", "model.hiden=[3]", "did you mean model.hidden?"),
@@ -79,7 +79,9 @@ def test_a_mistake_is_answered_in_a_line_that_leads_on(
 
 def test_what_is_unlike_any_setting_gets_no_wrong_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["qqqzzz=1", "--cfg", "job"]) == 2
-    assert capsys.readouterr().err.endswith("qqqzzz=1: no such setting; --help lists them\n")
+    assert capsys.readouterr().err.endswith(
+        "qqqzzz=1: no such setting; --help lists all settings\n"
+    )
 
 
 def test_hints_name_settings_and_choices_that_are_there() -> None:

@@ -117,7 +117,7 @@ def test_an_error_in_a_users_constructor_is_raised_as_it_is() -> None:
     [
         ({"_target_": f"{BUGS}.Net", "width": 3}, "unexpected keyword argument 'width'"),
         ({"_target_": f"{BUGS}.Net"}, "missing 2 required keyword-only arguments"),
-        ({"_target_": "nowhere.Net"}, "_target_=nowhere.Net: there is no module nowhere in"),
+        ({"_target_": "nowhere.Net"}, "_target_=nowhere.Net: no module nowhere in"),
     ],
 )
 def test_arguments_that_a_signature_lacks_are_wrong_settings(

@@ -207,7 +207,7 @@ def test_codecs_take_their_time_and_second_shards_stay_inside() -> None:
         (f"{HPZ} sync.shard_size=2", 2, 4, "sync.reshard=node: sync.shard_size=2 gathers within"),
         (QGZ, 2, 5, "sync.reduce_scatter=two_levels: 5 ranks, 2 on a node"),
         (f"{QGZ[:-5]}true", 2, 4, "exchange.error_feedback=true: sync.reduce_scatter=two_levels"),
-        ("sync.all_gather=int4", 2, 4, "sync.all_gather=int4: allowed are torch, int8"),
+        ("sync.all_gather=int4", 2, 4, "sync.all_gather=int4: allowed: torch, int8"),
     ],
 )
 def test_what_training_refuses_has_no_prediction(

@@ -99,7 +99,7 @@ def test_a_file_may_give_only_what_differs_from_a_sibling(tmp_path: Path) -> Non
         ({"intra": {"latency_s": 1e-6}}, "intra: bandwidth_bytes_per_s: is missing"),
         ({"jitter": -1}, "jitter=-1: must be a number of at least 0"),
         ({"intra": {**NODE["intra"], "num_links": {4: 3}}}, "num_links=.*must begin with 2 ranks"),
-        ({"nccl": "turing"}, "nccl=turing: allowed are volta, ampere, hopper"),
+        ({"nccl": "turing"}, "nccl=turing: allowed: volta, ampere, hopper"),
         ({"host": {"speed": 1}}, "host: speed=1: no such key; allowed are kernel_s"),
         ({"host": {"kernel_s": -1}}, "host.kernel_s=-1: must be a number of at least 0"),
         ({"device": 3}, "device=3: must have a name"),

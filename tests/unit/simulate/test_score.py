@@ -127,8 +127,8 @@ def test_hosts_of_two_ranks_are_fitted_inside_and_scored_on_two(tmp_path: Path) 
     ("words", "message"),
     [
         (["nowhere"], "nowhere: no such folder"),
-        ([], "takes one runs/STUDY"),
-        (["runs", "hardware=eth1g"], "hardware=eth1g: allowed are"),
+        ([], "expected one runs/STUDY"),
+        (["runs", "hardware=eth1g"], "hardware=eth1g: allowed:"),
         (["runs", "out=scores.pdf"], "out=scores.pdf: must name FILE.md"),
     ],
 )

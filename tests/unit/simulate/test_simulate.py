@@ -396,9 +396,9 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hardware=eth1g"], "hardware=eth1g: allowed are a100_x8,"),
-        (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed are a100_x8,"),
-        (["profile=vgg"], "profile=vgg: allowed are alexnet_h100, alexnet_p100"),
+        (["hardware=eth1g"], "hardware=eth1g: allowed: a100_x8,"),
+        (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed: a100_x8,"),
+        (["profile=vgg"], "profile=vgg: allowed: alexnet_h100, alexnet_p100"),
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
         (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
@@ -406,14 +406,14 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["hardware.speed=1"], "hardware=titanx_x4: "),
         (["strategy=ddp"], "strategy=ddp: DDPSync has its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
-        (["batch_size=130", "world_size=4"], "batch_size=130: 4 ranks"),
-        (["accumulate=3"], "batch_size=128: 1 rank with accumulate=3"),
+        (["batch_size=130", "world_size=4"], "batch_size=130: must be a multiple of 4 for 4 ranks"),
+        (["accumulate=3"], "batch_size=128: must be a multiple of 3 for 1 rank with"),
         (["fit=nowhere"], "nowhere: no such folder"),
         (["fit=nowhere.json"], "nowhere.json"),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
         (["trace=step.json", "world_size=1,2"], "trace=step.json: needs one cell, but there are 2"),
-        (["model=replay"], "profile=none: must be a file of conf/profile"),
+        (["model=replay"], "profile=none: must be a file in conf/profile"),
     ],
 )
 def test_a_wrong_setting_is_one_line(

@@ -162,8 +162,8 @@ def test_a_round_goes_on_from_its_state_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("momentum", "settings", "message"),
     [
-        (0.9, {}, "sync.second_every=12: SGD keeps no exp_avg_sq; must be optim=adamw or null"),
-        (0.0, {"second_every": None}, "sync.first_every=6: SGD keeps no exp_avg or momentum_buff"),
+        (0.9, {}, "sync.second_every=12: SGD has no exp_avg_sq; use optim=adamw, or set null"),
+        (0.0, {"second_every": None}, "sync.first_every=6: SGD has no exp_avg or momentum_buff"),
     ],
 )
 def test_an_optimizer_without_moments_is_refused(

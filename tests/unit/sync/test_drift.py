@@ -131,7 +131,7 @@ def test_planted_faults_are_caught(fault: str, size: int) -> None:
 
 def test_one_line_names_the_bucket_and_the_numbers() -> None:
     message = (
-        r"exchange=WrongScale: drift in bucket 0.fc and 2 more: what it delivered in the 4 "
+        r"exchange=WrongScale: drift in bucket 0.fc and 2 more: what was delivered in the 4 "
         r"exchanges up to step 3 is off by \d+\.\d% of what was due \(cosine [\d.]+\)"
     )
     with pytest.warns(UserWarning, match=message) as caught:

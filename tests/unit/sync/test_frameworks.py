@@ -260,10 +260,13 @@ def test_the_binomial_tree_is_made_of_caffes_pairs() -> None:
     ("settings", "message"),
     [
         ("strategy=caffe exchange=allreduce", "exchange=AllReduce: only the root updates"),
-        ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: only the root updates; allowed"),
+        ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: only the root updates, so"),
         ("strategy=torch7 precision=fp16", "precision=fp16: only the root would know"),
-        ("strategy=cntk overlap=true", "overlap=true: must be sync.double_buffer, which is false"),
-        ("strategy=cntk sync.double_buffer=true overlap=false", "overlap=false: must be sync"),
+        (
+            "strategy=cntk overlap=true",
+            "overlap=true: must equal sync.double_buffer, which is false",
+        ),
+        ("strategy=cntk sync.double_buffer=true overlap=false", "overlap=false: must equal sync"),
         ("strategy=cntk sync.double_buffer=1", "sync.double_buffer=1: must be true or false"),
         ("strategy=cntk sync.double_buffer=true precision=fp16", "precision=fp16: a step cannot"),
     ],

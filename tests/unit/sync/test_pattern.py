@@ -154,7 +154,7 @@ MLP = [("2.bias", 40), ("2.weight", 120_000), ("0.bias", 1200), ("0.weight", 200
 TOTAL = sum(size for _, size in MLP)
 
 
-ONE_BUCKET = "all 0.321 MB of gradients are one bucket"
+ONE_BUCKET = "all 0.321 MB of gradients are in one bucket"
 ACCUMULATE = "accumulate=4: exchanges overlap only the backward of the last micro-batch"
 
 
@@ -172,7 +172,7 @@ ACCUMULATE = "accumulate=4: exchanges overlap only the backward of the last micr
         (  # the hint is a quarter of the bucket, which divides the model
             gradsync(True),
             {"bucket_bytes": [TOTAL], "accumulate": 4},
-            f"overlap=true: nothing overlaps: {ONE_BUCKET}, full only when backward ends; "
+            f"overlap=true: nothing overlaps: {ONE_BUCKET}, which is full only when backward ends; "
             "bucket_mb=0.077 divides them",
         ),
         (

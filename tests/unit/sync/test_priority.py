@@ -280,7 +280,7 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
         ({"chunk_mb": "8"}, "sync.chunk_mb=8: must be a number above 0"),
         ({"precision": "fp16"}, "precision=fp16: a step cannot be skipped"),
         ({"compiled": True}, "model: compiled layers cannot wait"),
-        ({"exchange": maker("auto")}, "exchange=Auto: sync=priority chooses by measurement too"),
+        ({"exchange": maker("auto")}, "exchange=Auto: sync=priority also chooses by measurement"),
         ({"exchange": lambda: Hierarchical(maker("auto")())}, "exchange=Auto: sync=priority"),
     ],
 )

@@ -205,7 +205,9 @@ def test_every_parameter_is_in_one_fragment_and_none_is_empty(order: str) -> Non
         parts = fragments(sizes, number, order)
         assert all(parts) and len(parts) == number
         assert sorted(name for part in parts for name in part) == [name for name, _ in sizes]
-    with pytest.raises(ValueError, match="sync.fragments=7: the model has 6 layers"):
+    with pytest.raises(
+        ValueError, match="sync.fragments=7: must be at most 6, the number of layers"
+    ):
         fragments(sizes, 7, order)
 
 
@@ -215,10 +217,12 @@ REFUSED: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
         "sync.every=2.5: must be an integer": {"every": 2.5},
         "sync.outer_lr=0: must be a number above 0": {"outer_lr": 0},
         "sync.outer_lr=fast: must be a number": {"outer_lr": "fast"},
-        "sync.outer_momentum=1.0: must be a number from 0 to below 1": {"outer_momentum": 1.0},
+        "sync.outer_momentum=1.0: must be a number of at least 0 and below 1": {
+            "outer_momentum": 1.0
+        },
         "sync.outer_momentum=-0.1: must be": {"outer_momentum": -0.1},
         "overlap=true: must be false": {"overlap": True},
-        "precision=fp16: .*allowed are fp32, bf16": {"precision": "fp16"},
+        "precision=fp16: .*allowed: fp32, bf16": {"precision": "fp16"},
         "exchange=NoExchange: does not keep replicas equal": {"exchange": NoExchange()},
     },
     des_loc: {
@@ -227,21 +231,21 @@ REFUSED: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
         "sync.second_every=2.5: must be an integer": {"second_every": 2.5},
         "exchange=Int8: is not exact; second moments need an exact exchange": {"exchange": Int8(8)},
         "overlap=true: must be false": {"overlap": True},
-        "precision=fp16: .*allowed are fp32, bf16": {"precision": "fp16"},
+        "precision=fp16: .*allowed: fp32, bf16": {"precision": "fp16"},
     },
     streaming: {
         "sync.fragments=0: must be an integer from 1 to 4": {"fragments": 0},
         "sync.fragments=5: must be an integer from 1": {"fragments": 5},
-        "sync.fragments=3: the model has 2 layers": {"fragments": 3, "every": 9},
-        "sync.fragment_order=random: allowed are strided, seq": {"fragment_order": "random"},
+        "sync.fragments=3: must be at most 2, the number of layers": {"fragments": 3, "every": 9},
+        "sync.fragment_order=random: allowed: strided, seq": {"fragment_order": "random"},
         "sync.delay=3: must be an integer from 0 to 2": {"delay": 3},
         "sync.delay=true: must be an integer": {"delay": True},
-        "sync.alpha=1.0: must be a number from 0 to below 1": {"alpha": 1.0},
+        "sync.alpha=1.0: must be a number of at least 0 and below 1": {"alpha": 1.0},
         "sync.alpha=half: must be": {"alpha": "half"},
         "sync.every=0: must be an integer of at least 1": {"every": 0},
         "overlap=false: must be true with sync.delay=1": {"overlap": False},
         "overlap=true: must be false with sync.delay=0": {"delay": 0, "overlap": True},
-        "precision=fp16: .*allowed are fp32, bf16": {"precision": "fp16"},
+        "precision=fp16: .*allowed: fp32, bf16": {"precision": "fp16"},
     },
 }
 

@@ -274,7 +274,9 @@ def test_optimizers_that_look_at_more_than_a_value_are_refused() -> None:
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam"):
         require_elementwise(optim(f"torch.optim.{name}", lr=0.01), "why")
     for target in WHOLE:
-        message = f"optim={target}: why, but updates slices differently"
+        message = (
+            f"optim={target}: why, but this optimizer updates a slice of a parameter differently"
+        )
         with pytest.raises(ConfigError, match=message):
             require_elementwise(optim(target, lr=0.01), "why")
 

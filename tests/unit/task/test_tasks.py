@@ -138,8 +138,8 @@ def test_a_language_model_needs_tokens_as_targets(
     with pytest.raises(ValueError) as caught:
         LanguageModelling().output_shape(targets, vocabulary)
     assert str(caught.value) == (
-        "task=language_modelling: needs the next token at each position as target, int64 [samples, "
-        f"context], as data=text and data=tokens have it; targets are {found}"
+        "task=language_modelling: needs the next token at each position as the target, int64 "
+        f"[samples, context], as in data=text and data=tokens; these targets are {found}"
     )
 
 
@@ -170,7 +170,9 @@ def test_its_metric_is_the_mean_over_samples_of_all_batches() -> None:
 
 def test_a_loss_that_is_no_number_is_refused_by_one_line() -> None:
     task = OwnLoss("mine.each", lambda outputs, targets: (outputs - targets).abs())
-    with pytest.raises(ValueError, match=r"^task=mine.each: returned \[3\]; a loss is one number"):
+    with pytest.raises(
+        ValueError, match=r"^task=mine.each: returned shape \[3\]; it must return one number"
+    ):
         task.loss(torch.rand(3), torch.rand(3))
 
 

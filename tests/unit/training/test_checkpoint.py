@@ -52,9 +52,10 @@ def test_a_damaged_newest_checkpoint_falls_back_to_a_whole_one_with_a_line(
     assert checkpoint.newest(tmp_path) == older
     said = capsys.readouterr().err
     assert said == (
-        f"resume={newer}: corrupt checkpoint: shared.pt was changed; trying the one before it\n"
+        f"resume={newer}: corrupt checkpoint: changed or missing: shared.pt; "
+        "trying the previous checkpoint\n"
     )
-    with pytest.raises(ValueError, match="corrupt checkpoint: shared.pt was changed"):
+    with pytest.raises(ValueError, match="corrupt checkpoint: changed or missing: shared.pt"):
         checkpoint.load(newer)  # asked for by path
 
 

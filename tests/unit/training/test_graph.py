@@ -18,17 +18,17 @@ from tests.support import refused
 
 LINES = {  # of REFUSALS the page has all
     "precision=fp16": "precision=fp16: the host decides whether to skip a step that overflowed; "
-    "allowed are fp32, bf16",
+    "use precision=fp32 or bf16",
     "measure=breakdown": "measure=breakdown: ",
     "measure=noise": "measure=noise: ",
     "drift_every=5": "drift_every=N: ",
     "straggler=planted": "straggler=CHOICE: ",
     "model=replay": "model=replay: ",
-    "strategy=randomk": "strategy=randomk: its operations depend on the number of the step, ",
+    "strategy=randomk": "strategy=randomk: its operations depend on the step number, ",
     "strategy=local_sgd": "strategy=local_sgd: weights are exchanged in some steps only, ",
-    "+optim.fused=false": "optim=torch.optim.SGD: must take its learning rate from the device; ",
-    "optim=torch.optim.Adagrad": "optim=torch.optim.Adagrad: must take its learning rate from ",
-    "steps=3": "steps=3: the first 3 run without a graph; needs 4 or more steps",
+    "+optim.fused=false": "optim=torch.optim.SGD: must read its learning rate from the device; ",
+    "optim=torch.optim.Adagrad": "optim=torch.optim.Adagrad: must read its learning rate from ",
+    "steps=3": "steps=3: the first 3 steps run without a graph; set steps=4 or more",
 }
 
 

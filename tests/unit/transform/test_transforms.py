@@ -85,7 +85,9 @@ def test_the_given_model_stays_as_it_was(mode: str) -> None:
 
 
 def test_refuses_a_model_without_such_a_head() -> None:
-    with pytest.raises(ValueError, match="Sequential has no FC head.*model=lenet, alexnet") as one:
+    with pytest.raises(
+        ValueError, match="Sequential has no FC head.*use model=lenet, alexnet"
+    ) as one:
         Fc1x1()(mlp(input_shape=(1, 8, 8), output_size=2))
     assert "\n" not in str(one.value)
     twice = Fc1x1()(lenet(input_shape=(1, 16, 16), output_size=2))
@@ -96,7 +98,7 @@ def test_refuses_a_model_without_such_a_head() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "nin"}, "transform.mode=nin: allowed are substitution, equivalent"),
+        ({"mode": "nin"}, "transform.mode=nin: allowed: substitution, equivalent"),
         ({"width_divisor": 0}, "transform.width_divisor=0: must be an integer of at least 1"),
     ],
 )
@@ -146,8 +148,8 @@ def test_forward_runs_twice_where_it_is_asked() -> None:
     ("modules", "message"),
     [
         (None, "transform.modules=null: must be a regular expression"),
-        ("[", r"transform.modules=\[: unterminated"),
-        ("block", "transform.modules=block: matches none of 9 modules: 0, 0.0, 0.1"),
+        ("[", r"transform.modules=\[: not a regular expression: unterminated"),
+        ("block", "transform.modules=block: matches none of the model's 9 modules: 0, 0.0, 0.1"),
     ],
 )
 def test_wrong_modules_are_named(modules: str | None, message: str) -> None:
