@@ -274,11 +274,11 @@ def map_of_strategies(cells: Iterable[Cell], floor: float, width: int = WIDTH) -
     """
     places = on_most_ranks(places_of(cells))
     if len(places) < 2:
-        raise NothingToDraw("strategies were compared at fewer than two places")
+        raise NothingToDraw("strategies were compared in fewer than two cases")
     leads = {place.where: place.lead(floor) for place in places}
     counts = Counter(lead.name for lead in leads.values())
     (name, most), ranks = counts.most_common(1)[0], places[0].where.world_size
-    message = f"On {ranks} ranks, {name} is fastest at {most} of {len(places)} places"
+    message = f"On {ranks} ranks, {name} is fastest in {most} of {len(places)} cases"
     sample = sample_of(len(place.steps_s[leads[place.where].name]) for place in places)
     body, _ = map_of({"": leads}, width=width)
     return Chart("map_of_strategies", message, [f"{NOTE}.", f"{sample}."], body, width)

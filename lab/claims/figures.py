@@ -167,7 +167,7 @@ def speedup_bars(
     layers.append(diamond.encode(y="published:Q"))
     panel = alt.layer(*layers).properties(width=PANEL, height=150, data=data)
     marks = "black: predicted; orange: all repeats; " if is_measured else "bars: predicted; "
-    about = [f"a panel for each strategy; {marks}diamond: published", *about]
+    about = [f"one panel for each strategy; {marks}diamond: published", *about]
     what = "measured" if is_measured else "predicted"
     message = _best_speedup(data[data["strategy"] != _title("none")], what)
     return _in_panels("speedup", message, about, panel, [_title(each) for each in grid.strategies])
