@@ -96,7 +96,9 @@ def about(result: Row) -> list[str]:
     return [
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
         *([f"held-out cells of the fit: {result['errors']}"] if result["errors"] else []),
-        f"intervals: 95 %, from what is uncertain: {', '.join(open_values) or 'nothing'}",
+        f"intervals: 95 %, given the uncertainty of {', '.join(open_values)}"
+        if open_values
+        else "intervals: none, because no value is uncertain",
     ]
 
 

@@ -132,8 +132,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"false; order_seed={seeds}",
         f"between starts: Student's t over {len(result['starts'])} starts of each pair, as in "
         "step; within one start: rounds are resampled for each start, as in step starts=1",
-        "contain 1: share of the intervals, with Wilson's interval; half width: that of a ratio's "
-        "interval, as a median",
+        "contain 1: share of the intervals, with Wilson's interval; half width: the median "
+        "half width of a ratio's interval",
     ]
 
 

@@ -302,7 +302,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
     if not any(row.get("across_bytes") for row in rows):
         what = "what the busiest rank sends and receives"
-        return [f"of bound: time for {what} at the rate of sendrecv, / time"]
+        return [f"of bound: time for {what}, at the rate of sendrecv, / time"]
     text = "across: payload of a call that the ranks of the busiest host send to other hosts"
     if any(row.get("link_bytes") for row in rows):
         text += "; link: what its interface counted, including headers"

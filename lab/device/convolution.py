@@ -269,7 +269,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         "here (unknown for the library, so the definition is shown); error: largest difference "
         "from float64, over the largest value",
         "sums leave out backward data of the first layer; where an algorithm does not support a "
-        "pass, the library replaces it; as multiples of the sum with the best of each pass: "
+        "pass, the library replaces it; relative to the sum of the best of each pass: "
         f"{', '.join(factors)}",
     ]
 

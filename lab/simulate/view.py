@@ -177,7 +177,7 @@ def _open(result: Row, where: str) -> list[str]:
     ]
     sources = [*fitted, *terms, *sorted(keys)]
     return (
-        [f"{where}: 95 % intervals, from what is uncertain: {', '.join(sources)}"]
+        [f"{where}: 95 % intervals, given the uncertainty of {', '.join(sources)}"]
         if sources
         else []
     )

@@ -110,7 +110,7 @@ def test_overlapping_strategies_are_not_ranked(folder: Path) -> None:
     rows = strategies_with_times(folder, times)
     assert leaders(rows) == ["overlap", "ddp"]
     text = summary.text(rows, load_study(folder))
-    assert "N=2 strong batch 64: leaders, not told apart: overlap, ddp" in text
+    assert "N=2 strong batch 64: leaders, not significantly different: overlap, ddp" in text
 
 
 def test_single_repeats_are_not_ranked(folder: Path) -> None:

@@ -109,7 +109,7 @@ def test_the_title_is_the_message() -> None:
     summary["num_repeats"] = 1
     made = chart("speedup", summary)
     assert made.message.startswith("powersgd reaches most: 5.35 × ")
-    assert "1 repeat a point: no intervals" in made.about[0]
+    assert "1 repeat per point, so no intervals" in made.about[0]
     assert chart("payload", summary).message == "powersgd sends 16 times fewer bytes than allreduce"
 
 

@@ -80,7 +80,7 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {**CLEAR, ("overlap", 2): (90, 91, 90)},
             "With overlap, 4 ranks train 3.50 times as fast as one, ",
-            "Fewer are faster: with overlap, 2 ranks reach 4.45.",
+            "Fewer ranks are faster: with overlap, 2 ranks reach 4.45.",
             id="fewer are faster",
         ),
         pytest.param(

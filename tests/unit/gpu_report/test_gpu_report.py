@@ -206,7 +206,7 @@ def test_a_pretended_report_says_so_at_its_top_and_at_each_number(
     assert text.splitlines()[2].startswith("**Pretended: a CPU ran this report")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| codecs-64 | ")]
     assert len(rows) > 8 and all(row[2].endswith("(pretended)") for row in rows)
-    assert "## Steps (pretended)" in text and "emulated: a GPU, by a CPU at tiny sizes" in text
+    assert "## Steps (pretended)" in text and "emulated: a GPU, on a CPU at tiny sizes" in text
     assert "copies | not available | trace=" in text  # a CPU makes none
     assert f"wrote {path.with_suffix('.md')}" in told
     assert (path.with_suffix("") / "steps-alexnet-32.png").exists()

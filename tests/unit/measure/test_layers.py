@@ -217,10 +217,13 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("out=my.own.yaml", "out=my.own.yaml: must be NAME.yaml, of letters, digits, _ and -"),
+        (
+            "out=my.own.yaml",
+            "out=my.own.yaml: must be NAME.yaml, with only letters, digits, _ and -",
+        ),
         ("out=mine.json", "out=mine.json: must name FILE.yaml in a folder that exists"),
         ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in a folder that exists"),
-        ("strategy=ddp", "strategy=ddp: nothing is exchanged here; use transform=fc1x1 instead"),
+        ("strategy=ddp", "strategy=ddp: has no effect, because nothing is exchanged"),
         ("batch_size=1", "batch_size=1: a line needs two different batches"),
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
         ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),

@@ -181,7 +181,7 @@ def test_a_missing_package_is_named_before_training(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError) as error:
         build(load([f"recorder={name}"]).recorder)
-    assert str(error.value) == f"recorder={name}: needs the package {name}: pip install {name}"
+    assert str(error.value) == f"recorder={name}: needs the package {name}; run pip install {name}"
 
 
 class Broken:

@@ -106,8 +106,8 @@ def test_every_attribute_of_a_record_is_explained() -> None:
             r"emulation\[0\].kind='dream'; allowed are hosts, shared_gpus, shared_cores, replay, "
             "straggler",
         ),
-        ({"schema": 1}, r"emulation=\[.*; in a record of schema 1 must be str"),
-        ({"schema": 3}, "schema=3; this version of the lab reads 1 and 2"),
+        ({"schema": 1}, r"emulation=\[.*: must be str in a record of schema 1"),
+        ({"schema": 3}, "schema=3: this version of the lab reads only 1 and 2"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_key(change: dict[str, Any], message: str) -> None:

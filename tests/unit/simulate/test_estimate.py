@@ -164,7 +164,7 @@ def low_bits(*, output_size: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("model=lenet", "hardware=wan100m"), "hardware=wan100m: has no device to estimate"),
+        (("model=lenet", "hardware=wan100m"), "hardware=wan100m: has no device for estimates"),
         (("model=lenet", "precision=bf16"), "precision=bf16: device.peak_flops_per_s of GeForce"),
         (("model=alexnet",), "model=alexnet: images of 32x32 px are too small"),
         (("model=lenet", "data=imagefolder"), "data.path is not set"),
@@ -173,8 +173,11 @@ def low_bits(*, output_size: int) -> nn.Module:
             "model: weight is bfloat16; profiles and predictions are",
         ),
         (("model=replay",), "profile=none: must be a file of conf/profile"),
-        (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted beside an"),
-        (("fit=a.json", "measured=b"), "fit=a.json measured=b: a fit is scored on its own"),
+        (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted if the"),
+        (
+            ("fit=a.json", "measured=b"),
+            "fit=a.json measured=b: fit= already compares with measured cells",
+        ),
         (("measured=no/such",), "measured=no/such: contains no <cell>/record.json"),
     ],
 )
@@ -197,7 +200,7 @@ def test_predictions_are_compared_with_measured_cells(
     leave(tmp_path / "other", make_record("none", 1, 9.0, settings={**settings, "data.size": 9}))
     assert predict.main([*words, f"measured={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    assert f"against 1 measured cells of {tmp_path}: median error 20.0 %, worst 20.0 %" in out
+    assert f"compared with 1 measured cell of {tmp_path}: median error 20.0 %, worst 20.0 %" in out
     assert "-20.0" in out
 
 
