@@ -19,9 +19,7 @@ class Settings:
     hardware: str = setting("emulated_1gbit", "a file in conf/hardware, from which the fit starts")
     profile: str = setting("alexnet_titanx", "a file in conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
-    out: Path | None = file_setting(
-        "FILE.md for the page; its figure is written to FILE.png", ".md"
-    )
+    out: Path | None = file_setting("FILE.md for the page; FILE.png for its figure", ".md")
     terms: Path | None = file_setting("FILE.yaml for what `published` learns", ".yaml")
 
 
@@ -30,8 +28,7 @@ COMMAND = Command(
     """\
 Fit hardware to a study's cells of one and two ranks; score predictions of all others. It also
 scores the advice where several strategies were measured in the same conditions. `published` instead
-of a study fits terms of GPUs to published scaling, and scores each source with those of the
-others.""",
+of a study fits terms of GPUs to published scaling, and scores each source by the others' terms.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",

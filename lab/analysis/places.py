@@ -304,7 +304,7 @@ def map_of(
     rows = [f"{model}|batch {batch}" for model, batch in rows_of(places)]
     data = pd.DataFrame(
         {
-            **{"panel": panel, "links": where.links or "all alike", "fastest": lead.name},
+            **{"panel": panel, "links": where.links or "all the same", "fastest": lead.name},
             "row": f"{where.model}|batch {where.batch_size}",
             **{"factor": _factor_text(lead), "others": _others_text(lead.others)},
             **{"pale": bool(lead.others), "marked": (panel, where) in marked},
@@ -315,7 +315,9 @@ def map_of(
     looks = looks_of(data["fastest"])
     colours = alt.Scale(domain=[*looks], range=[look.colour for look in looks.values()])
     axis = alt.Axis(labelAngle=0, labelExpr=WORDS, labelOverlap=False, ticks=False, domain=False)
-    across = alt.X("links:N", sort=[each or "all alike" for each in links], title=None, axis=axis)
+    across = alt.X(
+        "links:N", sort=[each or "all the same" for each in links], title=None, axis=axis
+    )
     beside = alt.Axis(labelExpr="split(datum.label, '|')", ticks=False, domain=False)
     down = alt.Y("row:N", sort=rows, title=None, axis=beside)
     base = alt.Chart().encode(across, down)

@@ -77,7 +77,7 @@ class OwnSettings:
         at_least=1,
     )
     minutes: float = setting(
-        5.0, "calibrate: approximate time for all of it", above=0, at_most=600, unit="min"
+        5.0, "calibrate: approximate total time", above=0, at_most=600, unit="min"
     )
     sizes: list[int] = setting(
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",

@@ -92,7 +92,7 @@ def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> 
     mark = mark.encode(alt.X("x:Q"), alt.Y("value:Q"), alt.Color("colour:N", scale=None))
     cured = data[data["x"] == batches[-1]].set_index("series")["value"].reindex(best.index[1:])
     message = (
-        f"With a {best.index[0]} {most} workers are at most {best.iloc[0]:.1f} times as fast as "
+        f"With a {best.index[0]}, {most} workers are at most {best.iloc[0]:.1f} times as fast as "
         f"one{', and slower at small batches' if is_slower else ''}; "
         f"cures reach {cured.min():.1f} to {cured.max():.1f} times at {batches[-1]} images"
     )

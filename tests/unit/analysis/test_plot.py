@@ -206,7 +206,9 @@ def test_only_some_figures_are_drawn(study: Path, capsys: pytest.CaptureFixture[
     written = {path.name for path in (study / "figures").glob("*.svg")}
     assert written == {"speedup_bars.svg", "payload.svg"}
     assert main([str(study), "only=speedups"]) == 2
-    assert "only=speedups: allowed are speedup_bars, scaling," in capsys.readouterr().err
+    assert (
+        "only=speedups: no such figure; allowed: speedup_bars, scaling," in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
     assert (own["world_size"], own["starts"]) == (4, 1)
     with pytest.raises(ConfigError, match="starts=3: a launcher has started these ranks once"):
         read(["step", "strategy=tree,ddp", "starts=3"])
-    with pytest.raises(ConfigError, match="world_size=2: a launcher has started 4 ranks"):
+    with pytest.raises(ConfigError, match="world_size=2: the launcher has started 4 ranks"):
         read(["step", "strategy=tree,ddp", "world_size=2"])
 
 

@@ -83,7 +83,7 @@ def test_a_rate_of_a_grid_is_that_of_its_links() -> None:
 def test_a_grid_needs_a_quantity_of_grids_and_cells() -> None:
     entry = {"says": "often", "role": "own", "source": "s", "check": {"at_least": 0}}
     for quantity, grid, message in [
-        ("speedup", GRID, "quantity=speedup: allowed are win_share, best_gain"),
+        ("speedup", GRID, "quantity=speedup: no such quantity; allowed: win_share, best_gain"),
         ("win_share", {**GRID, "profiles": []}, r"grid.profiles=\(\): must be a list"),
         ("win_share", {**GRID, "margin": -1}, "grid.margin=-1: must not be negative"),
     ]:

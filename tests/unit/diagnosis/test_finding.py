@@ -85,7 +85,7 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         ),
         pytest.param(
             {("overlap", 4): (115, 114, 116)},
-            "On 4 ranks, overlap is the fastest strategy measured: 115 ms a step.",
+            "On 4 ranks, overlap is the fastest strategy measured: 115 ms per step.",
             "Nothing else was measured there (batch 128, 4 ranks).",
             id="alone",
         ),

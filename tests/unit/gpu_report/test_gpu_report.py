@@ -87,7 +87,7 @@ def test_an_item_that_does_not_fit_is_skipped_and_a_shorter_one_is_not(path: Pat
         "about": "about long",
         "commit": 0,
         "status": "skipped",
-        "line": "takes about 60 s, of 45 35 were left",
+        "line": "takes about 60 s, but only 35 of 45 s were left",
     }
 
 
@@ -135,7 +135,7 @@ def test_without_a_gpu_one_line_says_what_to_do(
     assert command.main([f"out={path}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not path.exists()
     assert command.main(["items=nope"]) == 2
-    assert "items=nope: allowed are steps-alexnet-32, " in capsys.readouterr().err
+    assert "items=nope: no such item; allowed: steps-alexnet-32, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

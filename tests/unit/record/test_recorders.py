@@ -210,7 +210,7 @@ def test_a_failure_is_one_warning_and_turns_the_recorder_off(
     use(guarded, tmp_path)
     assert not guarded.works
     assert broken.calls == ["start", "log"]
-    assert capsys.readouterr().err == "lab.train: Broken is off: no network\n"
+    assert capsys.readouterr().err == "lab.train: Broken is switched off: no network\n"
 
 
 def test_unknown_mode_is_refused() -> None:

@@ -64,7 +64,9 @@ def test_half_precision_has_its_own_peak_and_half_the_bytes() -> None:
     a, _ = Estimate(WORK, "bf16", (2, 8), "mine").profile_of(DEVICE).layers
     assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / 2e9 * 1e3)
     assert a.forward_ms - a.backward_ms == pytest.approx(1 + 8 * 1e5 / 2 / 1e8 * 1e3)
-    with pytest.raises(ValueError, match=r"precision=fp16: .* of made up has fp32, bf16; give "):
+    with pytest.raises(
+        ValueError, match=r"precision=fp16: .* of made up has only fp32, bf16; give "
+    ):
         Estimate(WORK, "fp16", (2, 8), "mine").profile_of(DEVICE)
 
 
