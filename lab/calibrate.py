@@ -19,7 +19,7 @@ class OwnSettings:
     out: Path | None = file_setting(
         "FILE.yaml for the hardware; FILE.json, FILE.md and FILE.png go next to it", ".yaml"
     )
-    minutes: float = setting(5.0, "about how long all takes", above=0, at_most=600, unit="min")
+    minutes: float = setting(5.0, "approximate total time", above=0, at_most=600, unit="min")
     world_size: int | None = setting(None, "ranks to start without a launcher; null: 2")
 
 

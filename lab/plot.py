@@ -15,22 +15,24 @@ from lab.settings.fields import own_settings, setting
 class Settings:
     """The settings of lab.plot."""
 
-    out: Path | None = setting(None, "folder to write to; null: STUDY/figures, of several A+B")
+    out: Path | None = setting(None, "folder to write to; null: STUDY/figures, or A+B of several")
     format: tuple[str, ...] = setting(("png", "svg"), "list of formats", ("png", "svg", "pdf"))
     only: tuple[str, ...] | None = setting(
         None, "list of figures, by name or by the first part of the name; null: all"
     )
     width_in: float | None = setting(
-        None, "width, for example of a column; null: as needed", unit="inches", at_least=2
+        None, "width, such as that of a column; null: as wide as needed", unit="inches", at_least=2
     )
     title: bool = setting(True, "false: print title and footer as a caption instead")
     baseline: str | None = setting(
-        None, "strategy to compare with for speedup, on 1 rank; null: none, or the series itself"
+        None, "strategy whose 1-rank run speedup is relative to; null: none, or the series itself"
     )
     target: float | None = setting(
         None, "value of the metric: print the time to reach it (needs eval_every=...)"
     )
-    recorder: str = setting("local", "wandb: also an artifact of the study", ("local", "wandb"))
+    recorder: str = setting(
+        "local", "wandb: also upload the output as an artifact", ("local", "wandb")
+    )
 
 
 COMMAND = Command(

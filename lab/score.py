@@ -16,10 +16,10 @@ from lab.settings.files import read_file
 class Settings:
     """The settings of lab.score."""
 
-    hardware: str = setting("emulated_1gbit", "a file of conf/hardware, from which the fit starts")
-    profile: str = setting("alexnet_titanx", "a file of conf/profile, for cells of a real model")
+    hardware: str = setting("emulated_1gbit", "a file in conf/hardware, from which the fit starts")
+    profile: str = setting("alexnet_titanx", "a file in conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
-    out: Path | None = file_setting("FILE.md for the page; FILE.png has its figure", ".md")
+    out: Path | None = file_setting("FILE.md for the page; FILE.png for its figure", ".md")
     terms: Path | None = file_setting("FILE.yaml for what `published` learns", ".yaml")
 
 
@@ -28,7 +28,7 @@ COMMAND = Command(
     """\
 Fit hardware to a study's cells of one and two ranks; score predictions of all others. It also
 scores the advice where several strategies were measured in the same conditions. `published` instead
-of a study fits terms of GPUs to published scaling, and scores each source by all others.""",
+of a study fits terms of GPUs to published scaling, and scores each source by the others' terms.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",
@@ -52,7 +52,7 @@ def _score(line: CommandLine) -> int:
 
         return published_page.report(own.out, own.terms, line.text)
     if own.terms:
-        raise ConfigError(f"terms={own.terms}: is of `published`, not of a study")
+        raise ConfigError(f"terms={own.terms}: applies to `published`, not to a study")
     profile = read_file("profile", own.profile, own.config_dir)
     hardware = read_file("hardware", own.hardware, own.config_dir)
     # Imported here: a wrong setting is answered before pandas and Altair load.

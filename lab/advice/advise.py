@@ -214,7 +214,9 @@ def _row(advice: Advice, group: Group, option: Option) -> Row:
         "limit": option.limit[0],
         "limit_share": option.limit[1],
         "knee": option.knee,
-        "accuracy": known_of(cell.strategy) if forecast.lossy else "that of one rank, to rounding",
+        "accuracy": known_of(cell.strategy)
+        if forecast.lossy
+        else "as on one rank, except for rounding",
         "command": train_command(cell, ranks_per_node),
     }
 
@@ -234,8 +236,8 @@ def _group(advice: Advice) -> Group:
     if len(named) != 1:
         known = "; ".join(group.conditions for group in groups)
         raise ValueError(
-            f"fit={advice.prediction.fit}: has cells of several conditions, of which the settings "
-            f"must name one: {known}"
+            f"fit={advice.prediction.fit}: has cells in several conditions; the settings must name "
+            f"one of them: {known}"
         )
     return named[0]
 
@@ -384,7 +386,7 @@ def known_of(strategy: str) -> str:
     """Write what is known of a lossy strategy's accuracy, with its sources."""
     trials = TRIALS.get(strategy, ())
     if not trials:
-        return "not recorded: train it beside allreduce"
+        return "not recorded; to compare, train with it and with allreduce"
     sources = "; ".join(dict.fromkeys(trial.source for trial in trials))
     return f"{', '.join(map(str, trials))}: {sources}"
 

@@ -50,7 +50,7 @@ class OwnSettings:
     price_of: str = setting("device", "what the price pays for", UNITS)
     knee: float = setting(
         1.5,
-        "least growth of throughput at which twice as many ranks pay off",
+        "smallest gain in throughput for which twice as many ranks pay off",
         at_least=1,
         at_most=2,
     )
@@ -125,7 +125,7 @@ def _least_efficiency(text: str) -> float:
         )
     if text not in ("throughput", "hours", "cost"):
         raise ConfigError(
-            f"target={text}: allowed are throughput, hours, efficiency>=SHARE or cost"
+            f"target={text}: no such target; allowed: throughput, hours, efficiency>=SHARE or cost"
         )
     return 0.0
 
@@ -158,7 +158,9 @@ def read(arguments: Sequence[str]) -> Advice:
     texts, run = split(arguments, fields_of(OwnSettings))
     for argument in run:
         if argument.startswith("trace="):
-            raise ConfigError(f"{argument}: lab.predict writes the timeline of one cell")
+            raise ConfigError(
+                f"{argument}: is not used here; lab.predict writes the timeline of one cell"
+            )
     own = parsed(OwnSettings, texts)
     target, request = Target.of(own), _with_grid(run)
     if "strategy" not in _texts(run):
@@ -168,7 +170,7 @@ def read(arguments: Sequence[str]) -> Advice:
         if target.text == "hours" and target.total_samples(epochs, steps, 1) is None:
             given = "target=hours" if epochs is None else f"target=hours epochs={epochs:g}"
             raise ConfigError(
-                f"{given}: needs samples=, the number of samples of one epoch; or steps="
+                f"{given}: needs samples=, the number of samples in an epoch; or steps="
             )
     return Advice(request, target, own.knee, own.top)
 
@@ -250,7 +252,11 @@ def _strategies(run: Sequence[str]) -> list[str]:
         if all(map(_may_be_chosen, cells)):
             fitting.append(name)
     if not fitting:
-        raise refused[0] if refused else ConfigError("strategy: no strategy here has a cost model")
+        raise (
+            refused[0]
+            if refused
+            else ConfigError("strategy: no strategy with these settings has a cost model")
+        )
     return fitting
 
 

@@ -339,11 +339,11 @@ def map_chart(found: Map) -> Chart:
     num_best = sum(one.is_best for one in answers)
     undecided = len(answers) - num_best - len(wrong)
     message = (
-        f"On {ranks} ranks the predicted strategy was measured fastest at {num_best} of "
-        f"{len(answers)} places"
+        f"On {ranks} ranks the predicted strategy was measured fastest in {num_best} of "
+        f"{len(answers)} cases"
     )
     if undecided:
-        message += f", and not significantly slower at {undecided} more"
+        message += f", and not significantly slower in {undecided} more"
     sample = sample_of(len(one.place.steps_s[one.measured.name]) for one in answers)
     about = ["the fastest fixed strategy by model, batch and links", NOTE]
     about += [f"measured: {sample}; predicted: intervals of what the fit leaves open"]

@@ -96,7 +96,9 @@ def about(result: Row) -> list[str]:
     return [
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
         *([f"held-out cells of the fit: {result['errors']}"] if result["errors"] else []),
-        f"intervals, 95 % of what is uncertain: {', '.join(open_values) or 'nothing'}",
+        f"intervals: 95 %, given the uncertainty of {', '.join(open_values)}"
+        if open_values
+        else "intervals: none, because no value is uncertain",
     ]
 
 
@@ -110,9 +112,9 @@ def _meanings(result: Row) -> list[str]:
     device = f"of {memory / 1e9:.3g} GB of a device" if memory else "of a device of unknown size"
     too_large = ", ".join(result["too_large"])
     return [
-        f"GB: weights, gradients, optimizer and exchange, {device}; activations come on top",
+        f"GB: weights, gradients, optimizer and exchange, {device}; activations are not included",
         *([f"left out, because they need more: {too_large}"] if too_large else []),
-        "limit: the resource that costs most, and the percentage of the step that goes away "
+        "limit: the resource that costs most, and the percentage of the step that would be saved "
         "without it",
         "knee: from this number of ranks on, twice as many ranks gain less than a factor of "
         f"{result['knee']:g}",

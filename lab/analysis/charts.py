@@ -43,7 +43,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")  # on its own, so no part of a na
 LOW, HIGH = 150, 190  # pixels of panels of bars, and of curves, from bottom to top
 PHASE_LOOKS: dict[str, str] = dict(zip(PHASES, (GREY, SKY, BLUE, VERMILLION, GREEN), strict=True))
 CEILING_PART, EXPOSED_PART = "step of none (ceiling)", "exposed exchange"
-WHOLE_PART = "whole step, with nothing to compare"
+WHOLE_PART = "whole step, without a step of none"
 PART_LOOKS = {CEILING_PART: BLUE, EXPOSED_PART: VERMILLION, WHOLE_PART: "#C8C8C8"}
 
 
@@ -128,7 +128,7 @@ def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
 
 def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     """Chart samples per second of all ranks."""
-    points = _known(_from_one_rank(summary), "samples_per_s_mid", "no record gives samples_per_s")
+    points = _known(_from_one_rank(summary), "samples_per_s_mid", "no record has samples_per_s")
     best, unit = _best(points, "samples_per_s_mid"), _shared(points, "unit", "sample")
     rate, each = best["samples_per_s_mid"], _shared(points, "predictions_per_sample", 1)
     more = f" ({rate * each:,.0f} {best['prediction']}s)" if each > 1 else ""
@@ -161,7 +161,9 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         low, parts, high = _exposed_parts(points)
         colours, step_s, runs = PART_LOOKS, points["step_s"], repeats(points)
         if parts[CEILING_PART].isna().all():
-            raise NothingToDraw("there is no breakdown run, and no run of none to compare with")
+            raise NothingToDraw(
+                "there is no breakdown run, and no run of strategy=none to compare with"
+            )
         what = f"Steps: the step of none, and the exposed exchange, {_scaling(points)}."
     shares = (parts[EXPOSED_PART] / step_s)[points["strategy"] != CEILING]
     unlike = _unlike(points)
@@ -214,7 +216,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     factor = most["payload_mid"] / least["payload_mid"]
     message = f"{least['label']} sends {factor:.3g} times fewer bytes than {most['label']}"
     if factor < 1.05:
-        message = f"All series send as much: {most['payload_mid']:.3g} MB per rank and step"
+        message = f"All series send the same amount: {most['payload_mid']:.3g} MB per rank and step"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
     if parameters > 0:
         about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")
@@ -240,9 +242,9 @@ def repeats(points: Frame) -> str:
     counts = sorted(set(points["num_repeats"]))
     text = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     if counts[-1] < ENOUGH_REPEATS:
-        return f"{text} repeat{'s' if counts[-1] > 1 else ''} a point: no intervals"
+        return f"{text} repeat{'s' if counts[-1] > 1 else ''} per point, so no intervals"
     some = f" where there are {ENOUGH_REPEATS} or more" if counts[0] < ENOUGH_REPEATS else ""
-    return f"{text} repeats a point, 95 % t intervals{some}"
+    return f"{text} repeats per point, 95 % t intervals{some}"
 
 
 def baselines(points: Frame) -> str:
@@ -403,7 +405,7 @@ def _lead(points: Frame, best: Point) -> str:
     here = points[(points[place] == best[place]).all(axis=1) & points["leads"]]
     others = [str(name) for name in here["label"] if name != best["label"]]
     if not best["leads"] or best["num_repeats"] < ENOUGH_REPEATS or len(others) > 3:
-        return f"{best['label']} reaches most"
+        return f"{best['label']} reaches the most"
     if others:
         names = f"{', '.join([best['label'], *others[:-1]])} and {others[-1]}"
         return f"{names} lead, with no significant difference"

@@ -274,11 +274,11 @@ def map_of_strategies(cells: Iterable[Cell], floor: float, width: int = WIDTH) -
     """
     places = on_most_ranks(places_of(cells))
     if len(places) < 2:
-        raise NothingToDraw("strategies were compared at fewer than two places")
+        raise NothingToDraw("strategies were compared in fewer than two cases")
     leads = {place.where: place.lead(floor) for place in places}
     counts = Counter(lead.name for lead in leads.values())
     (name, most), ranks = counts.most_common(1)[0], places[0].where.world_size
-    message = f"On {ranks} ranks, {name} is fastest at {most} of {len(places)} places"
+    message = f"On {ranks} ranks, {name} is fastest in {most} of {len(places)} cases"
     sample = sample_of(len(place.steps_s[leads[place.where].name]) for place in places)
     body, _ = map_of({"": leads}, width=width)
     return Chart("map_of_strategies", message, [f"{NOTE}.", f"{sample}."], body, width)
@@ -304,7 +304,7 @@ def map_of(
     rows = [f"{model}|batch {batch}" for model, batch in rows_of(places)]
     data = pd.DataFrame(
         {
-            **{"panel": panel, "links": where.links or "all alike", "fastest": lead.name},
+            **{"panel": panel, "links": where.links or "all the same", "fastest": lead.name},
             "row": f"{where.model}|batch {where.batch_size}",
             **{"factor": _factor_text(lead), "others": _others_text(lead.others)},
             **{"pale": bool(lead.others), "marked": (panel, where) in marked},
@@ -315,7 +315,9 @@ def map_of(
     looks = looks_of(data["fastest"])
     colours = alt.Scale(domain=[*looks], range=[look.colour for look in looks.values()])
     axis = alt.Axis(labelAngle=0, labelExpr=WORDS, labelOverlap=False, ticks=False, domain=False)
-    across = alt.X("links:N", sort=[each or "all alike" for each in links], title=None, axis=axis)
+    across = alt.X(
+        "links:N", sort=[each or "all the same" for each in links], title=None, axis=axis
+    )
     beside = alt.Axis(labelExpr="split(datum.label, '|')", ticks=False, domain=False)
     down = alt.Y("row:N", sort=rows, title=None, axis=beside)
     base = alt.Chart().encode(across, down)

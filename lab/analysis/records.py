@@ -170,7 +170,7 @@ def read_steps(path: Path) -> pd.DataFrame:
         steps = read_table(path).to_pandas()
         steps[["rank", "step"]].astype(float)
     except Exception as error:  # damaged bytes fail in many ways
-        raise DamagedFile(f"{path}: no table of steps: {one_line(error)}") from None
+        raise DamagedFile(f"{path}: is not a table of steps: {one_line(error)}") from None
     return steps
 
 
@@ -193,7 +193,7 @@ def load_study(folder: Path, *more: Path) -> Study:
     """
     folders = (folder, *more)
     if len({*map(realpath, folders)}) < len(folders):  # resolve() raises where links go round
-        raise ValueError(f"{' '.join(map(str, folders))}: the same folder twice")
+        raise ValueError(f"{' '.join(map(str, folders))}: the same folder is given twice")
     labels = dict(zip(folders, labels_of(folders), strict=True)) if more else {}
     found = {path: record for each in folders for path, record in _records_below(each).items()}
     records = {path: record for path, record in found.items() if isinstance(record, Record)}
@@ -227,7 +227,7 @@ def _records_below(folder: Path) -> dict[Path, Record | str]:
     if not any(isinstance(record, Record) for record in found.values()):
         unread = next((why for why in found.values() if why != NO_RECORD), "")
         raise ValueError(
-            unread or f"{folder}: contains no <cell>/record.json; give a study folder of runs"
+            unread or f"{folder}: contains no <cell>/record.json; give the folder of a study"
         )
     return found
 

@@ -143,12 +143,14 @@ class Results:
             ValueError: there is no such chart, or nothing was measured that it shows.
         """
         if name not in NAMES:
-            raise ValueError(f"figure={name}: allowed are {', '.join(NAMES)}")
+            raise ValueError(f"figure={name}: no such figure; allowed: {', '.join(NAMES)}")
         summary = self._summary
         found = self.scalings
         wanted = scaling or next(iter(found), "strong")
         if wanted not in found:
-            raise NothingToDraw(f"scaling={wanted}: measured are {', '.join(found) or 'none'}")
+            raise NothingToDraw(
+                f"scaling={wanted}: was not measured; allowed: {', '.join(found) or 'none'}"
+            )
         if name == convergence.__name__:
             return convergence(self.study.cells, wanted, self.looks, width)
         if name == map_of_strategies.__name__:
@@ -239,7 +241,7 @@ class Sink:
             WandbRecorder()
         for word in self.only:
             if not any(name.startswith(word) for name in ALL):
-                raise ValueError(f"only={word}: allowed are {', '.join(ALL)}")
+                raise ValueError(f"only={word}: no such figure; allowed: {', '.join(ALL)}")
 
     def draw(self, name: str, stem: Path, make: Callable[[int], Chart]) -> None:
         """Write the figure that `make` returns for a width in pixels, or say why there is none."""
@@ -326,8 +328,8 @@ def _report_cell(folder: Path, sink: Sink) -> None:
     except (ValueError, OSError) as error:
         if not has_timeline:
             raise ValueError(
-                f"{folder}: nothing to draw: {error}; and no {TIMELINE}, which runs with "
-                "measure=breakdown write"
+                f"{folder}: nothing to draw: {error}, and there is no {TIMELINE}, which only "
+                "runs with measure=breakdown write"
             ) from None
         steps = None
     out = _made(sink.out or folder / "figures")

@@ -82,7 +82,7 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
         raise NothingToDraw(str(error)) from None
     kinds = {kind: each for kind, each in curves.items() if any(map(_changes, each.values()))}
     if not kinds:
-        raise NothingToDraw("no losses and no evaluations that change")
+        raise NothingToDraw("no run recorded losses or evaluations that change")
     columns, size = fitted(2, LETTER * LABEL_PX * max(map(len, shown)), width, HIGH)
     panels = [
         _curves(tables, x, kind, shown, width // columns, metric in LOGARITHMIC and kind == label)
@@ -93,14 +93,14 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
     one, repeated = runs[0], sorted({run.repeat for run in runs})
     about = [
         f"On {one.world_size} ranks, {batch_name(scaling)} {one.fixed_batch_size}; one run per "
-        f"series (repeat {', '.join(map(str, repeated))}): no intervals."
+        f"series (repeat {', '.join(map(str, repeated))}), so no intervals."
     ]
     labels = {cell.series: cell.label for cell in known}
     absent = [labels[name] for name in looks if labels[name] not in shown]
     if one.world_size > 1 and any(cell.strategy == CEILING for cell in known):
         about.append("`none` is left out, because its replicas are not one model.")
         absent = [name for name in absent if name.split(" ")[0] != CEILING]
-    about += [f"Not at this point: {', '.join(absent)}."] if absent else []
+    about += [f"No finished run at this point: {', '.join(absent)}."] if absent else []
     return Chart(
         "convergence", _learnt(kinds, metric if label in kinds else ""), about, body, width
     )
@@ -350,7 +350,9 @@ def own_work(steps: pd.DataFrame) -> pd.DataFrame:
     """
     columns = {f"own_{name}_s": name for name in OWN}
     if not set(columns) <= set(steps.columns) or not bool(steps["timed"].to_numpy().any()):
-        raise ValueError("its steps.parquet has no own times or no timed step")
+        raise ValueError(
+            "its steps.parquet contains no times of each rank's own work, or no timed step"
+        )
     means: Any = steps[steps["timed"]].groupby("rank").mean(numeric_only=True)
     own = means[list(columns)].rename(columns=columns).dropna(axis=1, how="all")
     turn_s = means["step_s"] + means["own_between_s"]
@@ -379,10 +381,10 @@ def own_work_of_ranks(steps: pd.DataFrame, record: Record, width: int = WIDTH) -
     colours = {part: colour for part, colour in OWN_COLOURS.items() if part in own}
     work_ms = 1e3 * own.drop(columns=WAIT).sum(axis=1)
     slow, others = work_ms.idxmax(), float(work_ms.median())
-    message = f"Ranks work for the same time: {work_ms.min():.3g} to {work_ms.max():.3g} ms a step"
+    message = f"Ranks work equally long: {work_ms.min():.3g} to {work_ms.max():.3g} ms per step"
     if work_ms.max() > 1.05 * others:
         message = (
-            f"Rank {slow} works {work_ms.max():.3g} ms a step, the median rank {others:.3g} ms"
+            f"Rank {slow} works {work_ms.max():.3g} ms per step, the median rank {others:.3g} ms"
         )
     about = [
         f"Own work of each rank of {record.strategy}, model {record.model} · batch_size "
@@ -390,5 +392,5 @@ def own_work_of_ranks(steps: pd.DataFrame, record: Record, width: int = WIDTH) -
         "before each step."
     ]
     about += [f"Pale: emulated ({worded(record.emulation)})."] if record.emulation else []
-    body, _ = bars(data, "ms a step", colours, width=width - 60)
+    body, _ = bars(data, "ms per step", colours, width=width - 60)
     return Chart("ranks", message, about, body, width)

@@ -271,7 +271,7 @@ def _advice(points: Iterable[Point]) -> list[str]:
     counts = {point.num_repeats for point in points if point.num_repeats}
     if not counts or min(counts) >= ENOUGH_REPEATS:
         return []
-    return [f"Points of fewer than {ENOUGH_REPEATS} repeats (n) have no interval and no rank."]
+    return [f"Points with fewer than {ENOUGH_REPEATS} repeats (n) have no interval and no rank."]
 
 
 def _scalability_lines(points: Sequence[Point]) -> list[str]:
@@ -303,7 +303,7 @@ def _leader_line(points: list[Point], floor: float) -> str:
     if len(competing) < 2 or max(point.num_repeats for point in points) < ENOUGH_REPEATS:
         return ""  # without intervals nothing can be told apart
     one, names = points[0], leaders(points, floor)
-    role = "leader" if len(names) == 1 else "leaders, not told apart"
+    role = "leader" if len(names) == 1 else "leaders, not significantly different"
     model = f" with {one.one.transform}" if one.one.transform else ""
     where = "".join(f" {key}={value}" for key, value in one.one.hosts.items())
     place = f"N={one.world_size} {one.scaling} batch {one.fixed_batch_size}{model}{where}"

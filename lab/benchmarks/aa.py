@@ -115,7 +115,7 @@ def columns(_result: dict[str, Any]) -> dict[str, present.Column]:
         "intervals of 95 %": present.text("kind"),
         "pairs": present.text("num_pairs"),
         "called different": present.text("num_different"),
-        "hold 1 (%)": lambda row: present.ranged(_at_level(row), 100),
+        "contain 1 (%)": lambda row: present.ranged(_at_level(row), 100),
         "half width (%)": present.number("half_width", 100, 1),
     }
 
@@ -130,9 +130,10 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"pairs of equal candidates {present.on_ranks_of(result)}, so each difference found is "
         f"false; order_seed={seeds}",
-        f"between starts: Student's t over {len(result['starts'])} starts of each pair, as step "
-        "has it; within one start: rounds resampled, as step starts=1 has it, each start by itself",
-        "hold 1: share of intervals, with Wilson's interval; half width: the median, of a ratio",
+        f"between starts: Student's t over {len(result['starts'])} starts of each pair, as in "
+        "step; within one start: rounds are resampled for each start, as in step starts=1",
+        "contain 1: share of the intervals, with Wilson's interval; half width: the median "
+        "half width of a ratio's interval",
     ]
 
 
@@ -155,8 +156,9 @@ def chart(result: dict[str, Any]) -> present.Drawn:
     count, total = first["num_different"], first["num_pairs"]
     message = f"{count} of {total} pairs of equal candidates are called different at 95 %"
     about = (
-        f"{first['kind']} · {present.machine(result)} · {len(result['starts'])} starts; dotted: due"
+        f"{first['kind']} · {present.machine(result)} · {len(result['starts'])} starts; dotted: "
+        "expected"
     )
     x = Axis("level of an interval (%)", ticks=[100 * each for each in LEVELS], domain=(45, 102))
-    y = Axis("intervals that hold 1 (%)", domain=(0, 100))
+    y = Axis("intervals that contain 1 (%)", domain=(0, 100))
     return message, [about], lines(data, x, y, looks_of(data["series"]), reference="ideal")

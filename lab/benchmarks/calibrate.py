@@ -220,7 +220,7 @@ def part_of(world: World, members: Sequence[int]) -> World | None:
     if len(members) == world.size:
         return world
     if reason := world.comm.no_split:
-        raise ConfigError(f"comm: must make groups of ranks to calibrate: {reason}")
+        raise ConfigError(f"comm: must be able to split ranks into groups: {reason}")
     inside = world.rank in members
     comm = world.comm.split(int(inside))
     if not inside:
@@ -439,12 +439,12 @@ def columns(_result: dict[str, Any]) -> dict[str, Column]:
 def notes(result: dict[str, Any]) -> list[str]:
     """Say what was measured, and how well it predicts."""
     told = [
-        f"collectives: fitted to those of {NUM_RANKS} ranks; those of more are held out",
+        f"collectives: fitted on {NUM_RANKS} ranks; those on more ranks are held out",
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}",
     ]
     for name, words in (
         ("two_ranks", f"steps on {NUM_RANKS} ranks, fitted"),
-        ("held_out", "steps on more, held out"),
+        ("held_out", "steps on more ranks, held out"),
     ):
         if result["scores"][name]["num_cells"]:
             told.append(f"{words}: {told_score(result['scores'][name])}")
@@ -484,10 +484,10 @@ def chart(result: dict[str, Any]) -> Drawn:
 
     held = [abs(row["error"]) for row in rows if row["ranks"] > NUM_RANKS]
     fitted = [abs(row["error"]) for row in rows if row["ranks"] == NUM_RANKS]
-    message = f"Collectives of two ranks are fitted to {100 * np.median(fitted):.0f} %"
+    message = f"Collectives on two ranks are fitted to {100 * np.median(fitted):.0f} %"
     if held:
         message += (
-            f"; collectives of more ranks, held out, are predicted to {100 * np.median(held):.0f} %"
+            f"; collectives on more ranks, held out, are predicted to {100 * np.median(held):.0f} %"
         )
     about = ["Lines: predicted. Filled marks: measured.", machine(result)]
     drawn = lines(data, x, y, looks_of(data["series"]), panels=title)

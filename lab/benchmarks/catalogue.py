@@ -32,8 +32,9 @@ def sizes_in_bytes(key: str, text: str) -> list[int]:
         size = int(match[1]) * BYTES.get(match[2], 0) if match else 0
         if size == 0 or size % VALUE_BYTES:
             raise ConfigError(
-                f"{key}={text}: {word.strip()!r} is not a size; allowed are whole float32 values "
-                "in KiB, MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B, as in [4KiB,1MiB]"
+                f"{key}={text}: {word.strip()!r} is not a size; give multiples of 4 bytes "
+                "in KiB, MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000) or B, as in "
+                "[4KiB,1MiB]"
             )
         sizes.append(size)
     return sizes
@@ -64,27 +65,29 @@ class OwnSettings:
         at_least=1,
     )
     order_seed: int = setting(0, "seed of the candidates' order", at_least=0)
-    aa: bool = setting(False, "step: true runs aa")
-    pairs: int = setting(200, "aa: pairs", at_least=1)
+    aa: bool = setting(False, "step: true runs the benchmark aa")
+    pairs: int = setting(200, "aa: number of pairs", at_least=1)
     runs: int = setting(
         100, "straggler: number of runs with an injected delay, and of runs without one", at_least=1
     )
     rounds: int = setting(
         20,
         "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
-        "throughput",
+        "throughput: number of rounds",
         at_least=1,
     )
     minutes: float = setting(
-        5.0, "calibrate: about how long all of it takes", above=0, at_most=600, unit="min"
+        5.0, "calibrate: approximate total time", above=0, at_most=600, unit="min"
     )
     sizes: list[int] = setting(
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
         "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6",
         parse=sizes_in_bytes,
     )
-    codec: tuple[str, ...] | None = setting(None, "codec: codecs; null: all")
-    algorithm: tuple[str, ...] | None = setting(None, "convolution: algorithms; null: all")
+    codec: tuple[str, ...] | None = setting(None, "codec: codecs to measure; null: all")
+    algorithm: tuple[str, ...] | None = setting(
+        None, "convolution: algorithms to measure; null: all"
+    )
     num_values: int | None = setting(
         None, "codec: number of float32 values; null: 25 M on CPUs, 400 M on GPUs", at_least=1
     )
@@ -92,29 +95,33 @@ class OwnSettings:
         4096, "codec: number of values that share two reconstruction values", at_least=1
     )
     trace: Path | None = setting(
-        None, "counters, transfer: FILE.json or FILE.json.gz, of torch.profiler"
+        None, "counters, transfer: FILE.json or FILE.json.gz from torch.profiler"
     )
-    l1: str = setting("32768,8,64", "counters: first data cache: bytes, ways, bytes of a line")
-    l2: str = setting("8388608,16,64", "counters: second data cache, in the same form")
+    l1: str = setting("32768,8,64", "counters: first-level data cache: bytes, ways, bytes per line")
+    l2: str = setting("8388608,16,64", "counters: second-level data cache, in the same form")
     isa: str = setting(
         "avx", "counters: instruction set of oneDNN and MKL; avx2 is far slower", ("avx", "avx2")
     )
     memory_gb: int | None = setting(
         None,
-        "footprint: find the largest batch that fits",
+        "footprint: memory for which to find the largest batch",
         unit="GB",
         at_least=1,
     )
     num_ranks: int = setting(
-        1, "footprint: ranks that share the batch and exchange by strategy=", at_least=1
+        1, "footprint: ranks that share the batch and exchange gradients by strategy=", at_least=1
     )
     measured: bool = setting(
-        False, "footprint: true also trains steps, and measures resident memory"
+        False, "footprint: true also trains for a few steps, and measures resident memory"
     )
     threads: int = setting(
-        2, "codec, convolution, layout, layers, throughput, roofline: threads, on CPUs", at_least=1
+        2,
+        "codec, convolution, layout, layers, throughput, roofline: number of CPU threads",
+        at_least=1,
     )
-    input_grad: bool = setting(False, "layers: also time the gradient of the input")
+    input_grad: bool = setting(
+        False, "layers: true also times the gradient with respect to the input"
+    )
 
 
 NOTHING_SENT = "a single rank exchanges nothing; must be at least 2"
@@ -180,16 +187,16 @@ def _of_device(text: str, own: str, only: str, **rest: str) -> Bench:
 
 BENCHES = {
     "collective": Bench(
-        "all-reduces by size, exchange=A,B,..., with nccl-tests' columns",
+        "all-reduces of exchange=A,B,... by size, with the columns of nccl-tests",
         "sizes rounds world_size",
         group="exchange",
         default="allreduce,ring,tree",
         only_words=f"exchange {TALKING}",
-        one_rank=f"{NOTHING_SENT}. With one GPU set device=cpu, or world_size=2 share_gpus=true "
+        one_rank=f"{NOTHING_SENT}. With one GPU, set device=cpu, or world_size=2 share_gpus=true "
         "backend=gloo exchange=bf16 (Gloo has no send and recv on GPUs)",
     ),
     "reduce_scatter": Bench(
-        "the lab's reduce-scatter by size, compared with torch's, and the bytes that crossed",
+        "the lab's reduce-scatter by size, compared with torch's, and the bytes sent",
         "sizes rounds world_size",
         default="none",
         only_words=TALKING,
@@ -207,12 +214,12 @@ BENCHES = {
         num_variants=2,
     ),
     "aa": Bench(
-        "how often step calls equal candidates different, in pairs",
+        "how often step calls two equal candidates different",
         "world_size starts order_seed pairs",
         default="overlap",
     ),
     "hook": Bench(
-        "step for hooks in DDP, and for the trainer's own exchange",
+        "step times of hooks in DDP, and of the trainer's own exchange",
         "world_size starts order_seed",
         sets=(
             "strategy=onebit sync=ddp sync.hook=lab",
@@ -251,7 +258,7 @@ BENCHES = {
         num_ranks=4,
     ),
     "marks": Bench(
-        "what the marks of a rank's own times add to a step, compared in turns with steps "
+        "what marking a rank's own times adds to a step, compared in turns with steps "
         "without marks",
         "world_size",
         default="overlap",
@@ -273,7 +280,7 @@ BENCHES = {
         default="overlap,onebit,int8,ddp",
     ),
     "convolution": _of_device(
-        "algorithms on a model's convolutions: time, operations, workspace, error",
+        "algorithms for a model's convolutions: time, operations, workspace, error",
         "algorithm rounds threads",
         "model data task batch_size device seed",
     ),
@@ -291,10 +298,10 @@ BENCHES = {
         default="4",
     ),
     "footprint": _of_device(
-        "a step's memory by kind, and the largest batch, computed",
+        "a step's memory by kind, and the largest batch that fits, computed",
         "memory_gb measured num_ranks",
-        f"{PROBLEM}optim precision batch_size seed "
-        "strategy exchange sync overlap bucket_mb scaling device",
+        f"{PROBLEM}optim precision batch_size seed strategy exchange sync overlap bucket_mb "
+        "scaling device",
         group="batch_size",
         default="64,128,256",
     ),

@@ -70,7 +70,7 @@ def _in_turns(
     takes = [partial(seconds, False), partial(seconds, True)]
     own_s = harness.take_turns(takes, num_rounds, shows=world.rank == 0)
     if not said or "not checked, because" in said[-1]:
-        raise ConfigError(said[-1] if said else "check: no certificate was reached")
+        raise ConfigError(said[-1] if said else "check: no certificate was issued")
     plain_s, checked_s = world.gather(torch.tensor(own_s, dtype=torch.float64)).amax(dim=0).tolist()
     return plain_s, checked_s, said[-1]
 
@@ -101,6 +101,6 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}: a run's first three "
         "steps, with the check and without it",
-        "[95 % intervals] draw whole rounds",
+        "[95 % intervals] resample whole rounds",
         *(f"{row['name']}: {row['line']}" for row in result["rows"]),
     ]

@@ -83,7 +83,7 @@ def measure(request: Request) -> dict[str, Any]:
     names = settings["codec"] or list(CODECS)
     for name in names:
         if name not in CODECS:
-            raise ConfigError(f"codec={name}: allowed are {', '.join(CODECS)}")
+            raise ConfigError(f"codec={name}: no such codec; allowed: {', '.join(CODECS)}")
     device = harness.device_for(wanted)
     num_values = settings["num_values"] or NUM_VALUES[device.type]
     rows = num_values // settings["columns"]
@@ -254,9 +254,9 @@ def notes(result: dict[str, Any]) -> list[str]:
     rows, columns = result["shape"]
     return [
         f"{result['num_values']} float32 values, {rows} rows of {columns}; {_engine(result)}",
-        f"ratio: of times, to {result['reference']['name']} right before or after, with 95 % "
-        "intervals; GB/s: of what must be read and written at least, once; over torch: time of its "
-        "_reference in the same rounds over its own",
+        f"ratio: to the time of {result['reference']['name']} right before or after, with 95 % "
+        "intervals; GB/s: the bytes that must at least be read and written, over the time; over "
+        "torch: time of the codec's _reference in the same rounds, over the codec's time",
         *in_cache(result, VALUE_BYTES * result["num_values"]),
     ]
 

@@ -105,7 +105,7 @@ def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidat
         if not exchange.keeps_replicas_equal:
             raise ConfigError(
                 f"exchange={label}: does not average gradients; "
-                "allowed are those that do, such as ring and onebit"
+                "use an exchange that does, such as ring or onebit"
             )
         try:
             exchange.validate(comm)
@@ -292,7 +292,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "
         "on its slowest rank",
-        "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: of times, with 95 % intervals",
+        "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: to the time of allreduce, with 95 % "
+        "intervals",
         *_notes_on_bounds(result["rows"]),
         *in_cache(result, min(row["size_bytes"] for row in result["rows"])),
     ]
@@ -301,7 +302,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
     if not any(row.get("across_bytes") for row in rows):
         what = "what the busiest rank sends and receives"
-        return [f"of bound: {what}, at the rate of sendrecv, / time"]
+        return [f"of bound: time for {what}, at the rate of sendrecv, / time"]
     text = "across: payload of a call that the ranks of the busiest host send to other hosts"
     if any(row.get("link_bytes") for row in rows):
         text += "; link: what its interface counted, including headers"

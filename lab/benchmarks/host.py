@@ -102,7 +102,7 @@ def measure(request: Request) -> dict[str, Any]:
         "device": device.type,
         "num_ranks": NUM_RANKS,
         "order_seed": request.own["order_seed"],
-        **here(f"{NUM_RANKS} ranks of which one exists, and 1/{SCALE**2} of the values"),
+        **here(f"{NUM_RANKS} ranks, of which only one exists, with 1/{SCALE**2} of the values"),
     }
 
 

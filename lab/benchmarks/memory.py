@@ -39,15 +39,17 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     """Measure the peaks of one strategy."""
     if len(request.variants) > 1:
         raise ConfigError(
-            "memory: each strategy needs fresh ranks; run python -m lab.bench memory world_size=N"
+            "memory: each strategy needs fresh ranks; leave the launcher out, as in python -m "
+            "lab.bench memory world_size=2"
         )
     config = request.variants[0].config
     try:
         reset_peak(world.device)
     except OSError as error:
         raise ConfigError(
-            f"device={world.device.type}: peaks of resident memory are read from {CLEAR} and "
-            f"{STATUS}, which only Linux has: {error.strerror}; device=cuda needs neither file"
+            f"device={world.device.type}: cannot measure peak resident memory ({error.strerror}); "
+            f"this needs {CLEAR} and {STATUS}, which exist only on Linux; device=cuda needs "
+            "neither file"
         ) from None
     with assembled(config, world) as part:
         peaks = _peaks(part.trainer, world)
@@ -130,8 +132,8 @@ def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
         reset_peak(world.device)
         if next(loop, None) is None:
             raise ConfigError(
-                f"steps={trainer.total_steps}: too few: {NUM_STEPS} are measured after "
-                "warmup_steps, and after the steps in which a strategy tries other exchanges"
+                f"steps={trainer.total_steps}: too few: {NUM_STEPS} steps are measured "
+                "after warmup_steps, and after those in which a strategy tries other exchanges"
             )
         peaks.append(peak_bytes(world.device))
     return world.gather(torch.tensor(peaks))
@@ -165,9 +167,9 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "
         f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
-        f"extra: besides what training {parameters / 1e6:.1f} M parameters needs without exchange "
-        "(measured: the peak of none less its buffers)",
-        "optimizer: tensors of its state, on the rank with most of them",
+        f"extra: beyond what training {parameters / 1e6:.1f} M parameters needs without an "
+        "exchange (measured: the peak of none less its buffers)",
+        "optimizer: tensors of its state, on the rank with the most",
     ]
 
 

@@ -146,7 +146,7 @@ def in_cache(result: Result, smallest_bytes: int) -> list[str]:
     cache = result.get("cache_bytes")
     if not cache:
         return []
-    notes = ["host: what it takes to queue a call; above the call's time, launches are the limit"]
+    notes = ["host: time to queue a call; if it exceeds the call's time, launches are the limit"]
     if smallest_bytes <= cache:
         notes.append(f"tensors of up to {cache / 1e6:.0f} MB stay in the GPU's cache between calls")
     return notes
@@ -202,9 +202,9 @@ def intervals_of(result: Result) -> str:
     """Write what a result's intervals are made of, as notes do."""
     starts = result.get("starts")
     if not starts:
-        return "draw whole rounds" + (" of this one start" if "order_seed" in result else "")
+        return "resample whole rounds" + (" of this one start" if "order_seed" in result else "")
     seeds = span([start["order_seed"] for start in starts], "d")
-    return f"are Student's t over {len(starts)} fresh starts, order_seed={seeds}"
+    return f"use Student's t over {len(starts)} fresh starts, order_seed={seeds}"
 
 
 def on_ranks_of(result: Result) -> str:

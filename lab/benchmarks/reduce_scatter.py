@@ -39,7 +39,7 @@ def calls_over(world: World) -> dict[str, ReduceScatter]:
     """Return the two reduce-scatters. ConfigError: `world` does not talk over torch."""
     comm = world.comm
     if not isinstance(comm, TorchComm):
-        raise ConfigError("comm: reduce_scatter compares with torch's; must be comm=torch")
+        raise ConfigError("comm: must be torch, because reduce_scatter compares with torch's")
 
     def of_torch(output: Tensor, tensor: Tensor, _parts: Tensor) -> None:
         reduce_scatter_flat(comm.group, output, tensor.view(-1)).wait()
@@ -100,6 +100,6 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "
         "on its slowest rank",
-        f"sent: bytes by the interfaces' counters, per rank and byte of the tensor; {least:.3g} is "
-        "least; it includes headers, and all that others send",
+        "sent: bytes that the interfaces counted, per rank and byte of the tensor, including "
+        f"headers and all other traffic; the least possible is {least:.3g}",
     ]

@@ -80,7 +80,7 @@ class Request:
         """
         if len(self.variants) > 1:
             labels = ", ".join(variant.label for variant in self.variants)
-            raise ConfigError(f"{labels}: {self.bench} measures one model at one batch")
+            raise ConfigError(f"{labels}: {self.bench} measures one set of settings only")
         return self.variants[0].config
 
     @property
@@ -97,7 +97,9 @@ def read(arguments: list[str]) -> Request:
     """
     name, *settings = arguments or [""]
     if name not in BENCHES:
-        raise ConfigError(f"{name or '(nothing)'}: the first word must be {', '.join(BENCHES)}")
+        raise ConfigError(
+            f"{name or '(nothing)'}: the first word must be one of {', '.join(BENCHES)}"
+        )
     bench = BENCHES[name]
     keys = ("out", *bench.own)
     texts, others = split(settings, keys)
@@ -112,12 +114,13 @@ def read(arguments: list[str]) -> Request:
         own["starts"] = _starts(given.starts)
     if was_launched() and given.world_size != num_ranks:
         raise ConfigError(
-            f"world_size={as_text(given.world_size)}: a launcher has started {num_ranks} ranks"
+            f"world_size={as_text(given.world_size)}: the launcher has started {num_ranks} ranks; "
+            "leave world_size out"
         )
     for part in (part for each in others for part in _set(each)) if bench.only else ():
         if re.split(r"[.=]", part)[0] not in bench.only:
             allowed = ", ".join((*bench.own, "out", *bench.only))
-            raise ConfigError(f"{part}: is not used by {name}; allowed are {allowed}")
+            raise ConfigError(f"{part}: is not used by {name}; allowed: {allowed}")
     variants = _variants(bench, others)
     if {"aa", "step"} & {name, bench.runs}:
         _refuse_incomparable(variants)
@@ -125,7 +128,7 @@ def read(arguments: list[str]) -> Request:
         check_batch(variant.config, given.world_size or NUM_RANKS)
     request = Request(bench.runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
-        raise ConfigError("cluster: candidates take turns on the same one")
+        raise ConfigError("cluster: must be the same for all candidates")
     return request
 
 
@@ -142,7 +145,7 @@ def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
     common, sets = _compared(bench, settings)
     if len(sets) < bench.num_variants:
         raise ConfigError(
-            "strategy: a comparison needs two, as in strategy=overlap,ddp or "
+            "strategy: a comparison needs at least two candidates, as in strategy=overlap,ddp or "
             "a='strategy=overlap bucket_mb=4' b='strategy=ddp'"
         )
     if bench.apart and not was_launched() and ["strategy=none"] not in sets:
@@ -157,8 +160,8 @@ def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
         raise ConfigError(
-            f"{', '.join(labels)}: the same is listed twice; lab.bench step aa=true compares "
-            "equal candidates"
+            f"{', '.join(labels)}: the same candidate is listed twice; to compare equal ones, "
+            "use lab.bench step aa=true"
         )
     return variants
 
@@ -170,15 +173,15 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
         # comm=horovod has no settings of NCCL.
         if len({bool(OmegaConf.select(variant.config, key)) for variant in variants}) > 1:
             raise ConfigError(
-                f"{key}: candidates take turns in one process, which has one value of it; "
-                "compare with python -m lab.sweep"
+                f"{key}: must be the same for all candidates, which take turns in one process; "
+                "to compare its values, use python -m lab.sweep"
             )
     for variant in variants:
         pattern = pattern_of(variant.config)
         if pattern.outlasts_step or pattern.waits_in_forward:
             raise ConfigError(
                 f"{variant.label}: its exchanges outlast their step, and would run during the "
-                "others' turns; compare it with python -m lab.sweep turns=4"
+                "turns of others; to compare it, use python -m lab.sweep turns=4"
             )
 
 
@@ -190,7 +193,9 @@ def _compared(bench: Bench, settings: list[str]) -> tuple[list[str], list[list[s
     lists = [one for one in overrides if one.is_choice_sweep()]
     if len(lists) + bool(lettered) > 1:
         given = " ".join([*(str(one.input_line) for one in lists), *lettered])
-        raise ConfigError(f"{given}: one list at a time; for more: a='...' b='...'")
+        raise ConfigError(
+            f"{given}: only one setting can have a list; to vary several, use a='...' b='...'"
+        )
     if lettered:
         return common, [_set(text) for text in lettered]
     chosen = lists or [one for one in overrides if one.key_or_group == bench.group]
@@ -325,7 +330,7 @@ def ask_ranks(
             stop(process)
             raise
         if process.returncode or not answer.exists():
-            raise RanksFailed(f"the ranks ended with exit code {process.returncode}, see above")
+            raise RanksFailed(f"the ranks ended with exit code {process.returncode}; see above")
         result: dict[str, Any] = json.loads(answer.read_text())
     if REFUSED in result:
         raise ConfigError(result[REFUSED])

@@ -38,7 +38,7 @@ ALONE = (
     "1 rank sends nothing: exact exchanges return at once, lossy ones only encode and decode, "
     "and ddp copies gradients into buckets and calls its library"
 )
-WALL = "by wall clock: all steps and what the host does between them, stalls too"
+WALL = "by wall clock: all steps and what the host does between them, including stalls"
 
 
 @harness.on_ranks
@@ -183,8 +183,8 @@ def _warm_up(trainer: Trainer, loop: Iterator[object]) -> None:
     while progress.step < warmup or trainer.sync.settled_at is None:
         if next(loop, None) is None:
             raise ConfigError(
-                f"steps={trainer.total_steps}: too few: strategy={trainer.config.strategy} leaves "
-                f"out the first {warmup}, and the steps in which it tries other exchanges"
+                f"steps={trainer.total_steps}: too few: strategy={trainer.config.strategy} is not "
+                f"measured in the first {warmup} steps, nor while it tries other exchanges"
             )
 
 
@@ -199,8 +199,8 @@ def _planned(trainers: Sequence[Trainer]) -> tuple[int, Turns]:
     num_rounds = (steps - alone) // every
     if num_rounds < 2:
         raise ConfigError(
-            f"steps={steps}: too few: the first {alone} are warm-up, and a turn has at least "
-            f"{2 * every}"
+            f"steps={steps}: too few: {alone} steps are warm-up, and at least "
+            f"{2 * every} more are needed"
         )
     size = every * min(max(2, num_rounds // harness.ENOUGH_ROUNDS), max(2, TURN // every))
     return (steps - alone) // size, Turns(alone, size, every)
@@ -231,18 +231,19 @@ def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns, and say what one rank alone leaves out."""
     every, size = result["steps_per_round"], result.get("steps_per_turn")
     first = "first" if every == 1 else f"first {every}"
-    turn = f"a turn of {size} steps of each in every round, without its {first}"
+    turn = f"a round has a turn of {size} steps for each row, without the {first}"
     if size is None:  # a result of before there were turns
-        turn = "a step of each in every round" if every == 1 else f"rounds of {every} steps of each"
+        steps = "a step" if every == 1 else f"{every} steps"
+        turn = f"a round has {steps} of each row"
     alone = [ALONE] if result["world_size"] == 1 else []
     wall = any(row.get("wall_ratio") for row in result["rows"])
     return [
-        f"medians of {result['num_pairs']} rounds {present.on_ranks_of(result)}, {turn}; a step "
+        f"medians of {result['num_pairs']} rounds {present.on_ranks_of(result)}; {turn}; a step "
         "lasts as long as on its slowest rank",
         *alone,
         *([WALL] if wall else []),
         f"[95 % intervals] {present.intervals_of(result)}; exposed exchange: step - step of none, "
-        "same run",
+        "in the same run",
     ]
 
 

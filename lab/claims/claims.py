@@ -40,7 +40,7 @@ class Check:
         bounds = (self.about, self.at_least, self.at_most)
         one_bound = sum(bound is not None for bound in bounds) == 1
         if not one_bound or (self.about is None) != (self.within is None):
-            raise ValueError("must give about and within, or at_least, or at_most")
+            raise ValueError("must give exactly one bound: about with within, at_least, or at_most")
 
     @property
     def allowed(self) -> tuple[float, float]:
@@ -256,7 +256,9 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     known = OVER_GRID if claim.grid else {**QUANTITIES, **OF_DEVICE}
     if claim.quantity not in known:
         allowed = ", ".join(known) + ("" if claim.grid else f"; with a grid {', '.join(OVER_GRID)}")
-        raise ValueError(f"claim {claim.says!r}: quantity={claim.quantity}: allowed are {allowed}")
+        raise ValueError(
+            f"claim {claim.says!r}: quantity={claim.quantity}: no such quantity; allowed: {allowed}"
+        )
     if claim.quantity == "operations" and not claim.at.layer:
         raise ValueError(f"claim {claim.says!r}: quantity=operations: at.layer: is missing")
     return claim
@@ -284,7 +286,7 @@ class Grid:
         axes = ("strategies", "profiles", "world_sizes", "per_rank_batch_sizes", "rates_gbit")
         for key in axes:
             if not (isinstance(value := getattr(self, key), tuple) and value):
-                raise ValueError(f"grid.{key}={value}: must be a list with an entry")
+                raise ValueError(f"grid.{key}={value}: must be a list with at least one entry")
         if not self.margin >= 0:
             raise ValueError(f"grid.margin={self.margin}: must not be negative")
         for _ in self.cells:

@@ -92,7 +92,7 @@ def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> 
     mark = mark.encode(alt.X("x:Q"), alt.Y("value:Q"), alt.Color("colour:N", scale=None))
     cured = data[data["x"] == batches[-1]].set_index("series")["value"].reindex(best.index[1:])
     message = (
-        f"With a {best.index[0]} {most} workers are at most {best.iloc[0]:.1f} times as fast as "
+        f"With a {best.index[0]}, {most} workers are at most {best.iloc[0]:.1f} times as fast as "
         f"one{', and slower at small batches' if is_slower else ''}; "
         f"cures reach {cured.min():.1f} to {cured.max():.1f} times at {batches[-1]} images"
     )
@@ -167,7 +167,7 @@ def speedup_bars(
     layers.append(diamond.encode(y="published:Q"))
     panel = alt.layer(*layers).properties(width=PANEL, height=150, data=data)
     marks = "black: predicted; orange: all repeats; " if is_measured else "bars: predicted; "
-    about = [f"a panel for each strategy; {marks}diamond: published", *about]
+    about = [f"one panel for each strategy; {marks}diamond: published", *about]
     what = "measured" if is_measured else "predicted"
     message = _best_speedup(data[data["strategy"] != _title("none")], what)
     return _in_panels("speedup", message, about, panel, [_title(each) for each in grid.strategies])

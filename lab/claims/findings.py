@@ -458,7 +458,7 @@ def _find(
     paper: Paper, runs: Path | None, benches: Path | None, reproduce: bool = False
 ) -> Findings:
     if runs and not (paper.reproduction or paper.study):
-        raise ValueError(f"runs={runs}: there is no study of {paper.title}")
+        raise ValueError(f"runs={runs}: there is no study for {paper.title}")
     if benches and not benches.is_dir():
         raise ValueError(f"benches={benches}: must be a folder")
     cells = load_study(runs).cells if runs else []
@@ -478,7 +478,7 @@ def _find(
     if runs:
         kinds = sorted({cell.circumstances for cell in cells})
         if len(kinds) > 1:
-            one = "must be of one machine and its links"
+            one = "all cells must be from one machine with the same links"
             raise ValueError(f"runs={runs}: {one}: {'; '.join(kinds)}")
         measured = Measured(cells, predicted.profile, counts or predicted.counts())
     reproduced = None

@@ -177,7 +177,7 @@ def _charts(findings: Findings) -> list[Chart]:
         charts.append(made)
     if found:
         note = f"{title}; predicted: "
-        own_cores = f"{note}{found.map.basis}, every rank with cores of its own"
+        own_cores = f"{note}{found.map.basis}, each rank on its own cores"
         charts += [
             figures.speedup_bars(found, conditions, [note + found.basis, *emulated]),
             figures.speedup_over_rate(found.rates, [note + found.rates.basis]),

@@ -159,7 +159,7 @@ def with_texts(hardware: Hardware, texts: Sequence[str]) -> Hardware:
             hardware = with_value(hardware, key, float(value))
         except (AttributeError, TypeError, ValueError):
             where = f"at.values={text}"
-            raise ValueError(f"{where}: must be KEY=VALUE of {hardware.name}") from None
+            raise ValueError(f"{where}: must be KEY=VALUE, with a key of {hardware.name}") from None
     return hardware
 
 

@@ -51,7 +51,9 @@ def task_of(line: CommandLine, rest: list[str]) -> tuple[Cluster, list[str]]:
     if line.word not in ("run", "check"):
         raise ConfigError(f"{line.word}: the first word must be run or check")
     if bool(rest) != (line.word == "run"):
-        raise ConfigError("put torchrun's arguments for run after --, as in -- -m lab.train")
+        raise ConfigError(
+            "run needs torchrun's arguments after --, as in -- -m lab.train; check takes none"
+        )
     config = load(["cluster=emulated", *(f"cluster.{setting}" for setting in line.settings)])
     cluster = cluster_of(config)
     assert cluster

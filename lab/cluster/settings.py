@@ -142,7 +142,9 @@ def cluster_of(config: DictConfig, world_size: int | None = None) -> Cluster | N
     if "_target_" not in config.cluster:
         return None
     if "horovod" in config.comm["_target_"]:
-        raise ConfigError("comm=horovod: horovodrun starts its ranks, cluster=emulated torchrun")
+        raise ConfigError(
+            "comm=horovod: needs horovodrun, but cluster=emulated starts ranks with torchrun"
+        )
     if launcher.was_launched() and EMULATION not in os.environ:
         raise ConfigError(
             "cluster=emulated: starts its ranks itself; leave the launcher out, as in "
@@ -171,7 +173,7 @@ def emulated(
             raise ValueError(f"cluster.{key}={value}: must be a list, as in [a,b]")
     every = [rate] * num_hosts if rates is None else list(rates)
     if len(every) != num_hosts:
-        raise ValueError(f"cluster.rates={every}: {num_hosts} hosts need {num_hosts} rates")
+        raise ValueError(f"cluster.rates={every}: must have one rate for each of {num_hosts} hosts")
     for one in every:
         if one is not None and not (isinstance(one, str) and _is_rate(one)):
             raise ValueError(
@@ -185,7 +187,8 @@ def emulated(
     parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
     if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
         raise ValueError(
-            f"cluster.changes={list(changes)}: with netem, only links with a rate can change"
+            f"cluster.changes={list(changes)}: with a delay or loss, only links that have a rate "
+            "can change"
         )
     numbers = delay_ms, loss_percent, slow, slow_factor
     return Cluster(ranks_per_host, tuple(every), *numbers, tuple(parsed))
@@ -206,7 +209,7 @@ def _number_of_hosts(hosts: int | None, ranks_per_host: int, world_size: int | N
     checks.whole("cluster.hosts", hosts, 1, MOST_HOSTS)
     if world_size not in (None, hosts * ranks_per_host):
         raise ValueError(
-            f"cluster.hosts={hosts}: with cluster.ranks_per_host={ranks_per_host} they have "
+            f"cluster.hosts={hosts}: with cluster.ranks_per_host={ranks_per_host} the hosts have "
             f"{hosts * ranks_per_host} ranks, but world_size={world_size}"
         )
     return hosts

@@ -62,7 +62,7 @@ class Problem:
         filters, of_group, *kernel = w.shape
         if channels != groups * of_group or filters % groups:
             raise ValueError(
-                f"input {list(x.shape)}, filters {list(w.shape)}, groups={groups}: do not fit"
+                f"input {list(x.shape)}, filters {list(w.shape)}, groups={groups}: do not match"
             )
         problem = cls(
             *(batch, channels, (height, width), filters, (kernel[0], kernel[1])),

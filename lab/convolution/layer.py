@@ -70,7 +70,7 @@ def fixed(name: str) -> Chooser:
     """
     if name not in (*ALGORITHMS, *FAMILIES):
         allowed = ", ".join((*ALGORITHMS, *FAMILIES))
-        raise ValueError(f"algorithm={name}: allowed are {allowed}")
+        raise ValueError(f"algorithm={name}: no such algorithm; allowed: {allowed}")
     candidates = [ALGORITHMS[each] for each in (*FAMILIES.get(name, (name,)), LIBRARY.name)]
     return lambda problem, _x, _w: {
         which: next(each for each in candidates if not each.refusal(problem, which))

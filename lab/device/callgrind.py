@@ -79,7 +79,7 @@ def build_marks(folder: Path) -> Path:
     try:
         subprocess.run(build, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise ConfigError("counters: needs a C compiler, cc") from None
+        raise ConfigError("counters: needs a C compiler (cc)") from None
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or ["no message"]
         raise ConfigError(f"counters: cc failed: {lines[0]}") from None

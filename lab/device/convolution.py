@@ -63,7 +63,9 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     config, names = request.only_config, request.own["algorithm"]
     for name in names or ():
         if name not in ALGORITHMS:
-            raise ConfigError(f"algorithm={name}: allowed are {', '.join(ALGORITHMS)}")
+            raise ConfigError(
+                f"algorithm={name}: no such algorithm; allowed: {', '.join(ALGORITHMS)}"
+            )
     chosen = [a for n, a in ALGORITHMS.items() if not names or n in names or a is LIBRARY]
     rows = [
         {**row, "is_first": place == 0}
@@ -267,7 +269,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         "here (unknown for the library, so the definition is shown); error: largest difference "
         "from float64, over the largest value",
         "sums leave out backward data of the first layer; where an algorithm does not support a "
-        "pass, the library replaces it; as multiples of the sum of the best of each pass: "
+        "pass, the library replaces it; relative to the sum of the best of each pass: "
         f"{', '.join(factors)}",
     ]
 
@@ -309,7 +311,7 @@ def chart(result: dict[str, Any]) -> Drawn:
     sample = [
         f"{threaded(result)}, {result['batch_size']} images",
         "forward and backward together; medians of at least six rounds in turns",
-        "no dot: a pass is refused, or what the library executes is not known",
+        "no dot: the algorithm does not support a pass, or what the library executes is unknown",
     ]
     if len(layers) < len(sizes):
         sample.append(f"the {len(layers)} of {len(sizes)} shapes with the most operations")

@@ -69,7 +69,7 @@ def measure(request: Request) -> dict[str, Any]:
     configs = [variant.config for variant in request.variants]
     if any(config.device == "cuda" for config in configs):
         raise ConfigError(
-            "device=cuda: counters counts on CPUs; with trace=FILE it reads what a GPU counted, "
+            "device=cuda: the benchmark counts on CPUs only; for a GPU, give trace=FILE, "
             f"recorded with {RECORDING}"
         )
     with joined(configs[0]) as world:
@@ -179,12 +179,12 @@ def notes(result: dict[str, Any]) -> list[str]:
     if "trace" in result:
         return _notes_on_kernels(result)
     return [
-        f"simulated caches of data (bytes, ways, line): L1 {result['l1']}, L2 {result['l2']}; "
-        "hits of L2 are a percentage of what L1 misses",
+        f"simulated data caches (bytes, ways, line): L1 {result['l1']}, L2 {result['l2']}; "
+        "hits of L2 are a percentage of the misses of L1",
         f"caches are empty before each pass; oneDNN and MKL use {result['isa'].upper()}, on one "
         "thread",
-        f"all took {result['seconds']:.0f} s, and a pass {result['slowdown']:.0f} times as long as "
-        "without callgrind",
+        f"counting took {result['seconds']:.0f} s in all; a pass takes {result['slowdown']:.0f} "
+        "times as long as without callgrind",
     ]
 
 
@@ -301,7 +301,7 @@ def _metrics(args: dict[str, Any], skipped: Counter[str]) -> dict[str, float]:
     numbers = {name: reading.number(value) for name, value in args.items() if UNIT in name}
     found = {name: value for name, value in numbers.items() if value is not None}
     if len(found) < len(numbers):
-        skipped["metrics that are no numbers from 0 to 2^63"] += len(numbers) - len(found)
+        skipped["metrics that are not numbers from 0 to 2^63"] += len(numbers) - len(found)
     return found
 
 

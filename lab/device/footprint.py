@@ -69,7 +69,8 @@ def measure(request: Request) -> dict[str, Any]:
     num_ranks = request.own["num_ranks"]
     if measured and num_ranks > 1:
         raise ConfigError(
-            f"num_ranks={num_ranks}: measured=true trains one rank; lab.bench memory measures more"
+            f"num_ranks={num_ranks}: measured=true trains one rank only; for more, use lab.bench "
+            "memory"
         )
     rows = [_row(each.label, each.config, memory_gb, num_ranks) for each in request.variants]
     for row, variant in zip(rows, request.variants, strict=True) if measured else ():
@@ -123,7 +124,7 @@ def exchange_bytes(model: nn.Module, config: DictConfig, num_ranks: int) -> int:
         for rank in (0, num_ranks - 1)  # a root, and a rank that is none
     ]
     if math.isnan(max(found)):
-        raise ConfigError(f"strategy={config.strategy}: its memory is not known")
+        raise ConfigError(f"strategy={config.strategy}: its memory cannot be computed")
     return round(max(found))
 
 
@@ -330,12 +331,12 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns."""
     measured = (
-        "measured: resident memory, less that before the model was built, by Linux's mark, on "
-        "one thread, with a fresh process for each row"
+        "measured: the peak of resident memory that Linux reports, less that before the model was "
+        "built; on one thread, with a fresh process for each row"
     )
     return [
         "computed, not measured: memory of a step's tensors at its peak on one rank, and of its "
-        "exchange (num_ranks=); workspaces of libraries come on top",
+        "exchange (num_ranks=); workspaces of libraries are not included",
         *([measured] if any(row["measured_bytes"] for row in result["rows"]) else []),
     ]
 

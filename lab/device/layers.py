@@ -273,8 +273,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         *(f"{name}{line}" for name, row in named for line in _findings(row)),
         f"medians of {result['num_rounds']} rounds, steps with and without clocks in turns; "
         "[95 % intervals]",
-        "times are a module's own work; backward is divided in the ratio of its two parts, "
-        "measured separately, or is not divided where one kernel computes both",
+        "times are those of a module's own work; backward is divided in the ratio of its two "
+        "parts, measured separately, or is not divided where one kernel computes both",
     ]
 
 
@@ -294,7 +294,7 @@ def _findings(row: Row) -> Iterator[str]:
         )
     if biases := bias_seconds(layers):
         yield (
-            f"biases take {MS * biases:.3g} ms as operations of their own, "
+            f"biases take {MS * biases:.3g} ms as separate operations, "
             f"{100 * biases / step_s:.2g} % of the step; libraries compute them with the products"
         )
     if row["input_grad_s"]:
@@ -328,7 +328,7 @@ def chart(result: dict[str, Any]) -> Drawn:
         f"{kind} takes {100 * sum(passes.values()) / step_s:.0f} % of a step of "
         f"{result['models'][0]} at a batch of {row['batch_size']}"
     )
-    whole = f"step of {MS * step_s:.4g} ms, of which bars end with their share"
+    whole = f"step of {MS * step_s:.4g} ms; each bar ends with its share of it"
     return message, [f"{medians_of(result)} · {whole}"], drawn
 
 

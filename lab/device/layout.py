@@ -254,19 +254,20 @@ def notes(result: dict[str, Any]) -> list[str]:
             "reorders: cuDNN's kernels that change a layout, by name (no GPU has run this yet)"
         )
     blocked = (
-        "blocked: inputs and gradients as oneDNN's convolutions leave them; filters in NCHW, since "
-        "torch trains no others"
+        "blocked: inputs and gradients as oneDNN's convolutions leave them; filters in NCHW, "
+        "because torch cannot train others"
     )
     return [
         *shapes_of(result),
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes; "
         f"medians of {result['num_rounds']} rounds in turns, [95 % intervals]",
-        "the sum has what a step needs of all layers: no backward data of the first one",
+        "the sum is over what a step needs, so it leaves out backward data of the first layer",
         reorders,
         *([blocked] if any(row["layout"] == "blocked" for row in result["rows"]) else []),
-        "copies: torch's, by its profiler; in a layer, changes of layout; in a step, all of them; "
-        "both (%): reorders and copies, from other calls than the timed ones, of the time",
-        "mixed: convolutions in NHWC, tensors between layers put back into NCHW, by copies",
+        "copies: by torch, from its profiler; in a layer, only those that change the layout; in a "
+        "step, all of them; both (%): share of reorders and copies in the time, from other calls "
+        "than the timed ones",
+        "mixed: convolutions in NHWC, tensors between layers copied back into NCHW",
     ]
 
 

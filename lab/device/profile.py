@@ -30,7 +30,7 @@ from lab.settings.atomic import write_atomically
 from lab.training.assemble import Assembly, assembled
 
 CHECKED = 5  # steps in which torch.profiler counts the kernels
-KERNELS = "kernels of a step but the optimizer's, by torch.profiler:"
+KERNELS = "kernels of a step except the optimizer's, by torch.profiler:"
 HEADER = [
     *("layer", "parameters"),
     *("forward ms", "of it fixed", "us per sample"),
@@ -294,7 +294,7 @@ def _notes(measured: Measurement) -> list[str]:
     for batch, step_ms in measured.steps_ms.items():
         by_lines = 1000 * (profile.compute_s(batch) + (profile.rest_s(batch) or 0.0))
         lines.append(
-            f"batch {batch}: step {step_ms:.3f} ms without clocks on its layers; by the lines "
+            f"batch {batch}: step {step_ms:.3f} ms without clocks on its layers; the lines give "
             f"{by_lines:.3f} ({100 * (by_lines / step_ms - 1):+.1f} %)"
         )
     lines.append("(rest): optimizer, data, host; [95 % intervals]")

@@ -28,7 +28,10 @@ def read(settings: Sequence[str]) -> list[DictConfig]:
     """
     for setting in settings:
         if setting.startswith("strategy="):
-            raise ConfigError(f"{setting}: nothing is exchanged here; use transform=fc1x1 instead")
+            raise ConfigError(
+                f"{setting}: has no effect, because nothing is exchanged; to change the model, set "
+                "transform=, as in transform=fc1x1"
+            )
     batches = expanded(settings).get("batch_size", [])
     if len(batches) > 1:
         common = [text for text in settings if not text.startswith("batch_size=")]
@@ -48,14 +51,17 @@ def _check(configs: Sequence[DictConfig]) -> None:
             raise ConfigError(f"{key}={config[key]}: layers are measured with {key}={needed}")
     if config.steps < config.warmup_steps + TURN:
         raise ConfigError(
-            f"steps={config.steps}: must be at least {TURN} above "
+            f"steps={config.steps}: must be at least {TURN} more than "
             f"warmup_steps={config.warmup_steps}"
         )
     batches = [each.batch_size for each in configs]
     if len(set(batches)) < len(batches):
-        raise ConfigError(f"batch_size={batches[0]}: a line needs two different batches")
+        raise ConfigError(f"batch_size={batches[0]}: the fit of a line needs two different batches")
     if num_launched() > 1:
-        raise ConfigError(f"{num_launched()} ranks were started: layers are measured on one")
+        raise ConfigError(
+            f"{num_launched()} ranks were started: layers are measured on one rank; leave the "
+            "launcher out"
+        )
 
 
 def profile_file(text: str) -> Path | None:
@@ -66,5 +72,7 @@ def profile_file(text: str) -> Path | None:
     """
     path = file_to_write("out", text, ".yaml")
     if path and not re.fullmatch(r"[\w-]+", path.stem):
-        raise ConfigError(f"out={text}: must be NAME.yaml, of letters, digits, _ and -")
+        raise ConfigError(
+            f"out={text}: must be NAME.yaml, with only letters, digits, _ and - in NAME"
+        )
     return path

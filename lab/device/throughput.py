@@ -27,6 +27,7 @@ from lab.convolution.layer import convolutions_of
 from lab.distributed.world import World
 from lab.draw.chart import BLUE, COLOURS, VERMILLION, Look, looks_of
 from lab.draw.plots import Axis, dots, lines
+from lab.draw.text import number_of
 from lab.measure.peaks import arithmetic_of, gpu_peak, measured_rates
 from lab.model.lstm import LSTM
 from lab.model.transformer import Transformer
@@ -51,8 +52,8 @@ MARKS = ("ProfilerStep", "Optimizer.", "enumerate(", "autograd::")  # spans, not
 SAMPLES = 2  # one is too few for BatchNorm at 1x1 px
 # H·W of the output; C are the channels that a filter sees: lab.convolution.
 CONVOLUTION = "2·N·K·C·R·S·H·W of each convolution"
-CELL = "16·hidden² a token and layer"
-TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² a module"
+CELL = "16·hidden² per token and layer"
+TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² per module"
 
 
 @harness.on_one_rank
@@ -86,8 +87,8 @@ class Candidate:
         inputs, _ = next(iter(self.trainer.data.test_batches(0, 1, batch)))
         if len(inputs) < batch:
             raise ConfigError(
-                f"batch_size={batch}: the test part has {len(inputs)} samples, too few for one "
-                "batch of inference"
+                f"batch_size={batch}: the test set has only {number_of(len(inputs), 'sample')}, "
+                "which is too few for one batch of inference"
             )
         self.inputs = inputs.contiguous(
             memory_format=torch.channels_last if config.channels_last else torch.contiguous_format
@@ -301,7 +302,7 @@ def _knees(result: dict[str, Any]) -> Iterator[str]:
         knees_ = " and ".join(f"{batch} in {way}" for way, batch in of_ways.items())
         series = f" ({name or DEFAULT})" if _is_named(result) else ""
         yield (
-            f"knee{series}: from a batch of {knees_} on, a larger one adds less than 5 % to the "
+            f"knee{series}: from a batch of {knees_} on, a larger batch adds less than 5 % to the "
             f"best rate of {result['unit']}s per second"
         )
 
@@ -309,8 +310,9 @@ def _knees(result: dict[str, Any]) -> Iterator[str]:
 def _formula(row: present.Row, unit: str) -> str:
     counted, by_formula = row["forward_flops"], row["formula_flops"]
     return (
-        f"{row['model']}: forward of one {unit} takes {G * counted:.4g} GFLOP as counted; "
-        f"{row['formula']} (published) gives {G * by_formula:.4g}, {by_formula / counted:.3f} of it"
+        f"{row['model']}: the forward pass of one {unit} takes {G * counted:.4g} GFLOP by count; "
+        f"{row['formula']} (published) gives {G * by_formula:.4g}, {by_formula / counted:.3f} of "
+        "the count"
     )
 
 

@@ -62,7 +62,7 @@ def measure(request: Request) -> dict[str, Any]:
     path: Path | None = request.own["trace"]
     if path is None:
         raise ConfigError(
-            "trace=null: must be a trace of torch.profiler or Chrome, .json or .json.gz"
+            "trace=null: give a trace from torch.profiler or Chrome, FILE.json or FILE.json.gz"
         )
     events = read_events(path)
     skipped: Counter[str] = Counter()
@@ -82,12 +82,12 @@ def _why(events: Sequence[Mapping[str, Any]], skipped: Mapping[str, int]) -> str
     if calls:
         name, times = calls.most_common(1)[0]
         return (
-            f": it contains the host's calls ({times} of {name}), but not what the device did; "
-            "also record ProfilerActivity.CUDA"
+            f", but only the host's calls, such as {name} ({times}); to record what the device "
+            "did, add ProfilerActivity.CUDA"
         )
     return (
-        " (no events of category gpu_memcpy, as Kineto's, named MemcpyH2D, as XLA's, or "
-        "CopyHostToDevice, as ROCm's); a run on CPUs makes none"
+        " (no events of category gpu_memcpy, as from Kineto, or named MemcpyH2D, as from XLA, or "
+        "CopyHostToDevice, as from ROCm); a run on CPUs makes none"
     )
 
 
@@ -380,9 +380,9 @@ def _num_bytes(event: Mapping[str, Any]) -> float:
 def _without_bytes(name: str) -> str:
     """Return what copies lack, and what has it."""
     if XLA.fullmatch(name):
-        return "without bytes (XLA's args have memcpy_details: a trace of a GPU by jax.profiler)"
+        return "without bytes (a trace of a GPU by jax.profiler has them, in memcpy_details)"
     if ROCM.fullmatch(name):
-        return "without bytes (rocprofv3 --sys-trace --output-format json has them)"
+        return "without bytes (rocprofv3 --sys-trace --output-format json records them)"
     return "without bytes"
 
 

@@ -108,7 +108,10 @@ def evidence_of(
 ) -> Evidence:
     """Do the same where the study's points and noise floor are known. Raises the same."""
     if cell.status != "done":
-        raise ValueError(f"{cell.folder}: status={cell.status}: {cell.error}; only done runs count")
+        raise ValueError(
+            f"{cell.folder}: status={cell.status}: {cell.error}; only runs with status=done can be "
+            "explained"
+        )
     if cell.world_size < 2:
         raise ValueError(f"{cell.folder}: world_size=1: a single rank exchanges nothing")
     settings = _settings(cell)
@@ -162,7 +165,9 @@ def gather_all(study: Study) -> list[Evidence]:
     several = [point for point in points if point.one.world_size > 1]
     timed = [p for p in several if p.one.status == "done" and not math.isnan(p.one.step_s)]
     if not timed:
-        raise ValueError(f"{study.folder}: world_size: no finished, timed run of several ranks")
+        raise ValueError(
+            f"{study.folder}: world_size: there is no finished, timed run on several ranks"
+        )
     floor = noise_floor(points)
     return [evidence_of(study, point.one, point, points, floor) for point in timed]
 

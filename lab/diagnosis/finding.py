@@ -11,7 +11,7 @@ from lab.analysis.points import CEILING, Place, Point, leaders
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Verdict
 from lab.diagnosis.view import reason
-from lab.draw.text import number_text
+from lab.draw.text import number_of, number_text
 from lab.measure.statistics import ENOUGH_REPEATS, Interval
 
 # What people use, the most common first.
@@ -68,7 +68,7 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
         of_none = sum(point.num_repeats > 0 for point in points)
         if not of_none:
             return Finding("No run has finished.")
-        only = f"Only {CEILING} was measured, at {of_none} points."
+        only = f"Only {CEILING} was measured, at {number_of(of_none, 'point')}."
         return Finding(f"{only} It exchanges nothing, so there is no exchange to judge.")
     size = max((point.world_size, point.fixed_batch_size) for point in running)
     here = [point for point in running if (point.world_size, point.fixed_batch_size) == size]
@@ -92,7 +92,7 @@ def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) ->
         gain = f"{more} times as fast as with {names[baseline.place]}"
     times = best.speedup.mid
     if math.isnan(times) or best.world_size == 1:
-        told = ", ".join(filter(None, (f"{number_text(best.step_s, 1e3)} ms a step", gain)))
+        told = ", ".join(filter(None, (f"{number_text(best.step_s, 1e3)} ms per step", gain)))
         return f"On {ranks}, {name} is the fastest strategy measured: {told}."
     told = ", and ".join(filter(None, (f"{number_text(times)} times as fast as one", gain)))
     if times > 1:
@@ -130,7 +130,9 @@ def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list
         return []
     first = max(faster, key=lambda point: point.speedup.mid)
     times = number_text(first.speedup.mid)
-    return [f"Fewer are faster: with {first.label}, {ranks_text(first.world_size)} reach {times}."]
+    return [
+        f"Fewer ranks are faster: with {first.label}, {ranks_text(first.world_size)} reach {times}."
+    ]
 
 
 def _best(here: Sequence[Point], names: Mapping[Place, str]) -> Figure:

@@ -213,7 +213,7 @@ def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
         if not math.isnan(e.backward_s):
             backward_s = e.backward_s
         hidden = min(loss.seconds, HIDING_SHARE * backward_s)
-        yield Remedy("overlap=true bucket_mb=25", "backward would hide it", hidden)
+        yield Remedy("overlap=true bucket_mb=25", "the backward pass would hide it", hidden)
     if e.payload_bytes > ring_bytes / 4:
         saves = loss.seconds * (1 - ONEBIT_SHARE)
         yield from _strategy(e, "onebit", "sends 1/32 of the bytes, but has to encode them", saves)
@@ -238,7 +238,7 @@ def _for_latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     takes_tree = e.pattern.takes_exchanges and not sums_alone and can_send
     if size >= MANY_RANKS and takes_tree and not exchange.endswith("Tree"):
         steps = 2 * math.ceil(math.log2(size))
-        why = f"{steps} messages one after the other instead of {2 * (size - 1)}"
+        why = f"{steps} messages in sequence instead of {2 * (size - 1)}"
         yield Remedy("exchange=tree", why, loss.seconds * (1 - steps / (2 * (size - 1))))
     yield from _rounds(e, loss.seconds)
     yield _larger_batch(e, f"the same messages for more {e.one.unit}s")
@@ -255,7 +255,7 @@ def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:
 
 
 def _for_codec(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    yield from _strategy(e, "auto", "tries all exchanges, and keeps the fastest")
+    yield from _strategy(e, "auto", "tries all exchanges and chooses the fastest")
     yield from _strategy(e, "bf16", "half the bytes, and almost no time to encode")
 
 

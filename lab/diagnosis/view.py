@@ -176,7 +176,7 @@ def _payload(e: Evidence) -> str:
     sent = f"{e.payload_bytes / 1e6:.4g} MB in {e.messages:.4g} messages by the busiest rank"
     if not (e.exposed_s > 0 and e.payload_bytes > 0):
         return sent
-    return f"{sent}: {e.payload_bytes / e.exposed_s / 1e6:.4g} MB/s of what is not hidden"
+    return f"{sent}: {e.payload_bytes / e.exposed_s / 1e6:.4g} MB/s in the time that is not hidden"
 
 
 def _remedy_lines(changes: list[Remedy]) -> Lines:
@@ -212,7 +212,7 @@ def time_split(
     first, parts = several[0], _parts(several[0])
     if [*parts] == ["all else"]:
         raise NothingToDraw(
-            "where the time goes: there is no run of one rank or of none to compare with"
+            "where the time goes: there is no run on one rank or of none to compare with"
         )
     names = [f"{called[e.point.place]}  N={e.one.world_size}" for e in several]
     room = LETTER * LABEL_PX * max(map(len, names))

@@ -31,6 +31,11 @@ def in_words(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
+def number_of(count: int, noun: str) -> str:
+    """Write how many there are: 1 cell, 2 cells."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def number_text(value: float, scale: float = 1.0, digits: int = 3) -> str:
     """Write a value to so many digits, or all before its point, and never with an exponent."""
     return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, digits)

@@ -17,12 +17,12 @@ class Settings:
     """The settings of lab.gpu_report."""
 
     minutes: float = setting(15, "time budget; items that would exceed it are skipped", above=0)
-    items: tuple[str, ...] | None = setting(None, "keys, or their first letters; null: all")
+    items: tuple[str, ...] | None = setting(None, "items, by key or its first letters; null: all")
     again: bool = setting(False, "true: repeat items that the file already contains")
     out: Path | None = file_setting(
         "FILE.json, with its page FILE.md and figures; null: gpu_report.json", ".json"
     )
-    page: Path | None = setting(None, "FILE.json of a report: write only its page")
+    page: Path | None = setting(None, "FILE.json of an existing report: write only its page")
     pretend: bool = setting(False, "true: try the report on a CPU, at tiny sizes")
 
 
@@ -38,7 +38,7 @@ with each item. Run it again to measure what is missing.""",
         "python -m lab.gpu_report page=mine.json",
     ),
     Settings,
-    stopped="stopped; the file contains the items that are done, and the same command continues",
+    stopped="stopped; the file contains the finished items; run the same command to continue",
 )
 
 

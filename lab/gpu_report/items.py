@@ -143,7 +143,9 @@ def chosen(items: Sequence[Item], names: Sequence[str] | None) -> list[Item]:
     for name in names or ():
         if not any(item.key.startswith(name) for item in items):
             keys = ", ".join(item.key for item in items)
-            raise ConfigError(f"items={name}: allowed are {keys}, or their first letters")
+            raise ConfigError(
+                f"items={name}: no such item; allowed: {keys}, or their first letters"
+            )
     return [item for item in items if names is None or item.key.startswith(tuple(names))]
 
 

@@ -25,7 +25,7 @@ COUNTED = ("none", "onebit", "int8", "powersgd")  # whose kernels are counted
 METRICS = ["dram__bytes_read.sum", "dram__bytes_write.sum", "sm__inst_executed.sum"]
 COPIED_BYTES, COPIES = (4_000, 400_000, 40_000_000), 5
 PROFILED, UNPROFILED = 3, 4  # steps
-PRETENDED = "a GPU, by a CPU at tiny sizes: no number is from a GPU"
+PRETENDED = "a GPU, on a CPU at tiny sizes: no number is from a GPU"
 
 
 def measure(item: Item, pretended: bool) -> Result:

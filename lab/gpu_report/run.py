@@ -110,11 +110,12 @@ def measure(
         tell(f"[{number}/{len(items)}] {item.key}: {item.about}; {remaining_s:.0f} s left")
         before = report["items"].get(item.key)
         if item.seconds > remaining_s:
-            line = f"takes about {item.seconds:g} s, of {budget_s:g} {remaining_s:.0f} were left"
+            left = f"{remaining_s:.0f} of {budget_s:g} s were left"
+            line = f"takes about {item.seconds:g} s, but only {left}"
             entry = before or {"status": SKIPPED, "line": line}
         else:
             # Stands there if the process ends meanwhile.
-            began, report["items"][item.key] = now(), _failed("the process ended in it")
+            began, report["items"][item.key] = now(), _failed("the process ended during this item")
             write_json(path, report)
             entry = {**_entry(item, report["pretended"], take), "seconds": now() - began}
         commit = report["git_commit"]["commit"]

@@ -262,8 +262,8 @@ def operations_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         return 0
     else:
         raise Uncountable(
-            f"{namespace}.{packet.__name__} has no formula; torch.utils.flop_counter can register "
-            "one"
+            f"{namespace}.{packet.__name__} has no formula; register one with "
+            "torch.utils.flop_counter"
         )
     tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     return operations * (4 if any(each.is_complex() for each in tensors) else 1)

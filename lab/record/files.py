@@ -51,7 +51,7 @@ def decode(kind: Any, value: Any, key: str) -> Any:
         return decode(member, value, key)
     if origin is Literal:
         if value not in parts:
-            raise ValueError(f"{key}={value!r}; allowed are {', '.join(map(str, parts))}")
+            raise ValueError(f"{key}={value!r}: must be one of {', '.join(map(str, parts))}")
         return value
     if origin is list:
         return [
@@ -78,7 +78,7 @@ def check_types(made: object) -> None:
 def _a(kind: type, value: Any, key: str) -> Any:
     if type(value) is not kind:  # True is an int to isinstance
         shown = "null" if value is None else repr(value)
-        raise ValueError(f"{key}={shown}; must be {kind.__name__}")
+        raise ValueError(f"{key}={shown}: must be {kind.__name__}")
     return value
 
 

@@ -84,7 +84,7 @@ class Guarded:
             name = type(self._recorder).__name__
             self._recorder = None
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            print(f"lab.train: {name} is off: {line}", file=sys.stderr)
+            print(f"lab.train: {name} is switched off: {line}", file=sys.stderr)
 
 
 class CsvRecorder:
@@ -329,7 +329,7 @@ def _files(directory: Path) -> list[Path]:
 def _require_package(name: str) -> None:
     """Refuse a recorder whose library is missing before anything is trained."""
     if find_spec(name) is None:
-        raise ValueError(f"recorder={name}: needs the package {name}: pip install {name}")
+        raise ValueError(f"recorder={name}: needs the package {name}; run pip install {name}")
 
 
 @contextmanager

@@ -98,7 +98,9 @@ class RunDirectory:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     self.release()
-                    raise ValueError(f"runs_dir: another run still writes {self.path}") from None
+                    raise ValueError(
+                        f"runs_dir: another run is still writing {self.path}"
+                    ) from None
                 time.sleep(0.2)
             except OSError:  # a file system without locks
                 return
@@ -124,7 +126,9 @@ class RunDirectory:
             except FileExistsError:
                 if path.is_dir():
                     continue
-                raise ValueError(f"runs_dir: cannot write {path}: a file is there") from None
+                raise ValueError(
+                    f"runs_dir: cannot write {path}: a file with this name exists"
+                ) from None
             except OSError as error:
                 raise ValueError(f"runs_dir: cannot write {path}: {error.strerror}") from None
             return cls(path)
@@ -145,7 +149,7 @@ class RunDirectory:
         path, attempts = self.path / "attempts.json", self.attempts()
         if attempts:
             began = datetime.fromisoformat(attempts[-1]["started_at"]).timestamp()
-            attempts[-1]["ended"] = "killed: it left no record"
+            attempts[-1]["ended"] = "killed: the run left no record"
             if self.recorded_since(began):
                 attempts[-1]["ended"] = self._ended()
         else:  # a file that cannot be read is kept: this one would replace it

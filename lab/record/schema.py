@@ -367,13 +367,17 @@ class Record:
         Raises: ValueError: it is not such an object; one line that names the key.
         """
         if not isinstance(value, dict):
-            raise ValueError(f"contains a {type(value).__name__}; a record is one JSON object")
+            raise ValueError(
+                f"contains a value of type {type(value).__name__}; must be one JSON object"
+            )
         keys: dict[str, Any] = dict(value)  # type: ignore[reportUnknownArgumentType]
         schema = keys.pop("schema", 1)
         if schema == 1:
             keys = _upgraded(keys)
         elif schema != SCHEMA:
-            raise ValueError(f"schema={schema!r}; this version of the lab reads 1 and {SCHEMA}")
+            raise ValueError(
+                f"schema={schema!r}: this version of the lab reads only 1 and {SCHEMA}"
+            )
         return decode(cls, keys, "")
 
     def write(self, path: Path) -> None:
@@ -444,7 +448,7 @@ def _upgraded(record: dict[str, Any]) -> dict[str, Any]:
     known["unit"] = "image"
     sentence = known.get("emulation", "none")
     if not isinstance(sentence, str):
-        raise ValueError(f"emulation={sentence!r:.80}; in a record of schema 1 must be str")
+        raise ValueError(f"emulation={sentence!r:.80}: must be str in a record of schema 1")
     clauses = sentence.split("; ") if sentence not in ("", "none") else []
     known["emulation"] = [
         {"kind": next((k for p, k in CLAUSES_1 if re.search(p, clause)), "hosts"), "detail": clause}

@@ -43,5 +43,5 @@ def read_table(path: Path) -> pa.Table:
     content = io.BytesIO(read_bytes(path))
     found = pq.read_metadata(content)
     if found.num_rows * found.num_columns > LARGEST:
-        raise ValueError(f"{found.num_rows:,} rows of {found.num_columns} columns are too many")
+        raise ValueError(f"too large, with {found.num_rows:,} rows of {found.num_columns} columns")
     return pq.read_table(content)

@@ -60,7 +60,7 @@ def write_trace(path: Path, spans: Iterable[Span], about: Mapping[str, Any] | No
     """
     ordered = sorted(spans, key=lambda span: (span.rank, _place(span.row), span.start_s))
     if not ordered:
-        raise ValueError(f"{path}: a timeline without spans")
+        raise ValueError(f"{path}: cannot write a timeline without spans")
     origin = min(span.start_s for span in ordered)
     events: list[Event] = []
     threads: dict[tuple[int, str, int], int] = {}
@@ -146,5 +146,5 @@ def _names(rank: int, row: str, lane: int, thread: int) -> list[Event]:
 def _span(event: Event) -> Span:
     start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
     if not math.isfinite(start + end) or end < start:
-        raise ValueError(f"ts={event['ts']} dur={event['dur']}: no span of time")
+        raise ValueError(f"ts={event['ts']} dur={event['dur']}: is not a span of time")
     return Span(int(event["pid"]), str(event["cat"]), str(event["name"]), start, end)

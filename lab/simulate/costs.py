@@ -185,8 +185,8 @@ def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
     until = exchange["until"]
     if not all(0 < end < 1 for end in until):
         raise ValueError(
-            f"exchange.until={list(until)}: a prediction needs the run's length: set steps, or "
-            "shares of the run"
+            f"exchange.until={list(until)}: a prediction needs the length of the run; set "
+            "steps=, or give shares of the run, as in exchange.until=[0.5]"
         )
     starts, ends = [0, *until], [*until, 1]
     shares = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -294,7 +294,7 @@ def _with_classes_of_today(value: Any) -> Any:
             found["_target_"] = _path_of(str(found["_target_"]))
         return found
     if isinstance(value, str) and "${" in value:  # would be looked up here
-        raise ValueError(f"exchange: {value}: must be a plain value")
+        raise ValueError(f"exchange: {value}: must be a plain value, not an interpolation")
     return [_with_classes_of_today(each) for each in value] if isinstance(value, list) else value
 
 
@@ -304,7 +304,7 @@ def _path_of(path: str) -> str:
         if path in known.values() or (path := known.get(_key(path), path)) in known.values():
             return path
         allowed = ", ".join(choices_of("exchange"))
-        raise ValueError(f"exchange={class_name(path)}: is no exchange; allowed are {allowed}")
+        raise ValueError(f"exchange={class_name(path)}: is not an exchange; allowed: {allowed}")
     from lab.codec.base import Codec
     from lab.exchange.base import Exchange
     from lab.exchange.memory import Memory
@@ -314,7 +314,7 @@ def _path_of(path: str) -> str:
     if isinstance(found, type) and issubclass(found, Exchange | Codec | Memory):
         return path
     raise ValueError(
-        f"exchange={path}: is not an exchange of the lab, and its code is not loaded here"
+        f"exchange={path}: is neither an exchange of the lab nor one whose code is imported here"
     )
 
 

@@ -68,7 +68,9 @@ def fit(
     """
     used = used_by_fit(cells)
     if not any(cell.world_size == LARGEST_FITTED for cell in used):
-        raise ValueError("no finished throughput run of two ranks that this model could predict")
+        raise ValueError(
+            "there is no finished throughput run on 2 ranks that the cost model can predict"
+        )
     measured = np.array([cell.step_s for cell in used])
     typical = np.median(measured)
     names = [name for name in NAMES if get(preset, name) is not None]
@@ -258,7 +260,7 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
             cells.setdefault(cell.circumstances, []).append(cell)
     try:
         if not cells:
-            raise ValueError("no finished throughput run")
+            raise ValueError("there is no finished throughput run")
         return _groups({name: cells[name] for name in sorted(cells)}, profile, preset)
     except ValueError as error:
         raise ValueError(f"fit={folder}: {error}") from None
@@ -283,8 +285,8 @@ def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) ->
         alike = [g for g in fitted if _ranks_per_host(cells[g]) == _ranks_per_host(cells[name])]
         if len(alike) != 1:
             raise ValueError(
-                f"{name}: no cell of two ranks, and {len(alike)} groups with as many ranks on a "
-                "host have some"
+                f"{name}: has no cell on 2 ranks, so exactly one group with the same number of "
+                f"ranks per host must have such cells; {len(alike)} have"
             )
         (source,) = alike
         groups[name] = _transferred(name, cells[name], groups[source], cells[source], profile)
@@ -303,7 +305,9 @@ def _with_hosts(
     if local == 1 or preset.ranks_per_node > 1:
         return preset
     if preset.intra is None:
-        raise ValueError(f"cluster.ranks_per_host={local}: hardware={preset.name} has no intra")
+        raise ValueError(
+            f"cluster.ranks_per_host={local}: hardware={preset.name} has no intra link"
+        )
     start = preset
     if known := next((pair for pair in others if _ranks_per_host(pair[1]) == 1), None):
         start = over_links(known[0].hardware, _cluster(known[1]), _cluster(cells))
@@ -330,7 +334,9 @@ def _transferred(
         clusters = _cluster(source_cells), _cluster(cells)
         best, *moved = [over_links(machine, *clusters) for machine in machines]
     except ValueError as error:
-        raise ValueError(f"{name}: no cell of two ranks, and {error}") from None
+        raise ValueError(
+            f"{name}: has no cell on 2 ranks, and no other group can replace them ({error})"
+        ) from None
     return Group(name, tuple(_observations(cells, profile)), best, tuple(moved), fitted=False)
 
 
@@ -344,7 +350,7 @@ def _cluster(cells: list[Cell]) -> Cluster:
     cell = max(cells, key=lambda cell: cell.world_size)
     settings = _cluster_settings(cell)
     if not settings:
-        raise ValueError("no emulated cluster")
+        raise ValueError("the cells did not run on an emulated cluster")
     try:  # not `build`, which would call whatever a stranger's file names
         return emulated(**settings, world_size=cell.world_size)
     except (TypeError, AttributeError) as error:
@@ -385,9 +391,9 @@ def _check_model(cell: Cell, profile: Profile) -> None:
     num_parameters = profile.gradient_bytes / VALUE_BYTES
     if abs(cell.num_parameters / num_parameters - 1) > MOST_APART:
         raise ValueError(
-            f"{cell.name} has {cell.num_parameters:.0f} parameters, profile="
-            f"{profile.name} {num_parameters:.0f}; give its profile, or profile.bytes_scale="
-            f"{profile.bytes_scale * cell.num_parameters / num_parameters:.4g}"
+            f"{cell.name} has {cell.num_parameters:.0f} parameters, but profile={profile.name} has "
+            f"{num_parameters:.0f}; give the profile of the cell's model, or "
+            f"profile.bytes_scale={profile.bytes_scale * cell.num_parameters / num_parameters:.4g}"
         )
 
 
@@ -402,7 +408,8 @@ def over_links(hardware: Hardware, fitted: Cluster, other: Cluster) -> Hardware:
     assert hardware.inter is not None  # emulated hosts are nodes
     if None in (*fitted.rates, *other.rates) or len(set(fitted.rates)) > 1:
         raise ValueError(
-            "cluster.rates: must have a limit, and must be equal where cells are fitted"
+            "cluster.rates: every link needs a rate, and all links of the fitted cells the same "
+            "rate"
         )
     if other.loss_percent or other.changes:
         raise ValueError("cluster.loss_percent, cluster.changes: have no cost model")

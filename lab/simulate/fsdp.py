@@ -180,14 +180,15 @@ def _ranks_of_a_second_shard(setting: int | str | None, network: Network) -> int
     if size == network.size:
         return None
     if size == 1:
-        raise ValueError(f"{key}: each rank would store all weights; needs groups of 2 or more")
+        raise ValueError(f"{key}: each rank would store all weights; use groups of 2 or more ranks")
     return size
 
 
 def _ranks_of_a_node(key: str, network: Network) -> int:
     if network.size % network.local:
         raise ValueError(
-            f"{key}: {network.size} ranks, {network.local} on a node; each node needs as many"
+            f"{key}: {network.size} ranks cannot be divided into nodes of {network.local} ranks "
+            "each"
         )
     return network.local
 

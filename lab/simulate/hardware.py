@@ -405,7 +405,7 @@ def _check_keys(where: str, node: Mapping[str, Any], kind: Kind) -> None:
     known = {each.name: each.default for each in fields(kind) if each.name not in NOT_OF_A_FILE}
     for key, value in node.items():
         if key not in known:
-            raise ValueError(f"{where}: {key}={value}: no such key; allowed are {', '.join(known)}")
+            raise ValueError(f"{where}: {key}={value}: no such key; allowed: {', '.join(known)}")
     for key, default in known.items():
         if default is MISSING and key not in node:
             raise ValueError(f"{where}: {key}: is missing")
@@ -421,12 +421,17 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
     if hardware.num_cores is not None:
         checks.whole(f"{name}: num_cores", hardware.num_cores, 1)
     if hardware.ranks_per_node > 1 and hardware.intra is None:
-        raise ValueError(f"{name}: intra=null: must join the {hardware.ranks_per_node} ranks")
+        raise ValueError(
+            f"{name}: intra=null: must be the link between the {hardware.ranks_per_node} ranks of "
+            "a node"
+        )
     for rate in hardware.node_rates:
         checks.number(f"{name}: node_rates", rate, 1)
     if not hardware.protocols or set(hardware.protocols) - set(PROTOCOLS):
         allowed = ", ".join(PROTOCOLS)
-        raise ValueError(f"{name}: protocols={hardware.protocols}: must be some of {allowed}")
+        raise ValueError(
+            f"{name}: protocols={hardware.protocols}: must be one or more of {allowed}"
+        )
     if hardware.nccl is not None:
         checks.one_of(f"{name}: nccl", hardware.nccl, GENERATIONS)
 
@@ -448,7 +453,7 @@ def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
 
 def _link(where: str, figures: Mapping[str, Any]) -> Link:
     for key in figures.keys() & RENAMED.keys():
-        raise ValueError(f"{where}.{key}={figures[key]}: is {RENAMED[key]} now")
+        raise ValueError(f"{where}.{key}={figures[key]}: has been renamed to {RENAMED[key]}")
     _check_keys(where, figures, Link)
     links = figures.get("num_links", 1)
     if isinstance(links, Mapping):
@@ -470,12 +475,13 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
 
     Peaks that it leaves out are those of lab/measure/peaks.py.
     """
-    allowed = [field.name for field in fields(Device)]
+    known = [field.name for field in fields(Device)]
+    allowed = ", ".join(known)
     if not isinstance(node, Mapping) or "name" not in node:
-        raise ValueError(f"{name}: device={node}: must have a name; allowed are {allowed}")
+        raise ValueError(f"{name}: device={node}: must have a name; allowed: {allowed}")
     for key in node:
-        if key not in allowed:
-            raise ValueError(f"{name}: device.{key}: no such key; allowed are {', '.join(allowed)}")
+        if key not in known:
+            raise ValueError(f"{name}: device.{key}: no such key; allowed: {allowed}")
     pairs = {
         key: _pairs(f"{name}: device.{key}", node[key], least)
         for key, least in MAPPINGS.items()
@@ -485,7 +491,8 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
     for precision, _ in device.peak_flops_per_s:
         if precision not in PRECISIONS:
             raise ValueError(
-                f"{name}: device.peak_flops_per_s.{precision}: allowed are {', '.join(PRECISIONS)}"
+                f"{name}: device.peak_flops_per_s.{precision}: no such precision; allowed: "
+                f"{', '.join(PRECISIONS)}"
             )
     for key, least in LEAST_OF_DEVICE.items():
         checks.number(f"{name}: device.{key}", getattr(device, key), least)
@@ -506,7 +513,7 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
 
 def _pairs(key: str, node: object, least: float) -> tuple[tuple[str, float], ...]:
     if not isinstance(node, Mapping):
-        raise ValueError(f"{key}={node}: must be values by name")
+        raise ValueError(f"{key}={node}: must map names to values")
     for name, value in node.items():
         checks.number(f"{key}.{name}", value, least)
     return tuple((str(name), float(value)) for name, value in node.items())

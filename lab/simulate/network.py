@@ -62,13 +62,15 @@ class Network:
         self.groups = 1  # that do the same at the same time, with ranks on the same nodes
         if self.num_nodes > 1 and hardware.inter is None:
             raise ValueError(
-                f"world_size={size}: hardware={hardware.name} has {hardware.ranks_per_node} ranks"
+                f"world_size={size}: hardware={hardware.name} has a single "
+                f"node of ranks_per_node={hardware.ranks_per_node}"
             )
         self.intra = (hardware.intra if self.local > 1 else None) or NOWHERE
         self.rates = hardware.node_rates[: self.num_nodes]
         if self.rates and len(self.rates) < self.num_nodes:
             raise ValueError(
-                f"world_size={size}: hardware={hardware.name} has {len(self.rates)} node_rates"
+                f"world_size={size}: hardware={hardware.name} has only "
+                f"node_rates of {len(self.rates)} nodes"
             )
         self.inter = NOWHERE
         if self.num_nodes > 1 and hardware.inter:

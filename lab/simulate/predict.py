@@ -59,22 +59,24 @@ class OwnSettings:
 
     hardware: str = setting(
         "titanx_x4",
-        "a file of conf/hardware; hardware.KEY=... changes one figure of it, hardware.from=LOG "
-        "takes collectives from a log of nccl-tests or PARAM",
+        "a file in conf/hardware; hardware.KEY=... changes one of its figures, and "
+        "hardware.from=LOG reads times of collectives from a log of nccl-tests or PARAM",
     )
     fit: Path | None = setting(
         None,
-        "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others; "
-        "or FILE.json of lab.bench collective or codec",
+        "runs/STUDY: fit the hardware to its cells on 1 and 2 ranks, and score predictions of the "
+        "others; or FILE.json from lab.bench collective or codec",
     )
     measured: Path | None = setting(
-        None, "runs/STUDY: compare with its cells of these settings, without a fit"
+        None, "runs/STUDY: compare with its cells that have these settings, without a fit"
     )
     out: Path | None = file_setting(
-        "FILE.json for the result, its figure next to it; or FILE.png alone", ".json", ".png"
+        "FILE.json for the result, with its figure next to it; or FILE.png for the figure alone",
+        ".json",
+        ".png",
     )
     trace: Path | None = file_setting(
-        "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure", ".json"
+        "FILE.json for the timeline of a single cell (for ui.perfetto.dev), and its figure", ".json"
     )
 
 
@@ -126,11 +128,14 @@ def read(arguments: Sequence[str]) -> Request:
         raise ConfigError(str(error)) from None
     if fit and fit.suffix != ".json" and None in profiles:
         raise ConfigError(
-            f"fit={fit}: an exchange cannot be fitted beside an estimated model; measure it with "
-            "lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
+            f"fit={fit}: an exchange cannot be fitted if the model's times are estimated; measure "
+            "them with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
         )
     if fit and own.measured:
-        raise ConfigError(f"fit={fit} measured={own.measured}: a fit is scored on its own; set one")
+        raise ConfigError(
+            f"fit={fit} measured={own.measured}: fit= already compares with measured cells; set "
+            "only one of them"
+        )
     by_default = not traced and not any(map(_is_given, cells))
     return Request(cells, profiles, by_default, traced, hardware, fit, own.measured, own.out, trace)
 
@@ -145,7 +150,7 @@ def _traced(arguments: Sequence[str]) -> tuple[Traced | None, list[str]]:
         return None, list(arguments)
     path = Path(texts.pop(TRACED))
     if name := texts.get("profile"):
-        raise ConfigError(f"profile={name} {TRACED}={path}: set one")
+        raise ConfigError(f"profile={name} {TRACED}={path}: set only one of them")
     dotted = [f"{key.removeprefix('profile.')}={text}" for key, text in texts.items()]
     return read_profile(path, plain(OmegaConf.from_dotlist(dotted))), others
 
@@ -232,8 +237,8 @@ class Estimate:
         """
         if hardware.device is None:
             raise ValueError(
-                f"hardware={hardware.name}: has no device to estimate a model on; give "
-                "hardware.device.name (lab/measure/peaks.py), or the model's measured profile="
+                f"hardware={hardware.name}: has no device for estimates of a model; give "
+                "hardware.device.name (see lab/measure/peaks.py), or profile= of the measured model"
             )
         return self.profile_of(of_this_machine(hardware.device))
 
@@ -251,7 +256,7 @@ class Estimate:
         peaks = dict(device.peak_flops_per_s)
         if precision not in peaks:
             raise ValueError(
-                f"precision={precision}: device.peak_flops_per_s of {device.name} has "
+                f"precision={precision}: device.peak_flops_per_s of {device.name} has only "
                 f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
             )
         fewer, more = min(batches), max(*batches, RATIO * min(batches))

@@ -138,8 +138,8 @@ def _events(
     except (RuntimeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
         raise ValueError(
-            f"exchange={type(exchange).__name__}: cannot be predicted from its code, which does "
-            f"not run without values ({why}); give it add_cost"
+            f"exchange={type(exchange).__name__}: cannot be predicted from its code, which "
+            f"cannot run without values ({why}); implement add_cost"
         ) from error
     joined = list[Event]()  # passes over memory that follow each other are one
     for event in recorder.events:
@@ -210,7 +210,7 @@ class Recorder(Comm):
         return self._noted("reduce_scatter", tensor.nbytes / self.size)
 
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
-        raise NotImplementedError("it broadcasts")
+        raise NotImplementedError("it calls broadcast")
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         self._batches += 1
@@ -350,7 +350,10 @@ def _advanced(number: int, rank: _Rank, posted: _Transfers, load: Load) -> bool:
             alone.codec(event.num_bytes, event.calls, event.in_torch)
             rank.now_s += alone.stages[0].seconds
         else:
-            raise ValueError(f"exchange={load.rate}: mixes collectives with single messages")
+            raise ValueError(
+                f"exchange={load.rate}: cannot be predicted, because it mixes collectives with "
+                "single messages"
+            )
         rank.events.popleft()
     return len(rank.events) < before
 

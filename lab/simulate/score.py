@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from lab.draw.text import number_of
 from lab.model.profile import Profile
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import simulate
@@ -196,8 +197,8 @@ class Score:
         """Write the errors for a page."""
         mid, worst = (f"{100 * error:.1f} %" for error in self.step)
         text = (
-            f"For the {self.num_cells} held-out cells with an exchange, the median error of the "
-            f"predicted step time is {mid}, and the largest error is {worst}."
+            f"For the {number_of(self.num_cells, 'held-out cell')} with an exchange, the median "
+            f"error of the predicted step time is {mid}, and the largest error is {worst}."
         )
         if self.num_exposed:
             mid, worst = (f"{100 * error:.1f} %" for error in self.exposed)
@@ -216,10 +217,12 @@ class Score:
         )
 
     def __str__(self) -> str:
-        text = f"{self.num_cells} cells with an exchange, step time {_percent(self.step)}"
+        text = (
+            f"{number_of(self.num_cells, 'cell')} with an exchange, step time {_percent(self.step)}"
+        )
         if self.num_exposed:
             exposed = f"exposed exchange {_percent(self.exposed)}"
-            text += f"; {exposed} ({self.num_exposed} cells)"
+            text += f"; {exposed} ({number_of(self.num_exposed, 'cell')})"
         if not math.isnan(self.signed_error):
             text += f"; overlapped steps {100 * self.signed_error:+.1f} % on average"
         return text if math.isnan(self.skill) else f"{text}; {self.null_model()}"

@@ -205,7 +205,10 @@ def chart(card: Scorecard) -> Chart:
         f"{what.capitalize()}: {near} of {len(data)} predictions are within {100 * BAND:.0f} % of "
         "what was measured"
     )
-    about = f"held-out cells of {card.study}; the line: as measured; the band: ± {100 * BAND:.0f} %"
+    about = (
+        f"held-out cells of {card.study}; line: prediction and measurement are equal; band: "
+        f"± {100 * BAND:.0f} %"
+    )
     return Chart("scores", message, [about], body, columns * (side + GAP))
 
 
@@ -225,7 +228,9 @@ def beyond(card: Scorecard, width: int = WIDTH) -> Chart:
     alone = [one.step_s for one in cells if one.world_size == 1]
     measured = max(one.world_size for one in cells)
     if not alone or measured == 1:
-        raise NothingToDraw("predicted beyond what was measured: nothing was, on several ranks")
+        raise NothingToDraw(
+            "predictions for more ranks: they need measured cells on one rank and on several"
+        )
     more = [measured * factor for factor in BEYOND if not largest % (measured * factor)]
     rows = [row for one in cells for row in _rows(group, one, median(alone), more)]
     data: Any = pd.DataFrame(rows)
@@ -238,8 +243,8 @@ def beyond(card: Scorecard, width: int = WIDTH) -> Chart:
     )
     about = [
         f"Global batch {largest}, layers of {profile.name}{at(group.conditions)}. Filled: "
-        "measured. Hollow: predicted, each rank on its own machine; vertical lines: what the fit "
-        f"to cells of 1 and {LARGEST_FITTED} ranks leaves open. Dotted: ideal."
+        "measured. Hollow: predicted, each rank on its own machine; vertical lines: the range "
+        f"that the fit to cells on 1 and {LARGEST_FITTED} ranks leaves open. Dotted: ideal."
     ]
     x, y = (Axis(name, log=2, ticks=sizes) for name in ("ranks", "speedup"))
     drawn = lines(data, x, y, looks_of(data["series"]), reference="ideal", width=width)

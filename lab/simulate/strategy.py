@@ -52,13 +52,13 @@ class Sharding:
         checks.one_of("sync.reduce_scatter", found.reduce_scatter, rules.SCATTERS)
         if found.reshard is not None and sync["shard_size"] is not None:
             raise ValueError(
-                f"sync.reshard={found.reshard}: sync.shard_size={sync['shard_size']} gathers "
-                "within groups already"
+                f"sync.reshard={found.reshard}: sync.shard_size={sync['shard_size']} already "
+                "gathers within groups; set only one of them"
             )
         keeps = settings["exchange"].get("error_feedback", False)
         if found.reduce_scatter == "two_levels" and keeps:
             raise ValueError(
-                "exchange.error_feedback=true: sync.reduce_scatter=two_levels keeps no residuals"
+                "exchange.error_feedback=true: sync.reduce_scatter=two_levels stores no residuals"
             )
         return found
 

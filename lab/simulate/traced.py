@@ -99,7 +99,9 @@ def read_profile(path: Path, changes: Mapping[str, Any]) -> Traced:
     about = trace if isinstance(trace, dict) else {}
     try:
         if not changes.get("reference_batch"):
-            raise ValueError("has no batch size; give profile.reference_batch=, samples per rank")
+            raise ValueError(
+                "contains no batch size; give profile.reference_batch=, in samples per rank"
+            )
         timed = [e for e in events if None not in map(number, (e.get("ts"), e.get("dur")))]
         launches, marks = _launches(timed)
         steps = sorted(_steps(launches, marks), key=lambda each: each.step_s)
@@ -149,7 +151,9 @@ def _launches(events: Sequence[Event]) -> tuple[list[Launch], list[float]]:
     on_host = [each for each in events if _category(each) in ON_HOST]
     marks = [each for each in on_host if STEP.fullmatch(str(each.get("name")))]
     if not marks:
-        raise ValueError("has no ProfilerStep#: give the profiler a schedule= and call its step()")
+        raise ValueError(
+            "contains no ProfilerStep#; give the profiler a schedule= and call its step()"
+        )
     named = [each for each in on_host if BACKWARD.search(str(each.get("name")))]
     main = marks[0].get("tid")
     engine = {each.get("tid") for each in named} - {main}  # threads of autograd
@@ -170,7 +174,9 @@ def _launches(events: Sequence[Event]) -> tuple[list[Launch], list[float]]:
             streams[None if collective else own.get("stream", event.get("tid"))].append(launch)
     collectives = streams.pop(None, [])
     if not streams:
-        raise ValueError("has no kernels with the calls that launched them: record CPU and CUDA")
+        raise ValueError(
+            "contains no kernels linked to the calls that launched them; record CPU and CUDA"
+        )
     chosen = [*collectives, *max(streams.values(), key=len)]
     return sorted(chosen, key=lambda each: each.launched_s), sorted(span(each)[0] for each in marks)
 
@@ -189,7 +195,7 @@ def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedSte
     """Return the steps with the most common buckets: DDP makes new ones after its first step."""
     if any(each.collective == REDUCE_SCATTER for each in launches):
         raise ValueError(
-            "has reduce-scatters, such as those of FSDP; only all-reduces of DDP can be read"
+            "contains reduce-scatters, such as those of FSDP; only traces of DDP can be read"
         )
     begun = [each.launched_s for each in launches]
     places = [bisect_left(begun, mark) for mark in marks] + [len(launches)]
@@ -201,10 +207,10 @@ def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedSte
     found = [step for part, end in zip(parts, ends, strict=False) if (step := _step(part, end))]
     if not any(each.backward for each in launches):
         raise ValueError(
-            "has no backward: it has neither a thread of autograd nor an annotation of that name"
+            "contains no backward pass: neither an autograd thread nor an annotation of that name"
         )
     if not found:
-        raise ValueError("has no all-reduce of NCCL in a step's backward: record several GPUs")
+        raise ValueError("contains no NCCL all-reduce in a backward pass; record several GPUs")
     common = Counter(step.bucket_bytes for step in found).most_common(1)[0][0]
     return [step for step in found if step.bucket_bytes == common]
 
@@ -242,7 +248,8 @@ def _num_bytes(reduced: Launch) -> int:
     size = TYPE_BYTES.get(str(kind).lower().removeprefix("c10::"))
     if count is None or size is None:
         raise ValueError(
-            "lacks bytes of all-reduces: record with PyTorch 2.2 or record_shapes=True"
+            "does not contain the sizes of all-reduces; record with PyTorch 2.2 or later, or with "
+            "record_shapes=True"
         )
     return int(count) * size
 

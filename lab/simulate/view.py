@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from lab.draw.chart import Chart, looks_of
-from lab.draw.text import aligned
+from lab.draw.text import aligned, number_of
 from lab.measure import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
@@ -46,8 +46,8 @@ def _about(result: Row) -> str:
     )
     bases = "/".join(dict.fromkeys(row["basis"] for row in result["rows"]))
     return (
-        f"predicted: {bases} {profiles}, hardware "
-        f"{name}, {result['rows'][0]['scaling']} scaling; speedup over none at 1 rank"
+        f"predicted: {bases} {profiles}, hardware {name}, {result['rows'][0]['scaling']} scaling; "
+        "speedup over none on 1 rank"
     )
 
 
@@ -74,7 +74,7 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
     (row,) = result["rows"]
     facts = {key: row[key] for key in ("strategy", "world_size", "batch_size", "scaling")}
     facts |= {"model": ", ".join(result["profiles"]), "device": result["hardware"][0]["name"]}
-    write_trace(target, spans, {**facts, "source": "predicted; one rank stands for all"})
+    write_trace(target, spans, {**facts, "source": "predicted; one rank represents all"})
     return [target, *timeline_of_step(read_trace(target)).write(target.with_suffix(""), ["png"])]
 
 
@@ -118,13 +118,13 @@ def chart(result: Row) -> Chart:
     best = max([r for r in last if r["strategy"] != NONE] or last, key=lambda row: row["speedup"])
     number = f"{best['speedup']:,.0f}" if best["speedup"] >= 100 else f"{best['speedup']:.3g}"
     message = (
-        f"Predicted: at most {number} × one rank on {sizes[-1]} ranks, with {best['series']} at "
+        f"Predicted: at most {number} × one rank, on {sizes[-1]} ranks with {best['series']} at "
         f"{batch} {_fixed_batch_size(best)}"
     )
     filled = "; filled: measured steps" if data["measured"].notna().any() else ""
     fit = [f"fitted to {result['fit']}"] if result["fit"] else []
     about = [f"dotted: ideal; hollow: predicted{filled}", _about(result), *fit]
-    about += [*_open(result, "intervals"), *_held_out(result)]
+    about += [*_open(result, "vertical lines"), *_held_out(result)]
     return Chart("speedup", message, about, body, width)
 
 
@@ -176,7 +176,11 @@ def _open(result: Row, where: str) -> list[str]:
         if hardware["learned"]
     ]
     sources = [*fitted, *terms, *sorted(keys)]
-    return [f"{where}, 95 % of what is uncertain: {', '.join(sources)}"] if sources else []
+    return (
+        [f"{where}: 95 % intervals, given the uncertainty of {', '.join(sources)}"]
+        if sources
+        else []
+    )
 
 
 def _linear(result: Row) -> list[str]:
@@ -189,8 +193,8 @@ def _linear(result: Row) -> list[str]:
     if not alike:
         return ["linear scaling is outside all 80 % intervals: N ranks are not N times as fast"]
     return [
-        f"no better than linear scaling at N = {sizes}: linear scaling is inside the 80 % "
-        f"interval of {len(alike)} of {len(known)} predictions"
+        f"predictions are no better than linear scaling at N = {sizes}: linear scaling is inside "
+        f"the 80 % interval of {len(alike)} of {len(known)} predictions"
     ]
 
 
@@ -209,16 +213,17 @@ def _fitted(result: Row) -> list[str]:
     if folder := result["measured"]:
         errors = [abs(row["error"]) for row in result["rows"] if row["evidence"] == "measured"]
         if not errors:
-            return [f"measured={folder}: has no cell of these settings"]
+            return [f"measured={folder}: has no cell with these settings"]
         return [
-            f"against {len(errors)} measured cells of {folder}: median error "
+            f"compared with {number_of(len(errors), 'measured cell')} of {folder}: median error "
             f"{100 * median(errors):.1f} %, worst {100 * max(errors):.1f} %"
         ]
     if not result["fit"]:
         return [
-            "the hardware is that of its file; fit=runs/STUDY fits it to cells of 1 and 2 ranks"
+            "the hardware values are those of its file; fit=runs/STUDY fits them to cells on 1 and "
+            "2 ranks"
         ]
-    cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
+    cells = "" if result["fit"].endswith(".json") else "the cells on 1 and 2 ranks in "
     return [
         f"fitted to {cells}{result['fit']}{at(hardware['conditions'])}: {_values(hardware)}"
         for hardware in result["hardware"]
@@ -246,7 +251,7 @@ def _held_out(result: Row) -> list[str]:
         for score in result["scores"]
         if score["num_cells"]
     ]
-    return lines or ["no held-out cell: every prediction beyond what was fitted extrapolates"]
+    return lines or ["no cell was held out, so the error beyond the fitted cells is unknown"]
 
 
 def at(conditions: str) -> str:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.draw.text import aligned
+from lab.draw.text import aligned, number_of
 from lab.record.schema import Record, read_record
 from lab.settings.names import root_of
 from lab.study.grid import Cell, Study
 from lab.study.launch import recorded
 
-UNKNOWN = "minutes unknown, as no cell of the same model, data and steps is done"
+UNKNOWN = "time unknown, because no cell with the same model, data and steps is done"
 # Settings that say what is computed and for how long; in these, a similar cell has to be equal.
 OF_WORK = (
     *("model", "profile", "data", "task", "steps", "epochs", "accumulate"),
@@ -80,13 +80,13 @@ def _differing(cells: Sequence[Cell]) -> set[str]:
 def _sum(likes: list[Measured | None]) -> str:
     known = [like for like in likes if like]
     if not likes:
-        return "nothing is missing"
+        return "nothing to run"
     if not known:
         return UNKNOWN
     total = needs(sum(k.duration_s for k in known), sum(k.num_bytes for k in known))
     rest = len(likes) - len(known)
-    alike = "estimated from the most similar cells that are done, without their start-up"
-    return f"{total}, {alike}" + (f"; {rest} of them {UNKNOWN}" if rest else "")
+    alike = "estimated from the most similar cells that are done, without start-up"
+    return f"{total}, {alike}" + (f"; for {number_of(rest, 'cell')}, {UNKNOWN}" if rest else "")
 
 
 def needs(seconds: float, num_bytes: int) -> str:

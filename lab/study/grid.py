@@ -31,29 +31,30 @@ class SweepSettings:
     launcher: str = setting("local", "what starts the ranks of a cell", ("local", "slurm", "ray"))
     world_size: tuple[int, ...] = setting((1,), "numbers of ranks (a list)", at_least=1)
     repeats: int = setting(
-        1, "how many times to measure the whole grid, one time after the other", at_least=1
+        1, "how many times to measure the whole grid, one after another", at_least=1
     )
     cell_timeout_s: int = setting(
-        3600, "a cell that takes longer is ended and recorded as timeout", at_least=1
+        3600, "a cell that takes longer is stopped and recorded as timeout", at_least=1
     )
     baselines: str = setting(
         "shared", "one-rank runs are shared by strategies that compute the same", ("shared", "all")
     )
     turns: int | None = setting(
         None,
-        "strategies of one start take turns of this many steps; null: each cell has its own start",
+        "strategies that start together take turns of this many steps; null: each cell starts "
+        "alone",
         at_least=1,
     )
     retry: str = setting(
         "none",
-        "failed: run cells that failed, or ran out of memory or time, again",
+        "failed: rerun cells that failed, or ran out of memory or time",
         ("none", "failed"),
     )
     report: str = setting(
         "none", "live: serve the study's page on this machine while cells run", ("none", "live")
     )
     dry_run: bool = setting(
-        False, "print the cells and the time and disk space that they need, and end"
+        False, "print the cells and the time and disk space that they need, and exit"
     )
 
 
@@ -170,7 +171,7 @@ def read(arguments: Sequence[str]) -> Study:
     own = parsed(SweepSettings, given)
     points = _points(expanded(run), own.world_size, conditions, typed=arguments)
     if len({point.name for point in points}) < len(points):
-        alike = "in signs that no name has, or in secrets alone"
+        alike = "only in characters that names leave out, or only in secrets"
         raise ConfigError(f"study={name}: two values of a list differ {alike}")
     if own.baselines == "shared":
         points = _sharing(points)
@@ -204,7 +205,7 @@ def refuse_bare_study(arguments: Sequence[str]) -> None:
     rest = given.keys() - {"study", "runs_dir", "config_dir"}
     name = given.get("study", "")
     if not rest and name in choices_of("study", config_dir_of(arguments)):
-        raise ConfigError(f"study={name}: is a grid of cells: python -m lab.sweep study={name}")
+        raise ConfigError(f"study={name}: is a grid of cells; run python -m lab.sweep study={name}")
 
 
 def _points(
@@ -216,7 +217,7 @@ def _points(
     """Compose the cells of one repeat."""
     for key in SET_BY_SWEEP:
         if key in lists:
-            raise ConfigError(f"{' '.join(lists[key])}: a sweep sets this itself")
+            raise ConfigError(f"{' '.join(lists[key])}: is set by the sweep itself; leave it out")
     strategies = lists.pop("strategy", ["strategy=allreduce"])
     plain = [
         ((strategy, *settings), size)
@@ -265,8 +266,8 @@ def _with_study_file(arguments: Sequence[str]) -> list[str]:
     alone = (*NOT_OF_GRID, "config_dir")
     if name != "default" and all(each.partition("=")[0] in alone for each in others):
         raise ConfigError(
-            f"study={name}: allowed are {', '.join(known)}, a path such as ./mine.yaml, or a new "
-            "name with settings to run"
+            f"study={name}: no such study; allowed: {', '.join(known)}, a path such as "
+            "./mine.yaml, or a new name with settings to run"
         )
     return list(arguments)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import ray
 from ray import exceptions
 
+from lab.draw.text import number_of
 from lab.record.schema import Record
 from lab.settings.config import ConfigError
 from lab.settings.errors import one_line
@@ -59,7 +60,9 @@ def run_cells(
                 cell = running.pop(ended)
                 record = _record(root, cell, ended)
                 if record is None and starts[cell.name] < MOST_STARTS:
-                    print(f"  {cell.name}: its Ray node was lost; it starts again", flush=True)
+                    print(
+                        f"  {cell.name}: its Ray node was lost; the cell starts again", flush=True
+                    )
                     running[start(cell)] = cell
                     continue
                 yield cell, record or _of_lost(root, cell)
@@ -94,7 +97,7 @@ def _connected() -> Iterator[None]:
         ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         reason = one_line(error)
-        raise ConfigError(f"launcher=ray: {reason}; ray start --head starts one") from None
+        raise ConfigError(f"launcher=ray: {reason}; start Ray with ray start --head") from None
     try:
         yield
     finally:
@@ -131,7 +134,10 @@ def _check_room(cells: list[Cell], asked: dict[str, tuple[int, int]]) -> None:
                 f"world_size={cell.world_size}: launcher=ray runs a cell on one node, which needs "
                 f"{cpus} CPUs and {gpus} GPUs; the nodes have (CPUs, GPUs) {sorted(rooms)}"
             )
-    print(f"Ray: {len(cells)} to run; the nodes have (CPUs, GPUs) {sorted(rooms)}", flush=True)
+    print(
+        f"Ray: {number_of(len(cells), 'cell')} to run; the nodes have (CPUs, GPUs) {sorted(rooms)}",
+        flush=True,
+    )
 
 
 def _record(root: Path, cell: Cell, task: ray.ObjectRef[Record]) -> Record | None:

@@ -170,12 +170,16 @@ def _check_launcher(study: Study) -> None:
     launcher = study.launcher
     if any(cell.over_horovod for cell in study.cells):
         if launcher == "slurm":
-            raise ConfigError("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
+            raise ConfigError(
+                "launcher=slurm: cannot start ranks of comm=horovod; set launcher=local"
+            )
         if importlib.util.find_spec("horovod") is None:
-            raise ConfigError("comm=horovod: Horovod is not installed; make horovod")
+            raise ConfigError("comm=horovod: Horovod is not installed; run make horovod")
     clusters = set(filter(None, (cell.cluster for cell in study.cells)))
     if study.turns and launcher != "local":
-        raise ConfigError(f"turns={study.turns}: launcher={launcher} starts each cell by itself")
+        raise ConfigError(
+            f"turns={study.turns}: launcher={launcher} starts each cell alone; set turns=null"
+        )
     if clusters and launcher != "local":
         raise ConfigError(
             f"launcher={launcher}: cannot start emulated clusters; leave out cluster="
@@ -183,9 +187,9 @@ def _check_launcher(study: Study) -> None:
     for cluster in clusters:
         sandbox.find(cluster)
     if launcher == "slurm" and shutil.which("sbatch") is None:
-        raise ConfigError("launcher=slurm: there is no sbatch on the PATH")
+        raise ConfigError("launcher=slurm: sbatch is not on the PATH")
     if launcher == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("launcher=ray: Ray is not installed: pip install 'scaling-lab[ray]'")
+        raise ConfigError("launcher=ray: Ray is not installed; run pip install 'scaling-lab[ray]'")
     if launcher != "local":
         return
     from lab.distributed.world import check_gpus
@@ -218,7 +222,7 @@ def _alone(root: Path) -> Iterator[int]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"study={root.name}: another sweep of it is running"
+                        f"study={root.name}: another sweep of this study is running"
                     ) from None
                 time.sleep(0.5)
         yield lock.fileno()
@@ -281,7 +285,7 @@ def read(arguments: Sequence[str]) -> tuple[Study, str]:
     asks_by_name = any(each.startswith("study=") for each in arguments)
     sets_a_grid = any(each.partition("=")[0] not in NOT_ALONE for each in arguments)
     if not saved or not asks_by_name or sets_a_grid:
-        beside = f", beside {len(saved)} saved in {runs_dir}/{name}/{FILE}" if saved else ""
+        beside = f", in addition to {len(saved)} saved in {runs_dir}/{name}/{FILE}" if saved else ""
         return read_grid(arguments), f"{where} this command{beside}"
     grids = [read_grid([*grid, *arguments]) for grid in saved]
     several = f"{len(saved)} grids" if len(saved) > 1 else "grid"

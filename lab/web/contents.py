@@ -145,7 +145,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
             left_out.append(str(reason))
     made.tables += _troubles(study, prefix)
     if (number := len(results.looks)) > MOST_SERIES:
-        left_out.append(f"charts by series: {number} series could not be told apart")
+        left_out.append(f"charts by series: {number} series are too many to distinguish")
     return made
 
 
@@ -192,7 +192,7 @@ def _timelines(study: Study, prefix: str, left_out: list[str]) -> list[Drawing]:
         except ValueError as why:
             left_out.append(f"a timeline: {why}")
     if len(cells) > MOST_TIMELINES:
-        left_out.append(f"{len(cells) - MOST_TIMELINES} timelines after the first {MOST_TIMELINES}")
+        left_out.append(f"timelines: all after the first {MOST_TIMELINES} of {len(cells)}")
     return charts
 
 
@@ -227,7 +227,7 @@ def _troubles(study: Study, prefix: str) -> list[Table]:
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
     tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
     made = [(c, each) for c in study.cells for each in c.stretches]
-    title = "Runs with steps that were not all made in the same manner"
+    title = "Runs in which steps were executed in different ways"
     lines = [(study.name_of(c.folder), each.steps, each.made_by) for c, each in made]
     tables += [of_texts(f"{prefix}made", title, ["run", "steps", "made by"], lines)]
     return [each for each in tables if each.rows]
@@ -256,7 +256,7 @@ def _add_predictions(to: Contents, prefix: str, _: object) -> None:
 
     files = (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
     card = of_study(to.study.folder, *(read_file(group, name, None) for group, name in files))
-    title = "Predicted and measured steps; the error of fitted cells shows little"
+    title = "Predicted and measured steps; the errors of fitted cells say little"
     to.tables.append(of_texts(f"{prefix}predicted", title, *rows_of(card.cells)))
     to.beyond = drawing(f"{prefix}beyond", beyond(card, WIDTH))
 
@@ -289,10 +289,11 @@ def compare(first: Contents, second: Contents) -> Compared:
 
 def _compared_text(found: Sequence[Difference], first: str, second: str) -> str:
     if not found:
-        return f"{first} and {second} share no measured point."
+        return f"{first} and {second} have no measured point in common."
     counts = Counter(each.finding for each in found)
     parts = [f"{count} {finding}" for finding, count in sorted(counts.items())]
-    return f"Of {len(found)} points that both measured, {second} is at {', '.join(parts)}."
+    both = f"Of {len(found)} points that both measured"
+    return f"{both}, {second} compares as follows: {', '.join(parts)}."
 
 
 def _differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
@@ -309,4 +310,4 @@ def _differences_table(found: Sequence[Difference], first: str, second: str) -> 
     ]
     title = f"Steps of {second}, compared with {first}"
     header = ["series", "ranks", "batch", "step", "n", f"{second} is"]
-    return Table("differences", title, "Intervals hold for all lines together.", header, rows)
+    return Table("differences", title, "The intervals hold jointly for all lines.", header, rows)

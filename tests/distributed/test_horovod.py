@@ -165,7 +165,7 @@ def test_a_sweep_starts_cells_by_horovodrun_with_the_weights_of_gloo(
     refused = command("lab.sweep", *settings, "launcher=slurm")
     assert refused.code == 2
     (line,) = refused.error_lines
-    assert line.endswith("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
+    assert line.endswith("launcher=slurm: cannot start ranks of comm=horovod; set launcher=local")
 
 
 @pytest.mark.slow

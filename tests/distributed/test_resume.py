@@ -131,6 +131,6 @@ def test_steps_that_another_run_made_are_told_in_record_summary_and_page(tmp_pat
     assert "\nsteps 0-3       by s/a on 1 rank, batch_size=8, commit " in lines
     assert "; steps=4, seed=1, checkpoint_every=2" in lines
     page = contents_of(tmp_path / "s", "s1-")
-    (table,) = (one for one in page.tables if one.title.startswith("Runs with steps that were not"))
+    (table,) = (one for one in page.tables if one.title.startswith("Runs in which steps were"))
     assert len(table.rows) == 2
     assert read_record(tmp_path / "s/a/record.json").stretches == []

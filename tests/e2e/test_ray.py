@@ -137,7 +137,7 @@ def test_cells_of_a_lost_node_run_on_the_other_and_none_is_done_twice(
     nodes[1].lose()
     out, _ = process.communicate(timeout=HANG_S)
     assert "12 of 12 cells done" in out
-    assert out.count("its Ray node was lost; it starts again") == 1
+    assert out.count("its Ray node was lost; the cell starts again") == 1
     assert not [rank for rank in ranks if rank.is_running() and rank.status() != "zombie"]
 
     lines = Counter(counts.read_text().splitlines())

@@ -241,7 +241,7 @@ def test_without_slurm_or_with_an_unknown_launcher_nothing_runs(
 ) -> None:
     environment["PATH"] = str(tmp_path)
     for launcher, message in (
-        ("slurm", "launcher=slurm: there is no sbatch on the PATH"),
+        ("slurm", "launcher=slurm: sbatch is not on the PATH"),
         ("pigeon", "launcher=pigeon: allowed: local, slurm, ray"),
     ):
         done = command("lab.sweep", f"launcher={launcher}", *QUICK)

@@ -215,14 +215,14 @@ def test_it_predicts_on_what_a_study_measured(
     capsys.readouterr()
     assert command.main([*small, "cluster.rate=10mbit"]) == 2
     line = capsys.readouterr().err
-    assert "must name one: cluster.rate=1gbit; cluster.rate=300mbit" in line
+    assert "must name one of them: cluster.rate=1gbit; cluster.rate=300mbit" in line
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     some_of(
         [
-            (["target=speed"], "target=speed: allowed are throughput, hours"),
+            (["target=speed"], "target=speed: no such target; allowed: throughput, hours"),
             (["target=efficiency"], "target=efficiency: needs a bound, quoted for the shell"),
             (["target=efficiency>=80"], "efficiency must be above 0 and at most 1"),
             (["target=efficiency>=most"], "efficiency must be above 0 and at most 1"),

@@ -192,7 +192,7 @@ def test_disagreements_are_framed(found: Map, tmp_path: Path) -> None:
     assert [(one["panel"], one["fastest"]) for one in data if one["marked"]] == [
         ("predicted", "onebit")
     ]
-    assert chart.message.endswith("was measured fastest at 1 of 2 places")
+    assert chart.message.endswith("was measured fastest in 1 of 2 cases")
     assert chart.about[-1] == "black frame: measured slower than the fastest"
     svg = drawn(chart.spec(), "svg").decode()
     assert overlapping(svg) == outside(svg) == []

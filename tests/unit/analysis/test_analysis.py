@@ -110,7 +110,7 @@ def test_overlapping_strategies_are_not_ranked(folder: Path) -> None:
     rows = strategies_with_times(folder, times)
     assert leaders(rows) == ["overlap", "ddp"]
     text = summary.text(rows, load_study(folder))
-    assert "N=2 strong batch 64: leaders, not told apart: overlap, ddp" in text
+    assert "N=2 strong batch 64: leaders, not significantly different: overlap, ddp" in text
 
 
 def test_single_repeats_are_not_ranked(folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_named_baseline_is_used_and_an_absent_one_refused(folder: Path) -> Non
         write_cell(folder, strategy, ranks, seconds)
     study = load_study(folder)
     assert one(table(study, "tree"), "tree", 2).speedup.mid == 2.0
-    with pytest.raises(ValueError, match=r"baseline='ring'.*allowed are none, tree"):
+    with pytest.raises(ValueError, match=r"baseline='ring'.*allowed: none, tree"):
         table(study, "ring")
 
 
@@ -200,8 +200,8 @@ def test_a_point_where_every_run_failed_keeps_its_row(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"status": "dnoe"}, r"status='dnoe'; allowed are done, failed"),
-        ({"batch_size": None}, r"none-000/record.json: batch_size=null; must be int"),
+        ({"status": "dnoe"}, r"status='dnoe': must be one of done, failed"),
+        ({"batch_size": None}, r"none-000/record.json: batch_size=null: must be int"),
     ],
 )
 def test_a_record_that_breaks_the_contract_is_refused(
@@ -216,7 +216,7 @@ def test_a_record_that_breaks_the_contract_is_refused(
 def test_a_record_that_is_no_object_is_refused(folder: Path) -> None:
     write_cell(folder, "none", 1, 1.0)
     record = folder / "none-000" / "record.json"
-    for text, message in (("{", "not JSON"), ("[]", "contains a list")):
+    for text, message in (("{", "not JSON"), ("[]", "contains a value of type list")):
         record.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_study(folder)

@@ -98,7 +98,7 @@ def test_texts_that_touch_are_found() -> None:
 
 def test_the_title_is_the_message() -> None:
     summary = summary_of()
-    assert chart("speedup", summary).message.startswith("powersgd reaches most: ")
+    assert chart("speedup", summary).message.startswith("powersgd reaches the most: ")
     summary["leads"] = summary["series"].isin(["powersgd"])
     assert chart("speedup", summary).message == (
         "powersgd is fastest: 5.35 × one rank, on 8 ranks at global batch 32"
@@ -108,8 +108,8 @@ def test_the_title_is_the_message() -> None:
     assert message.startswith("powersgd and topk lead, with no significant difference: 5.35 × ")
     summary["num_repeats"] = 1
     made = chart("speedup", summary)
-    assert made.message.startswith("powersgd reaches most: 5.35 × ")
-    assert "1 repeat a point: no intervals" in made.about[0]
+    assert made.message.startswith("powersgd reaches the most: 5.35 × ")
+    assert "1 repeat per point, so no intervals" in made.about[0]
     assert chart("payload", summary).message == "powersgd sends 16 times fewer bytes than allreduce"
 
 

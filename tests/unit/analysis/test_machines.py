@@ -82,7 +82,7 @@ def test_copies_are_refused_by_their_names(tmp_path: Path) -> None:
     same = [write(tmp_path / name, BIG, 1.0, "tree") for name in "ab"]
     with pytest.raises(ValueError, match=r"a/tree-1 and b/tree-1 are the same cell, repeat=0"):
         load_study(*same)
-    with pytest.raises(ValueError, match=r"a .*a: the same folder twice"):
+    with pytest.raises(ValueError, match=r"a .*a: the same folder is given twice"):
         load_study(same[0], tmp_path / "." / "a")
 
 

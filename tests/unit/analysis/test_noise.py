@@ -60,4 +60,4 @@ def test_differences_below_the_floor_rank_nothing(
     assert sorted(leaders(pair, floor)) == sorted(expected)
     text = summary.text(rows, study, floor)
     assert "noise floor 3.7 %: repeated one-rank runs" in text
-    assert ("not told apart" in text) == (len(expected) > 1)
+    assert ("not significantly different" in text) == (len(expected) > 1)

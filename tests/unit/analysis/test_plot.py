@@ -130,7 +130,7 @@ def test_a_cells_own_work_is_a_bar_a_rank(study: Path, tmp_path: Path) -> None:
     ).to_parquet(cell / "steps.parquet")
     assert main([str(cell), "format=svg", f"out={tmp_path / 'own'}"]) == 0
     drawn = (tmp_path / "own/ranks.svg").read_text()
-    assert "Rank 1 works 310 ms a step, the median rank 210 ms" in drawn
+    assert "Rank 1 works 310 ms per step, the median rank 210 ms" in drawn
     assert overlapping(drawn) == outside(drawn) == []
 
 
@@ -174,7 +174,7 @@ def test_runs_without_curves_skip_convergence(
     write_run(tmp_path, "tree", 1, evaluations=[])
     next(tmp_path.glob("*/steps.parquet")).unlink()
     assert main([str(tmp_path), "only=convergence"]) == 0
-    assert "skipped convergence: no losses and no evaluations" in capsys.readouterr().out
+    assert "skipped convergence: no run recorded losses or evaluations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,9 @@ def test_only_some_figures_are_drawn(study: Path, capsys: pytest.CaptureFixture[
     written = {path.name for path in (study / "figures").glob("*.svg")}
     assert written == {"speedup_bars.svg", "payload.svg"}
     assert main([str(study), "only=speedups"]) == 2
-    assert "only=speedups: allowed are speedup_bars, scaling," in capsys.readouterr().err
+    assert (
+        "only=speedups: no such figure; allowed: speedup_bars, scaling," in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

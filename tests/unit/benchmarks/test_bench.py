@@ -69,47 +69,62 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "(nothing): expected one collective|reduce_scatter|codec|step"),
-        (["step", "strategy=overlap"], "a comparison needs two"),
+        ([], "(nothing): takes one collective|reduce_scatter|codec|step"),
+        (["step", "strategy=overlap"], "a comparison needs at least two"),
         (["step", "strategy=overlap,nope"], "strategy=nope: did you mean none? allowed:"),
-        (["step", "strategy=ddp,ddp"], "listed twice; lab.bench step aa=true compares equal"),
+        (
+            ["step", "strategy=ddp,ddp"],
+            "listed twice; to compare equal ones, use lab.bench step aa=true",
+        ),
         (["step", "strategy=tree,ddp", "pairs=9"], "pairs=9: has no effect without aa=true"),
         (["hook", "aa=true"], "aa=true: no such setting"),
-        (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "one list at a time"),
-        (["step", "strategy=tree,ddp", "world_size=3"], "such as 126 or 129"),
+        (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "only one setting can have a list"),
+        (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),
         (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
         (
             ["step", "strategy=tree,ddp", "out=absent/a.json"],
             "out=absent/a.json: must name FILE.json",
         ),
-        (["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"], "others' turns"),
-        (["step", "strategy=overlap,priority"], "others' turns"),
-        (["step", "strategy=ddp", "tf32=true,false"], "tf32: candidates take turns in one"),
-        (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: candidates"),
+        (
+            ["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"],
+            "the turns of others",
+        ),
+        (["step", "strategy=overlap,priority"], "the turns of others"),
+        (["step", "strategy=ddp", "tf32=true,false"], "tf32: must be the same for all candidates"),
+        (
+            ["step", "a=comm.deterministic=true", "b=strategy=ddp"],
+            "comm.deterministic: must be the same",
+        ),
         (
             ["collective", "sizes=[4KiB,6B]"],
-            "'6B' is not a size; allowed are whole float32 values in KiB",
+            "'6B' is not a size; give multiples of 4 bytes in KiB",
         ),
-        (["collective", "sizes=[16]"], "MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B"),
-        (["collective", "batch_size=8"], "batch_size=8: is not used by collective; allowed are"),
+        (
+            ["collective", "sizes=[16]"],
+            "MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000) or B",
+        ),
+        (["collective", "batch_size=8"], "batch_size=8: is not used by collective; allowed:"),
         (
             ["collective", "world_size=1"],
             "world_size=1: a single rank exchanges nothing; must be at least 2",
         ),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
-        (["codec", "codec=zip", "num_values=4096"], "codec=zip: allowed are onebit"),
-        (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures one model"),
+        (["codec", "codec=zip", "num_values=4096"], "codec=zip: no such codec; allowed: onebit"),
+        (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures one set"),
         (
             ["throughput", "batch_size=2000", "model=mlp"],
-            "batch_size=2000: the test part has 360 samples, too few for one batch of inference",
+            "batch_size=2000: the test set has only 360 samples, which is too few for one batch",
         ),
         (["convolution", "model=mlp"], "model=lab.model.mlp.mlp: has no 2-d convolution"),
-        (["convolution", "algorithm=magic"], "algorithm=magic: allowed are library, direct,"),
+        (
+            ["convolution", "algorithm=magic"],
+            "algorithm=magic: no such algorithm; allowed: library,",
+        ),
         (["counters", "isa=avx512"], "isa=avx512: allowed: avx, avx2"),
         (["counters", "trace=a.json", "model=lenet"], "model=lenet: has no effect with trace="),
         (
             ["counters", "device=cuda"],
-            "device=cuda: counters counts on CPUs; with trace=FILE it reads what a GPU counted",
+            "device=cuda: the benchmark counts on CPUs only; for a GPU, give trace=FILE",
         ),
         (["footprint", "model=alexnet"], "model=alexnet: images of 32x32 px are too small"),
     ],
@@ -144,7 +159,7 @@ def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
     assert (own["world_size"], own["starts"]) == (4, 1)
     with pytest.raises(ConfigError, match="starts=3: a launcher has started these ranks once"):
         read(["step", "strategy=tree,ddp", "starts=3"])
-    with pytest.raises(ConfigError, match="world_size=2: a launcher has started 4 ranks"):
+    with pytest.raises(ConfigError, match="world_size=2: the launcher has started 4 ranks"):
         read(["step", "strategy=tree,ddp", "world_size=2"])
 
 
@@ -215,7 +230,7 @@ def test_one_wrong_value_is_counted_on_every_rank() -> None:
 
 def test_what_delivers_no_mean_is_refused() -> None:
     exchanges = {"none": build(load(["exchange=none"]).exchange)}
-    with pytest.raises(ConfigError, match="exchange=none: does not average gradients; allowed are"):
+    with pytest.raises(ConfigError, match="exchange=none: does not average gradients; use an"):
         run_ranks(2, lambda comm: collective.make_candidates(exchanges, comm))
 
 
@@ -409,8 +424,8 @@ def test_a_turn_is_some_steps_of_which_the_first_round_does_not_count(
 @pytest.mark.parametrize(
     ("loop", "line"),
     [
-        (Loop(6, 1), "steps=6: too few: the first 5 are warm-up, and a turn has at least 2"),
-        (Loop(9, 1, None), "steps=9: too few: strategy=auto leaves out the first 5, and the"),
+        (Loop(6, 1), "steps=6: too few: 5 steps are warm-up, and at least 2 more"),
+        (Loop(9, 1, None), "steps=9: too few: strategy=auto is not measured in the first 5 steps"),
     ],
 )
 def test_steps_that_leave_no_turn_are_too_few(loop: Loop, line: str) -> None:
@@ -421,7 +436,9 @@ def test_steps_that_leave_no_turn_are_too_few(loop: Loop, line: str) -> None:
 
 def test_one_rank_says_what_it_skips() -> None:
     said = text_of(committed("step") | {"world_size": 1, "steps_per_turn": 10})
-    assert "on 1 rank (gloo), a turn of 10 steps of each in every round, without its first" in said
+    assert (
+        "on 1 rank (gloo); a round has a turn of 10 steps for each row, without the first" in said
+    )
     assert "1 rank sends nothing" in said
 
 
@@ -452,7 +469,7 @@ def test_host_time_is_measured_beside_ddp() -> None:
     assert all(row["added_s"]["median"] > 0 for row in result["rows"])
     assert result["rows"][0]["over_ddp"]["median"] == 1
     assert result["num_parameters"] == 6 and not torch.distributed.is_initialized()
-    assert "8 ranks of which one exists" in result["emulation"]
+    assert "8 ranks, of which only one exists" in result["emulation"]
     assert chart_of({"bench": "host", "command": "", **result})
     again = host.combine([result] * 3)
     for row, once in zip(again["rows"], result["rows"], strict=True):

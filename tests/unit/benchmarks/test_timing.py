@@ -74,5 +74,7 @@ def test_a_stream_is_never_held_for_long(gpu: FakeGpu) -> None:
 
 def test_a_torch_without_the_private_sleep_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "_sleep")
-    with pytest.warns(UserWarning, match="torch.cuda._sleep is gone: times may hold launches"):
+    with pytest.warns(
+        UserWarning, match="torch.cuda._sleep no longer exists, so times may include launches"
+    ):
         spin_stream(1e-3)

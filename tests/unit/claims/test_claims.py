@@ -83,7 +83,7 @@ def test_a_rate_of_a_grid_is_that_of_its_links() -> None:
 def test_a_grid_needs_a_quantity_of_grids_and_cells() -> None:
     entry = {"says": "often", "role": "own", "source": "s", "check": {"at_least": 0}}
     for quantity, grid, message in [
-        ("speedup", GRID, "quantity=speedup: allowed are win_share, best_gain"),
+        ("speedup", GRID, "quantity=speedup: no such quantity; allowed: win_share, best_gain"),
         ("win_share", {**GRID, "profiles": []}, r"grid.profiles=\(\): must be a list"),
         ("win_share", {**GRID, "margin": -1}, "grid.margin=-1: must not be negative"),
     ]:
@@ -163,8 +163,8 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
     [
         ({"role": "guess"}, "'s': role=guess: allowed: statement, input, own"),
         ({"kind": "count"}, "'s': .*kind"),
-        ({"quantity": "luck"}, "'s': quantity=luck: allowed are step_s, speedup"),
-        ({"check": {"about": 1}}, "'s': must give about and within, or at_least, or at_most"),
+        ({"quantity": "luck"}, "'s': quantity=luck: no such quantity; allowed: step_s, speedup"),
+        ({"check": {"about": 1}}, "'s': must give exactly one bound: about with within"),
         ({"at": {"ranks": 4}}, "'s': .*ranks"),
         ({"quantity": "operations"}, "'s': quantity=operations: at.layer: is missing"),
     ],
@@ -324,7 +324,9 @@ def test_a_point_may_have_other_hardware_and_values_of_it() -> None:
     limited = Point("overlap", 8, 512, hardware="v100_x8", values=("input_samples_per_s=100",))
     assert facts.step_s(limited) == pytest.approx(5.12)
     for text in ("speed=1", "host.speed=1", "jitter=fast", "jitter"):
-        with pytest.raises(ValueError, match=f"at.values={text}: must be KEY=VALUE of v100_x8"):
+        with pytest.raises(
+            ValueError, match=f"at.values={text}: must be KEY=VALUE, with a key of v100_x8"
+        ):
             facts.step_s(Point("overlap", 8, 512, hardware="v100_x8", values=(text,)))
 
 

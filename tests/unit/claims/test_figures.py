@@ -74,7 +74,7 @@ def test_the_finding_is_a_panel_of_measured_cures_and_published_figures() -> Non
     cells += [scored("ring", 4, 128, 0.5), scored("ring", 4, 512, 0.25)]
     chart = figures.finding(cells, found, "We, A paper")
     assert chart and chart.message == (
-        "With a tree 4 workers are at most 1.2 times as fast as one, and slower at small batches; "
+        "With a tree, 4 workers are at most 1.2 times as fast as one, and slower at small batches; "
         "cures reach 4.0 to 4.0 times at 512 images"
     )
     rows = rows_of(chart)

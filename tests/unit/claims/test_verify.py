@@ -148,7 +148,7 @@ def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]
     assert failed == {"AlexNet, batch 512", "VGG-16, batch 64", "VGG-16, batch 32"}
     assert "uses this fitted term: overhead_s_per_rank = 0.00" in text
     assert verify.main(["horovod", "runs=runs/horovod"]) == 2
-    assert "there is no study of Horovod" in capsys.readouterr().err
+    assert "there is no study for Horovod" in capsys.readouterr().err
 
 
 def test_several_papers_are_one_page(tmp_path: Path) -> None:

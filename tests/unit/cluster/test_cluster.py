@@ -81,7 +81,7 @@ def test_changes_are_in_order_of_time() -> None:
         ([], "cluster.hosts=null: must be a number of hosts"),
         (["hosts=2", "rate=5"], "cluster.rate=5: must be a rate in kbit, mbit or gbit"),
         (["hosts=2", "rate=0mbit"], "cluster.rate=0mbit: must be"),
-        (["hosts=2", "rates=[1gbit]"], "2 hosts need 2 rates"),
+        (["hosts=2", "rates=[1gbit]"], "must have one rate for each of 2 hosts"),
         (["hosts=2", "rates=1gbit"], "cluster.rates=1gbit: must be a list"),
         (["hosts=2", "loss_percent=100"], "cluster.loss_percent=100: must be a number from 0"),
         (["hosts=2", "delay_ms=-1"], "cluster.delay_ms=-1: must be a number from 0"),
@@ -92,7 +92,7 @@ def test_changes_are_in_order_of_time() -> None:
         (["hosts=2", "slow_factor=0.5"], "cluster.slow_factor=0.5: must be a number from 1 to 100"),
         (
             ["hosts=2", "rate=null", "delay_ms=1", "changes=['1s h1 1mbit']"],
-            "with netem, only links with a rate can change",
+            "with a delay or loss, only links that have a rate can change",
         ),
         (["hosts=2", "changes=1"], "cluster.changes=1: must be a list"),
     ],
@@ -199,10 +199,10 @@ def test_changes_of_a_link() -> None:
     [
         ([], "(nothing): expected one run|check, as in python -m lab.cluster"),
         (["walk"], "walk: the first word must be run or check"),
-        (["run", "hosts=2"], "put torchrun's arguments for run after --"),
+        (["run", "hosts=2"], "run needs torchrun's arguments after --"),
         (
             ["check", "hosts=2", "--", "-m", "lab.train"],
-            "put torchrun's arguments for run after --",
+            "run needs torchrun's arguments after --",
         ),
         (["check", "rate=2"], "hosts=null: must be a number of hosts, as in hosts=4"),
         (["check", "host=2"], "host=2: no such setting; did you mean hosts?"),

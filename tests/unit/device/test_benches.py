@@ -137,7 +137,9 @@ def test_throughput_compares_settings_at_one_batch_and_has_no_knee(
     assert result["knees"] == {} and lenet["flops_per_sample"] > 3 * mlp["flops_per_sample"]
     assert lenet["formula_flops"] == 2 * (20 * 28 * 28 * 25 + 50 * 10 * 10 * 20 * 25)
     text = capsys.readouterr().out
-    assert "knee" not in text and "lenet: forward of one image takes 0.007044 GFLOP" in text
+    assert (
+        "knee" not in text and "lenet: the forward pass of one image takes 0.007044 GFLOP" in text
+    )
     assert "Training lenet, mlp: model=" in chart_in(tmp_path / "a.json").message
 
 

@@ -125,7 +125,7 @@ def test_a_metric_that_is_no_number_is_left_out_and_counted(value: object) -> No
     total, gemm, *_ = kernels_of([*EVENTS, damaged, {**damaged, "name": None}], skipped)
     assert (gemm.num_launches, total.metrics[READ], total.metrics[WRITTEN]) == (4, 610, 41)
     assert skipped == {
-        "metrics that are no numbers from 0 to 2^63": 1,
+        "metrics that are not numbers from 0 to 2^63": 1,
         "kernels without a name or args": 1,
     }
 

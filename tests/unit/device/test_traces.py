@@ -139,7 +139,7 @@ def test_a_trace_without_sizes_is_answered_with_what_has_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, content, said in (
-        ("a.json", PUBLIC.encode(), "rocprofv3 --sys-trace --output-format json has them): 3"),
+        ("a.json", PUBLIC.encode(), "rocprofv3 --sys-trace --output-format json records them): 3"),
         ("a.pftrace", b"\x0a\x00\x01", "rocprofv3 --sys-trace --output-format json"),
         ("a.xplane.pb", b"\x0a\x00\x01", "use the .trace.json.gz that XLA writes next to it"),
         ("b.json", b'{"rocprofiler-sdk-tool": [{"agents": []}]}', "is not a trace of rocprofv3"),

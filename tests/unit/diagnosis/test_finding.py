@@ -80,12 +80,12 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {**CLEAR, ("overlap", 2): (90, 91, 90)},
             "With overlap, 4 ranks train 3.50 times as fast as one, ",
-            "Fewer are faster: with overlap, 2 ranks reach 4.45.",
+            "Fewer ranks are faster: with overlap, 2 ranks reach 4.45.",
             id="fewer are faster",
         ),
         pytest.param(
             {("overlap", 4): (115, 114, 116)},
-            "On 4 ranks, overlap is the fastest strategy measured: 115 ms a step.",
+            "On 4 ranks, overlap is the fastest strategy measured: 115 ms per step.",
             "Nothing else was measured there (batch 128, 4 ranks).",
             id="alone",
         ),

@@ -87,7 +87,7 @@ def test_an_item_that_does_not_fit_is_skipped_and_a_shorter_one_is_not(path: Pat
         "about": "about long",
         "commit": 0,
         "status": "skipped",
-        "line": "takes about 60 s, of 45 35 were left",
+        "line": "takes about 60 s, but only 35 of 45 s were left",
     }
 
 
@@ -135,7 +135,7 @@ def test_without_a_gpu_one_line_says_what_to_do(
     assert command.main([f"out={path}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not path.exists()
     assert command.main(["items=nope"]) == 2
-    assert "items=nope: allowed are steps-alexnet-32, " in capsys.readouterr().err
+    assert "items=nope: no such item; allowed: steps-alexnet-32, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_pretended_report_says_so_at_its_top_and_at_each_number(
     assert text.splitlines()[2].startswith("**Pretended: a CPU ran this report")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| codecs-64 | ")]
     assert len(rows) > 8 and all(row[2].endswith("(pretended)") for row in rows)
-    assert "## Steps (pretended)" in text and "emulated: a GPU, by a CPU at tiny sizes" in text
+    assert "## Steps (pretended)" in text and "emulated: a GPU, on a CPU at tiny sizes" in text
     assert "copies | not available | trace=" in text  # a CPU makes none
     assert f"wrote {path.with_suffix('.md')}" in told
     assert (path.with_suffix("") / "steps-alexnet-32.png").exists()

@@ -49,7 +49,7 @@ def test_commands_are_listed_each_in_a_line(capsys: pytest.CaptureFixture[str]) 
     assert [name for name, _ in listed] == sorted([*COMMANDS, "cluster", "gpu_report"])
     assert max(len(sentence) for _, sentence in listed) < 140
     assert lister.main(["trian"]) == 2
-    assert "trian: is not a command; commands are advise, bench" in capsys.readouterr().err
+    assert "trian: is not a command; allowed: advise, bench" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strategy", some_of(choices_of("strategy"), every=6))

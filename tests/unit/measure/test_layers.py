@@ -217,16 +217,23 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("out=my.own.yaml", "out=my.own.yaml: must be NAME.yaml, of letters, digits, _ and -"),
-        ("out=mine.json", "out=mine.json: must name FILE.yaml in an existing folder"),
-        ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in an existing folder"),
-        ("strategy=ddp", "strategy=ddp: nothing is exchanged here; use transform=fc1x1 instead"),
-        ("batch_size=1", "batch_size=1: a line needs two different batches"),
+        (
+            "out=my.own.yaml",
+            "out=my.own.yaml: must be NAME.yaml, with only letters, digits, _ and - in NAME",
+        ),
+        ("out=mine.json", "out=mine.json: must name FILE.yaml in a folder that exists"),
+        ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in a folder that exists"),
+        (
+            "strategy=ddp",
+            "strategy=ddp: has no effect, because nothing is exchanged; to change the model, "
+            "set transform=, as in transform=fc1x1",
+        ),
+        ("batch_size=1", "batch_size=1: the fit of a line needs two different batches"),
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
         ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),
         ("compile=true", "compile=True: layers are measured with compile=False"),
         ("measure=noise", "measure=noise: layers are measured with measure=breakdown"),
-        ("steps=11", "steps=11: must be at least 4 above warmup_steps=8"),
+        ("steps=11", "steps=11: must be at least 4 more than warmup_steps=8"),
         (
             "model=vgg",
             f"model=vgg: did you mean vgg19? allowed: {', '.join(choices_of('model'))}",

@@ -181,7 +181,7 @@ def test_a_missing_package_is_named_before_training(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError) as error:
         build(load([f"recorder={name}"]).recorder)
-    assert str(error.value) == f"recorder={name}: needs the package {name}: pip install {name}"
+    assert str(error.value) == f"recorder={name}: needs the package {name}; run pip install {name}"
 
 
 class Broken:
@@ -210,7 +210,7 @@ def test_a_failure_is_one_warning_and_turns_the_recorder_off(
     use(guarded, tmp_path)
     assert not guarded.works
     assert broken.calls == ["start", "log"]
-    assert capsys.readouterr().err == "lab.train: Broken is off: no network\n"
+    assert capsys.readouterr().err == "lab.train: Broken is switched off: no network\n"
 
 
 def test_unknown_mode_is_refused() -> None:

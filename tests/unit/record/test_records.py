@@ -96,18 +96,18 @@ def test_every_attribute_of_a_record_is_explained() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"world_size": None}, "world_size=null; must be int"),
-        ({"world_size": True}, "world_size=True; must be int"),
+        ({"world_size": None}, "world_size=null: must be int"),
+        ({"world_size": True}, "world_size=True: must be int"),
         ({"step_s": {"median": 1.0, "p95": 1.0}}, "step_s.mad: is missing"),
-        ({"messages_per_step": [1.0, "2"]}, r"messages_per_step\[1\]='2'; must be float"),
-        ({"variant": {"steps": 6}}, "variant.steps=6; must be str"),
+        ({"messages_per_step": [1.0, "2"]}, r"messages_per_step\[1\]='2': must be float"),
+        ({"variant": {"steps": 6}}, "variant.steps=6: must be str"),
         (
             {"emulation": [{"kind": "dream", "detail": ""}]},
-            r"emulation\[0\].kind='dream'; allowed are hosts, shared_gpus, shared_cores, replay, "
-            "straggler",
+            r"emulation\[0\].kind='dream': must be one of hosts, shared_gpus, shared_cores, "
+            "replay, straggler",
         ),
-        ({"schema": 1}, r"emulation=\[.*; in a record of schema 1 must be str"),
-        ({"schema": 3}, "schema=3; this version of the lab reads 1 and 2"),
+        ({"schema": 1}, r"emulation=\[.*: must be str in a record of schema 1"),
+        ({"schema": 3}, "schema=3: this version of the lab reads only 1 and 2"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_key(change: dict[str, Any], message: str) -> None:
@@ -125,7 +125,7 @@ def test_how_a_run_ended_is_one_of_few_words() -> None:
     record = make_record("none", 1, None)
     record.end("oom", "rank 1: out of memory")
     assert (record.status, record.error) == ("oom", "rank 1: out of memory")
-    with pytest.raises(ValueError, match="status='gone'; allowed are done, failed, oom"):
+    with pytest.raises(ValueError, match="status='gone': must be one of done, failed, oom"):
         record.end("gone", None)
 
 

@@ -40,7 +40,7 @@ def begin(parent: Path, launch: str | None = None, **options: Any) -> RunDirecto
 def test_two_runs_at_once_do_not_share_a_directory(tmp_path: Path) -> None:
     first = begin(tmp_path)
     for resume in (None, "auto"):
-        with pytest.raises(ValueError, match=r"another run still writes .*/a"):
+        with pytest.raises(ValueError, match=r"another run is still writing .*/a"):
             claim(tmp_path, resume=resume)
     first.release()
     assert take(tmp_path, resume="auto").path == tmp_path / "a"

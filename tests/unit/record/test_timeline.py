@@ -232,7 +232,8 @@ def test_plot_draws_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "record.json").write_text("{}")
     assert plot([str(tmp_path)]) == 2
     assert (
-        "and no timeline.json, which runs with measure=breakdown write" in capsys.readouterr().err
+        "and there is no timeline.json, which only runs with measure=breakdown write"
+        in capsys.readouterr().err
     )
     write_trace(tmp_path / "timeline.json", [*step(0, 0.0), *step(1, 0.1)], ABOUT)
     assert plot([str(tmp_path), "format=svg"]) == 0

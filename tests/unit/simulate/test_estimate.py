@@ -64,7 +64,9 @@ def test_half_precision_has_its_own_peak_and_half_the_bytes() -> None:
     a, _ = Estimate(WORK, "bf16", (2, 8), "mine").profile_of(DEVICE).layers
     assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / 2e9 * 1e3)
     assert a.forward_ms - a.backward_ms == pytest.approx(1 + 8 * 1e5 / 2 / 1e8 * 1e3)
-    with pytest.raises(ValueError, match=r"precision=fp16: .* of made up has fp32, bf16; give "):
+    with pytest.raises(
+        ValueError, match=r"precision=fp16: .* of made up has only fp32, bf16; give "
+    ):
         Estimate(WORK, "fp16", (2, 8), "mine").profile_of(DEVICE)
 
 
@@ -164,7 +166,7 @@ def low_bits(*, output_size: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("model=lenet", "hardware=wan100m"), "hardware=wan100m: has no device to estimate"),
+        (("model=lenet", "hardware=wan100m"), "hardware=wan100m: has no device for estimates"),
         (("model=lenet", "precision=bf16"), "precision=bf16: device.peak_flops_per_s of GeForce"),
         (("model=alexnet",), "model=alexnet: images of 32x32 px are too small"),
         (("model=lenet", "data=imagefolder"), "data.path is not set"),
@@ -172,9 +174,12 @@ def low_bits(*, output_size: int) -> nn.Module:
             (f"model={__name__}.low_bits",),
             "model: weight is bfloat16; profiles and predictions are",
         ),
-        (("model=replay",), "profile=none: must be a file in conf/profile"),
-        (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted beside an"),
-        (("fit=a.json", "measured=b"), "fit=a.json measured=b: a fit is scored on its own"),
+        (("model=replay",), "profile=none: must be a file of conf/profile"),
+        (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted if the"),
+        (
+            ("fit=a.json", "measured=b"),
+            "fit=a.json measured=b: fit= already compares with measured cells",
+        ),
         (("measured=no/such",), "measured=no/such: contains no <cell>/record.json"),
     ],
 )
@@ -197,7 +202,7 @@ def test_predictions_are_compared_with_measured_cells(
     leave(tmp_path / "other", make_record("none", 1, 9.0, settings={**settings, "data.size": 9}))
     assert predict.main([*words, f"measured={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    assert f"against 1 measured cells of {tmp_path}: median error 20.0 %, worst 20.0 %" in out
+    assert f"compared with 1 measured cell of {tmp_path}: median error 20.0 %, worst 20.0 %" in out
     assert "-20.0" in out
 
 

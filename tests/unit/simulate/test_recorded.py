@@ -126,7 +126,7 @@ def test_links_inside_nodes_carry_what_stays_there() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Peeking, "exchange=Peeking: cannot be predicted from its code, which does not run"),
+        (Peeking, "exchange=Peeking: cannot be predicted from its code, which cannot run"),
         (Deaf, "exchange=.*Deaf: a rank waits for a message that no rank sends"),
     ],
 )

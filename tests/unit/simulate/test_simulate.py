@@ -278,7 +278,7 @@ GUESS = replace(FLAT, inter=Link(1e-4, 2e8), codec_bytes_per_s=2e10)
 
 
 def test_a_fit_needs_two_ranks(profile: Profile) -> None:
-    with pytest.raises(ValueError, match="of two ranks"):
+    with pytest.raises(ValueError, match="run on 2 ranks"):
         fit(GUESS, [Observation("none", profile, CEILING, 1, 64, (0.1,))])
 
 
@@ -361,7 +361,7 @@ def test_predictions_beside_a_study(
         assert evidence == ["fitted", "fitted", "held out", "extrapolated"]
         assert abs(of_tree[2]["error"]) < 0.02
         assert "measured_s" not in of_tree[3]
-        assert f"held out at {conditions}: 1 cells with an exchange, step time median" in text
+        assert f"held out at {conditions}: 1 cell with an exchange, step time median" in text
     assert [each["conditions"] for each in result["hardware"]] == [
         "cluster.rate=100mbit",
         "cluster.rate=1gbit",
@@ -399,10 +399,10 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["hardware=eth1g"], "hardware=eth1g: allowed: a100_x8,"),
         (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed: a100_x8,"),
         (["profile=vgg"], "profile=vgg: allowed: alexnet_h100, alexnet_p100"),
-        (["world_size=8"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
+        (["world_size=8"], "world_size=8: hardware=titanx_x4 has a single node"),
         (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
-        (["hardware.intra.alpha_s=1"], "intra.alpha_s=1: is latency_s now"),
+        (["hardware.intra.alpha_s=1"], "intra.alpha_s=1: has been renamed to latency_s"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
         (["strategy=ddp"], "strategy=ddp: DDPSync has its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),

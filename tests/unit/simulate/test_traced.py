@@ -147,20 +147,24 @@ def renamed(old: str, new: str) -> Callable[[list[Event]], list[Event]]:
 @pytest.mark.parametrize(
     ("change", "words", "reason"),
     [
-        (list, [], "has no batch size; give profile.reference_batch="),
+        (list, [], "contains no batch size; give profile.reference_batch="),
         (list, ["profile.reference_batch=-4"], "reference_batch=-4: must be an integer"),
         (list, ["profile=alexnet_p100"], "profile=alexnet_p100 profile.from="),
-        (without("ProfilerStep"), GIVEN, "has no ProfilerStep#"),
-        (without("nccl"), GIVEN, "has no all-reduce of NCCL"),
-        (without("autograd"), GIVEN, "has no backward"),
-        (without("cuda_runtime"), GIVEN, "has no kernels with the calls that launched them"),
-        (renamed("In msg", "Out msg"), GIVEN, "lacks bytes of all-reduces"),
+        (without("ProfilerStep"), GIVEN, "contains no ProfilerStep#"),
+        (without("nccl"), GIVEN, "contains no NCCL all-reduce"),
+        (without("autograd"), GIVEN, "contains no backward pass"),
+        (
+            without("cuda_runtime"),
+            GIVEN,
+            "contains no kernels linked to the calls that launched them",
+        ),
+        (renamed("In msg", "Out msg"), GIVEN, "does not contain the sizes of all-reduces"),
         (
             renamed("AllReduce", "ReduceScatter"),
             GIVEN,
-            "has reduce-scatters, such as those of FSDP",
+            "contains reduce-scatters, such as those of FSDP",
         ),
-        (renamed('"ts": 1', '"ts": [1], "us": 1'), GIVEN, "has no ProfilerStep#"),
+        (renamed('"ts": 1', '"ts": [1], "us": 1'), GIVEN, "contains no ProfilerStep#"),
         (renamed('elems": 8', 'elems": [8], "e": 8'), GIVEN, "is damaged"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_dry_run_knows_nothing_of_other_work(tmp_path: Path) -> None:
     study = read([*GRID[:-1], f"runs_dir={tmp_path}", "steps=8,9", "world_size=2"])
     *_, total = dry_run.lines(study)
     assert total.startswith("would run 4 of 4 cells: about 2 min")
-    assert total.endswith(f"; 2 of them {dry_run.UNKNOWN}")
+    assert total.endswith(f"; for 2 cells, {dry_run.UNKNOWN}")
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

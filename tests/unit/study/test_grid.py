@@ -136,7 +136,7 @@ def test_a_study_alone_goes_on_with_its_saved_grids(tmp_path: Path) -> None:
     run.save(tmp_path / "mine", first)
     run.save(tmp_path / "mine", first)
     second, source = run.read([*place, "strategy=onebit", "strategy=onebit:steps=3,4"])
-    assert source.endswith(f"this command, beside 1 saved in {tmp_path}/mine/study.json")
+    assert source.endswith(f"this command, in addition to 1 saved in {tmp_path}/mine/study.json")
     run.save(tmp_path / "mine", second)
 
     again, source = run.read([*place, "retry=failed"])
@@ -173,7 +173,7 @@ def test_a_file_that_holds_no_grids_is_named(tmp_path: Path) -> None:
 
 
 def test_a_new_name_alone_is_no_study(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="study=mine: allowed are .* or a new name"):
+    with pytest.raises(ConfigError, match="study=mine: no such study; allowed: .* or a new name"):
         run.read([f"runs_dir={tmp_path}", "study=mine", "dry_run=true"])
 
 
