@@ -201,7 +201,7 @@ def require_no_residuals(exchange: Exchange) -> None:
     """Raise ValueError if an exchange keeps residuals."""
     if exchange.keeps_residuals:
         raise ValueError(
-            "exchange.error_feedback=true: sync.reduce_scatter=two_levels keeps no residuals; "
+            "exchange.error_feedback=true: sync.reduce_scatter=two_levels stores no residuals; "
             "set it to false, or set sync.reduce_scatter=lab"
         )
 

@@ -56,7 +56,7 @@ def test_what_cannot_be_drawn_is_refused_in_a_line(results: Results) -> None:
         ValueError, match="figure=speed: no such figure; allowed: speedup_bars, scaling, "
     ):
         results.figure("speed")
-    with pytest.raises(ValueError, match="scaling=weak: measured are strong"):
+    with pytest.raises(ValueError, match="scaling=weak: was not measured; allowed: strong"):
         results.figure("speedup", scaling="weak")
     with pytest.raises(ValueError, match="no such folder"):
         lab.load("runs/nowhere")

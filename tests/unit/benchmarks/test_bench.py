@@ -69,7 +69,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "(nothing): takes one collective|reduce_scatter|codec|step"),
+        ([], "(nothing): expected one collective|reduce_scatter|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs at least two"),
         (["step", "strategy=overlap,nope"], "strategy=nope: did you mean none? allowed:"),
         (
@@ -79,7 +79,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["step", "strategy=tree,ddp", "pairs=9"], "pairs=9: has no effect without aa=true"),
         (["hook", "aa=true"], "aa=true: no such setting"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "only one setting can have a list"),
-        (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),
+        (["step", "strategy=tree,ddp", "world_size=3"], "such as 126 or 129"),
         (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
         (
             ["step", "strategy=tree,ddp", "out=absent/a.json"],

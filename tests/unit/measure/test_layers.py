@@ -221,8 +221,8 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
             "out=my.own.yaml",
             "out=my.own.yaml: must be NAME.yaml, with only letters, digits, _ and - in NAME",
         ),
-        ("out=mine.json", "out=mine.json: must name FILE.yaml in a folder that exists"),
-        ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in a folder that exists"),
+        ("out=mine.json", "out=mine.json: must name FILE.yaml in an existing folder"),
+        ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in an existing folder"),
         (
             "strategy=ddp",
             "strategy=ddp: has no effect, because nothing is exchanged; to change the model, "

@@ -174,7 +174,7 @@ def low_bits(*, output_size: int) -> nn.Module:
             (f"model={__name__}.low_bits",),
             "model: weight is bfloat16; profiles and predictions are",
         ),
-        (("model=replay",), "profile=none: must be a file of conf/profile"),
+        (("model=replay",), "profile=none: must be a file in conf/profile"),
         (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted if the"),
         (
             ("fit=a.json", "measured=b"),
