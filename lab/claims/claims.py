@@ -40,7 +40,9 @@ class Check:
         bounds = (self.about, self.at_least, self.at_most)
         one_bound = sum(bound is not None for bound in bounds) == 1
         if not one_bound or (self.about is None) != (self.within is None):
-            raise ValueError("must give exactly one bound: about with within, at_least, or at_most")
+            raise ValueError(
+                "must give exactly one bound: 'about' together with 'within', 'at_least', or 'at_most'"
+            )
 
     @property
     def allowed(self) -> tuple[float, float]:

@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     out, allowed = given.pop("out", "attack.jsonl"), ("seed", *PARTS)
     for key, value in given.items():
         if key not in allowed or not value.isdecimal():
-            print(f"{key}={value}: allowed are {'=N, '.join(allowed)}=N, out=FILE", file=sys.stderr)
+            print(f"{key}={value}: allowed: {'=N, '.join(allowed)}=N, out=FILE", file=sys.stderr)
             return 2
     divert(Path(out).with_suffix(".log"))
     for launcher, reason in launchers.missing().items():

@@ -90,7 +90,7 @@ def data(*, seed: int, device: torch.device, kind: str) -> TensorData:
     elif kind == "a pixel that is not a number":
         images[7, 0, 3, 3] = torch.nan
     else:
-        raise ValueError(f"data.kind={kind}: allowed are {', '.join(DATA)}")
+        raise ValueError(f"data.kind={kind}: allowed: {', '.join(DATA)}")
     (train, test) = ([part.to(device) for part in pair] for pair in (train, test))
     return TensorData((train[0], train[1]), (test[0], test[1]), unit="image", num_classes=CLASSES)
 

@@ -60,7 +60,9 @@ def gradients(exchanges: list[str | None]) -> list[tuple[dict[str, Tensor], int]
         if exchange == "onebit" and made:
             made.load_state_dict(made.state_dict())
             assert made.state_dict()["residual"].keys() == found.keys()
-    with pytest.raises(lab.ConfigError, match="contains no module of FSDP2"):
+    with pytest.raises(
+        lab.ConfigError, match="contains no module that FSDP2's fully_shard wrapped"
+    ):
         lab.fsdp_reduce_scatter(Net())
     stop()
     return results
@@ -157,11 +159,11 @@ def test_zeropp_trains_on_two_hosts_of_two_ranks() -> None:
 
 MISTAKES = {
     "overlap=false": "overlap=false: must be true; strategy=fsdp always exchanges during backward",
-    "sync.shard_size=3": "sync.shard_size=3: must be node, null, or a divisor of the 1 ranks",
+    "sync.shard_size=3": "sync.shard_size=3: must be node, null, or a divisor of the number of ranks, 1",
     "sync.reduce_scatter=mine": "sync.reduce_scatter=mine: allowed: torch, lab",
     "exchange=int8": "exchange=Int8: strategy=fsdp has its own exchange; leave exchange=none",
     "sync.all_gather=int4": "sync.all_gather=int4: allowed: torch, int8",
-    "sync.reshard=3": "sync.reshard=3: must be node, null, or a divisor of the 1 ranks",
+    "sync.reshard=3": "sync.reshard=3: must be node, null, or a divisor of the number of ranks, 1",
     "sync.reshard=node sync.shard_size=1": "sync.reshard=node: sync.shard_size=1 gathers within",
     "sync.reduce_scatter=two_levels exchange=int4": "exchange.error_feedback=true: sync.reduce_sc",
     "drift_every=2": "drift_every=2: torch sends all weights and gradients; set",

@@ -279,7 +279,7 @@ def test_losses_batches_and_unused_parameters_are_refused_by_the_step_that_has_t
     ((not_finite, another_shape, unused),) = spawn(1, errors)
     assert not_finite[0] == 7
     assert not_finite[1].startswith("gradient not finite at step 6")
-    inputs = "inputs of step 6 are torch.float32 [23, 1, 16, 16], those"
+    inputs = "inputs of step 6 are torch.float32 [23, 1, 16, 16], but"
     assert another_shape[1].startswith(f"graph=true: {inputs}")
     assert unused[0] == 3
     assert unused[1].startswith("graph=true: unused.") and "has no gradient on rank 0" in unused[1]

@@ -105,7 +105,7 @@ class Case:
 
 
 CASES = {
-    "plain": Case({}),
+    "a plain training loop": Case({}),
     "several buckets": Case({"bucket_cap_mb": 0.02}),
     "`no_sync`, accumulation": Case({}, micro_batches=3),
     "several optimizers": Case({}, optimizers=two_kinds),
@@ -450,7 +450,7 @@ def test_a_state_of_another_rank_exchange_or_model_is_refused(way: str) -> None:
             "are each rank's own, so save and load one file per rank"
         )
         assert f"belongs to rank {rank} of 4, but this is rank {rank} of 2" in found["size"]
-        assert 'contains residuals of exchange={"_target_": "mine.Own"}, and' in found["exchange"]
+        assert 'contains residuals of exchange={"_target_": "mine.Own"}, but' in found["exchange"]
         assert found["model"].endswith("another model: rare.bias is [3] there and [64] here")
         assert "contains residuals but does not name their rank" in found["old"]
 

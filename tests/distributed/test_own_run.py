@@ -172,7 +172,7 @@ def misused_steps(runs: Path) -> int | None:
         pass
     with run:
         for _ in range(3):
-            with run.step(), pytest.raises(RuntimeError, match="within another step"), run.step():
+            with run.step(), pytest.raises(RuntimeError, match="inside another step"), run.step():
                 pass
     with outside, run.step():
         pass

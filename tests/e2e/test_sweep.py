@@ -100,7 +100,7 @@ def started(folder: Path) -> dict[Path, str]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("study=kim2018",), "study=kim2018: allowed are adam, advice, beyond,"),
+        (("study=kim2018",), "study=kim2018: no such study; allowed: adam, advice, beyond,"),
         (("strategy=none,teleport",), "strategy=teleport: allowed:"),
         (("world_size=0",), "world_size=0: must be an integer of at least 1"),
         (("repeats=many",), "repeats=many: must be an integer"),

@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     for key, value in given.items():
         known = value.isdecimal() if is_fuzz else set(value.split(",")) <= set(NAMES.get(key, ()))
         if key not in allowed or not known:
-            print(f"{key}={value}: allowed are {', '.join(allowed)}, out=FILE", file=sys.stderr)
+            print(f"{key}={value}: allowed: {', '.join(allowed)}, out=FILE", file=sys.stderr)
             return 2
     if is_fuzz:
         cases = random_cases(int(given.get("num", 2000)), int(given.get("seed", 0)))
