@@ -48,8 +48,8 @@ KINDS = {
     "counted": "These claims are about properties of a network or about the number of bytes sent. "
     "Their values are counted, not timed, so they are the same on any machine.",
     "predicted": "The cost model predicts the values in these claims. Each claim is a real test: "
-    "any claim that agrees would fail if the link speed, the compute speed or the number of bytes "
-    "were multiplied by some factor between 0.5 and 2.",
+    "any claim that agrees would fail if link speed, compute speed or bytes were multiplied by a "
+    "factor between 0.5 and 2.",
     "measured": "These claims are about a single device. Only a measurement on the kind of device "
     "that the source used can show whether they hold.",
     "arithmetic": "These claims are not evidence. Each claim follows from model inputs or from "
