@@ -132,8 +132,8 @@ def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
         reset_peak(world.device)
         if next(loop, None) is None:
             raise ConfigError(
-                f"steps={trainer.total_steps}: too few: {NUM_STEPS} steps are measured "
-                "after warmup_steps, and after those in which a strategy tries other exchanges"
+                f"steps={trainer.total_steps}: too few: {NUM_STEPS} steps are measured, "
+                "after warmup_steps and any steps in which a strategy tries other exchanges"
             )
         peaks.append(peak_bytes(world.device))
     return world.gather(torch.tensor(peaks))

@@ -81,19 +81,15 @@ def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
 
 def examination(rows: Sequence[HeldOut]) -> list[str]:
     """Write the score of figures that were found once the model was final, and each of them."""
-    score, num_sources = Score.of(rows), len({row.figure.origin for row in rows})
-    inside = [sum(row.covered(level) for row in rows) for level in LEVELS]
-    errors = f"a median error of {_percent(score.median)} and a worst error of"
-    linear = f"Linear scaling has a median error of {_percent(score.linear_median)}, so the skill"
-    of_levels = " and ".join(
-        f"{number} are inside the {100 * level:.0f} % interval"
-        for number, level in zip(inside, LEVELS, strict=True)
-    )
+    score, origins = Score.of(rows), {row.figure.origin for row in rows}
+    narrow, wide = (sum(row.covered(level) for row in rows) for level in LEVELS)
     return [
-        f"We found {len(rows)} more figures from {num_sources} sources after the model was final, "
-        f"and did not fit anything to them. The predictions have {errors} "
-        f"{_percent(score.worst)}. {linear} is {score.skill:.2f}. Of the {len(rows)} figures, "
-        f"{of_levels}.",
+        f"We found {len(rows)} more figures from {len(origins)} sources after the model was final, "
+        "and did not fit anything to them. The predictions have a median error of "
+        f"{_percent(score.median)} and a worst error of {_percent(score.worst)}. Linear scaling "
+        f"has a median error of {_percent(score.linear_median)}, so the skill is "
+        f"{score.skill:.2f}. Of the {len(rows)} figures, {narrow} are inside the 80 % interval and "
+        f"{wide} are inside the 95 % interval.",
         "",
         *_worst(rows),
     ]

@@ -259,8 +259,8 @@ class GradSync(Sync):
             due = self._due[index]
             raise RuntimeError(
                 f"{name}: its gradient grew again after it had been sent "
-                f"(number of times it grew: {due - self._left[index]} in this step, {due} in the "
-                "first); put all backward passes of a step but the last into sync.accumulate() "
+                f"(number of times it grew: {due - self._left[index]} in this step, expected "
+                f"{due}); put all backward passes of a step but the last into sync.accumulate() "
                 "and recompute with checkpoint(use_reentrant=False), or set overlap=false"
             )
 
