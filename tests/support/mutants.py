@@ -283,10 +283,10 @@ compute time or the number of bytes by 0.5, 0.71, 1.41 and 2. For a counted clai
 count instead. The claim could have failed if it fails with at least one of these changes, or if it
 fails without any change. The rules are in lab/claims/findings.py.
 
-A claim of the kind "measured" is evidence only after it was measured on the kind of device that the
+A claim of the kind "measured" becomes evidence once it is measured on the kind of device that the
 source used. At first, we assigned the kinds by hand, and we counted 224 of 280 claims as evidence.
-Under the rules above, 98 of these 224 claims are evidence, because they are counted or predicted
-and could have failed. Another 54 are evidence only after they have been measured.
+Under the rules above, 98 of these 224 claims are evidence already, because they are counted or
+predicted and could have failed. Another 54 are of the kind "measured".
 """
 
 if __name__ == "__main__":
