@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _list(line: CommandLine) -> int:
     if line.settings:
         named = ", ".join(name.removeprefix("lab.") for name in modules())
-        raise ConfigError(f"{line.settings[0]}: is not a command; allowed: {named}")
+        raise ConfigError(f"{line.settings[0]}: no such command; allowed: {named}")
     print(f"scaling-lab {lab.__version__}; python -m COMMAND --help has details\n")
     print(f'{_listing()}\n\nin a program of your own: "import lab", see docs/how-to/own_loop.md')
     return 0

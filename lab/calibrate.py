@@ -17,7 +17,8 @@ class OwnSettings:
     """The settings of lab.calibrate beside a run's."""
 
     out: Path | None = file_setting(
-        "FILE.yaml for the hardware; FILE.json, FILE.md and FILE.png go next to it", ".yaml"
+        "FILE.yaml for the hardware; FILE.json, FILE.md and FILE.png go into the same folder",
+        ".yaml",
     )
     minutes: float = setting(5.0, "approximate total time", above=0, at_most=600, unit="min")
     world_size: int | None = setting(None, "ranks to start without a launcher; null: 2")
@@ -28,7 +29,7 @@ COMMAND = Command(
     """\
 Measure links, host time, codecs and compute of this cluster, and write a hardware file with
 intervals. lab.predict and lab.advise read it. The fit uses two ranks. Measurements on more
-ranks are held out, and show how well larger numbers are predicted. For the exchanges of
+ranks are held out, and show how well times on more ranks are predicted. For the exchanges of
 exchange=A,B, codecs are measured and steps are checked.""",
     (
         "torchrun --nproc-per-node 8 -m lab.calibrate out=mycluster.yaml",

@@ -25,7 +25,8 @@ class Settings:
     )
     title: bool = setting(True, "false: print title and footer as a caption instead")
     baseline: str | None = setting(
-        None, "strategy whose 1-rank run speedup is relative to; null: none, or the series itself"
+        None,
+        "strategy whose 1-rank run is the baseline of speedup; null: none, or each series' own",
     )
     target: float | None = setting(
         None, "value of the metric: print the time to reach it (needs eval_every=...)"

@@ -29,7 +29,7 @@ COMMAND = Command(
 Measure forward and backward of each layer, and the rest of a step, as a profile of the model.
 model=replay replays it and lab.predict reads it. A line through the times of several batches
 separates the fixed part from the time of each sample. Give several, as in batch_size=16,32,64; a
-single batch is measured together with a quarter of it.""",
+single batch size is measured together with a quarter of it.""",
     (
         "python -m lab.profile_layers model=lenet",
         "python -m lab.profile_layers model=alexnet_small batch_size=16,32,64 out=mine.yaml",

@@ -26,9 +26,10 @@ class Settings:
 COMMAND = Command(
     "lab.score",
     """\
-Fit hardware to a study's cells of one and two ranks; score predictions of all others. It also
-scores the advice where several strategies were measured in the same conditions. `published` instead
-of a study fits terms of GPUs to published scaling, and scores each source by the others' terms.""",
+Fit hardware to a study's cells on one and two ranks; score predictions of all others. It also
+scores the advice where several strategies were measured in the same conditions. With
+`published` instead of a study, it fits terms of GPUs to published scaling, and scores the figures
+of each source with terms that are fitted to the other sources.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",

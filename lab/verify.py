@@ -53,7 +53,10 @@ def _verify(line: CommandLine) -> int:
     own, words = own_settings(Settings, line.settings), line.words
     runs, benches, out, folder = own.runs, own.benches, own.out, own.config_dir
     if ALL in words and (out or len(words) > 1):
-        raise ConfigError(f"{' '.join(words)}: {ALL} must be alone; for out=, name the papers")
+        raise ConfigError(
+            f"{' '.join(words)}: {ALL} accepts neither other papers nor out=; "
+            "for out=, name the papers"
+        )
     from lab.claims import page
     from lab.claims.findings import verify, verify_all
 

@@ -236,8 +236,8 @@ def _group(advice: Advice) -> Group:
     if len(named) != 1:
         known = "; ".join(group.conditions for group in groups)
         raise ValueError(
-            f"fit={advice.prediction.fit}: has cells in several conditions; the settings must name "
-            f"one of them: {known}"
+            f"fit={advice.prediction.fit}: its cells were measured in several conditions; add the "
+            f"settings of one of them: {known}"
         )
     return named[0]
 

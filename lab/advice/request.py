@@ -39,7 +39,8 @@ class OwnSettings:
 
     target: str = setting(
         "throughput",
-        "what to optimise: throughput, hours, cost, or throughput with 'efficiency>=0.8'",
+        "what to optimise: throughput, hours, cost, or 'efficiency>=0.8' (throughput with "
+        "at least that efficiency)",
     )
     samples: float | None = setting(
         None, "samples per epoch; epochs=... sets the number of epochs", above=0
@@ -47,10 +48,10 @@ class OwnSettings:
     price_per_hour: float | None = setting(
         None, "price of a device, or of a node if price_of=node", above=0
     )
-    price_of: str = setting("device", "what the price pays for", UNITS)
+    price_of: str = setting("device", "whether the price is that of a device or of a node", UNITS)
     knee: float = setting(
         1.5,
-        "smallest gain in throughput for which twice as many ranks pay off",
+        "factor by which throughput must grow for twice as many ranks to be worthwhile",
         at_least=1,
         at_most=2,
     )
@@ -159,7 +160,8 @@ def read(arguments: Sequence[str]) -> Advice:
     for argument in run:
         if argument.startswith("trace="):
             raise ConfigError(
-                f"{argument}: is not used here; lab.predict writes the timeline of one cell"
+                f"{argument}: has no effect in lab.advise; use lab.predict to write the "
+                "timeline of a cell"
             )
     own = parsed(OwnSettings, texts)
     target, request = Target.of(own), _with_grid(run)
@@ -170,7 +172,7 @@ def read(arguments: Sequence[str]) -> Advice:
         if target.text == "hours" and target.total_samples(epochs, steps, 1) is None:
             given = "target=hours" if epochs is None else f"target=hours epochs={epochs:g}"
             raise ConfigError(
-                f"{given}: needs samples=, the number of samples in an epoch; or steps="
+                f"{given}: needs samples=, the number of samples in an epoch, or steps="
             )
     return Advice(request, target, own.knee, own.top)
 

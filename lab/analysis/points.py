@@ -256,9 +256,7 @@ def table(study: Study, baseline: str | None = None) -> list[Point]:
     bases = {p.strategy for p in points if p.world_size == 1 and p.steps_s}
     if baseline is not None and baseline not in bases:
         allowed = ", ".join(sorted(bases, key=order)) or "none, because no 1-rank run finished"
-        raise ValueError(
-            f"baseline={baseline!r}: has no finished 1-rank run here; allowed: {allowed}"
-        )
+        raise ValueError(f"baseline={baseline!r}: has no finished 1-rank run; allowed: {allowed}")
     named = baseline or (CEILING if CEILING in bases else None)
     return [
         replace(

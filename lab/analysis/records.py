@@ -170,7 +170,7 @@ def read_steps(path: Path) -> pd.DataFrame:
         steps = read_table(path).to_pandas()
         steps[["rank", "step"]].astype(float)
     except Exception as error:  # damaged bytes fail in many ways
-        raise DamagedFile(f"{path}: is not a table of steps: {one_line(error)}") from None
+        raise DamagedFile(f"{path}: not a table of steps: {one_line(error)}") from None
     return steps
 
 

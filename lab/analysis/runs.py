@@ -82,7 +82,7 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
         raise NothingToDraw(str(error)) from None
     kinds = {kind: each for kind, each in curves.items() if any(map(_changes, each.values()))}
     if not kinds:
-        raise NothingToDraw("no run recorded losses or evaluations that change")
+        raise NothingToDraw("no run recorded a loss or a test result that changes")
     columns, size = fitted(2, LETTER * LABEL_PX * max(map(len, shown)), width, HIGH)
     panels = [
         _curves(tables, x, kind, shown, width // columns, metric in LOGARITHMIC and kind == label)
@@ -114,7 +114,9 @@ def _representatives(cells: Sequence[Cell], scaling: str, looks: Looks) -> list[
         and (cell.strategy != CEILING or cell.world_size == 1)
     ]
     if not done:
-        raise NothingToDraw("no finished throughput run that trains one model")
+        raise NothingToDraw(
+            "no finished throughput run (strategy=none on several ranks does not count)"
+        )
     largest = max((cell.world_size, cell.fixed_batch_size) for cell in done)
     here = [cell for cell in done if (cell.world_size, cell.fixed_batch_size) == largest]
     here.sort(key=lambda cell: (cell.repeat, cell.started_at))
@@ -351,7 +353,7 @@ def own_work(steps: pd.DataFrame) -> pd.DataFrame:
     columns = {f"own_{name}_s": name for name in OWN}
     if not set(columns) <= set(steps.columns) or not bool(steps["timed"].to_numpy().any()):
         raise ValueError(
-            "its steps.parquet contains no times of each rank's own work, or no timed step"
+            "its steps.parquet lacks the times of each rank's own work, or has no timed step"
         )
     means: Any = steps[steps["timed"]].groupby("rank").mean(numeric_only=True)
     own = means[list(columns)].rename(columns=columns).dropna(axis=1, how="all")

@@ -51,7 +51,7 @@ class OwnSettings:
     """The settings that are no run's; each benchmark takes some of them."""
 
     out: Path | None = file_setting(
-        "FILE.json for the result; its figure is written next to it", ".json"
+        "FILE.json for the result; its figure goes into the same folder", ".json"
     )
     world_size: int | None = setting(
         None,
@@ -104,12 +104,14 @@ class OwnSettings:
     )
     memory_gb: int | None = setting(
         None,
-        "footprint: memory for which to find the largest batch",
+        "footprint: memory that the largest batch must fit into",
         unit="GB",
         at_least=1,
     )
     num_ranks: int = setting(
-        1, "footprint: ranks that share the batch and exchange gradients by strategy=", at_least=1
+        1,
+        "footprint: number of ranks that share the batch, and exchange gradients as in strategy=",
+        at_least=1,
     )
     measured: bool = setting(
         False, "footprint: true also trains for a few steps, and measures resident memory"
@@ -214,7 +216,7 @@ BENCHES = {
         num_variants=2,
     ),
     "aa": Bench(
-        "how often step calls two equal candidates different",
+        "how often the benchmark step finds a difference between two equal candidates",
         "world_size starts order_seed pairs",
         default="overlap",
     ),
@@ -275,7 +277,7 @@ BENCHES = {
         one_rank=NOTHING_SENT,
     ),
     "certificate": Bench(
-        "what check=first adds to the first three steps of strategy=A,B,..., as a number of steps",
+        "time that check=first adds to the first three steps of strategy=A,B,..., in step times",
         "rounds world_size",
         default="overlap,onebit,int8,ddp",
     ),

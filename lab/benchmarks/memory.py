@@ -39,8 +39,8 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     """Measure the peaks of one strategy."""
     if len(request.variants) > 1:
         raise ConfigError(
-            "memory: each strategy needs fresh ranks; leave the launcher out, as in python -m "
-            "lab.bench memory world_size=2"
+            "memory: lab.bench must start new ranks for each strategy; leave the launcher out, as "
+            "in python -m lab.bench memory world_size=2"
         )
     config = request.variants[0].config
     try:

@@ -39,7 +39,9 @@ def calls_over(world: World) -> dict[str, ReduceScatter]:
     """Return the two reduce-scatters. ConfigError: `world` does not talk over torch."""
     comm = world.comm
     if not isinstance(comm, TorchComm):
-        raise ConfigError("comm: must be torch, because reduce_scatter compares with torch's")
+        raise ConfigError(
+            "comm: must be torch, because the benchmark compares with torch's reduce-scatter"
+        )
 
     def of_torch(output: Tensor, tensor: Tensor, _parts: Tensor) -> None:
         reduce_scatter_flat(comm.group, output, tensor.view(-1)).wait()

@@ -80,7 +80,7 @@ class Request:
         """
         if len(self.variants) > 1:
             labels = ", ".join(variant.label for variant in self.variants)
-            raise ConfigError(f"{labels}: {self.bench} measures one set of settings only")
+            raise ConfigError(f"{labels}: {self.bench} measures only one set of settings")
         return self.variants[0].config
 
     @property
@@ -180,8 +180,8 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
         pattern = pattern_of(variant.config)
         if pattern.outlasts_step or pattern.waits_in_forward:
             raise ConfigError(
-                f"{variant.label}: its exchanges outlast their step, and would run during the "
-                "turns of others; to compare it, use python -m lab.sweep turns=4"
+                f"{variant.label}: its exchanges continue after their step, and would run during "
+                "the turns of others; to compare it, use python -m lab.sweep turns=4"
             )
 
 

@@ -41,8 +41,8 @@ class Check:
         one_bound = sum(bound is not None for bound in bounds) == 1
         if not one_bound or (self.about is None) != (self.within is None):
             raise ValueError(
-                "must give exactly one bound: 'about' together with 'within', 'at_least', or "
-                "'at_most'"
+                "must give exactly one bound: 'at_least', 'at_most', or 'about' together "
+                "with 'within'"
             )
 
     @property

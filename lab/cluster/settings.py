@@ -187,8 +187,8 @@ def emulated(
     parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
     if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
         raise ValueError(
-            f"cluster.changes={list(changes)}: with a delay or loss, only links that have a rate "
-            "can change"
+            f"cluster.changes={list(changes)}: with cluster.delay_ms or cluster.loss_percent, only "
+            "the rate of a link that already has a rate can change; set cluster.rate"
         )
     numbers = delay_ms, loss_percent, slow, slow_factor
     return Cluster(ranks_per_host, tuple(every), *numbers, tuple(parsed))
@@ -229,8 +229,8 @@ def _change(text: object, num_hosts: int) -> Change:
     match = CHANGE.fullmatch(text) if isinstance(text, str) else None
     if not match or not (match[3] in ("down", "up") or _is_rate(match[3])):
         raise ValueError(
-            f"cluster.changes={text!r}: must be a time, a host, and a rate, down or up, as in "
-            "'10s h1 100mbit'"
+            f"cluster.changes={text!r}: must be a time, a host, and a rate or one of the "
+            "words down and up, as in '10s h1 100mbit'"
         )
     return Change(float(match[1]), _host("changes", match[2], num_hosts), match[3])
 

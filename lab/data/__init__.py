@@ -161,7 +161,7 @@ def reading(file: Path) -> Iterator[None]:
         ValueError: it cannot be read, or is no regular file.
     """
     if file.exists() and not file.is_file():  # of a pipe, a reader would wait for ever
-        raise ValueError(f"data.path={file}: is not a regular file")
+        raise ValueError(f"data.path={file}: not a regular file")
     try:
         yield
     except Exception as error:  # readers raise many types: of zip, of Arrow, of the system

@@ -180,8 +180,8 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
             ids = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(
-                f"data.path={file}: contains {ids.dtype} {list(ids.shape)}; it must contain "
-                "integers [ids]"
+                f"data.path={file}: contains {ids.dtype} of shape {list(ids.shape)}; it "
+                "must contain integers of shape [ids]"
             )
         return ids
     size, width = file.stat().st_size, np.dtype(dtype).itemsize

@@ -131,7 +131,7 @@ def read(path: Path) -> Counts:
     lines = dict(re.findall(r"^(events|totals): (.*)$", path.read_text(), re.MULTILINE))
     names = lines.get("events", "").split()
     if "totals" not in lines or not set(EVENTS) <= set(names):
-        raise ConfigError(f"{path}: is not a callgrind file with cache counts")
+        raise ConfigError(f"{path}: not a callgrind file with cache counts")
     totals = dict(zip(names, map(int, lines["totals"].split()), strict=False))
     return Counts(*(totals.get(name, 0) for name in EVENTS))
 

@@ -69,7 +69,7 @@ def measure(request: Request) -> dict[str, Any]:
     configs = [variant.config for variant in request.variants]
     if any(config.device == "cuda" for config in configs):
         raise ConfigError(
-            "device=cuda: the benchmark counts on CPUs only; for a GPU, give trace=FILE, "
+            "device=cuda: the benchmark counts only on CPUs; for a GPU, give trace=FILE, "
             f"recorded with {RECORDING}"
         )
     with joined(configs[0]) as world:

@@ -69,8 +69,8 @@ def measure(request: Request) -> dict[str, Any]:
     num_ranks = request.own["num_ranks"]
     if measured and num_ranks > 1:
         raise ConfigError(
-            f"num_ranks={num_ranks}: measured=true trains one rank only; for more, use lab.bench "
-            "memory"
+            f"num_ranks={num_ranks}: measured=true trains on one rank only; for more, use "
+            "lab.bench memory"
         )
     rows = [_row(each.label, each.config, memory_gb, num_ranks) for each in request.variants]
     for row, variant in zip(rows, request.variants, strict=True) if measured else ():
@@ -247,7 +247,7 @@ def footprint(model: nn.Module, step: Step, batch: int, exchange_bytes: int = 0)
             return Footprint({**kinds, EXCHANGE: exchange_bytes}, modules)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise ValueError(f"cannot run without values: {lines[0]}") from None
+        raise ValueError(f"cannot run on tensors without values: {lines[0]}") from None
 
 
 def largest_batch(model: nn.Module, step: Step, num_bytes: float, exchange_bytes: int = 0) -> int:

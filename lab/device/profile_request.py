@@ -48,7 +48,9 @@ def _check(configs: Sequence[DictConfig]) -> None:
     config = configs[0]
     for key, needed in (("accumulate", 1), ("compile", False), ("measure", "breakdown")):
         if config[key] != needed:
-            raise ConfigError(f"{key}={config[key]}: layers are measured with {key}={needed}")
+            raise ConfigError(
+                f"{key}={config[key]}: layers can be measured only with {key}={needed}"
+            )
     if config.steps < config.warmup_steps + TURN:
         raise ConfigError(
             f"steps={config.steps}: must be at least {TURN} more than "
@@ -56,7 +58,10 @@ def _check(configs: Sequence[DictConfig]) -> None:
         )
     batches = [each.batch_size for each in configs]
     if len(set(batches)) < len(batches):
-        raise ConfigError(f"batch_size={batches[0]}: the fit of a line needs two different batches")
+        raise ConfigError(
+            f"batch_size={batches[0]}: a line through the times needs two batch sizes that differ, "
+            "as in batch_size=16,32"
+        )
     if num_launched() > 1:
         raise ConfigError(
             f"{num_launched()} ranks were started: layers are measured on one rank; leave the "

@@ -117,7 +117,9 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     try:
         work = count(plan.model, data.input_shape, data.input_dtype, plan.target, plan.task.loss)
     except Uncountable as error:
-        raise ConfigError(f"model={config.model['_target_']}: cannot be counted: {error}") from None
+        raise ConfigError(
+            f"model={config.model['_target_']}: its operations cannot be counted: {error}"
+        ) from None
     roofs = roofs_of(config, world.device)
     (at_batch,) = measured([config], world)
     return {

@@ -62,7 +62,7 @@ def measure(request: Request) -> dict[str, Any]:
     path: Path | None = request.own["trace"]
     if path is None:
         raise ConfigError(
-            "trace=null: give a trace from torch.profiler or Chrome, FILE.json or FILE.json.gz"
+            "trace=null: give a trace, FILE.json or FILE.json.gz, such as one from torch.profiler"
         )
     events = read_events(path)
     skipped: Counter[str] = Counter()
@@ -87,7 +87,7 @@ def _why(events: Sequence[Mapping[str, Any]], skipped: Mapping[str, int]) -> str
         )
     return (
         " (no events of category gpu_memcpy, as from Kineto, or named MemcpyH2D, as from XLA, or "
-        "CopyHostToDevice, as from ROCm); a run on CPUs makes none"
+        "CopyHostToDevice, as from ROCm); a run on CPUs makes no such copies"
     )
 
 
@@ -178,7 +178,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         try:
             return [*_of_rocprofv3(trace[ROCPROFV3])]
         except (AttributeError, KeyError, TypeError) as error:
-            raise ConfigError(f"trace={path}: is not a trace of rocprofv3: {error!r}") from None
+            raise ConfigError(f"trace={path}: not a rocprofv3 trace: {error!r}") from None
     return events_of("trace", path, trace)
 
 
@@ -370,7 +370,7 @@ def _kind(event: Mapping[str, Any]) -> tuple[str, str]:
 def _num_bytes(event: Mapping[str, Any]) -> float:
     """Return a copy's bytes. ValueError: they are missing or wrong."""
     if ROCM_KERNEL.fullmatch(str(event.get("name"))) and _args(event).get("bytes") is None:
-        raise ValueError("that ROCm made by a kernel, without bytes")
+        raise ValueError("that a ROCm kernel made, without bytes")
     details = _details(event)
     if not details and _args(event).get("bytes") is None:
         raise ValueError(_without_bytes(str(event.get("name"))))

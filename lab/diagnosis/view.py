@@ -212,7 +212,8 @@ def time_split(
     first, parts = several[0], _parts(several[0])
     if [*parts] == ["all else"]:
         raise NothingToDraw(
-            "where the time goes: there is no run on one rank or of none to compare with"
+            "where the time goes: there is no run on one rank, and none of strategy=none, "
+            "to compare with"
         )
     names = [f"{called[e.point.place]}  N={e.one.world_size}" for e in several]
     room = LETTER * LABEL_PX * max(map(len, names))

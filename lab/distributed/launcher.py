@@ -81,7 +81,7 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> list[list[int]]:
         numbered = ", ".join(f"{local} of {size}" for local, size in places)
         raise ValueError(
             f"LOCAL_RANK of LOCAL_WORLD_SIZE: the {len(places)} ranks have {numbered}; on a node "
-            "of n ranks, they must be 0 to n-1 of n"
+            "of n ranks, LOCAL_RANK must be 0 to n-1, and LOCAL_WORLD_SIZE must be n"
         )
     return nodes
 

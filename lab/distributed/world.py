@@ -394,7 +394,7 @@ def _of_this_join(store: dist.Store, rank: int, size: int, local_size: int) -> d
     elif not _counted and store.add("started", 1) > size:
         raise ValueError(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1 for torchrun on several hosts, as in "
-            "launch/node.sh; its store still contains keys from an earlier start"
+            "launch/node.sh; torchrun's store still contains keys from an earlier start"
         )
     _counted = True
     return dist.PrefixStore(str(store.add(f"joins/{rank}", 1)), store)

@@ -249,14 +249,15 @@ def _check(candidates: Mapping[str, Exchange], among: object) -> None:
     if not names or len({*names}) < len(names) or not set(names) <= candidates.keys():
         allowed = ", ".join(candidates)
         raise ValueError(
-            f"exchange.among={among}: must be a list without repeats of some of {allowed}"
+            f"exchange.among={among}: must be a list of different names from {allowed}"
         )
     for name in names:
         if isinstance(candidates[name], Auto | Schedule | Hierarchical):
             kind = type(candidates[name]).__name__
             raise ValueError(
-                f"exchange.candidates.{name}={kind}: is made of other exchanges; choose a single "
-                "one, or between nodes exchange=hierarchical exchange@exchange.inter=auto"
+                f"exchange.candidates.{name}={kind}: is made of other exchanges, but a candidate "
+                "must be a single one; to choose between nodes, use exchange=hierarchical "
+                "exchange@exchange.inter=auto"
             )
 
 

@@ -117,8 +117,8 @@ def check_chunk_mb(chunk_mb: ChunkMB) -> None:
     right = all(s is None or (isinstance(s, int | float) and s > 0) for s in sizes)
     if not right or (by_library and set(chunk_mb) != set(LIBRARIES)):
         raise ValueError(
-            f"exchange.chunk_mb={chunk_mb}: must be null, a number above 0, or one of these for "
-            f"each of {' and '.join(LIBRARIES)}"
+            f"exchange.chunk_mb={chunk_mb}: must be null, a number above 0, or a mapping with "
+            f"such a value for each of {' and '.join(LIBRARIES)}"
         )
 
 

@@ -202,7 +202,7 @@ def require_no_residuals(exchange: Exchange) -> None:
     if exchange.keeps_residuals:
         raise ValueError(
             "exchange.error_feedback=true: sync.reduce_scatter=two_levels stores no residuals; "
-            "set it to false, or set sync.reduce_scatter=lab"
+            "set exchange.error_feedback=false, or sync.reduce_scatter=lab"
         )
 
 

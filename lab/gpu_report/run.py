@@ -76,7 +76,7 @@ def opened(key: str, path: Path) -> Report:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={path}: cannot be read: {one_line(error)}") from None
     if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise ConfigError(f"{key}={path}: is not a report of lab.gpu_report")
+        raise ConfigError(f"{key}={path}: not a report of lab.gpu_report")
     return found
 
 

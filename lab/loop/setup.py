@@ -42,7 +42,9 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
     """
     for key, value in overrides.items():
         if key.split(".")[0] not in (allowed := (*COMMON, *own)):
-            raise ConfigError(f"{key}={value}: allowed here: {', '.join(allowed)}")
+            raise ConfigError(
+                f"{key}={value}: not allowed in your own loop; allowed: {', '.join(allowed)}"
+            )
     folder = overrides.get("config_dir")
     words = [f"{key}={_text_of(value)}" for key, value in overrides.items()]
     exchanges = [name for name in choices_of("exchange", folder) if name != "none"]
@@ -63,7 +65,7 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
 def _refusal(config: DictConfig) -> str:
     """Return why a strategy is no average of gradients in every step; empty if it is."""
     if class_of(config) != "GradSync":
-        return "is not one average of gradients in every step"
+        return "does not average gradients once in every step"
     if "_target_" in config.transform:
         return "also rewrites the model"
     return "exchanges nothing" if class_name(config.exchange._target_) == "NoExchange" else ""

@@ -94,7 +94,7 @@ def read_trace(path: Path) -> Timeline:
     except DamagedFile:
         raise
     except (ValueError, OverflowError, KeyError, TypeError) as error:
-        raise DamagedFile(f"{path}: is not a timeline: {type(error).__name__}: {error}") from None
+        raise DamagedFile(f"{path}: not a timeline: {type(error).__name__}: {error}") from None
 
 
 def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
@@ -146,5 +146,7 @@ def _names(rank: int, row: str, lane: int, thread: int) -> list[Event]:
 def _span(event: Event) -> Span:
     start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
     if not math.isfinite(start + end) or end < start:
-        raise ValueError(f"ts={event['ts']} dur={event['dur']}: is not a span of time")
+        raise ValueError(
+            f"ts={event['ts']} dur={event['dur']}: must be finite, with dur at least 0"
+        )
     return Span(int(event["pid"]), str(event["cat"]), str(event["name"]), start, end)

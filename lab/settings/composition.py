@@ -362,8 +362,8 @@ def _parts_apart(overrides: Sequence[Override]) -> tuple[list[Override], list[Ov
     for each in others if own else ():
         if _root(each) == "exchange":
             raise ConfigError(
-                f"{each.input_line}: path=, codec= and memory= already make an exchange; leave "
-                "this setting out"
+                f"{each.input_line}: path=, codec= and memory= already define the exchange; "
+                "leave this setting out"
             )
     return own, others
 

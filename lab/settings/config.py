@@ -61,7 +61,10 @@ class Settings:
         None, "bucket size in MiB; null: one bucket, 0: one per layer", at_least=0
     )
     batch_size: int = setting(
-        128, "samples per step: global (strong) or per rank (weak)", at_least=1, at_most=2**31
+        128,
+        "samples per step: in all (scaling=strong) or per rank (scaling=weak)",
+        at_least=1,
+        at_most=2**31,
     )
     scaling: str = setting("strong", "whether batch_size is global or per rank", ("strong", "weak"))
     steps: int | None = setting(None, "number of optimizer steps", at_least=1, at_most=2**53)
@@ -87,7 +90,7 @@ class Settings:
     )
     channels_last: bool = setting(False, "use the channels-last memory format")
     compile: bool = setting(
-        False, "run torch.compile on the model; with overlap, in regions of bucket_mb"
+        False, "run torch.compile on the model; with overlap=true, in regions of bucket_mb MiB"
     )
     graph: bool = setting(False, "replay whole steps as one CUDA graph (GPUs with NCCL)")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
@@ -99,7 +102,7 @@ class Settings:
 
     measure: str = setting("throughput", "what is measured", ("throughput", "breakdown", "noise"))
     drift_every: int | None = setting(
-        None, "number of exchanges over which buckets are checked for drift", at_least=1
+        None, "check buckets for drift over windows of this many exchanges; null: never", at_least=1
     )
     check: str = setting(
         "first", "first: prove in the first steps that gradients are averaged", ("none", "first")

@@ -56,7 +56,7 @@ def read_bytes(path: Path, largest: int = LARGEST_BYTES) -> bytes:
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(21, "Is a directory", str(path))
         if not stat.S_ISREG(found.st_mode):
-            raise DamagedFile(f"{path}: is not a regular file")
+            raise DamagedFile(f"{path}: not a regular file")
         content = file.read(largest + 1) if found.st_size <= largest else b""
         if max(found.st_size, len(content)) > largest:
             raise DamagedFile(f"{path}: has {found.st_size:,} bytes; the limit is {largest:,}")
@@ -105,16 +105,16 @@ def read_trace(key: str, path: Path) -> Any:
     except (EOFError, zlib.error, ValueError) as error:  # cut short, damaged, or not JSON
         remedy = OTHER_TRACES.get(path.suffix)
         reason = f"this format is not supported; {remedy}" if remedy else error
-        raise ConfigError(f"{where}: is not a trace: {reason}") from None
+        raise ConfigError(f"{where}: not a trace: {reason}") from None
     except RecursionError:
-        raise ConfigError(f"{where}: is not a trace: nested too deeply") from None
+        raise ConfigError(f"{where}: not a trace: nested too deeply") from None
 
 
 def events_of(key: str, path: Path, trace: Any) -> list[dict[str, Any]]:
     """Return the events of a trace of Chrome's format. ConfigError: it has none."""
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
-        raise ConfigError(f"{key}={path}: is not a trace: has no list of traceEvents")
+        raise ConfigError(f"{key}={path}: not a trace: it has no list of traceEvents")
     return events
 
 

@@ -94,7 +94,7 @@ def read_log(path: Path) -> tuple[Curve, ...]:
     found = _of_json(where, text) if text.lstrip().startswith("{") else [*_of_text(text)]
     if not found:
         raise ValueError(
-            f"{where}: contains no line of nccl-tests, or of PARAM's comms benchmark, for "
+            f"{where}: contains no line from nccl-tests or from PARAM's comms benchmark for "
             f"{', '.join(OPERATIONS)}"
         )
     return tuple(found)
@@ -135,7 +135,7 @@ def _of_json(where: str, text: str) -> list[Curve]:
         devices = len(node.get("config", {}).get("devices", []))
         return [_curve(operation, devices or _ranks(operation, rates), times)] if times else []
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: is not JSON of nccl-tests ({error})") from None
+        raise ValueError(f"{where}: not JSON from nccl-tests ({error})") from None
 
 
 def _curve(operation: str, ranks: int, times: Iterable[tuple[float, float]]) -> Curve:

@@ -314,7 +314,7 @@ def _path_of(path: str) -> str:
     if isinstance(found, type) and issubclass(found, Exchange | Codec | Memory):
         return path
     raise ValueError(
-        f"exchange={path}: is neither an exchange of the lab nor one whose code is imported here"
+        f"exchange={path}: is neither one of the lab's exchanges nor an imported class of your own"
     )
 
 

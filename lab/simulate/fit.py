@@ -267,7 +267,7 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
     except KeyError as key:
         raise ValueError(
             f"fit={folder}: settings of a cell lack {key}, because an earlier version measured "
-            "it; measure it again"
+            "the cell; measure the cell again"
         ) from None
 
 
@@ -285,8 +285,8 @@ def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) ->
         alike = [g for g in fitted if _ranks_per_host(cells[g]) == _ranks_per_host(cells[name])]
         if len(alike) != 1:
             raise ValueError(
-                f"{name}: has no cell on 2 ranks, so exactly one group with the same number of "
-                f"ranks per host must have such cells; {len(alike)} have"
+                f"{name}: has no cell on 2 ranks, so it needs exactly one other group with such "
+                f"cells and the same number of ranks per host; there are {len(alike)}"
             )
         (source,) = alike
         groups[name] = _transferred(name, cells[name], groups[source], cells[source], profile)
@@ -335,7 +335,7 @@ def _transferred(
         best, *moved = [over_links(machine, *clusters) for machine in machines]
     except ValueError as error:
         raise ValueError(
-            f"{name}: has no cell on 2 ranks, and no other group can replace them ({error})"
+            f"{name}: has no cell on 2 ranks, and the fit of another group cannot be used ({error})"
         ) from None
     return Group(name, tuple(_observations(cells, profile)), best, tuple(moved), fitted=False)
 
@@ -408,8 +408,8 @@ def over_links(hardware: Hardware, fitted: Cluster, other: Cluster) -> Hardware:
     assert hardware.inter is not None  # emulated hosts are nodes
     if None in (*fitted.rates, *other.rates) or len(set(fitted.rates)) > 1:
         raise ValueError(
-            "cluster.rates: every link needs a rate, and all links of the fitted cells the same "
-            "rate"
+            "cluster.rates: every link needs a rate; all links of the fitted cells must have the "
+            "same rate"
         )
     if other.loss_percent or other.changes:
         raise ValueError("cluster.loss_percent, cluster.changes: have no cost model")

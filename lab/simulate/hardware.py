@@ -478,7 +478,7 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
     known = [field.name for field in fields(Device)]
     allowed = ", ".join(known)
     if not isinstance(node, Mapping) or "name" not in node:
-        raise ValueError(f"{name}: device={node}: must have a name; allowed: {allowed}")
+        raise ValueError(f"{name}: device={node}: must have a name; allowed keys: {allowed}")
     for key in node:
         if key not in known:
             raise ValueError(f"{name}: device.{key}: no such key; allowed: {allowed}")

@@ -69,8 +69,8 @@ class Network:
         self.rates = hardware.node_rates[: self.num_nodes]
         if self.rates and len(self.rates) < self.num_nodes:
             raise ValueError(
-                f"world_size={size}: hardware={hardware.name} has only "
-                f"node_rates of {len(self.rates)} nodes"
+                f"world_size={size}: hardware={hardware.name} has "
+                f"node_rates for only {len(self.rates)} nodes"
             )
         self.inter = NOWHERE
         if self.num_nodes > 1 and hardware.inter:

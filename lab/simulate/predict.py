@@ -71,7 +71,8 @@ class OwnSettings:
         None, "runs/STUDY: compare with its cells that have these settings, without a fit"
     )
     out: Path | None = file_setting(
-        "FILE.json for the result, with its figure next to it; or FILE.png for the figure alone",
+        "FILE.json for the result, with its figure in the same folder; or FILE.png for the "
+        "figure alone",
         ".json",
         ".png",
     )
@@ -361,8 +362,8 @@ def _work(parts: str) -> Work:
         return count(plan.model, shape, dtype, plan.target, plan.task.loss)
     except Uncountable as error:
         raise ConfigError(
-            f"model={config.model['_target_']}: cannot be counted for an estimate ({error}); "
-            "measure it with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
+            f"model={config.model['_target_']}: its operations cannot be counted ({error}); "
+            "measure the model with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
         ) from None
 
 

@@ -139,7 +139,7 @@ def _events(
         why = str(error).splitlines()[0]
         raise ValueError(
             f"exchange={type(exchange).__name__}: cannot be predicted from its code, which "
-            f"cannot run without values ({why}); implement add_cost"
+            f"cannot run on tensors without values ({why}); implement add_cost"
         ) from error
     joined = list[Event]()  # passes over memory that follow each other are one
     for event in recorder.events:

@@ -98,8 +98,8 @@ class Strategy:
             raise ValueError(f"{name}: {sync} has its own schedule, which has no cost model")
         if settings["transform"]:
             raise ValueError(
-                f"{name}: changes the model; give the profile of the changed model with "
-                "transform=none"
+                f"{name}: changes the model; set transform=none, and give the profile of the "
+                "changed model"
             )
         exchange = in_shares(settings["exchange"], settings["steps"])
         if not pattern.gathers_units:

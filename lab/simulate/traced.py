@@ -175,7 +175,8 @@ def _launches(events: Sequence[Event]) -> tuple[list[Launch], list[float]]:
     collectives = streams.pop(None, [])
     if not streams:
         raise ValueError(
-            "contains no kernels linked to the calls that launched them; record CPU and CUDA"
+            "contains no kernels linked to the calls that launched them; record the "
+            "activities of CPU and CUDA"
         )
     chosen = [*collectives, *max(streams.values(), key=len)]
     return sorted(chosen, key=lambda each: each.launched_s), sorted(span(each)[0] for each in marks)
@@ -207,7 +208,8 @@ def _steps(launches: Sequence[Launch], marks: Sequence[float]) -> list[TracedSte
     found = [step for part, end in zip(parts, ends, strict=False) if (step := _step(part, end))]
     if not any(each.backward for each in launches):
         raise ValueError(
-            "contains no backward pass: neither an autograd thread nor an annotation of that name"
+            "contains no backward pass: no autograd thread, and no annotation with backward "
+            "in its name"
         )
     if not found:
         raise ValueError("contains no NCCL all-reduce in a backward pass; record several GPUs")

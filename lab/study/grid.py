@@ -37,12 +37,14 @@ class SweepSettings:
         3600, "a cell that takes longer is stopped and recorded as timeout", at_least=1
     )
     baselines: str = setting(
-        "shared", "one-rank runs are shared by strategies that compute the same", ("shared", "all")
+        "shared",
+        "shared: strategies that compute the same on one rank share a one-rank run",
+        ("shared", "all"),
     )
     turns: int | None = setting(
         None,
-        "strategies that start together take turns of this many steps; null: each cell starts "
-        "alone",
+        "start all strategies together, and let them take turns of this many steps; null: each "
+        "cell starts alone",
         at_least=1,
     )
     retry: str = setting(
@@ -171,8 +173,10 @@ def read(arguments: Sequence[str]) -> Study:
     own = parsed(SweepSettings, given)
     points = _points(expanded(run), own.world_size, conditions, typed=arguments)
     if len({point.name for point in points}) < len(points):
-        alike = "only in characters that names leave out, or only in secrets"
-        raise ConfigError(f"study={name}: two values of a list differ {alike}")
+        raise ConfigError(
+            f"study={name}: two cells would have the same name, because two values of a list "
+            "differ only in characters that names leave out, or only in secrets"
+        )
     if own.baselines == "shared":
         points = _sharing(points)
     cells = [

@@ -322,7 +322,7 @@ def _grids(root: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
         pass
-    raise ConfigError(f"{path}: is not a list of a study's grids; delete or repair it")
+    raise ConfigError(f"{path}: not a list of a study's grids; delete or repair it")
 
 
 def _joined(grids: Sequence[Study]) -> Study:

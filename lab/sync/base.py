@@ -104,7 +104,10 @@ class Sync(ABC):
         if parts.overlap and pattern.no_overlap:
             raise ValueError(f"overlap=true: {pattern.no_overlap}")
         if parts.precision == "fp16" and pattern.no_fp16:
-            raise ValueError(f"precision=fp16: {pattern.no_fp16}; allowed: fp32, bf16")
+            raise ValueError(
+                f"precision=fp16: skips steps that overflow, but {pattern.no_fp16}; "
+                "allowed: fp32, bf16"
+            )
         self.module = parts.module
         self.exchange = parts.exchange
         self.comm = parts.comm
@@ -217,7 +220,7 @@ class Sync(ABC):
     def observe_drift(self, every: int) -> None:
         """Compare what the lab's exchanges deliver with what was due, over windows of `every`."""
         raise ValueError(
-            "needs a strategy that sends its mean to all ranks by one of the lab's exchanges, "
+            "needs a strategy that sends the mean to all ranks with one of the lab's exchanges, "
             "such as onebit"
         )
 

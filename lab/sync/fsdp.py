@@ -135,8 +135,8 @@ class FSDPSync(LibrarySync):
         parts = [part for part, of_units in hooks if of_units]
         if not parts:
             raise ValueError(
-                "torch sends all weights and gradients; set sync.all_gather=int8 or "
-                "sync.reduce_scatter=lab"
+                "torch sends all weights and gradients, but only the lab's exchanges can be "
+                "checked; set sync.all_gather=int8 or sync.reduce_scatter=lab"
             )
         names = [hook.unit for hook in self._gathers or self._scatters]
         self._drift = FsdpDrift(self.exchange, self.comm, every, names, parts)

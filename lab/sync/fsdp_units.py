@@ -99,7 +99,7 @@ def _of_other_types(
     kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in sizes))
     raise ValueError(
         f"{name}: is {str(parameter.dtype).removeprefix('torch.')} in a module that cannot be "
-        f"sent separately; FSDP sends one type for each module, but here there are {kinds}; "
+        f"sent separately; FSDP sends one type for each module, but this one contains {kinds}; "
         "convert the parameter"
     )
 

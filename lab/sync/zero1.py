@@ -41,7 +41,7 @@ class RootUpdate(GradSync):
         if not isinstance(exchange, Rooted) or not exchange.in_halves:
             raise ValueError(
                 f"exchange={type(exchange).__name__}: only the root updates, so an exchange "
-                "must send to it and back; use tree (with exchange.chunk_mb=null) or star"
+                "must send to the root and back; use tree (with exchange.chunk_mb=null) or star"
             )
         self.path = exchange
         super().__init__(parts, root_update(parts.overlap))

@@ -371,8 +371,8 @@ def observe_drift(sync: Sync, every: int, precision: str) -> None:
     """
     if precision == "fp16":
         raise ConfigError(
-            f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
-            "use precision=fp32 or bf16"
+            f"drift_every={every}: drift cannot be measured with precision=fp16, which restores "
+            "residuals when it skips a step; use precision=fp32 or bf16"
         )
     with as_config_error(f"drift_every={every}: "):
         sync.observe_drift(every)

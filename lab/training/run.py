@@ -182,7 +182,7 @@ class Run(Recording):
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             if blame(error):  # of the user's own exchange, which shall see where
                 raise
-            raise ConfigError(f"resume={path}: is not a run's checkpoint: {error!r:.200}") from None
+            raise ConfigError(f"resume={path}: not a checkpoint of a run: {error!r:.200}") from None
         step = trainer.progress.step
         if step > trainer.total_steps:
             raise ConfigError(

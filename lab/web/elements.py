@@ -222,13 +222,13 @@ def read_benched(path: Path) -> Benched:
     """
     result = read_json(path)
     if not is_result(result):
-        raise DamagedFile(f"{path}: is not a result of lab.bench")
+        raise DamagedFile(f"{path}: not a result of lab.bench")
     title = f"{result['bench']}: {path.stem.replace('_', ' ')}"
     try:
         return Benched(title, str(result["command"]), text_of(result), _picture(result))
     except Exception as error:  # a damaged result fails in many ways
         why = f"{type(error).__name__}: {one_line(error)}"
-        raise DamagedFile(f"{path}: is not a result of lab.bench: {why}") from None
+        raise DamagedFile(f"{path}: not a result of lab.bench: {why}") from None
 
 
 def _picture(result: dict[str, Any]) -> str:

@@ -110,7 +110,7 @@ class LivePage:
             page = render(parts, shown).encode()
         except Exception as error:  # a page is no reason to end a measurement
             why = f"{type(error).__name__}: {one_line(error)}"
-            print(f"live: the page cannot be drawn again: {why}", file=sys.stderr)
+            print(f"live: the page cannot be updated: {why}", file=sys.stderr)
             return
         with self._lock:
             self._num_drawn, self._page = self._num_ended, page

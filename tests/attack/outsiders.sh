@@ -318,7 +318,7 @@ try 0 '1 of 1 cells done' S study=s strategy=none
 
 ## 93 races: links under the names that a sweep and a page will write
 echo keep > precious; mkdir -p runs/s; ln -s "$PWD/precious" runs/s/study.json
-try 2 "is not a list of a study's grids" S study=s strategy=none
+try 2 "not a list of a study's grids" S study=s strategy=none
 rm runs/s/study.json; ln -s "$PWD/precious" runs/s/report.html
 try 0 '1 of 1 cells done' S study=s strategy=none
 try 0 'wrote' L report runs/s; grep -qx keep precious
@@ -876,7 +876,7 @@ for s in -5 '"7"' 'float("nan")'; do
   $PY edit.py $K "state['progress']['step'] = $s"
   try 2 'must be integers of at least 0' T1 cell=b resume=$K
 done
-$PY edit.py $K 'del state["progress"]'; try 2 "is not a run's checkpoint" T1 cell=b resume=$K
+$PY edit.py $K 'del state["progress"]'; try 2 "not a checkpoint of a run" T1 cell=b resume=$K
 
 ## 206 checkpoint: resumed under another strategy, and on fewer ranks
 try 0 'done:' T2 cell=a checkpoint_every=3 strategy=onebit

@@ -215,7 +215,7 @@ def test_it_predicts_on_what_a_study_measured(
     capsys.readouterr()
     assert command.main([*small, "cluster.rate=10mbit"]) == 2
     line = capsys.readouterr().err
-    assert "must name one of them: cluster.rate=1gbit; cluster.rate=300mbit" in line
+    assert "add the settings of one of them: cluster.rate=1gbit; cluster.rate=300mbit" in line
 
 
 @pytest.mark.parametrize(
@@ -235,11 +235,11 @@ def test_it_predicts_on_what_a_study_measured(
             (["world_size=0"], "world_size=0: must be an integer of at least 1"),
             (["knee=3", *SMALL], "knee=3: must be a number from 1 to 2"),
             (["top=0", *SMALL], "top=0: must be an integer of at least 1"),
-            (["trace=a.json", *SMALL], "trace=a.json: lab.predict writes"),
+            (["trace=a.json", *SMALL], "trace=a.json: has no effect in lab.advise; use"),
             (["out=a.csv", *SMALL], "out=a.csv: must name FILE.json or FILE.png"),
             (["batch=32"], "batch=32: no such setting"),
             (["hardware=abacus"], "hardware=abacus: allowed:"),
-            (["world_size=8", "batch_size=64"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
+            (["world_size=8", "batch_size=64"], "world_size=8: hardware=titanx_x4 has a single"),
             (["strategy=ddp", "batch_size=64"], "strategy=ddp: DDPSync has its own schedule"),
         ],
         every=3,

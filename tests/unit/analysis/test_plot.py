@@ -151,7 +151,7 @@ def test_breakdown_runs_alone_give_the_phases(
     assert (tmp_path / "figures" / "step_time.svg").is_file()
     out = capsys.readouterr().out
     assert "skipped speedup_bars: no finished throughput run" in out
-    assert "skipped convergence: no finished throughput run that trains one model" in out
+    assert "skipped convergence: no finished throughput run (strategy=none on several" in out
 
 
 def test_a_single_point_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,7 @@ def test_runs_without_curves_skip_convergence(
     write_run(tmp_path, "tree", 1, evaluations=[])
     next(tmp_path.glob("*/steps.parquet")).unlink()
     assert main([str(tmp_path), "only=convergence"]) == 0
-    assert "skipped convergence: no run recorded losses or evaluations" in capsys.readouterr().out
+    assert "skipped convergence: no run recorded a loss or a test result" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

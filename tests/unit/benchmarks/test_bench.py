@@ -110,7 +110,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         ),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
         (["codec", "codec=zip", "num_values=4096"], "codec=zip: no such codec; allowed: onebit"),
-        (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures one set"),
+        (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures only one"),
         (
             ["throughput", "batch_size=2000", "model=mlp"],
             "batch_size=2000: the test set has only 360 samples, which is too few for one batch",
@@ -124,7 +124,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["counters", "trace=a.json", "model=lenet"], "model=lenet: has no effect with trace="),
         (
             ["counters", "device=cuda"],
-            "device=cuda: the benchmark counts on CPUs only; for a GPU, give trace=FILE",
+            "device=cuda: the benchmark counts only on CPUs; for a GPU, give trace=FILE",
         ),
         (["footprint", "model=alexnet"], "model=alexnet: images of 32x32 px are too small"),
     ],

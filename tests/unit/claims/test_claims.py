@@ -164,7 +164,7 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
         ({"role": "guess"}, "'s': role=guess: allowed: statement, input, own"),
         ({"kind": "count"}, "'s': .*kind"),
         ({"quantity": "luck"}, "'s': quantity=luck: no such quantity; allowed: step_s, speedup"),
-        ({"check": {"about": 1}}, "'s': must give exactly one bound: 'about' together"),
+        ({"check": {"about": 1}}, "'s': must give exactly one bound: 'at_least', "),
         ({"at": {"ranks": 4}}, "'s': .*ranks"),
         ({"quantity": "operations"}, "'s': quantity=operations: at.layer: is missing"),
     ],

@@ -249,7 +249,9 @@ def test_all_papers_are_a_table(
     assert [cell.strip() for cell in nvidia] == ["–", "29", "–", "–"]
     assert [cell.strip() for cell in shi] == ["20", "10", "–", "–"]
     assert verify.main(["all", "out=page.md"]) == 2
-    assert "all: all must be alone; for out=, name the papers" in capsys.readouterr().err
+    assert (
+        "all: all accepts neither other papers nor out=; for out=, name" in capsys.readouterr().err
+    )
 
 
 def test_a_page_about_one_device(tmp_path: Path) -> None:

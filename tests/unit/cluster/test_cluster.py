@@ -92,7 +92,7 @@ def test_changes_are_in_order_of_time() -> None:
         (["hosts=2", "slow_factor=0.5"], "cluster.slow_factor=0.5: must be a number from 1 to 100"),
         (
             ["hosts=2", "rate=null", "delay_ms=1", "changes=['1s h1 1mbit']"],
-            "with a delay or loss, only links that have a rate can change",
+            "only the rate of a link that already has a rate can change; set cluster.rate",
         ),
         (["hosts=2", "changes=1"], "cluster.changes=1: must be a list"),
     ],

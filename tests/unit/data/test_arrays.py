@@ -158,7 +158,7 @@ FILES: dict[str, dict[str, Any]] = {
         ),
         ("huge.npz", {}, "data.path={}/huge.npz: the largest target is the integer 1099511627"),
         ("far.npz", {}, "data.path={}/far.npz: inputs are beyond the range of float32"),
-        ("pipe.npz", {}, "data.path={}/pipe.npz: is not a regular file"),
+        ("pipe.npz", {}, "data.path={}/pipe.npz: not a regular file"),
         ("words.npz", {}, "data.path={}/words.npz: targets have type <U1; they must be numbers"),
         ("objects.npz", {}, "data.path={}/objects.npz: cannot be read: Object arrays cannot be lo"),
         ("hole.parquet", {}, "data.path={}/hole.parquet: column a has 1 missing"),

@@ -183,7 +183,7 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
             tokens,
             "real.npy",
             {},
-            "data.path={}/real.npy: contains float64 [9]; it must contain int",
+            "data.path={}/real.npy: contains float64 of shape [9]; it must contain int",
         ),
         (tokens, "bad.npy", {}, "data.path={}/bad.npy: cannot be read: "),
     ],

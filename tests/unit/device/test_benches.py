@@ -106,7 +106,7 @@ def test_memory_of_ranks_that_exchange(tmp_path: Path, capsys: pytest.CaptureFix
     assert lossy["bytes"]["exchange"] > exact["bytes"]["exchange"] > 0  # residuals
     assert bench.main(["footprint", "num_ranks=4", "batch_size=6"]) == 2
     assert bench.main(["footprint", "num_ranks=2", "measured=true"]) == 2
-    assert "num_ranks=2: measured=true trains one rank" in capsys.readouterr().err
+    assert "num_ranks=2: measured=true trains on one rank" in capsys.readouterr().err
 
 
 def test_throughput_has_a_line_for_each_batch_and_a_knee(

@@ -67,7 +67,7 @@ def test_totals_are_read_by_the_names_of_their_events(tmp_path: Path) -> None:
 def test_files_without_caches_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "counts.1"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is not a callgrind file with cache counts"):
+    with pytest.raises(ValueError, match="not a callgrind file with cache counts"):
         callgrind.read(path)
 
 

@@ -95,7 +95,7 @@ def test_a_model_that_needs_values_is_refused_in_a_line() -> None:
 
     with torch.device("meta"):
         model = Asks()
-    with pytest.raises(ValueError, match=r"^cannot run without values: [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^cannot run on tensors without values: [^\n]*$"):
         footprint(model, STEP, 2)
 
 

@@ -142,7 +142,7 @@ def test_a_trace_without_sizes_is_answered_with_what_has_them(
         ("a.json", PUBLIC.encode(), "rocprofv3 --sys-trace --output-format json records them): 3"),
         ("a.pftrace", b"\x0a\x00\x01", "rocprofv3 --sys-trace --output-format json"),
         ("a.xplane.pb", b"\x0a\x00\x01", "use the .trace.json.gz that XLA writes next to it"),
-        ("b.json", b'{"rocprofiler-sdk-tool": [{"agents": []}]}', "is not a trace of rocprofv3"),
+        ("b.json", b'{"rocprofiler-sdk-tool": [{"agents": []}]}', "not a rocprofv3 trace"),
     ):
         (tmp_path / name).write_bytes(content)
         assert bench.main(["transfer", f"trace={tmp_path / name}"]) == 2

@@ -224,7 +224,7 @@ def test_two_levels_sum_inside_nodes_before_they_cross(
 
 def test_two_levels_keep_no_residuals() -> None:
     def rank_main(comm: Comm) -> None:
-        with pytest.raises(ValueError, match="two_levels stores no residuals; set it to false"):
+        with pytest.raises(ValueError, match="two_levels stores no residuals; set exchange"):
             TwoLevels(Int4(8), comm, comm)
 
     run_ranks(1, rank_main)

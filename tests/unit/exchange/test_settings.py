@@ -36,7 +36,7 @@ NO_MEAN, TWO_ENDS = (
     "does not keep replicas equal",
     r": must be 2 increasing numbers, for 3 exchanges",
 )
-EACH = "one of these for each of gloo and nccl"
+EACH = "such a value for each of gloo and nccl"
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (codecs.OneBit, {"threshold": "median"}, "threshold=median: allowed: zero, mean"),
     (codecs.OneBit, {"granularity": "row"}, "granularity=row: allowed: column, block"),
@@ -63,7 +63,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         auto,
         {"among": ["a", "x"]},
-        r"among=\['a', 'x'\]: must be a list without repeats of some of a, b, c",
+        r"among=\['a', 'x'\]: must be a list of different names from a, b, c",
     ),
     (auto, {"among": []}, r"among=\[\]: must be"),
     (auto, {"among": "a"}, "among=a: must be"),

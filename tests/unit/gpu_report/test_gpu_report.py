@@ -117,7 +117,7 @@ def test_a_lost_gpu_ends_the_process_s_part(path: Path, monkeypatch: pytest.Monk
 
 def test_a_file_of_another_machine_or_of_no_report_is_refused(path: Path) -> None:
     path.write_text('{"kind": "other"}')
-    with pytest.raises(ConfigError, match=r"out=.*: is not a report of lab.gpu_report"):
+    with pytest.raises(ConfigError, match=r"out=.*: not a report of lab.gpu_report"):
         run.begun(path, "python", pretended=True)
     report = run.begun(path.with_name("new.json"), "python", pretended=True)
     path.write_text(json.dumps(report | {"environment": {"gpus": ["NVIDIA H100"]}}))

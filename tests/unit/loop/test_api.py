@@ -49,7 +49,7 @@ def test_commands_are_listed_each_in_a_line(capsys: pytest.CaptureFixture[str]) 
     assert [name for name, _ in listed] == sorted([*COMMANDS, "cluster", "gpu_report"])
     assert max(len(sentence) for _, sentence in listed) < 140
     assert lister.main(["trian"]) == 2
-    assert "trian: is not a command; allowed: advise, bench" in capsys.readouterr().err
+    assert "trian: no such command; allowed: advise, bench" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strategy", some_of(choices_of("strategy"), every=6))
@@ -78,7 +78,11 @@ def test_a_users_exchange_may_have_any_name(
     [
         ("twobit", {}, "strategy=twobit: there is no such strategy or exchange; in your own loop"),
         ("overlap", {"exchange": "none"}, "strategy=overlap: exchanges nothing; in your own"),
-        ("onebit", {"optim.lr": 1}, "optim.lr=1: allowed here: exchange, exchange_timeout_s"),
+        (
+            "onebit",
+            {"optim.lr": 1},
+            "optim.lr=1: not allowed in your own loop; allowed: exchange, exchange_timeout_s",
+        ),
         ("onebit", {"exchange.levels": 3}, "exchange.levels=3: no such setting"),
     ],
 )

@@ -228,11 +228,15 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
             "strategy=ddp: has no effect, because nothing is exchanged; to change the model, "
             "set transform=, as in transform=fc1x1",
         ),
-        ("batch_size=1", "batch_size=1: the fit of a line needs two different batches"),
+        (
+            "batch_size=1",
+            "batch_size=1: a line through the times needs two batch sizes that "
+            "differ, as in batch_size=16,32",
+        ),
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
-        ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),
-        ("compile=true", "compile=True: layers are measured with compile=False"),
-        ("measure=noise", "measure=noise: layers are measured with measure=breakdown"),
+        ("accumulate=2", "accumulate=2: layers can be measured only with accumulate=1"),
+        ("compile=true", "compile=True: layers can be measured only with compile=False"),
+        ("measure=noise", "measure=noise: layers can be measured only with measure=breakdown"),
         ("steps=11", "steps=11: must be at least 4 more than warmup_steps=8"),
         (
             "model=vgg",

@@ -78,7 +78,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     os.mkfifo(path)
     for read in (read_json, read_yaml):
-        with pytest.raises(DamagedFile, match=f"^{re.escape(str(path))}: is not a regular file"):
+        with pytest.raises(DamagedFile, match=f"^{re.escape(str(path))}: not a regular file"):
             read(path)
 
 

@@ -167,7 +167,7 @@ def test_nodes_with_links_of_their_own_rates() -> None:
     for name in ("tree", "star", "ring"):
         same = getattr(Network(FLAT, 4), name)(1e6)
         assert getattr(alike, name)(1e6).seconds == pytest.approx(same.seconds)
-    with pytest.raises(ValueError, match="has only node_rates of 4 nodes"):
+    with pytest.raises(ValueError, match="has node_rates for only 4 nodes"):
         Network(replace(FLAT, node_rates=(1e8,) * 4), 5)
 
 

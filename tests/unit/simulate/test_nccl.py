@@ -160,7 +160,7 @@ def test_a_collective_takes_what_the_log_says_at_its_size_and_ranks() -> None:
 def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
     for text, why in (
         ("hello", "contains no line"),
-        ('{"results": [{}]}', "is not JSON of nccl-tests"),
+        ('{"results": [{}]}', "not JSON from nccl-tests"),
     ):
         path = tmp_path / "log"
         path.write_text(text)

@@ -261,14 +261,17 @@ def test_the_binomial_tree_is_made_of_caffes_pairs() -> None:
     [
         ("strategy=caffe exchange=allreduce", "exchange=AllReduce: only the root updates"),
         ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: only the root updates, so"),
-        ("strategy=torch7 precision=fp16", "precision=fp16: only the root would know"),
+        ("strategy=torch7 precision=fp16", "precision=fp16: .*but only the root would know"),
         (
             "strategy=cntk overlap=true",
             "overlap=true: must equal sync.double_buffer, which is false",
         ),
         ("strategy=cntk sync.double_buffer=true overlap=false", "overlap=false: must equal sync"),
         ("strategy=cntk sync.double_buffer=1", "sync.double_buffer=1: must be true or false"),
-        ("strategy=cntk sync.double_buffer=true precision=fp16", "precision=fp16: a step cannot"),
+        (
+            "strategy=cntk sync.double_buffer=true precision=fp16",
+            "precision=fp16: .*but a step cannot",
+        ),
     ],
 )
 def test_wrong_settings(settings: str, message: str) -> None:

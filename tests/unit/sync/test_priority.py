@@ -278,7 +278,7 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
         ({"trials": True}, "sync.trials=true: must be an integer"),
         ({"chunk_mb": 0}, "sync.chunk_mb=0: must be a number above 0"),
         ({"chunk_mb": "8"}, "sync.chunk_mb=8: must be a number above 0"),
-        ({"precision": "fp16"}, "precision=fp16: a step cannot be skipped"),
+        ({"precision": "fp16"}, "precision=fp16: skips steps that overflow, but a step cannot be"),
         ({"compiled": True}, "model: compiled layers cannot wait"),
         ({"exchange": maker("auto")}, "exchange=Auto: sync=priority also chooses by measurement"),
         ({"exchange": lambda: Hierarchical(maker("auto")())}, "exchange=Auto: sync=priority"),

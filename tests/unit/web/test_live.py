@@ -64,7 +64,7 @@ def test_the_sweep_goes_on_if_its_page_cannot_be_drawn(
 
     monkeypatch.setattr(page, "render", fail)
     address.ended(True)
-    assert "live: the page cannot be drawn again: OSError: [Errno 24]" in capsys.readouterr().err
+    assert "live: the page cannot be updated: OSError: [Errno 24]" in capsys.readouterr().err
     assert ask(address.url, "GET", "") == 200
 
 

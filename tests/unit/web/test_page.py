@@ -121,9 +121,9 @@ def test_what_is_damaged_is_named_and_all_else_is_shown_results_too(tmp_path: Pa
     assert page.partition('<table id="s1-points">')[2].partition("</table>")[0].count("<tr>") == 31
     for damaged in (
         "/record.json: not JSON",
-        "/steps.parquet: is not a table of steps",
+        "/steps.parquet: not a table of steps",
         "/timeline.json: not JSON: nested too deeply",
-        "/layers.json: is not a result of lab.bench",
+        "/layers.json: not a result of lab.bench",
     ):
         assert damaged in page
 
