@@ -108,7 +108,8 @@ def report(found: Sequence[Choice]) -> list[str]:
             lines.append(
                 f"- Among {among}, the first choice of the advice is within {100 * CLOSE:g} % "
                 f"of the best measured cell in {good} of {len(regrets)} scenarios. The largest "
-                f"regret is {100 * max(regrets):.1f} %."
+                "regret (how much longer its step takes than that of the best cell) is "
+                f"{100 * max(regrets):.1f} %."
             )
             constant = constant_of(regrets, [choice.regrets for choice in chosen])
             lines.append(f"- {verdict('The first choice', constant)}")
