@@ -439,7 +439,7 @@ def columns(_result: dict[str, Any]) -> dict[str, Column]:
 def notes(result: dict[str, Any]) -> list[str]:
     """Say what was measured, and how well it predicts."""
     told = [
-        f"collectives: those on {NUM_RANKS} ranks are used in the fit; those on more ranks are held out",
+        f"collectives: used in the fit on {NUM_RANKS} ranks, held out on more ranks",
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}",
     ]
     for name, words in (
@@ -537,9 +537,8 @@ def page(result: dict[str, Any], figure: str) -> str:
         ["## Compute", "", f"The measured rates of matrix products are {rates}."],
         [
             f"Each rank ran {spread['num_calls']} matrix products to measure how much their times "
-            f"vary. On all ranks together, {spread['num_stalls']} products stalled. We divided the "
-            "time of each product by the median time on its rank. These ratios have the quantiles "
-            f"{quantiles}."
+            "vary. The ratios of these times to the median on the same rank have the quantiles "
+            f"{quantiles}. {spread['num_stalls']} products stalled: their ratio was 2 or more."
         ],
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"

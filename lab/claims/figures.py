@@ -363,7 +363,9 @@ def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
         if basis != "elsewhere" and sum(counts.values()) > counts["unknown"]
     ]
     message = "; ".join(parts).capitalize() or "No claim that is evidence can be tested here"
-    marks = "band: allowed by the claim; diamond: predicted or counted; grey: range of the prediction"
+    marks = (
+        "band: allowed by the claim; diamond: predicted or counted; grey: range of the prediction"
+    )
     if any(not math.isnan(each.measured.mid) for each in known):
         marks += "; dot: measured; black: its 95 % interval"
     evidence = f"only claims of the kinds {', '.join(EVIDENCE)} are evidence"

@@ -160,7 +160,7 @@ class Verdict:
     def words(self) -> str:
         """Say what was done, and how it came out."""
         if self.basis == "elsewhere":
-            return "not testable here: measured on another kind of device"
+            return "wrong kind of device: not testable here"
         if self.outcome == "unknown":
             return "not testable here: not measured"
         done = BASES[self.basis] if self.basis == "emulated" else self.basis

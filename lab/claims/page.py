@@ -390,8 +390,8 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
             for batch, rate in crossovers.rate.items()
         ]
         where = (
-            f"link rate below which {first} is at least {percent} faster than {second} on {world_size} "
-            "ranks"
+            f"link rate below which {first} is at least {percent} faster than {second} on "
+            f"{world_size} ranks"
         )
         lines += [*markdown(["global batch", where], rates), ""]
     return [*lines, f"These values are predicted with {crossovers.basis}."]

@@ -154,8 +154,9 @@ def write(
         "",
         "To predict the speedups that a source published, we use terms of the cost model that are "
         "fitted only to the other sources. The other inputs of a prediction are data sheets and "
-        "the throughput that the source published for the smallest number of GPUs. We had already seen the published figures when we chose the structure of the cost "
-        "model, so its errors on other figures may be larger.",
+        "the throughput that the source published for the smallest number of GPUs. We had already "
+        "seen the published figures when we chose the structure of the cost model, so its errors "
+        "on other figures may be larger.",
         "",
         *summary(rows, fit),
         "",

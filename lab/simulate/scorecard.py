@@ -128,7 +128,9 @@ def summary(card: Scorecard) -> list[str]:
         [] if math.isnan(whole.skill) else [f"* For the held-out cells, {whole.linear_in_words()}"]
     )
     lines += [*fits, scored, *null, ""]
-    lines += markdown(["held-out cells, by links", *COLUMNS], [*table, ["**all**", *_score(card, cells)]])
+    lines += markdown(
+        ["held-out cells, by links", *COLUMNS], [*table, ["**all**", *_score(card, cells)]]
+    )
     return [*lines, "", *markdown(["held-out cells, by strategy", *COLUMNS], by_name)]
 
 

@@ -272,7 +272,8 @@ this page.
   figures is more than twice that of the intact model, and also exceeds 2 %. These predictions use
   fitted terms.
 * The column "cells" is "yes" if one of the three median errors in the columns before it exceeds its
-  bound. The errors are those of the held-out cells of [links.md](links.md). The bound is {100 * BOUNDS["step"]:g} % for the step time and
+  bound. The errors are those of the held-out cells of [links.md](links.md). The bound is
+  {100 * BOUNDS["step"]:g} % for the step time and
   {100 * BOUNDS["exposed"]:g} % for the exposed exchange. For the exposed exchange of strategies
   that compress, the bound is {100 * BOUNDS["compressed"]:g} %.
 """

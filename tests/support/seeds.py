@@ -58,7 +58,7 @@ def page(data: Mapping[str, Any]) -> list[str]:
         HEAD,
         *counted,
         "",
-        "A statement without a claim has one of these reasons. Other reasons are written out in the tables:",
+        "These are the reasons that several statements without a claim have in common:",
         "",
         *listed,
         *tables,
