@@ -47,18 +47,16 @@ from lab.simulate.score import ScoredCell, scored_cell
 KINDS = {
     "counted": "These claims are about properties of a network or about the number of bytes sent. "
     "Their values are counted, not timed, so they are the same on any machine.",
-    "predicted": "The cost model predicts the values in these claims. To find out whether a claim "
-    "tests the model, we multiply the link speed, the compute time or the number of bytes by 0.5, "
-    "0.71, 1.41 and 2. Every claim below that agrees would disagree after at least one of these "
-    "changes.",
+    "predicted": "The cost model predicts the values in these claims. Each claim that agrees would "
+    "disagree if the link speed, the compute time or the number of bytes were wrong by some factor "
+    "between 0.5 and 2.",
     "measured": "These claims are about a single device. Only a measurement on the same kind of "
     "device as in the source (a CPU or a GPU) can show whether they hold.",
-    "arithmetic": "We do not count these claims as evidence, because they test nothing new. The "
-    "reason is in parentheses after each verdict. For example, a claim may follow from model "
-    "inputs, or its range may be so wide that it would also hold if the values behind it were "
+    "arithmetic": "We do not count these claims as evidence, for the reasons in parentheses. "
+    '"Range too wide" means that the claim would also hold if the values behind it were '
     "halved or doubled.",
-    "input": "We do not count these claims as evidence, because the values in them are inputs to "
-    "the model or are read directly from the profile.",
+    "input": "We do not count these claims as evidence, because their values are inputs to the "
+    "model or come directly from the profile.",
     "own": "We do not count these claims as evidence about the source, because they are our own "
     "statements and not the source's.",
 }
@@ -86,7 +84,7 @@ BASES = {
     "nothing": "not tested: the lab has no measurement",
 }
 UNTESTED = ("elsewhere", "nothing")
-SURE = "would also hold with halved or doubled values"
+SURE = "range too wide"
 FACTORS = (0.5, 2.0, 0.71, 1.41)
 CHANGES = tuple(
     Change(**{what: factor}) for factor in FACTORS for what in ("links", "compute", "bytes")

@@ -202,10 +202,9 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
 def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
-        "The predictions in the tables above use the profile "
-        f"{paper.profile} and the hardware file {paper.hardware}, without fitted parameters. "
-        "Brackets after a prediction give the lowest and the highest prediction as the assumed "
-        "values in the hardware file vary."
+        f"These predictions use the profile {paper.profile} and the hardware file "
+        f"{paper.hardware}, without fitted parameters. Brackets after a prediction give the lowest "
+        "and the highest prediction as the assumed values in the hardware file vary."
     )
     if findings.conditions:
         machines = "; ".join(findings.conditions.machines)
@@ -329,7 +328,6 @@ def _of_linear(verdict: Verdict) -> float | None:
 def terms_table(terms: Terms) -> list[str]:
     """Write each figure as predicted by the preset, by fitted terms, and by those of others."""
     fitted = in_words([f"{name} = {value:.3g}" for name, value in terms.values.items()])
-    which = "this term, which is" if len(terms.values) == 1 else "these terms, which are"
     ways = ("preset", "fitted", "left_out")
     header = ["claim", "published", "preset", "error", "fitted", "error", "left out", "error"]
     rows = []
@@ -342,10 +340,9 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        'In the next table, the column "preset" repeats these predictions. '
-        f'The column "fitted" uses {which} fitted to all figures in the table: {fitted}. In the '
-        'column "left out", the figures of each network are predicted with terms that are fitted '
-        "only to the figures of the other networks.",
+        'In the next table, "preset" repeats these predictions, and "fitted" uses terms that are '
+        f'fitted to all figures in the table: {fitted}. For "left out", the terms are fitted only '
+        "to the figures of the other networks.",
         "",
         *markdown(header, [*rows, total]),
     ]
