@@ -108,7 +108,8 @@ def report(found: Sequence[Choice]) -> list[str]:
             lines.append(
                 f"- Among {among}, the first choice of the advice is within {100 * CLOSE:g} % "
                 f"of the best measured cell in {good} of {len(regrets)} scenarios. The largest "
-                f"regret is {100 * max(regrets):.1f} %."
+                "regret (how much longer its step takes than that of the best cell) is "
+                f"{100 * max(regrets):.1f} %."
             )
             constant = constant_of(regrets, [choice.regrets for choice in chosen])
             lines.append(f"- {verdict('The first choice', constant)}")
@@ -266,6 +267,7 @@ def section(found: Map) -> list[str]:
     return [
         "## Where each exchange pays",
         "",
+        "- Brackets give 95 % intervals.",
         *(_summary_line(name, each) for name, each in found.summaries.items()),
         _agreement(found.answers),
         *_constant_lines(found.answers),
@@ -339,15 +341,19 @@ def map_chart(found: Map) -> Chart:
     num_best = sum(one.is_best for one in answers)
     undecided = len(answers) - num_best - len(wrong)
     message = (
-        f"On {ranks} ranks the predicted strategy was measured fastest in {num_best} of "
+        f"On {ranks} ranks, the predicted strategy was measured to be the fastest in {num_best} of "
         f"{len(answers)} cases"
     )
     if undecided:
         message += f", and not significantly slower in {undecided} more"
     sample = sample_of(len(one.place.steps_s[one.measured.name]) for one in answers)
     about = ["the fastest fixed strategy by model, batch and links", NOTE]
-    about += [f"measured: {sample}; predicted: intervals of what the fit leaves open"]
-    about += ["black frame: measured slower than the fastest"] if wrong else []
+    about += [f"measured: {sample}; predicted: intervals over what the fit leaves open"]
+    about += (
+        ["black frame: the predicted strategy was measured to be slower than the fastest"]
+        if wrong
+        else []
+    )
     return Chart("map", message, about, body, width)
 
 
@@ -374,9 +380,9 @@ def _agreement(answers: Sequence[Answer]) -> str:
     )
     worst = max(answers, key=lambda one: one.regret.mid)
     return (
-        "- The strategy that was predicted to be the fastest was measured to be the fastest in "
-        f"{_percent(best)} of the {len(answers)} cases. It was the fastest, or not significantly "
-        f"slower than the fastest, in {_percent(agrees)} of the cases. Its largest regret is "
+        f"- In {_percent(best)} of the {len(answers)} cases, the strategy that was predicted to be "
+        f"the fastest was also measured to be the fastest. In {_percent(agrees)} of the cases, it "
+        "was the fastest or not significantly slower than the fastest. Its largest regret is "
         f"{100 * (worst.regret.mid - 1):.1f} %, for {_place_text(worst.place.where)}."
     )
 

@@ -112,10 +112,10 @@ def _meanings(result: Row) -> list[str]:
     device = f"of {memory / 1e9:.3g} GB of a device" if memory else "of a device of unknown size"
     too_large = ", ".join(result["too_large"])
     return [
-        f"GB: weights, gradients, optimizer and exchange, {device}; activations are not included",
+        f"GB: memory for weights, gradients, optimizer and exchange, without activations, {device}",
         *([f"left out, because they need more: {too_large}"] if too_large else []),
-        "limit: the resource that costs most, and the percentage of the step that would be saved "
-        "without it",
+        "limit: the resource that takes the most time, and the percentage of the step time that "
+        "would be saved without it",
         "knee: from this number of ranks on, twice as many ranks gain less than a factor of "
         f"{result['knee']:g}",
         "a larger batch changes the training, because it makes fewer updates for the same "
@@ -163,7 +163,7 @@ def _first_choice(result: Row, kind: str) -> list[str]:
         lines += [f"  {row['command']}" for row in (first, close[0])]
     if constant := result["constant"][kind]:
         lines += _wrapped(
-            [f"one choice for all numbers of ranks and batches, predicted: {constant}"]
+            [f"one choice for all numbers of ranks and batches, as predicted: {constant}"]
         )
     return lines
 

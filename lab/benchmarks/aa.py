@@ -128,12 +128,12 @@ def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns."""
     seeds = present.span([start["order_seed"] for start in result["starts"]], "d")
     return [
-        f"pairs of equal candidates {present.on_ranks_of(result)}, so each difference found is "
-        f"false; order_seed={seeds}",
+        f"pairs of equal candidates {present.on_ranks_of(result)}, so each difference found is a "
+        f"false alarm; order_seed={seeds}",
         f"between starts: Student's t over {len(result['starts'])} starts of each pair, as in "
         "step; within one start: rounds are resampled for each start, as in step starts=1",
-        "contain 1: share of the intervals, with Wilson's interval; half width: the median "
-        "half width of a ratio's interval",
+        "contain 1: share of the intervals that contain a ratio of 1, with Wilson's interval; "
+        "half width: the median half width of a ratio's interval",
     ]
 
 

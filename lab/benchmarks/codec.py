@@ -254,9 +254,10 @@ def notes(result: dict[str, Any]) -> list[str]:
     rows, columns = result["shape"]
     return [
         f"{result['num_values']} float32 values, {rows} rows of {columns}; {_engine(result)}",
-        f"ratio: to the time of {result['reference']['name']} right before or after, with 95 % "
-        "intervals; GB/s: the bytes that must at least be read and written, over the time; over "
-        "torch: time of the codec's _reference in the same rounds, over the codec's time",
+        f"ratio: time divided by the time of {result['reference']['name']} right before or after, "
+        "with 95 % intervals; GB/s: the fewest bytes that must be read and written, divided by the "
+        "time; over torch: time of the codec's _reference in the same rounds, divided by the time "
+        "of the codec",
         *in_cache(result, VALUE_BYTES * result["num_values"]),
     ]
 

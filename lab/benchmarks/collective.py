@@ -292,8 +292,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "
         "on its slowest rank",
-        "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: to the time of allreduce, with 95 % "
-        "intervals",
+        "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: time divided by the time of "
+        "allreduce, with 95 % intervals",
         *_notes_on_bounds(result["rows"]),
         *in_cache(result, min(row["size_bytes"] for row in result["rows"])),
     ]

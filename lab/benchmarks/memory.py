@@ -167,8 +167,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "
         f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
-        f"extra: beyond what training {parameters / 1e6:.1f} M parameters needs without an "
-        "exchange (measured: the peak of none less its buffers)",
+        f"extra: memory beyond what training {parameters / 1e6:.1f} M parameters needs without an "
+        "exchange (measured: the peak of none, less its buffers)",
         "optimizer: tensors of its state, on the rank with the most",
     ]
 

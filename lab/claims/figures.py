@@ -305,14 +305,14 @@ def speedup_over_rate(speedups: RateSpeedups, about: Sequence[str]) -> Chart:
     )
     near = data.assign(far=(data["x"] / own).map(lambda ratio: abs(math.log(ratio))))
     near = near[(near["far"] == near["far"].min()) & (near["series"] != "none")]
-    message = f"Speedup of {speedups.world_size} ranks over the rate of their links, predicted"
+    message = f"Predicted speedup of {speedups.world_size} ranks by the rate of their links"
     if not near.empty:
         best = near.loc[near["value"].idxmax()]
         message = (
-            f"Predicted: over links of {own:.3g} Gb/s, as the machine has, {best['series']} is "
-            f"fastest, {best['value']:.2f} × on {speedups.world_size} ranks"
+            f"Predicted: over the machine's links of {own:.3g} Gb/s, {best['series']} is fastest, "
+            f"with a speedup of {best['value']:.2f} on {speedups.world_size} ranks"
         )
-    about = ["dotted: as fast as one rank; links of the machine", *about]
+    about = ["dotted lines: as fast as one rank; the rate of the machine's links", *about]
     return Chart("bandwidth", message, about, body, width)
 
 
@@ -363,10 +363,12 @@ def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
         if basis != "elsewhere" and sum(counts.values()) > counts["unknown"]
     ]
     message = "; ".join(parts).capitalize() or "No claim that is evidence can be tested here"
-    marks = "band: allowed; diamond: predicted or counted, grey: as assumptions allow"
+    marks = (
+        "band: allowed by the claim; diamond: predicted or counted; grey: range of the prediction"
+    )
     if any(not math.isnan(each.measured.mid) for each in known):
-        marks += "; dot: measured, black: 95 % interval"
-    evidence = f"evidence: {', '.join(EVIDENCE)} claims; the others could not fail"
+        marks += "; dot: measured; black: its 95 % interval"
+    evidence = f"only claims of the kinds {', '.join(EVIDENCE)} are evidence"
     beside = LETTER * LABEL_PX * max(map(len, names), default=0)
     return Chart("claims", message, [marks, evidence, *about], body, int(440 + beside))
 
@@ -450,7 +452,7 @@ def mini_batches(found: Sequence[Network], about: Sequence[str]) -> Chart:
     if known:
         inside = sum(min(others) <= mid <= max(others) for mid, others in known if others)
         message = (
-            f"On one thread, the time of {inside} of {len(known)} networks here is within what is "
-            "published for a desktop CPU"
+            f"On one thread here, the times of {inside} of {len(known)} networks are within the "
+            "range published for a desktop CPU"
         )
     return Chart("mini_batches", message, ["published: a mark for each tool", *about], body, 460)

@@ -47,17 +47,18 @@ from lab.simulate.score import ScoredCell, scored_cell
 KINDS = {
     "counted": "These claims are about properties of a network or about the number of bytes sent. "
     "Their values are counted, not timed, so they are the same on any machine.",
-    "predicted": "The cost model predicts the values in these claims. Each claim is a real test: "
-    "any claim that agrees would fail if link speed, compute speed or bytes were multiplied by a "
-    "factor between 0.5 and 2.",
-    "measured": "These claims are about a single device. Only a measurement on the kind of device "
-    "that the source used can show whether they hold.",
-    "arithmetic": "These claims are not evidence. Each claim follows from model inputs or from "
-    "another claim, or would also hold if the values behind it were halved or doubled.",
-    "input": "These claims are not evidence. Their figures are inputs to the model, or are read "
-    "directly from the profile.",
-    "own": "These claims are not evidence about the source, because the lab makes them and the "
-    "source does not.",
+    "predicted": "The cost model predicts the values in these claims. Each claim that agrees would "
+    "disagree if the link speed, the compute time or the number of bytes were wrong by some factor "
+    "between 0.5 and 2.",
+    "measured": "These claims are about a single device. Only a measurement on the same kind of "
+    "device as in the source (a CPU or a GPU) can show whether they hold.",
+    "arithmetic": "We do not count these claims as evidence, for the reasons in parentheses. "
+    '"Range too wide" means that the claim would also hold if the values behind it were '
+    "halved or doubled.",
+    "input": "We do not count these claims as evidence, because their values are inputs to the "
+    "model or come directly from the profile.",
+    "own": "We do not count these claims as evidence about the source, because they are our own "
+    "statements and not the source's.",
 }
 # Those that are no evidence, several and one.
 OTHERS = {
@@ -83,7 +84,7 @@ BASES = {
     "nothing": "not tested: the lab has no measurement",
 }
 UNTESTED = ("elsewhere", "nothing")
-SURE = "holds even if halved or doubled"
+SURE = "range too wide"
 FACTORS = (0.5, 2.0, 0.71, 1.41)
 CHANGES = tuple(
     Change(**{what: factor}) for factor in FACTORS for what in ("links", "compute", "bytes")

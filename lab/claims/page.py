@@ -34,9 +34,9 @@ from lab.simulate.score import ScoredCell, held_out, score, skill
 if TYPE_CHECKING:
     from lab.draw.chart import Chart
 
-LINEAR = "linear scaling's error"  # the null model: N ranks are N times as fast
+LINEAR = "error of linear scaling"  # the null model: N ranks are N times as fast
 DISAGREES = (
-    'A claim counts as "disagree" if our value is outside the range that the claim allows. '
+    'A claim is counted under "disagree" if our value is outside the range that the claim allows. '
     "Either the claim or our value may be wrong."
 )
 
@@ -67,8 +67,8 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
     return [
         *verdicts_table(every),
         "",
-        "The next table shows, for each source, how many of the claims that are evidence agree "
-        "with our values. The last three columns count the claims that are not evidence.",
+        "The next table shows, for each source, how many of the claims that count as evidence "
+        "agree with our values. The last three columns give the numbers of all other claims.",
         "",
         *markdown(["source", *bases, "not tested", *OTHERS.values()], rows),
     ]
@@ -90,7 +90,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> list[str]:
         for key, text in OTHERS.items()
         if kinds[key]
     ]
-    none = "None of the claims below is evidence about its source."
+    none = "None of the claims below counts as evidence about its source."
     lines = markdown(header, rows) if rows else [none]
     if rows:
         lines += ["", DISAGREES]
@@ -202,25 +202,27 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
 def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
-        f"Predictions use the profile {paper.profile} and the hardware file {paper.hardware}. No "
-        "parameters are fitted. Brackets give the lowest and highest prediction as the "
-        "assumed values in this file vary."
+        f"These predictions use the profile {paper.profile} and the hardware file "
+        f"{paper.hardware}, without fitted parameters. Brackets after a prediction give the lowest "
+        "and the highest prediction as the assumed values in the hardware file vary."
     )
     if findings.conditions:
         machines = "; ".join(findings.conditions.machines)
         emulations = [f"* {each}" for each in findings.conditions.emulations]
         head = "The cluster was emulated in these respects:"
         listed = [head, "", *emulations, ""] if emulations else []
-        brackets = "Brackets give the 95 % interval over repeats, which decides the verdict."
+        brackets = "Brackets after a measured value give the 95 % interval over repeats. This "
+        brackets += "interval decides the verdict."
         model = f"`model={paper.model}`"
-        counted = f"Parameters are counted in {model}, because the replayed model is scaled down."
+        counted = f"Parameters are counted in {model}, because the model that was replayed in the "
+        counted += "measurements has fewer."
         measured = f"The measurements ran on {machines}."
         return [predicted, "", measured, *listed, f"{brackets} {counted}"]
     if not paper.reproduction:
         return [predicted]
     study = paper.reproduction.study
-    how = f"Run `python -m lab.sweep study={study}` as root, then add `runs=runs/{study}`."
-    return [predicted, f"Nothing was measured. {how}"]
+    how = f"Run `python -m lab.sweep study={study}` as root, and then run the command of this page"
+    return [predicted, f"Nothing has been measured yet. {how} with `runs=runs/{study}`."]
 
 
 def _sources_of_device(findings: Findings) -> Iterator[str]:
@@ -239,8 +241,8 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
         yield f"* `{name}` ({machine}): `{result['command']}`"
     missing = [name for name in paper.benches if name not in found]
     if missing:
-        run = "Run these commands to measure the missing results, and then add `benches=FOLDER`:"
-        yield from ("", run, "")
+        run = "To measure the missing results, run these commands. Then run the command of this "
+        yield from ("", f"{run}page with `benches=FOLDER`.", "")
     for name in missing:
         yield f"* `python -m lab.bench {paper.benches[name]} out=FOLDER/{name}.json`"
     if paper.study and device.cells:
@@ -249,8 +251,8 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
         yield f"The cells of `study={paper.study}` were measured on {'; '.join(machines)}."
     elif paper.study:
         study = paper.study
-        yield f"Nothing was measured. Run `python -m lab.sweep study={study}`, then add"
-        yield f"`runs=runs/{study}`."
+        yield f"Nothing has been measured yet. Run `python -m lab.sweep study={study}`, and then"
+        yield f"run the command of this page with `runs=runs/{study}`."
 
 
 def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
@@ -283,7 +285,7 @@ def _skill(verdicts: Sequence[Verdict]) -> list[str]:
     if not errors:
         return []
     predicted, linear = map(median, zip(*errors, strict=True))
-    gained = f"skill {skill(predicted, linear):.2f}" if linear else "no skill can be had"
+    gained = f"skill {skill(predicted, linear):.2f}" if linear else "the skill is undefined"
     return [
         f"linear scaling {100 * linear:.1f} %, the model {100 * predicted:.1f} %, "
         f"on {len(errors)} scaling figures: {gained}"
@@ -294,7 +296,7 @@ def _conditions(verdicts: Sequence[Verdict]) -> list[str]:
     """List what sources leave open, and how many cells a grid has."""
     lines = []
     for claim in (verdict.claim for verdict in verdicts):
-        cells = f"{len(list(claim.grid.cells))} cells. " if claim.grid else ""
+        cells = f"The grid has {len(list(claim.grid.cells))} cells. " if claim.grid else ""
         if cells or claim.conditions:
             lines.append(f"* {claim.says}: {cells}{claim.conditions}".rstrip())
     return [*lines, ""] if lines else []
@@ -326,7 +328,6 @@ def _of_linear(verdict: Verdict) -> float | None:
 def terms_table(terms: Terms) -> list[str]:
     """Write each figure as predicted by the preset, by fitted terms, and by those of others."""
     fitted = in_words([f"{name} = {value:.3g}" for name, value in terms.values.items()])
-    which = "this fitted term" if len(terms.values) == 1 else "these fitted terms"
     ways = ("preset", "fitted", "left_out")
     header = ["claim", "published", "preset", "error", "fitted", "error", "left out", "error"]
     rows = []
@@ -339,8 +340,9 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        f'The column "fitted" uses {which}: {fitted}. In the column "left out", each network is '
-        "predicted with terms that are fitted only to the other networks.",
+        'In the next table, "preset" repeats these predictions, and "fitted" uses terms that are '
+        f'fitted to all figures in the table: {fitted}. For "left out", the terms are fitted only '
+        "to the figures of the other networks.",
         "",
         *markdown(header, [*rows, total]),
     ]
@@ -385,7 +387,8 @@ def crossovers_tables(crossovers: Crossovers) -> list[str]:
             for batch, rate in crossovers.rate.items()
         ]
         where = (
-            f"link rate below which {first} is {percent} faster than {second} on {world_size} ranks"
+            f"link rate below which {first} is at least {percent} faster than {second} on "
+            f"{world_size} ranks"
         )
         lines += [*markdown(["global batch", where], rates), ""]
     return [*lines, f"These values are predicted with {crossovers.basis}."]
@@ -395,7 +398,7 @@ def _claim_line(verdict: Verdict, with_linear: bool) -> list[str]:
     claim, linear = verdict.claim, _of_linear(verdict)
     error = "–" if linear is None else f"{100 * (linear / (claim.published or 1) - 1):+.1f} %"
     quantity = claim.quantity.replace("_", " ")
-    condition = f"{quantity}{', as a ratio,' if claim.over else ''} {claim.check}"
+    condition = f"{quantity}{' (as a ratio)' if claim.over else ''} {claim.check}"
     return [
         *(claim.says, claim.source, condition),
         *(_text(claim.published), _predicted(verdict), _error(verdict)),

@@ -30,7 +30,7 @@ from lab.simulate.terms import FREEDOM, LEVELS, TERMS, reach
 WORST = 15  # figures on the page
 HEADER = ("origin", "source", "figure", "from_gpus", "gpus", "published", "predicted")
 HEADER += ("low_80", "high_80", "low_95", "high_95", "error", "linear_error")
-SCORES = ("figures", "median error", "worst", "bias", "linear scaling's error", "skill")
+SCORES = ("figures", "median error", "worst", "bias", "error of linear scaling", "skill")
 SCORES += ("80 %", "95 %")
 
 
@@ -65,7 +65,7 @@ def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
     table = [_scores(name, [row for row in rows if row.figure.origin == name]) for name in origins]
     whole = Score.of(rows)
     return [
-        *markdown(["left out", *SCORES], [*table, _scores("**all**", rows)]),
+        *markdown(["source left out", *SCORES], [*table, _scores("**all**", rows)]),
         "",
         "The skill is 1 − (median error / median error of linear scaling). Linear scaling means "
         "that N GPUs are N times as fast as one. Over all sources, the mean errors are "
@@ -150,12 +150,13 @@ def write(
     table = path.with_suffix(".csv")
     write_csv(table, HEADER, [_values(row) for row in (*rows, *exam)])
     lines = [
-        "# Published scaling, predicted without its source",
+        "# Published scaling, predicted with terms fitted to other sources",
         "",
-        "We predict the figures from each source with terms that are fitted to all other sources. "
-        "The inputs of a prediction are data sheets and the published throughput on the fewest "
-        "GPUs. We had already seen the published figures when we chose the structure of the cost "
-        "model, so its errors on other figures may be larger.",
+        "To predict the speedups that a source published, we use terms of the cost model that are "
+        "fitted only to the other sources. The other inputs of a prediction are data sheets and "
+        "the throughput that the source published for the smallest number of GPUs. We had already "
+        "seen the published figures when we chose the structure of the cost model, so its errors "
+        "on other figures may be larger.",
         "",
         *summary(rows, fit),
         "",
@@ -196,8 +197,8 @@ def write_terms(fit: Fit, path: Path, command: str) -> None:
     covariance = (f"  - [{', '.join(f'{v:.6g}' for v in row)}]\n" for row in prior.covariance)
     text = (
         f"# Terms of GPUs, learned from published scaling by `{command}`\n"
-        "# (docs/results/published.md): medians, the covariance of their logarithms for a source\n"
-        "# that nothing is known of, and the scale of the error that remains in that of a step.\n"
+        "# (docs/results/published.md): the medians, the covariance of the logarithms for a new\n"
+        "# source, and the scale of the error that remains in the logarithm of a step time.\n"
         f"medians:\n{''.join(medians)}covariance:\n{''.join(covariance)}"
         f"residual: {prior.residual:.6g}\n"
     )
@@ -206,7 +207,7 @@ def write_terms(fit: Fit, path: Path, command: str) -> None:
 
 def _worst(rows: Sequence[HeldOut]) -> list[str]:
     header = ["source", "figure", "GPUs", "published", "predicted", "error"]
-    header += ["linear scaling's error"]
+    header += ["error of linear scaling"]
     table = []
     for row in sorted(rows, key=lambda each: -abs(each.error))[:WORST]:
         figure, ends = row.figure, "–".join(f"{end:.3g}" for end in row.ends(LEVELS[0]))
@@ -240,13 +241,13 @@ def chart(rows: Sequence[HeldOut]) -> Chart:
     )
     ends = float(data[["published", "low"]].min().min()), float(data["high"].max())
     scale = alt.Scale(domain=ends, nice=False)
-    x = alt.X("published:Q", scale=scale, title="published speedup over linear")
+    x = alt.X("published:Q", scale=scale, title="published / linear speedup")
     sources = list(dict.fromkeys(data["source"]))
     legend = alt.Legend(columns=legend_columns(sources, ALONE), title=None, orient="bottom")
     colour: Any = alt.Color("source:N", sort=sources, legend=legend)
     base = alt.Chart(data).encode(x, colour)
     line = alt.Chart(pd.DataFrame({"published": ends, "predicted": ends}))
-    y = alt.Y("predicted:Q", scale=scale, title="predicted, of sources left out")
+    y = alt.Y("predicted:Q", scale=scale, title="predicted / linear speedup")
     body = alt.layer(
         line.mark_line(color=GREY, strokeWidth=1).encode(x, y),
         base.mark_rule(opacity=0.4).encode(alt.Y("low:Q", scale=scale), alt.Y2("high:Q")),
@@ -254,10 +255,11 @@ def chart(rows: Sequence[HeldOut]) -> Chart:
     ).properties(width=ALONE, height=ALONE)
     score = Score.of(rows)
     message = (
-        f"Predictions of published scaling miss by {100 * score.median:.1f} % in the median, where "
-        f"linear scaling misses by {100 * score.linear_median:.1f} %: skill {score.skill:.2f}"
+        f"Predictions of published scaling are off by {100 * score.median:.1f} % in the median, "
+        f"and linear scaling by {100 * score.linear_median:.1f} %: skill {score.skill:.2f}"
     )
-    about = f"{len(rows)} figures, each predicted without its source; bars: 80 % intervals"
+    about = f"{len(rows)} figures; each is predicted with terms fitted to the other sources; "
+    about += "bars: 80 % intervals"
     return Chart("published", message, [about], body, ALONE)
 
 

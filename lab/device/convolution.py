@@ -267,9 +267,9 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes",
         "executed: GFLOP including tiles, padding and transforms, as this algorithm is written "
         "here (unknown for the library, so the definition is shown); error: largest difference "
-        "from float64, over the largest value",
+        "from float64, divided by the largest value",
         "sums leave out backward data of the first layer; where an algorithm does not support a "
-        "pass, the library replaces it; relative to the sum of the best of each pass: "
+        "pass, the library replaces it; sums divided by the sum of the best of each pass: "
         f"{', '.join(factors)}",
     ]
 

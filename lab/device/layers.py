@@ -273,8 +273,9 @@ def notes(result: dict[str, Any]) -> list[str]:
         *(f"{name}{line}" for name, row in named for line in _findings(row)),
         f"medians of {result['num_rounds']} rounds, steps with and without clocks in turns; "
         "[95 % intervals]",
-        "times are those of a module's own work; backward is divided in the ratio of its two "
-        "parts, measured separately, or is not divided where one kernel computes both",
+        "times are those of a module's own work; the backward time is divided in the ratio of its "
+        "two parts, which are measured separately; it is not divided where one kernel computes "
+        "both",
     ]
 
 

@@ -265,8 +265,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         reorders,
         *([blocked] if any(row["layout"] == "blocked" for row in result["rows"]) else []),
         "copies: by torch, from its profiler; in a layer, only those that change the layout; in a "
-        "step, all of them; both (%): share of reorders and copies in the time, from other calls "
-        "than the timed ones",
+        "step, all of them; both (%): share of reorders and copies in the time, measured in "
+        "other calls than the timed ones",
         "mixed: convolutions in NHWC, tensors between layers copied back into NCHW",
     ]
 

@@ -196,11 +196,12 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"{result['model']}, {result['batch_size']} {result['unit']}s; roofs ({roofs['source']}): "
         f"{G * roofs['flops_per_s']:.1f} GFLOP/s in products; copies: {copies}",
-        "of the roof: the least time, by products or by memory, over the measured time; it is "
-        "above 100 % where a cache served what is counted as memory, or where an algorithm "
-        "multiplies less (Winograd, FFT)",
-        "fusable: bytes of operations without products (ReLU, pooling, norms) that are next to a "
-        f"product of the same layer, {MB * loose:.1f} of {MB * whole:.1f} MB in all; most: {names}",
+        "of the roof: the least possible time, by products or by memory, divided by the measured "
+        "time; it is above 100 % where a cache served what is counted as memory, or where an "
+        "algorithm multiplies less (Winograd, FFT)",
+        "fusable: bytes moved by operations without products (ReLU, pooling, norms) that are next "
+        f"to a product of the same layer, {MB * loose:.1f} of {MB * whole:.1f} MB in all; "
+        f"most: {names}",
     ]
 
 

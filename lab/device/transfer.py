@@ -143,7 +143,7 @@ def chart(result: dict[str, Any]) -> Drawn:
     body = alt.vconcat(times, _counts(names, rows)).resolve_scale(color="independent")
     whole_s = sum(row["seconds"] for row in rows)
     hidden = 100 * sum(row["hidden_s"] for row in rows) / whole_s if whole_s else 0.0
-    message = f"Copies take {MS * whole_s:.3g} ms, {hidden:.0f} % of it behind kernels"
+    message = f"Copies take {MS * whole_s:.3g} ms, {hidden:.0f} % of which is hidden by kernels"
     return message, about_trace(result), (body, width)
 
 

@@ -68,7 +68,7 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
         of_none = sum(point.num_repeats > 0 for point in points)
         if not of_none:
             return Finding("No run has finished.")
-        only = f"Only {CEILING} was measured, at {number_of(of_none, 'point')}."
+        only = f"Only strategy={CEILING} was measured, at {number_of(of_none, 'point')}."
         return Finding(f"{only} It exchanges nothing, so there is no exchange to judge.")
     size = max((point.world_size, point.fixed_batch_size) for point in running)
     here = [point for point in running if (point.world_size, point.fixed_batch_size) == size]
@@ -119,7 +119,10 @@ def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) 
         return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can show."]
     second = here[1]
     slower = number_text(100 * (second.step_s / best.step_s - 1), digits=2)
-    return [f"The next, {names[second.place]}, takes {slower} % longer, which is more than chance."]
+    return [
+        f"The next fastest, {names[second.place]}, takes {slower} % longer, a significant "
+        "difference."
+    ]
 
 
 def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list[str]:
@@ -131,7 +134,8 @@ def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list
     first = max(faster, key=lambda point: point.speedup.mid)
     times = number_text(first.speedup.mid)
     return [
-        f"Fewer ranks are faster: with {first.label}, {ranks_text(first.world_size)} reach {times}."
+        f"Fewer ranks are faster: with {first.label}, {ranks_text(first.world_size)} reach a "
+        f"speedup of {times}."
     ]
 
 

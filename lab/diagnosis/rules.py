@@ -284,7 +284,7 @@ def _for_fixed(e: Evidence, loss: Loss) -> Iterator[Remedy]:
 
 def _for_shared(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     fewer = max(1, e.one.world_size // 2)
-    yield _ranks(e, fewer, "ranks that share or starve each other gain little")
+    yield _ranks(e, fewer, "ranks that share cores or slow each other down gain little")
 
 
 def _strategy(e: Evidence, name: str, why: str, saves_s: float = math.nan) -> Iterator[Remedy]:

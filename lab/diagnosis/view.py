@@ -228,8 +228,8 @@ def time_split(
     told = [f"{share} {part}" for part, share in shares.items() if share != "0 %"]
     message = f"A step of {called[first.point.place]} is {', '.join(told)}"
     about = [
-        "Even compute is the step of one rank divided by the number of ranks. Exposed exchange "
-        "is the part that compute does not hide."
+        '"Even compute" is the step time of one rank, divided by the number of ranks. The exposed '
+        "exchange is the part of the exchange that compute does not hide."
     ]
     return Chart("time_split", message, about, body, width)
 

@@ -98,7 +98,7 @@ def _bounds(report: Report) -> Iterator[str]:
             if figure.bound:
                 value = written(figure, report["pretended"])
                 rows.append([key, figure.name, value, figure.bound, shown])
-    yield f"## Bounds\n\nOf {len(verdicts)} bounds {verdicts.count('met')} are met."
+    yield f"## Bounds\n\nOf the {len(verdicts)} bounds, {verdicts.count('met')} are met."
     if rows:
         yield "\n".join(markdown(["item", "figure", "measured", "bound", ""], rows))
 

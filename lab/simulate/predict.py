@@ -59,7 +59,7 @@ class OwnSettings:
 
     hardware: str = setting(
         "titanx_x4",
-        "a file in conf/hardware; hardware.KEY=... changes one of its figures, and "
+        "a file in conf/hardware; hardware.KEY=... changes one of its values, and "
         "hardware.from=LOG reads times of collectives from a log of nccl-tests or PARAM",
     )
     fit: Path | None = setting(

@@ -256,7 +256,7 @@ def _add_predictions(to: Contents, prefix: str, _: object) -> None:
 
     files = (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
     card = of_study(to.study.folder, *(read_file(group, name, None) for group, name in files))
-    title = "Predicted and measured steps; the errors of fitted cells say little"
+    title = "Predicted and measured steps; fitted cells say little about the accuracy"
     to.tables.append(of_texts(f"{prefix}predicted", title, *rows_of(card.cells)))
     to.beyond = drawing(f"{prefix}beyond", beyond(card, WIDTH))
 
@@ -292,8 +292,8 @@ def _compared_text(found: Sequence[Difference], first: str, second: str) -> str:
         return f"{first} and {second} have no measured point in common."
     counts = Counter(each.finding for each in found)
     parts = [f"{count} {finding}" for finding, count in sorted(counts.items())]
-    both = f"Of {len(found)} points that both measured"
-    return f"{both}, {second} compares as follows: {', '.join(parts)}."
+    both = f"Both studies measured {len(found)} points"
+    return f"{both}. Compared with {first}, the points of {second} are: {', '.join(parts)}."
 
 
 def _differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
@@ -310,4 +310,4 @@ def _differences_table(found: Sequence[Difference], first: str, second: str) -> 
     ]
     title = f"Steps of {second}, compared with {first}"
     header = ["series", "ranks", "batch", "step", "n", f"{second} is"]
-    return Table("differences", title, "The intervals hold jointly for all lines.", header, rows)
+    return Table("differences", title, "The intervals hold for all rows jointly.", header, rows)

@@ -96,7 +96,8 @@ def points_table(points: Sequence[Point], name: str) -> Table:
         "runs": [TableCell(runs_text(point)) for point in points],
         "emulated": [TableCell(some[point]) for point in points],
     }
-    note = "Brackets are 95 % intervals over n repeats. Fastest: none is significantly faster."
+    note = "Brackets give 95 % intervals over n repeats. A row is marked as fastest if no other is "
+    note += "significantly faster."
     return _table(name, "Every point", note, columns)
 
 
@@ -110,7 +111,7 @@ def _table(name: str, title: str, note: str, columns: Mapping[str, Sequence[Tabl
     shown = {key: cells for key, cells in told.items() if key not in alike}
     same = ", ".join(f"{key} {text}" for key, text in alike.items())
     rows = list(zip(*shown.values(), strict=True))
-    notes = [note, f"The same for all: {same}." if same else ""]
+    notes = [note, f"All rows have {same}." if same else ""]
     return Table(name, title, " ".join(filter(None, notes)), [*shown], rows)
 
 

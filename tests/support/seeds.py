@@ -21,10 +21,10 @@ HEAD = """\
 # The seeds, statement by statement
 
 This project started from five documents, its seeds. This page lists every quantitative statement
-and every figure in these documents. The last column of each table lists the claims that check a
-statement. It gives the name of a file in conf/claims, and the numbers of the claims in that file.
-If no claim can check a statement, the column gives the reason instead. For each claim in a file,
-`python -m lab.verify FILE` prints a verdict and shows whether the claim is evidence.
+and every chart or table in these documents. The last column of each table lists the claims that
+check a statement: the name of a file in conf/claims, and the numbers of the claims in that file. If
+no claim can check a statement, the column gives the reason instead. For each claim in a file,
+`python -m lab.verify FILE` prints a verdict and shows whether the claim counts as evidence.
 
 `python -m tests.support.seeds > docs/results/seeds.md` generates this page from
 conf/published/seeds.yaml.
@@ -58,7 +58,7 @@ def page(data: Mapping[str, Any]) -> list[str]:
         HEAD,
         *counted,
         "",
-        "A statement has no claim for one of these reasons:",
+        "These are the reasons that several statements without a claim have in common:",
         "",
         *listed,
         *tables,

@@ -98,7 +98,9 @@ def test_it_ranks_exact_and_lossy_ways_apart(
     assert result["constant"]["exact"].startswith(always)  # on two and on four ranks
     assert result["constant"]["lossy"] is None  # there is one
     text = capsys.readouterr().out
-    assert "one choice for all numbers of ranks and batches, predicted: the best constant" in text
+    assert (
+        "one choice for all numbers of ranks and batches, as predicted: the best constant" in text
+    )
     assert "first choice, exact: overlap on 4 ranks, batch 256" in text
     assert "onebit: MLP 96.56 (allreduce 96.5, 5 seeds)" in text
     assert "torchrun --nproc-per-node 4 -m lab.train strategy=overlap batch_size=256" in text

@@ -112,7 +112,8 @@ def test_speedup_over_rate_says_what_is_best_at_the_links() -> None:
     chart = figures.speedup_over_rate(RATES, [])
     assert {row["x"] for row in rows_of(chart) if row["value"]} == {0.8, 8.0}  # Gb/s
     assert chart.message == (
-        "Predicted: over links of 1 Gb/s, as the machine has, tree is fastest, 1.00 × on 4 ranks"
+        "Predicted: over the machine's links of 1 Gb/s, tree is fastest, "
+        "with a speedup of 1.00 on 4 ranks"
     )
 
 
@@ -155,7 +156,9 @@ def test_fitted_terms_find_the_machine_and_carry_to_a_network_left_out() -> None
     assert terms and terms.values["overhead_s_per_rank"] == pytest.approx(8e-3, rel=0.02)
     assert terms.error("preset")[1] > 0.1
     assert terms.error("fitted")[1] < 0.01 and terms.error("left_out")[1] < 0.01
-    assert "uses this fitted term: overhead_s_per_rank = 0.008" in terms_table(terms)[0]
+    assert (
+        "fitted to all figures in the table: overhead_s_per_rank = 0.008" in terms_table(terms)[0]
+    )
     assert len(terms_table(terms)) == 2 + 2 + 4 + 1
     assert fit_terms(replace(paper, fit=()), preset) is None
     with pytest.raises(ValueError, match="t: fit=speed: allowed:"):

@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_predictions_alone_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main(["kim2017"]) == 1  # CNTK's speedup is predicted too high, Torch's too low
     text = capsys.readouterr().out
-    assert "Nothing was measured. Run " in text and "measurements ran on" not in text
+    assert "Nothing has been measured yet. Run " in text and "measurements ran on" not in text
     failed = [row for row in rows(text) if "model misses by" in row]
     assert [name in row for name, row in zip(("Torch", "2.62"), failed, strict=True)] == [True] * 2
     assert text.count(": agrees") == len(rows(text)) - 2
@@ -146,7 +146,7 @@ def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]
         row.split("|")[1].split(":")[0].strip() for row in rows(text) if "| model misses" in row
     }
     assert failed == {"AlexNet, batch 512", "VGG-16, batch 64", "VGG-16, batch 32"}
-    assert "uses this fitted term: overhead_s_per_rank = 0.00" in text
+    assert "fitted to all figures in the table: overhead_s_per_rank = 0.00" in text
     assert verify.main(["horovod", "runs=runs/horovod"]) == 2
     assert "there is no study for Horovod" in capsys.readouterr().err
 

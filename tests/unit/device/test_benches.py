@@ -188,7 +188,7 @@ def test_layers_stand_under_the_roofs_of_this_machine(
     for row in rows:
         assert row["seconds"] > 0 and row["of_roof"] > 0 and row["loose_bytes"] <= row["num_bytes"]
     text = capsys.readouterr().out
-    assert "copies: of 200 kB " in text and "fusable: bytes of operations without products" in text
+    assert "copies: of 200 kB " in text and "fusable: bytes moved by operations" in text
 
 
 def test_layers_and_rest_are_compared_with_a_plain_step(

@@ -177,7 +177,7 @@ def test_the_table_has_the_published_copies_beside(
     assert sum("published: " in line for line in lines[:10]) == 6
     assert "other" not in lines[1] and str(tmp_path) not in "\n".join(lines[10:-1])
     message = chart_in(tmp_path / "out.json").message
-    assert message == "Copies take 0.225 ms, 27 % of it behind kernels"
+    assert message == "Copies take 0.225 ms, 27 % of which is hidden by kernels"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
     found = found_in(tmp_path / "made", CLEAR)
     expected = "With overlap, 4 ranks train 3.50 times as fast as one, and 1.52 times as fast as"
     assert found.verdict == f"{expected} with allreduce."
-    assert found.more == ["The next, allreduce, takes 52 % longer, which is more than chance."]
+    assert found.more == [
+        "The next fastest, allreduce, takes 52 % longer, a significant difference."
+    ]
     best, speed, limit = found.figures
     assert (best.value, best.note) == ("overlap", "of 2 measured at batch 128")
     assert speed.value == "3.50\u2009×"
@@ -74,13 +76,13 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {**CLEAR, ("overlap", 4): (440, 441, 442), ("allreduce", 4): (500, 501, 502)},
             "4 ranks train no faster than one rank: with overlap, the fastest strategy, 0.912",
-            "The next, allreduce, takes 14 % longer, which is more than chance.",
+            "The next fastest, allreduce, takes 14 % longer, a significant difference.",
             id="slower than one",
         ),
         pytest.param(
             {**CLEAR, ("overlap", 2): (90, 91, 90)},
             "With overlap, 4 ranks train 3.50 times as fast as one, ",
-            "Fewer ranks are faster: with overlap, 2 ranks reach 4.45.",
+            "Fewer ranks are faster: with overlap, 2 ranks reach a speedup of 4.45.",
             id="fewer are faster",
         ),
         pytest.param(
@@ -99,7 +101,7 @@ def test_how_sure_a_verdict_is(tmp_path: Path, times: Times, verdict: str, more:
 
 def test_without_an_exchange_there_is_nothing_to_judge(tmp_path: Path) -> None:
     found = found_in(tmp_path / "made", {("none", 1): (400,), ("none", 4): (100,)})
-    assert found.verdict.startswith("Only none was measured, at 2 points.")
+    assert found.verdict.startswith("Only strategy=none was measured, at 2 points.")
     assert not found.figures
 
 
