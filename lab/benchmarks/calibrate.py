@@ -35,7 +35,7 @@ import yaml
 from omegaconf import DictConfig
 from torch.distributed import distributed_c10d
 
-from lab.benchmarks import codec, compute, host
+from lab.benchmarks import compute, host
 from lab.benchmarks.catalogue import NUM_RANKS, size_name
 from lab.benchmarks.collective import LIBRARY, make_candidates, measure_size
 from lab.benchmarks.harness import joined
@@ -68,7 +68,6 @@ from lab.settings.files import read_file
 from lab.simulate import calibration
 from lab.simulate.calibration import Place, Steps
 from lab.simulate.costs import stages_of
-from lab.simulate.fit import MEASURED_CODEC
 from lab.simulate.hardware import parse
 from lab.simulate.network import Network
 from lab.simulate.predict import plain
@@ -91,7 +90,6 @@ FULL_S = 0.03  # an all-reduce of the whole model: about as long as the layers i
 LEAST_SCALE = 1e-3  # of the model's gradients
 LEAST_EXPOSED = 0.02  # share of a step below which its exposed exchange is not scored
 MODULES = 24  # of a model, for the host's time: enough to tell a bucket's from a parameter's
-CODEC_VALUES = {"cpu": 2**22, "cuda": 2**26}
 SOURCE = "measured by lab.calibrate"
 Interval = dict[str, float | None]  # median, low, high
 
@@ -133,11 +131,15 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
         beside["crowding"] = compute.crowding(world)
     spread = compute.spread(world, SPREAD_SHARE * seconds)
     rates, factors = compute.rates(world.device)
-    of_codec = _codec_rates(world.device) if world.rank == 0 else {}
+    of_codec = compute.codec_rates(world.device) if world.rank == 0 else {}
     world.barrier()
     configs = _with_steps(request, FULL_S * size / all_reduce_s)
     pairs = [group for group in groups if len(group.members) == NUM_RANKS]
     checked = [*pairs[-1:], *(group for group in groups if group not in pairs)]
+    if shared:
+        step_cpu = partial(compute.step_cpu, configs[NONE])
+        for measured in _among(pairs[-1].members, world, lambda pair: [step_cpu(pair)]):
+            beside["step_cpu_s"] = measured
     share_s = STEPS_SHARE * seconds / len(checked)
     steps = {
         len(group.members): _among(group.members, world, partial(_steps, configs, share_s))
@@ -293,25 +295,6 @@ def _less(first: Interval, second: Interval, count: float) -> Interval:
     return {
         key: max(0.0, ((first[own] or 0.0) - (second[other] or 0.0)) / count)
         for key, (own, other) in ends.items()
-    }
-
-
-def _codec_rates(device: torch.device) -> dict[str, Interval]:
-    """Measure the rate of a codec's and of plain passes over memory, by lab.bench codec."""
-    words = ["codec", f"codec={MEASURED_CODEC}", f"num_values={CODEC_VALUES[device.type]}"]
-    words += [f"threads={torch.get_num_threads()}", f"rounds={ROUNDS}", f"device={device.type}"]
-    found = codec.measure(read(words))
-    rows, memory = found["rows"], found["reference"]
-    whole = sum(row["bytes"] for row in rows) / sum(row["time_s"]["median"] for row in rows)
-    each = [1e9 * row["gb_per_s"] for row in rows]  # encode and decode
-    seconds, mad = memory["time_s"]["median"], memory["time_s"]["mad"]
-    return {
-        "codec_bytes_per_s": {"median": whole, "low": min(each), "high": max(each)},
-        "device.bandwidth_bytes_per_s": {
-            "median": memory["bytes"] / seconds,
-            "low": memory["bytes"] / (seconds + mad),
-            "high": memory["bytes"] / (seconds - mad),
-        },
     }
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 
+from lab.benchmarks import codec
 from lab.benchmarks.harness import (
     Call,
     Times,
@@ -22,11 +24,14 @@ from lab.benchmarks.harness import (
     ratio,
     take_turns,
 )
+from lab.benchmarks.request import read
 from lab.distributed.world import World
 from lab.measure.environment import num_cores
 from lab.measure.peaks import measured_rates
-from lab.measure.statistics import STALL
+from lab.measure.statistics import STALL, least_warmup
+from lab.simulate.fit import MEASURED_CODEC
 from lab.simulate.hardware import CONVOLUTIONS
+from lab.training.assemble import assembled
 
 SIDES = {"cpu": 512, "cuda": 4096}  # of square matrices, for rates and their spread
 SMALL_SIDES = {"cpu": 256, "cuda": 1024}  # of those beside an all-reduce, which may be short
@@ -34,6 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {"cpu": ("bf16",), "cuda": ("fp32", "tf32", "bf16", "fp16")}
 ROUNDS = 8
 FEWEST, MOST = 50, 2000  # products whose spread is measured
+CODEC_VALUES = {"cpu": 2**22, "cuda": 2**26}
 BESIDE = 0.7  # of an all-reduce's time, in which the products beside it should end
 PASSED = 2**20  # float32 values of each tensor of a pass over memory
 SENT = (2**20, 2**21)  # float32 values of messages that are larger than what a host holds of them
@@ -229,6 +235,40 @@ def send_buffer_bytes(world: World) -> Interval:
     held = np.sort(np.clip(small - rate * np.array(times[0]), 0, small))
     # Of 8 rounds, the second and the last but one enclose the median of all in 93 % of cases.
     return {"median": float(np.median(held)), "low": float(held[1]), "high": float(held[-2])}
+
+
+def step_cpu(config: DictConfig, world: World) -> Interval:
+    """Measure how long a rank keeps a core busy in a step that exchanges nothing.
+
+    Args:
+        config: of a run whose layers wait, so that only the host's work takes a core.
+    """
+    config = config.copy()
+    config.steps = FEWEST
+    with assembled(config, world) as part:
+        marks = [time.process_time() for _ in part.trainer.steps()]
+    taken = np.diff(marks)[least_warmup(config.warmup_steps) :]
+    low, middle, high = np.percentile(taken, [10, 50, 90])
+    return {"median": float(middle), "low": float(low), "high": float(high)}
+
+
+def codec_rates(device: torch.device) -> dict[str, Interval]:
+    """Measure the rate of a codec's and of plain passes over memory, by lab.bench codec."""
+    words = ["codec", f"codec={MEASURED_CODEC}", f"num_values={CODEC_VALUES[device.type]}"]
+    words += [f"threads={torch.get_num_threads()}", f"rounds={ROUNDS}", f"device={device.type}"]
+    found = codec.measure(read(words))
+    rows, memory = found["rows"], found["reference"]
+    whole = sum(row["bytes"] for row in rows) / sum(row["time_s"]["median"] for row in rows)
+    each = [1e9 * row["gb_per_s"] for row in rows]  # encode and decode
+    seconds, mad = memory["time_s"]["median"], memory["time_s"]["mad"]
+    return {
+        "codec_bytes_per_s": {"median": whole, "low": min(each), "high": max(each)},
+        "device.bandwidth_bytes_per_s": {
+            "median": memory["bytes"] / seconds,
+            "low": memory["bytes"] / (seconds + mad),
+            "high": memory["bytes"] / (seconds - mad),
+        },
+    }
 
 
 def _slowest(world: World, takes: list[Callable[[], float]]) -> np.ndarray:

@@ -41,8 +41,8 @@ BEYOND = {"95": 1, "80": 4}
 LEAST_SPREAD = 0.2  # of the overhead between a few repeats, which may agree by chance
 SEND_RECV = "sendrecv"  # a row of lab.bench collective
 LEAST_SENT = 2**18  # bytes
-# See `fit`: less than steps differ by from repeat to repeat, so what they tell clearly wins.
-COLLECTIVES_PRIOR = 0.003
+# See `fit`: about by how much steps differ from repeat to repeat, and from what collectives tell.
+COLLECTIVES_PRIOR = 0.1
 # What steps of two ranks tell, beside a link and codecs.
 TOLD_BY_STEPS = ("reduce_bytes_per_s", "overhead_s", "crowding", "codec_s")
 WAYS = ("intra", "inter")

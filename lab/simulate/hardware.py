@@ -24,7 +24,7 @@ LEAST = {
     **dict.fromkeys(("codec_s", "contention", "overhead_s", "overhead_s_per_rank", "burst_s"), 0),
     **{"jitter": 0, "num_slow": 0, "slow_factor": 1, "codec_contention": 0},
     **{"engage": 0, "incast": 0, "wire_passes": 0, "message_cpu": 0},
-    "send_buffer_bytes": 0,
+    **{"send_buffer_bytes": 0, "step_cpu_s": 0},
 }
 NOT_OF_A_FILE = ("learned", "measured")
 CODEC_RATES = "codec_rates"
@@ -236,6 +236,9 @@ class Hardware:
             longer where ranks share cores, and the rest does not.
         send_buffer_bytes: of a message that a host still holds when its send has returned: the next
             message then shares the link with them.
+        step_cpu_s: for which a rank keeps a core busy in a step, besides its exchange. Ranks that
+            wait for each other in an exchange do this work at the same time, and queue for the
+            cores that they share.
         crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,
             because they share caches, memory and perhaps the units of one core.
         memory_bytes: memory of a rank's device. None: unknown.
@@ -278,6 +281,7 @@ class Hardware:
     num_cores: int | None = None
     message_cpu: float = 1.0
     send_buffer_bytes: float = 0.0
+    step_cpu_s: float = 0.0
     crowding: float | None = None
     memory_bytes: float | None = None
     device: Device | None = None

@@ -384,10 +384,15 @@ def _sharded_step(
 
 def _by_kernels(network: Network, strategy: Strategy) -> bool:
     """Return whether kernels on the device exchange gradients: copies to servers need none."""
-    exchanges = strategy.pattern.gathers_units or strategy.exchange != CEILING.exchange
     served = network.hardware.server is not None and network.num_nodes == 1
     copied = served and class_of(strategy.exchange) == "Star"
-    return network.size > 1 and exchanges and not copied
+    return _exchanges(network, strategy) and not copied
+
+
+def _exchanges(network: Network, strategy: Strategy) -> bool:
+    return network.size > 1 and (
+        strategy.pattern.gathers_units or strategy.exchange != CEILING.exchange
+    )
 
 
 def _rank(network: Network, strategy: Strategy) -> Rank:
@@ -431,6 +436,8 @@ def _besides_s(
         updated = UPDATE_PASSES * profile.gradient_bytes / sharers
         rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
     rest_s *= hardware.host_factor(network.size)
+    if _exchanges(network, strategy) and hardware.num_cores and profile.num_threads is None:
+        rest_s += max(0.0, network.size / hardware.num_cores - 1) * hardware.step_cpu_s
     return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)
 
 

@@ -274,6 +274,17 @@ def test_the_part_of_a_latency_that_needs_a_core_waits_for_one() -> None:
         assert Network(machine, size).ring(0).seconds == pytest.approx(2e-3 * (size - 1) * factor)
 
 
+def test_ranks_that_wait_for_each_other_queue_for_cores(profile: Profile) -> None:
+    machine = replace(FLAT, num_cores=2, step_cpu_s=0.01)
+    for name, sizes in (("allreduce", {2: 0.0, 4: 0.01, 8: 0.03}), ("none", {8: 0.0})):
+        for size, queue_s in sizes.items():
+            idle, busy = (
+                simulate(profile, each, strategy(name), size, 64).step_s
+                for each in (replace(machine, step_cpu_s=0.0), machine)
+            )
+            assert busy - idle == pytest.approx(queue_s)
+
+
 GUESS = replace(FLAT, inter=Link(1e-4, 2e8), codec_bytes_per_s=2e10)
 
 
