@@ -27,9 +27,8 @@ COMMAND = Command(
     "lab.score",
     """\
 Fit hardware to a study's cells on one and two ranks; score predictions of all others. It also
-scores the advice where several strategies were measured in the same conditions. With
-`published` instead of a study, it fits terms of GPUs to published scaling, and scores the figures
-of each source with terms that are fitted to the other sources.""",
+scores the advice where several strategies were measured in the same conditions. For
+`published`, it fits terms of GPUs to published scaling; other sources' terms score each source.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",

@@ -30,7 +30,6 @@ COMMAND = Command(
     (
         "python -m lab.verify all                              every paper: how many claims hold",
         "python -m lab.sweep study=kim2017                     measures one (root, 30 minutes)",
-        "python -m lab.verify kim2017 runs=runs/kim2017        and measured",
         "python -m lab.verify kim2017 runs=runs/kim2017 out=page.md     all cells, and figures",
         "python -m lab.verify zhao2016 benches=results         one device: results of lab.bench",
         "python -m lab.verify mlperf nccl_tests out=page.md    several papers on one page",
@@ -51,24 +50,22 @@ def main(arguments: list[str]) -> int:
 
 def _verify(line: CommandLine) -> int:
     own, words = own_settings(Settings, line.settings), line.words
-    runs, benches, out, folder = own.runs, own.benches, own.out, own.config_dir
+    out, folder = own.out, own.config_dir
     if ALL in words and (out or len(words) > 1):
-        raise ConfigError(
-            f"{' '.join(words)}: {ALL} accepts neither other papers nor out=; "
-            "for out=, name the papers"
-        )
+        why = f"{ALL} allows neither other papers nor out=; name the papers instead"
+        raise ConfigError(f"{' '.join(words)}: {why}")
     from lab.claims import page
     from lab.claims.findings import verify, verify_all
 
     try:
         if ALL in words or len(words) > 1:
             names = choices_of("claims", folder) if ALL in words else words
-            every = verify_all(names, runs, benches, folder)
+            every = verify_all(names, own.runs, own.benches, folder)
             print("\n".join(page.overview(every)))
             if out:
                 page.write_several(every, out, out.with_suffix(""), line.text)
         else:
-            every = {line.word: verify(line.word, runs, benches, out is not None, folder)}
+            every = {line.word: verify(line.word, own.runs, own.benches, bool(out), folder)}
             print("\n".join(page.summary(every[line.word])))
             if out:
                 page.write(every[line.word], out, out.with_suffix(""), line.text)

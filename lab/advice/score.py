@@ -34,7 +34,7 @@ from lab.analysis.places import map_of as map_body
 from lab.draw.chart import Chart
 from lab.draw.text import markdown
 from lab.measure.statistics import UNKNOWN, Interval, wilson
-from lab.record.files import write_json
+from lab.settings.storage import write_json
 from lab.simulate.predict import Measured
 from lab.simulate.score import NONE, Group, Observation
 

@@ -33,7 +33,7 @@ from lab.draw.chart import (
 from lab.draw.plots import GAP, Axis, bars, fitted, in_rows, joined, lines
 from lab.measure import PHASES
 from lab.measure.statistics import ENOUGH_REPEATS
-from lab.task.metrics import heading
+from lab.task import heading
 
 Frame = Any  # a pandas.DataFrame, and
 Point = Any  # a row of it: pandas' own types do not know what columns hold

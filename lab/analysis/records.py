@@ -28,7 +28,7 @@ from lab.record.schema import Emulation, Record, Scaling, Status, Stretch, read_
 from lab.record.steps import read_table
 from lab.settings.errors import one_line
 from lab.settings.names import is_of_strategy, root_of
-from lab.settings.reading import DamagedFile
+from lab.settings.storage import DamagedFile
 
 NO_RECORD = "left no record.json"
 

@@ -40,8 +40,8 @@ from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.errors import one_line
-from lab.settings.reading import DamagedFile
-from lab.task.metrics import main_metric
+from lab.settings.storage import DamagedFile
+from lab.task import main_metric
 
 NAMES = (*CHARTS, convergence.__name__, map_of_strategies.__name__)
 TIMELINES, RANKS = "timeline", "ranks"

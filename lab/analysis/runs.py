@@ -18,8 +18,8 @@ from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, ro
 from lab.measure import OWN, Span
 from lab.record.schema import Record, worded
 from lab.record.trace import Timeline, lanes
-from lab.settings.reading import DamagedFile
-from lab.task.metrics import LOGARITHMIC, PERCENT, axis, main_metric, metrics_of
+from lab.settings.storage import DamagedFile
+from lab.task import LOGARITHMIC, PERCENT, axis, main_metric, metrics_of
 
 NUM_DRAWN, NUM_SMOOTHED = 400, 50  # points of a curve, and windows that smooth it
 HIGH = 190  # pixels of a panel of curves

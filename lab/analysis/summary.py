@@ -19,8 +19,8 @@ from lab.analysis.points import CEILING, Point, floor_text, frame_of, leaders, t
 from lab.analysis.records import Cell, Study
 from lab.measure.statistics import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
 from lab.settings.names import flat
-from lab.task.metrics import PERCENT, heading, main_metric, metrics_of
-from lab.task.metrics import shown as shown_value
+from lab.task import PERCENT, heading, main_metric, metrics_of
+from lab.task import shown as shown_value
 
 UNMEASURED = "-"
 FORMULA = re.compile(r"[=+@\t\r]|-(?!\s*[\d.])")  # how one begins; and not -1

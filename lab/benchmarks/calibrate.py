@@ -61,10 +61,10 @@ from lab.exchange.base import Exchange
 from lab.measure.environment import num_cores
 from lab.measure.statistics import order
 from lab.model.profile import Profile
-from lab.settings.atomic import write_atomically
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.files import read_file
+from lab.settings.storage import write_atomically
 from lab.simulate import calibration
 from lab.simulate.calibration import Place, Steps
 from lab.simulate.costs import stages_of

@@ -25,7 +25,7 @@ from lab.benchmarks.request import Request
 from lab.draw.chart import Chart
 from lab.draw.text import aligned
 from lab.measure.statistics import Interval
-from lab.record.files import write_json
+from lab.settings.storage import write_json
 
 LONGEST = 400  # characters of a command in a figure
 Result = dict[str, Any]

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, Bench, OwnSettings, module_of
 from lab.cluster.settings import Cluster, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
-from lab.record.files import write_json
 from lab.settings.checks import as_text
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
 from lab.settings.fields import parsed, split
 from lab.settings.overrides import config_dir_of, listed, parse_overrides
+from lab.settings.storage import write_json
 from lab.sync.pattern import pattern_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from lab.claims.benched import BENCHED
 from lab.claims.device import COUNTED, SWEPT, Device, Quantity, difference, ratio
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
 from lab.measure.statistics import Interval
-from lab.record.files import check_types
+from lab.record.schema import check_types
 from lab.settings import checks
 
 # Where a claim comes from; what it is worth follows from its value (lab/claims/findings.py).

@@ -24,7 +24,7 @@ from lab.measure.statistics import Interval, of_level, of_ratio
 from lab.settings import checks
 from lab.settings.config import load
 from lab.settings.overrides import own_choices
-from lab.settings.reading import read_json
+from lab.settings.storage import read_json
 
 if TYPE_CHECKING:  # pandas and torch take seconds, and not every paper needs them
     from lab.analysis.records import Cell

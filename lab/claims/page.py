@@ -28,7 +28,7 @@ from lab.claims.metrics import of_linear_scaling
 from lab.claims.predicted import MARGIN, Crossovers, Terms
 from lab.draw.chart import order
 from lab.draw.text import in_words, markdown
-from lab.settings.atomic import write_atomically
+from lab.settings.storage import write_atomically
 from lab.simulate.score import ScoredCell, held_out, score, skill
 
 if TYPE_CHECKING:

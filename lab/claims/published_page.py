@@ -23,8 +23,8 @@ from lab.claims.published import (
 from lab.draw.chart import GREY, Chart, alt
 from lab.draw.plots import ALONE, legend_columns
 from lab.draw.text import in_words, markdown
-from lab.settings.atomic import write_atomically
 from lab.settings.errors import ConfigError
+from lab.settings.storage import write_atomically
 from lab.simulate.terms import FREEDOM, LEVELS, TERMS, reach
 
 WORST = 15  # figures on the page

@@ -32,7 +32,7 @@ from lab.device.callgrind import output_of
 from lab.device.transfer import about_trace, left_out, read_events, read_from
 from lab.draw.chart import BLUE, GREEN, LABEL_PX, LETTER, ORANGE, SKY, alt
 from lab.draw.plots import BAR, GAP, bars
-from lab.settings import reading
+from lab.settings import storage
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 from lab.training.recording import surroundings
@@ -298,7 +298,7 @@ def adds_up(metric: str) -> bool:
 
 
 def _metrics(args: dict[str, Any], skipped: Counter[str]) -> dict[str, float]:
-    numbers = {name: reading.number(value) for name, value in args.items() if UNIT in name}
+    numbers = {name: storage.number(value) for name, value in args.items() if UNIT in name}
     found = {name: value for name, value in numbers.items() if value is not None}
     if len(found) < len(numbers):
         skipped["metrics that are not numbers from 0 to 2^63"] += len(numbers) - len(found)

@@ -26,7 +26,7 @@ from lab.measure.environment import device_and_torch
 from lab.measure.layers import kernels_ms, profiled
 from lab.model.profile import ALL, BOTH, REST, STEP, Fit, Layer, Profile
 from lab.problem import require_float32
-from lab.settings.atomic import write_atomically
+from lab.settings.storage import write_atomically
 from lab.training.assemble import Assembly, assembled
 
 CHECKED = 5  # steps in which torch.profiler counts the kernels

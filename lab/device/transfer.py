@@ -25,7 +25,7 @@ from lab.benchmarks.request import Request
 from lab.draw.chart import BLUE, GREY, LABEL_PX, SKY, alt
 from lab.draw.plots import BARS, bars
 from lab.settings.config import ConfigError
-from lab.settings.reading import events_of, number, read_trace
+from lab.settings.storage import events_of, number, read_trace
 
 COPY, KERNEL = "gpu_memcpy", "kernel"  # Kineto's categories of events; XLA and ROCm have none
 UNTIL_2022 = {"Memcpy": COPY, "Kernel": KERNEL}  # Kineto's earlier names of them

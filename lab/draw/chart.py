@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lab.settings.atomic import write_atomically
+from lab.settings.storage import write_atomically
 
 if TYPE_CHECKING:
     import altair as alt

@@ -10,7 +10,7 @@ from lab.benchmarks.present import chart_of, text_of
 from lab.draw.text import markdown
 from lab.gpu_report.items import LENGTHS, PRECISIONS, STRATEGIES, Figure
 from lab.gpu_report.run import DONE, Report, written
-from lab.settings.atomic import write_atomically
+from lab.settings.storage import write_atomically
 
 NAMED = ("torch", "cuda", "cudnn", "nccl", "triton")  # of an environment
 PRETENDED = (

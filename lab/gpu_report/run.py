@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.gpu_report.items import Figure, Item, Result
-from lab.record.files import write_json
 from lab.settings.errors import ConfigError, one_line
+from lab.settings.storage import write_json
 
 KIND = "gpu_report"
 DONE, ABSENT, FAILED, SKIPPED = "done", "not available", "failed", "skipped"

@@ -22,9 +22,9 @@ from lab.certificate.check import Exchanging, Observer
 from lab.certificate.examination import About, CertificateError, unchecked
 from lab.distributed.world import World
 from lab.exchange.layout import travelling
-from lab.record.files import write_json
 from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
+from lab.settings.storage import write_json
 from lab.sync.ddp import HookState
 
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"

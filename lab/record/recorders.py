@@ -15,8 +15,8 @@ from typing import Any, Protocol, TextIO
 
 from lab.record.schema import Record
 from lab.settings import checks, names
-from lab.settings.atomic import write_atomically
 from lab.settings.secrets import is_secret
+from lab.settings.storage import write_atomically
 
 CURVES = "curves.csv"  # in a run's directory
 WANDB_MODES = ("offline", "online")

@@ -13,10 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from lab.record.files import write_json
 from lab.record.schema import Record
-from lab.settings.atomic import open_lock, write_atomically
-from lab.settings.reading import DamagedFile, read_json, read_yaml
+from lab.settings.storage import (
+    DamagedFile,
+    open_lock,
+    read_json,
+    read_yaml,
+    write_atomically,
+    write_json,
+)
 
 SETTINGS = "config.yaml"
 LOCK = ".lock"

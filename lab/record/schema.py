@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from lab.measure.statistics import Warmup
-from lab.record.files import decode, write_json
 from lab.settings.names import class_name
-from lab.settings.reading import DamagedFile, read_json
 from lab.settings.secrets import without_secrets
+from lab.settings.storage import DamagedFile, read_json, write_json
 
 Outcome = Literal["holds", "fails", "not checked"]
 
@@ -455,3 +457,75 @@ def _upgraded(record: dict[str, Any]) -> dict[str, Any]:
         for clause in clauses
     ]
     return UNNAMED_1 | ({} if known.get("status") == "done" else UNKNOWN_1) | known
+
+
+def decode(kind: Any, value: Any, key: str) -> Any:
+    """Convert a JSON `value` to a `kind`.
+
+    Args:
+        kind: bool, int, float, str, None, Any, a Literal, list[...], tuple[..., ...],
+            dict[str, ...], a union of these, or a dataclass of them: of one that is made already
+            nothing is checked. Unknown keys are ignored, and a field with a default may be missing.
+        key: path of the value for errors: a.b is b in a.
+
+    Raises: ValueError: the value does not fit; one line that names the key.
+    """
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return value if type(value) is kind else _dataclass(kind, value, key)
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):  # only `X | None` occurs
+        if value is None and type(None) in parts:
+            return None
+        (member,) = (each for each in parts if each is not type(None))
+        return decode(member, value, key)
+    if origin is Literal:
+        if value not in parts:
+            raise ValueError(f"{key}={value!r}: must be one of {', '.join(map(str, parts))}")
+        return value
+    if origin is list:
+        return [
+            decode(parts[0], item, f"{key}[{i}]") for i, item in enumerate(_a(list, value, key))
+        ]
+    if origin is tuple:
+        return tuple(decode(parts[0], item, key) for item in _a(tuple, value, key))
+    if origin in (dict, Mapping):
+        return {k: decode(parts[1], item, f"{key}.{k}") for k, item in _a(dict, value, key).items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    return _a(kind, value, key)
+
+
+def check_types(made: object) -> None:
+    """Check that the fields of a dataclass have the types that it declares, as `decode` has them.
+
+    Raises: ValueError: one has not; one line that names the field.
+    """
+    for each in dataclasses.fields(cast(Any, made)):
+        decode(_hints(type(made))[each.name], getattr(made, each.name), each.name)
+
+
+def _a(kind: type, value: Any, key: str) -> Any:
+    if type(value) is not kind:  # True is an int to isinstance
+        shown = "null" if value is None else repr(value)
+        raise ValueError(f"{key}={shown}: must be {kind.__name__}")
+    return value
+
+
+def _dataclass(kind: Any, value: Any, key: str) -> Any:
+    items: dict[str, Any] = _a(dict, value, key)
+    prefix, missing, found = f"{key}." if key else "", dataclasses.MISSING, dict[str, Any]()
+    for each in dataclasses.fields(kind):
+        if each.name in items:
+            place = prefix + each.name
+            found[each.name] = decode(_hints(kind)[each.name], items[each.name], place)
+        elif each.default is missing and each.default_factory is missing:
+            raise ValueError(f"{prefix}{each.name}: is missing")
+    return kind(**found)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass' fields; making them from their text takes milliseconds."""
+    return get_type_hints(kind)

@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lab.settings.atomic import write_atomically
-from lab.settings.reading import read_bytes
+from lab.settings.storage import read_bytes, write_atomically
 
 STEPS = "steps.parquet"  # in a run's directory
 LARGEST = 2**28  # values of a table; 16 MB of equal rows may unpack to gigabytes

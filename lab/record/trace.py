@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.measure import Span
-from lab.record.files import write_json
-from lab.settings.reading import DamagedFile, read_json
+from lab.settings.storage import DamagedFile, read_json, write_json
 
 TIMELINE = "timeline.json"  # in a run's directory
 ROWS = ("step", "data", "forward", "backward", "layer", "wait", "exchange", "codec", "optimizer")

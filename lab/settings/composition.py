@@ -50,7 +50,7 @@ from lab.settings.files import (
 )
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_numbers
 from lab.settings.own_code import check_choices, names_code
-from lab.settings.reading import escaped, read_yaml
+from lab.settings.storage import escaped, read_yaml
 
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")

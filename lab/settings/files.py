@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.settings.errors import ConfigError
-from lab.settings.reading import read_yaml
+from lab.settings.storage import read_yaml
 
 # A group of this name would make Hydra take a run's setting `study` for a choice among its files.
 FOLDERS = {"study": "studies"}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.settings.reading import read_bytes
+from lab.settings.storage import read_bytes
 
 MICRO, GIGA = 1e-6, 1e9
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")

@@ -19,7 +19,7 @@ from lab.model.profile import VALUE_BYTES, Profile, replayed
 from lab.record.run_directory import SETTINGS, read_settings
 from lab.settings.config import choices_of, load
 from lab.settings.overrides import own_choices
-from lab.settings.reading import read_json
+from lab.settings.storage import read_json
 from lab.simulate.costs import exchange_of, longest_phase, stages_of
 from lab.simulate.hardware import DRAWS, LINK, Hardware
 from lab.simulate.hardware import draws as draws_of

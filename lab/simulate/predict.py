@@ -22,7 +22,7 @@ from lab.settings.fields import fields_of, file_setting, parsed, setting, split
 from lab.settings.files import read_file
 from lab.settings.names import AXES, class_name, root_of
 from lab.settings.overrides import config_dir_of
-from lab.settings.reading import escaped
+from lab.settings.storage import escaped
 from lab.simulate.collectives import read_log
 from lab.simulate.hardware import Device, Hardware, draws, of_this_machine, places
 from lab.simulate.hardware import parse as parse_hardware

@@ -30,8 +30,7 @@ from lab.draw.plots import (
 )
 from lab.draw.text import in_words, markdown
 from lab.model.profile import Profile
-from lab.record.files import write_json
-from lab.settings.atomic import write_atomically
+from lab.settings.storage import write_atomically, write_json
 from lab.simulate.fit import fitted_groups
 from lab.simulate.hardware import parse
 from lab.simulate.score import (

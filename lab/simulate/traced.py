@@ -21,7 +21,7 @@ from typing import Any
 
 from lab.model.profile import VALUE_BYTES, Layer, Profile
 from lab.settings.errors import ConfigError
-from lab.settings.reading import events_of, number, read_trace
+from lab.settings.storage import events_of, number, read_trace
 
 KEY = "profile.from"
 MICRO = 1e-6

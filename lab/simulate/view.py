@@ -12,8 +12,8 @@ from typing import Any
 from lab.draw.chart import Chart, looks_of
 from lab.draw.text import aligned, number_of
 from lab.measure import Span
-from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
+from lab.settings.storage import write_json
 from lab.simulate.hardware import LINK, Hardware
 from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE
 from lab.simulate.score import NONE

@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.cluster import sandbox
-from lab.record.files import write_json
-from lab.settings.atomic import open_lock
 from lab.settings.command import CommandLine, show
 from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.fields import split
 from lab.settings.files import choices_of, is_file
 from lab.settings.names import root_of
 from lab.settings.overrides import config_dir_of, one_value
-from lab.settings.reading import read_json
+from lab.settings.storage import open_lock, read_json, write_json
 from lab.study.grid import DEFAULTS, NOT_OF_GRID, Cell, Study
 from lab.study.grid import read as read_grid
 

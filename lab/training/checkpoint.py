@@ -33,11 +33,10 @@ from torch.optim import Optimizer
 from lab.distributed.replicas import broadcast_buffers, like, local, whole
 from lab.distributed.world import World
 from lab.exchange.layout import named
-from lab.record.files import decode, write_json
-from lab.settings.atomic import write_atomically
+from lab.record.schema import decode
 from lab.settings.config import Settings
 from lab.settings.names import by_class
-from lab.settings.reading import read_json
+from lab.settings.storage import read_json, write_atomically, write_json
 from lab.sync.base import Shard
 from lab.training.trainer import Progress, Trainer, overflow, total_steps
 

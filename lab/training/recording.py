@@ -34,7 +34,7 @@ from lab.settings.config import ConfigError
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.own_code import fingerprint
 from lab.settings.secrets import kept, kept_words
-from lab.task.metrics import metrics_of, shown
+from lab.task import metrics_of, shown
 from lab.training.assemble import global_batch_size
 from lab.training.outcome import note_progress
 from lab.training.trainer import Loop

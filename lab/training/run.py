@@ -20,15 +20,14 @@ from lab.distributed.worker import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.environment import source_hash
 from lab.measure.layers import marked_layers
-from lab.record.files import decode
 from lab.record.run_directory import RunDirectory
-from lab.record.schema import Stretch, append_stretch, stretches_of
+from lab.record.schema import Stretch, append_stretch, decode, stretches_of
 from lab.settings.command import EXIT_INTERRUPTED, say_error
 from lab.settings.config import ConfigError, build
 from lab.settings.names import class_name
 from lab.settings.own_code import blame
 from lab.settings.secrets import kept_words, without_secrets
-from lab.task.metrics import metrics_of
+from lab.task import metrics_of
 from lab.training import checkpoint, outcome
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
 from lab.training.outcome import compute_of

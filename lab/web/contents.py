@@ -21,7 +21,7 @@ from lab.diagnosis.rules import judge
 from lab.diagnosis.view import best_remedies, headline, in_full, time_split
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
-from lab.settings.reading import DamagedFile, read_json
+from lab.settings.storage import DamagedFile, read_json
 from lab.simulate.predict import DEFAULT_PROFILE
 from lab.web.elements import (
     WIDTH,

@@ -20,10 +20,9 @@ from lab.codec.build import cache_folder
 from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
 from lab.draw.text import UNKNOWN_TEXT, number_text
 from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_level
-from lab.settings.atomic import write_atomically
 from lab.settings.errors import one_line
-from lab.settings.reading import DamagedFile, read_json
-from lab.task.metrics import heading, main_metric
+from lab.settings.storage import DamagedFile, read_json, write_atomically
+from lab.task import heading, main_metric
 
 WIDTH = 1250  # pixels of a page's charts; a narrower page makes them smaller
 DIGITS = re.compile(r"(\.\d\d)\d{3,}")  # of places in a drawing, whose labels have fewer

@@ -20,10 +20,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from lab.settings.atomic import write_atomically
 from lab.settings.files import conf_dir
-from lab.settings.reading import read_json
 from lab.settings.secrets import HIDDEN, is_secret, without_secrets
+from lab.settings.storage import read_json, write_atomically
 from lab.settings.streams import CONTROL
 from lab.web.contents import Compared, Contents, compare, contents_of
 from lab.web.elements import Benched, Drawing, bundle, read_benched

@@ -13,7 +13,7 @@ import torch
 
 from lab.data.arrays import arrays
 from lab.record.run_directory import RunDirectory
-from lab.settings.reading import read_bytes
+from lab.settings.storage import read_bytes
 from lab.training import checkpoint
 
 STATE: dict[str, Any] = {"model": {"weight": torch.arange(6.0)}, "progress": {"step": 3}}

@@ -14,8 +14,8 @@ from lab.analysis import summary
 from lab.analysis.points import Point, leaders, table
 from lab.analysis.records import load_study
 from lab.draw.chart import looks_of
-from lab.record.files import write_json
 from lab.record.schema import Emulation
+from lab.settings.storage import write_json
 from tests.support.records import leave, make_record
 
 

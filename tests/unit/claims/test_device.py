@@ -250,7 +250,8 @@ def test_all_papers_are_a_table(
     assert [cell.strip() for cell in shi] == ["20", "10", "–", "–"]
     assert verify.main(["all", "out=page.md"]) == 2
     assert (
-        "all: all accepts neither other papers nor out=; for out=, name" in capsys.readouterr().err
+        "all: all allows neither other papers nor out=; name the papers instead"
+        in capsys.readouterr().err
     )
 
 

@@ -15,10 +15,9 @@ from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs, TopK
 from lab.codec.kernels import Peers
 from lab.distributed.comm import Comm, NoWindow, Window, run_ranks
 from lab.exchange.bucket import GradBucket, Plans
-from lab.exchange.compressed import TwoStage
+from lab.exchange.compressed import Symmetric, TwoStage
 from lab.exchange.cost import Sizes
 from lab.exchange.memory import Memory
-from lab.exchange.symmetric import Symmetric
 from lab.simulate.recorded import META, Collected, Moved, Passes, Recorder
 from tests.support.kernels import Counter, interpret
 from tests.support.slow import some_of

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lab.settings.atomic import write_atomically
+from lab.settings.storage import write_atomically
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lab.settings.atomic import write_atomically
+from lab.settings.storage import write_atomically
 
 def write(path):
     path.write_text("half")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.settings.reading import DamagedFile, read_json, read_yaml
+from lab.settings.storage import DamagedFile, read_json, read_yaml
 from lab.settings.streams import visible
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(

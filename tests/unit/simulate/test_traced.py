@@ -13,7 +13,7 @@ import pytest
 from lab.measure import Span
 from lab.model.profile import Layer, Profile
 from lab.predict import main
-from lab.settings.reading import events_of, read_trace
+from lab.settings.storage import events_of, read_trace
 from lab.simulate.predict import predicted, read
 from lab.simulate.traced import read_profile
 

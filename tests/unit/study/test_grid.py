@@ -168,7 +168,7 @@ def test_a_file_that_holds_no_grids_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for wrong in ("[]", "{", json.dumps({"grids": [{"arguments": "steps=3"}]})):
         (tmp_path / "mine/study.json").write_text(wrong)
-        with pytest.raises(ConfigError, match=r"mine/study\.json: is not a list"):
+        with pytest.raises(ConfigError, match=r"mine/study\.json: not a list"):
             run.read([f"runs_dir={tmp_path}", "study=mine"])
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import l1_loss
 
 from lab.settings.config import build, choices_of, load
+from lab.task import axis, heading, metrics_of, shown
 from lab.task.base import Task
-from lab.task.metrics import axis, heading, metrics_of, shown
 from lab.task.tasks import Classification, LanguageModelling, OwnLoss, Regression
 
 SAMPLES = 11

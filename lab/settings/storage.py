@@ -1,7 +1,8 @@
-"""Read JSON and YAML that anyone may have written: one line says what is wrong with a file.
+"""Read and write files: one line says what is wrong with a file, and none is left half written.
 
-Nothing in a file runs, and none takes the machine down: what is no regular file, too large or
-nested too deeply, numbers that no machine holds, and anchors that stand for too much, are refused.
+Anyone may have written the JSON and YAML that is read. Nothing in a file runs, and none takes the
+machine down: what is no regular file, too large or nested too deeply, numbers that no machine
+holds, and anchors that stand for too much, are refused.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import json
 import math
 import os
 import re
+import socket
 import stat
 import zlib
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from lab.settings.errors import ConfigError, one_line
 
@@ -193,3 +196,67 @@ def _size(node: Node | None, known: dict[int, float]) -> float:
             parts = [part for pair in parts for part in pair]
         known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]
+
+
+def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
+    """Write `value` as readable JSON. A non-finite number becomes null: JSON has none."""
+    text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in cast(dict[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in cast(list[Any], value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def open_lock(path: Path) -> IO[str]:
+    """Open a file to lock, which changes nothing in it; a pipe there would not hold it up.
+
+    Raises:
+        OSError: it is a link, perhaps to what its owner keeps, or cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "w")
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary path, sync the result to disk, then rename it.
+
+    What earlier writers of the same file left as they were killed is removed.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    host = socket.gethostname().replace(".", "-")  # several may share the directory
+    prefix = f".{path.name}.{host}-"
+    for left in _of_killed(path.parent, prefix):
+        left.unlink(missing_ok=True)
+    temporary = path.with_name(f"{prefix}{os.getpid()}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _of_killed(folder: Path, prefix: str) -> Iterator[Path]:
+    """Find temporary files of this host's processes that are no more."""
+    for path in folder.iterdir():
+        pid = path.name.removeprefix(prefix)
+        if pid != path.name and pid.isdecimal() and not _is_alive(int(pid)):
+            yield path
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
