@@ -521,7 +521,8 @@ def page(result: dict[str, Any], figure: str) -> str:
         [
             f"Each rank ran {spread['num_calls']} matrix products to measure how much their times "
             "vary. The ratios of these times to the median on the same rank have the quantiles "
-            f"{quantiles}. {spread['num_stalls']} products stalled: their ratio was 2 or more."
+            f"{quantiles}. On all ranks together, {spread['num_stalls']} products stalled: their "
+            "ratio was 2 or more."
         ],
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"

@@ -179,13 +179,13 @@ class Examination:
             notes = [*_note("unused", unused), *_note(why, alike)]
             counted = f"{proven} of {len(names)} parameters"
             counted += f" ({'; '.join(notes)})" if notes else ""
-            said = f"{about.promise} over {about.size} of {about.num_launched}, {counted}"
+            said = f"{about.promise} over {about.size} of {about.num_launched} ranks, for {counted}"
         else:
             said = f"no gradients checked, because {why}"
         # What a codec leaves as it is, beside the bytes that it saves less by.
         shapes = {name: p.shape for name, p in zip(names, self.parameters, strict=True)}
         exact = left_exact(about.exchange, shapes) if about.exchange else []
-        line = "; ".join([f"certificate: {about.size} ranks equal, {said}, {sent}", *exact])
+        line = "; ".join([f"certificate: weights equal on {about.size} ranks", said, sent, *exact])
         return Certificate(
             holds=True,
             line=line,
@@ -225,11 +225,11 @@ class Examination:
         if factor is None:
             why = f"{self.about.name} does not send through a Comm"
             return f"bytes not counted, because {why}", None, Finding("bytes", "not checked", why)
-        times = f"{1 / factor:.1f}x more than fp32"
+        times = f"{1 / factor:.1f}x more bytes than fp32"
         if factor > 1 - TOLERANCE:
             times = "as many bytes as fp32"
         if factor > 1 + TOLERANCE:
-            times = f"{factor:.1f}x less than fp32"
+            times = f"{factor:.1f}x fewer bytes than fp32"
         ratio, where = self.ledger.excess()
         if ratio is not None and ratio < 1 - TOLERANCE:
             ratio, where = None, f"the bytes did not cross {where}"
@@ -240,7 +240,7 @@ class Examination:
             return words, None, Finding("bytes", "not checked", where)
         counted = self.ledger.counted_factor
         detail = f"{where} counted {ratio:.3f} times the bytes handed to the network"
-        words = f"{times} ({where} counted {counted:.1f}x)"
+        words = f"{times} (counted on {where}: {counted:.1f}x)"
         return words, counted, Finding("bytes", "holds", detail)
 
     def _check_start(self, start: Tensor) -> None:

@@ -32,8 +32,8 @@ def test_right_loops_have_a_certificate_and_a_file(tmp_path: Path) -> None:
     first, *_ = CREW.call(3, lines_of_clean_loops, tmp_path)
     assert len(first) == 8
     for name, line in first.items():
-        proven = "gradients averaged once over 3 of 3, 6 of 6 parameters"
-        assert line.startswith(f"certificate: 3 ranks equal, {proven}"), name
+        proven = "gradients averaged once over 3 of 3 ranks, for 6 of 6 parameters"
+        assert line.startswith(f"certificate: weights equal on 3 ranks; {proven}"), name
         assert json.loads((tmp_path / f"{name}.json").read_text())["line"] == line
 
 
@@ -81,4 +81,4 @@ def test_an_interface_that_nobody_else_uses_confirms_the_factor() -> None:
         crew.dismiss()
     found = first.record["certificate"]
     assert found["counted_factor"] == pytest.approx(found["factor"], rel=0.15)
-    assert f"(lo counted {found['counted_factor']:.1f}x)" in found["line"]
+    assert f"(counted on lo: {found['counted_factor']:.1f}x)" in found["line"]

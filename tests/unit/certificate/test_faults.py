@@ -132,11 +132,11 @@ def right(settings: str) -> Case:
     [
         (
             right("strategy=caffe"),
-            "gradients averaged once at the root over 3 of 3, 3 of 3 parameters, as",
+            "gradients averaged once at the root over 3 of 3 ranks, for 3 of 3 parameters; as",
         ),
         (
             right("strategy=local_sgd sync.every=2"),
-            "weight changes averaged once over 3 of 3, 3 of 3 par",
+            "weight changes averaged once over 3 of 3 ranks, for 3 of 3 par",
         ),
         (
             right("strategy=cntk sync.double_buffer=true"),
@@ -144,9 +144,9 @@ def right(settings: str) -> Case:
         ),
         (
             right("strategy=priority sync.trials=0 sync.chunk_mb=0.01"),
-            "gradients averaged once over 3 of 3, 3 of 3 parameters, as many bytes as fp32",
+            "gradients averaged once over 3 of 3 ranks, for 3 of 3 parameters; as many bytes as fp32",
         ),
-        (right("strategy=topk"), "3 of 3 parameters, 33.0x less than fp32 (not counted: threads"),
+        (right("strategy=topk"), "3 of 3 parameters; 33.0x fewer bytes than fp32 (not counted: threads"),
         (right("strategy=none"), "not checked, because strategy=none exchanges nothing"),
         (
             right("strategy=overlap exchange=none"),
@@ -162,11 +162,11 @@ def right(settings: str) -> Case:
         ),
         (  # a user's exchange sends by no comm
             wrong("Bypassed", size=2),
-            "3 of 3 parameters, bytes not counted, because exchange=Bypassed",
+            "3 of 3 parameters; bytes not counted, because exchange=Bypassed",
         ),
         (  # if all ranks have the same samples, a rank's own gradient is the mean
             Case(("strategy=overlap",), size=3, same_samples=True),
-            "3 ranks equal, no gradients checked, because gradients are alike on all",
+            "weights equal on 3 ranks; no gradients checked, because gradients are alike on all",
         ),
     ],
 )
