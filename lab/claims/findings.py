@@ -64,7 +64,7 @@ KINDS = {
 OTHERS = {
     "arithmetic": "arithmetic checks",
     "input": "model inputs",
-    "own": "statements by the lab",
+    "own": "our own statements",
 }
 ONE = {
     "arithmetic": "arithmetic check",

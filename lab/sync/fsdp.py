@@ -237,7 +237,7 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
     if not isinstance(parts.comm, TorchComm):
         raise ValueError("strategy=fsdp: runs only over torch.distributed; use comm=torch")
     if parts.module is not parts.model:
-        raise ValueError("compile=true: is not supported with strategy=fsdp")
+        raise ValueError("compile=true: not supported with strategy=fsdp; must be false")
     if parts.precision == "fp16" and parts.exchange.keeps_residuals:
         raise ValueError(
             f"precision=fp16: exchange={type(parts.exchange).__name__} needs unscaled "

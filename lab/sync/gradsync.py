@@ -365,7 +365,7 @@ class DoubleBuffer(GradSync):
     def __init__(self, parts: SyncParts, *, double_buffer: bool) -> None:
         checks.truth("sync.double_buffer", double_buffer)
         if double_buffer and not parts.overlap:
-            raise ValueError("overlap=false: must equal sync.double_buffer, which is true")
+            raise ValueError("overlap=false: must be true, because sync.double_buffer is true")
         super().__init__(parts, pattern.double_buffer(double_buffer))
         self.double_buffer = double_buffer
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received

@@ -207,7 +207,7 @@ def double_buffer(buffered: bool) -> Pattern:
             Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16, no_graph=no_graph
         )
     no_overlap = (
-        "must equal sync.double_buffer, which is false; nothing is exchanged during backward"
+        "must be false, because sync.double_buffer is false: nothing is exchanged during backward"
     )
     return replace(gradsync(overlap=False), no_overlap=no_overlap)
 

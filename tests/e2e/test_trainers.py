@@ -68,7 +68,12 @@ def test_a_trainer_accumulates_is_certified_and_resumes(library: str, tmp_path: 
     ranks = spawn(2, train_all, library, tmp_path)
     output = ranks[0][1]
     # Once for each start with an exchange; a false alarm would have raised.
-    assert output.count("certificate: weights equal on 2 ranks; gradients averaged once over 2 of 2 ranks") == 4
+    assert (
+        output.count(
+            "certificate: weights equal on 2 ranks; gradients averaged once over 2 of 2 ranks"
+        )
+        == 4
+    )
     for rank, (found, _, refusal) in enumerate(ranks):
         assert f"belongs to rank {1 - rank} of 2, but this is rank {rank} of 2" in refusal
         plain, weights = found["ddp"]

@@ -146,7 +146,10 @@ def right(settings: str) -> Case:
             right("strategy=priority sync.trials=0 sync.chunk_mb=0.01"),
             "gradients averaged once over 3 of 3 ranks, for 3 of 3 parameters; as many bytes as fp32",
         ),
-        (right("strategy=topk"), "3 of 3 parameters; 33.0x fewer bytes than fp32 (not counted: threads"),
+        (
+            right("strategy=topk"),
+            "3 of 3 parameters; 33.0x fewer bytes than fp32 (not counted: threads",
+        ),
         (right("strategy=none"), "not checked, because strategy=none exchanges nothing"),
         (
             right("strategy=overlap exchange=none"),
