@@ -144,7 +144,7 @@ def right(settings: str) -> Case:
         ),
         (
             right("strategy=priority sync.trials=0 sync.chunk_mb=0.01"),
-            "gradients averaged once over 3 of 3 ranks, for 3 of 3 parameters; as many bytes as fp32",
+            "gradients averaged once over 3 of 3 ranks, for 3 of 3 parameters; as many bytes",
         ),
         (
             right("strategy=topk"),
