@@ -169,8 +169,8 @@ class GradSync(Sync):
     def observe_drift(self, every: int) -> None:
         if self.pattern.waits_in_forward:
             raise ValueError(
-                f"sync={type(self).__name__} ends exchanges only in the next forward pass, so drift "
-                "cannot be measured; set overlap=false"
+                f"sync={type(self).__name__} ends exchanges only in the next forward pass, so "
+                "drift cannot be measured; set overlap=false"
             )
         if not self.pattern.takes_any_exchange or self.exchange.delivers != "mean":
             super().observe_drift(every)
