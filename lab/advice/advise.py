@@ -438,13 +438,13 @@ class Constant:
     @property
     def text(self) -> str:
         """The constant choice, its regret, and how many would have done."""
-        close = f"{self.num_close} {'is' if self.num_close == 1 else 'are'} within"
+        close = f"{self.num_close} {'is' if self.num_close == 1 else 'are'}"
         everywhere = f"all {len(self.regrets)} scenarios"
         return (
             f"the best constant choice (one strategy for every scenario) is `{self.name}`. "
             f"Its regret is {_percents(self.regrets)}. "
-            f"Of the {self.num_shared} strategies that appear in {everywhere}, {close} "
-            f"{100 * CLOSE:g} % of the best strategy in every scenario."
+            f"Of the {self.num_shared} strategies that appear in {everywhere}, {close} always "
+            f"within {100 * CLOSE:g} % of the best strategy of the scenario."
         )
 
 

@@ -160,7 +160,7 @@ def read(arguments: Sequence[str]) -> Advice:
     for argument in run:
         if argument.startswith("trace="):
             raise ConfigError(
-                f"{argument}: has no effect in lab.advise; use lab.predict to write the "
+                f"{argument} has no effect in lab.advise; use lab.predict to write the "
                 "timeline of a cell"
             )
     own = parsed(OwnSettings, texts)

@@ -100,16 +100,20 @@ def report(found: Sequence[Choice]) -> list[str]:
         return []
     header = ["links", "profile", "N", "batch", "strategies", "choice", "predicted ms"]
     header += ["measured ms", "best", "measured ms", "regret", "not significantly slower"]
-    lines, rows = [], []
+    lines = [
+        "- A scenario is one model with one set of links, number of ranks and batch size. In each "
+        "scenario, `lab.advise` chooses a strategy. The regret of a choice is how much longer its "
+        "measured step takes than the step of the fastest measured strategy."
+    ]
+    rows = []
     for kind, among in (("any", "all strategies"), ("exact", "exact strategies")):
         if chosen := [choice for choice in found if choice.kind == kind]:
             regrets = [choice.regret for choice in chosen]
             good = sum(regret <= CLOSE for regret in regrets)
             lines.append(
                 f"- Among {among}, the first choice of the advice is within {100 * CLOSE:g} % "
-                f"of the best measured cell in {good} of {len(regrets)} scenarios. The largest "
-                "regret (how much longer its step takes than that of the best cell) is "
-                f"{100 * max(regrets):.1f} %."
+                f"of the fastest strategy in {good} of {len(regrets)} scenarios. The largest "
+                f"regret is {100 * max(regrets):.1f} %."
             )
             constant = constant_of(regrets, [choice.regrets for choice in chosen])
             lines.append(f"- {verdict('The first choice', constant)}")
@@ -267,15 +271,15 @@ def section(found: Map) -> list[str]:
     return [
         "## Where each exchange pays",
         "",
-        "- Brackets give 95 % intervals.",
+        "- A case is one model with one set of links, number of ranks and batch size. All "
+        "strategies except `none` and `auto` are fixed strategies. Brackets give 95 % intervals.",
         *(_summary_line(name, each) for name, each in found.summaries.items()),
         _agreement(found.answers),
         *_constant_lines(found.answers),
         "",
         *markdown(HEADER, [_map_row(found, answer) for answer in ordered]),
         "",
-        "The next table gives step times relative to the step time of the fastest fixed strategy. "
-        "`none` and `auto` are not fixed strategies.",
+        "The next table gives step times relative to the step time of the fastest fixed strategy.",
         "",
         *markdown([*WHERE, "fastest first"], steps),
         "",
@@ -361,15 +365,15 @@ def _summary_line(name: str, found: Summary) -> str:
     other = f"`{REFERENCE}`" if name == "priority" else "the fastest fixed strategy"
     worst = found.worst
     exposed = (
-        f" Its exposed exchange takes {interval_text(found.exposed)} times as long "
+        f" The exposed exchange takes {interval_text(found.exposed)} times as long "
         f"({found.num_exposed} cases)."
     )
     return (
         f"- Compared with {other}, a step with `{name}` takes {interval_text(found.step)} times as "
-        f"long ({found.num_places} cases).{exposed if found.num_exposed else ''} `{name}` is more "
-        f"than {100 * found.limit:g} % slower in {_percent(found.beyond)} of the cases. The "
-        f"largest ratio of step times is {interval_text(worst.step)}, for "
-        f"{_place_text(worst.where)}."
+        f"long ({found.num_places} cases).{exposed if found.num_exposed else ''} In "
+        f"{_percent(found.beyond)} of the cases, `{name}` is more than {100 * found.limit:g} % "
+        f"slower than {other}. The largest ratio of step times is {interval_text(worst.step)}, "
+        f"for {_place_text(worst.where)}."
     )
 
 
@@ -382,8 +386,9 @@ def _agreement(answers: Sequence[Answer]) -> str:
     return (
         f"- In {_percent(best)} of the {len(answers)} cases, the strategy that was predicted to be "
         f"the fastest was also measured to be the fastest. In {_percent(agrees)} of the cases, it "
-        "was the fastest or not significantly slower than the fastest. Its largest regret is "
-        f"{100 * (worst.regret.mid - 1):.1f} %, for {_place_text(worst.place.where)}."
+        "was the fastest or not significantly slower than the fastest. The largest regret of the "
+        f"predicted strategy is {100 * (worst.regret.mid - 1):.1f} %, for "
+        f"{_place_text(worst.place.where)}."
     )
 
 

@@ -255,8 +255,10 @@ def table(study: Study, baseline: str | None = None) -> list[Point]:
     points = points_of(study.cells)
     bases = {p.strategy for p in points if p.world_size == 1 and p.steps_s}
     if baseline is not None and baseline not in bases:
-        allowed = ", ".join(sorted(bases, key=order)) or "none, because no 1-rank run finished"
-        raise ValueError(f"baseline={baseline!r}: has no finished 1-rank run; allowed: {allowed}")
+        allowed = ", ".join(sorted(bases, key=order)) or "none, because no run on one rank finished"
+        raise ValueError(
+            f"baseline={baseline!r} has no finished run on one rank; allowed: {allowed}"
+        )
     named = baseline or (CEILING if CEILING in bases else None)
     return [
         replace(

@@ -531,13 +531,17 @@ def page(result: dict[str, Any], figure: str) -> str:
 def _of_scores(result: dict[str, Any]) -> list[str]:
     """Write what was fitted, and the scores of steps, in sentences."""
     lines = [
-        "* The model of collectives was fitted to measurements of collectives on "
-        f"{NUM_RANKS} ranks. Collectives on more than {NUM_RANKS} ranks were held out.",
+        "* A cell is one strategy on one number of ranks: a line of the next table. The exposed "
+        "exchange is the time by which an exchange makes a step longer. Linear scaling means that "
+        "N ranks are N times as fast as one. The skill is 1 − (median error of the predictions / "
+        "median error of linear scaling).",
+        "* The cost model of collectives was fitted to collectives on "
+        f"{NUM_RANKS} ranks. Collectives on more than {NUM_RANKS} ranks were held out of the fit.",
         f"* Measured times are medians over {result['num_rounds']} rounds {on_ranks_of(result)}.",
     ]
     for name, words in (
         ("two_ranks", f"Steps on {NUM_RANKS} ranks were used in the fit."),
-        ("held_out", f"Steps on more than {NUM_RANKS} ranks were held out."),
+        ("held_out", f"Steps on more than {NUM_RANKS} ranks were held out of the fit."),
     ):
         score = result["scores"][name]
         if score["num_cells"]:
@@ -555,7 +559,10 @@ def _told_in_sentences(score: dict[str, Any]) -> str:
     if num_exposed := score["num_exposed"]:
         told.append(f"The predicted exposed exchange ({num_exposed} cells) {errors('exposed')}.")
     if not math.isnan(mean := score["signed_error"]):
-        told.append(f"The mean signed error for overlapped steps is {100 * mean:+.1f} %.")
+        told.append(
+            "The mean signed error of steps that overlap the exchange with the backward pass is "
+            f"{100 * mean:+.1f} %."
+        )
     if not math.isnan(score["skill"]):
         told += [f"Linear scaling {errors('linear')}.", f"The skill is {score['skill']:.2f}."]
     inside = " and ".join(

@@ -104,7 +104,7 @@ def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidat
     for label, exchange in exchanges.items():
         if not exchange.keeps_replicas_equal:
             raise ConfigError(
-                f"exchange={label}: does not average gradients; "
+                f"exchange={label} does not average gradients; "
                 "use an exchange that does, such as ring or onebit"
             )
         try:

@@ -108,7 +108,9 @@ def read(arguments: list[str]) -> Request:
     own = {key: getattr(given, key) for key in keys}
     if "aa" in own:
         if "pairs" in texts and not given.aa:
-            raise ConfigError(f"pairs={given.pairs}: has no effect without aa=true")
+            raise ConfigError(
+                f"pairs={given.pairs} has no effect without aa=true; set it, or leave pairs out"
+            )
         bench, name = (BENCHES["aa"], "aa") if given.aa else (bench, name)
     if "starts" in own:
         own["starts"] = _starts(given.starts)
@@ -120,7 +122,7 @@ def read(arguments: list[str]) -> Request:
     for part in (part for each in others for part in _set(each)) if bench.only else ():
         if re.split(r"[.=]", part)[0] not in bench.only:
             allowed = ", ".join((*bench.own, "out", *bench.only))
-            raise ConfigError(f"{part}: is not used by {name}; allowed: {allowed}")
+            raise ConfigError(f"{part} is not used by {name}; allowed: {allowed}")
     variants = _variants(bench, others)
     if {"aa", "step"} & {name, bench.runs}:
         _refuse_incomparable(variants)

@@ -48,40 +48,41 @@ KINDS = {
     "counted": "These claims are about properties of a network or about the number of bytes sent. "
     "Their values are counted, not timed, so they are the same on any machine.",
     "predicted": "The cost model predicts the values in these claims. Each claim that agrees would "
-    "disagree if the link speed, the compute time or the number of bytes were wrong by some factor "
-    "between 0.5 and 2.",
+    "fail if the link speed, the compute time or the number of bytes were multiplied by some "
+    "factor between 0.5 and 2.",
     "measured": "These claims are about a single device. Only a measurement on the same kind of "
     "device as in the source (a CPU or a GPU) can show whether they hold.",
     "arithmetic": "We do not count these claims as evidence, for the reasons in parentheses. "
-    '"Range too wide" means that the claim would also hold if the values behind it were '
-    "halved or doubled.",
+    '"Range too wide" means that a claim would still hold even if the values that it depends on '
+    "were halved or doubled.",
     "input": "We do not count these claims as evidence, because their values are inputs to the "
-    "model or come directly from the profile.",
+    "cost model or come directly from the profile.",
     "own": "We do not count these claims as evidence about the source, because they are our own "
     "statements and not the source's.",
 }
-# Those that are no evidence, several and one.
+# Those that are no evidence, as heads of columns.
 OTHERS = {
     "arithmetic": "arithmetic checks",
     "input": "model inputs",
     "own": "our own statements",
 }
-ONE = {
-    "arithmetic": "arithmetic check",
-    "input": "model input",
-    "own": "statement by the lab",
+# The same after a number: one, and several.
+COUNTED = {
+    "arithmetic": ("arithmetic check", "arithmetic checks"),
+    "input": ("model input", "model inputs"),
+    "own": ("of our own statements", "of our own statements"),
 }
 EVIDENCE = ("counted", "predicted", "measured")  # kinds that say something about the source
 BUS = "bus_gb_per_s"  # a quantity of one collective
 # What decides a verdict, in the order of a table.
 BASES = {
-    "counted": "counted exactly: operations or bytes, no time",
-    "predicted": "predicted by the cost model: training",
-    "collectives": "predicted by the cost model: single collectives",
+    "counted": "counted exactly (operations or bytes, not times)",
+    "predicted": "predicted by the cost model (training)",
+    "collectives": "predicted by the cost model (single collectives)",
     "emulated": "measured on an emulated cluster",
     "measured": "measured on the same kind of device as in the source",
     "elsewhere": "not tested: measured only on another kind of device",
-    "nothing": "not tested: the lab has no measurement",
+    "nothing": "not tested: we have no measurement",
 }
 UNTESTED = ("elsewhere", "nothing")
 SURE = "range too wide"

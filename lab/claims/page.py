@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from lab.claims.device import mini_batches_table
 from lab.claims.findings import (
     BASES,
+    COUNTED,
     KINDS,
-    ONE,
     OTHERS,
     SURE,
     UNTESTED,
@@ -35,9 +35,13 @@ if TYPE_CHECKING:
     from lab.draw.chart import Chart
 
 LINEAR = "error of linear scaling"  # the null model: N ranks are N times as fast
-DISAGREES = (
-    'A claim is counted under "disagree" if our value is outside the range that the claim allows. '
-    "Either the claim or our value may be wrong."
+OUTCOMES = (
+    "A claim disagrees if our value is outside the range that it allows; either may be wrong. It "
+    "is undecided if the value's interval is partly inside."
+)
+SKILL = (
+    "Linear scaling means that N ranks are N times as fast as one. The skill is 1 − (cost model's "
+    "error / linear scaling's error)."
 )
 
 
@@ -47,7 +51,8 @@ def summary(findings: Findings) -> list[str]:
     head = [f"# {paper.title}", ""]
     if conditions and conditions.commits:
         many = "s" if len(conditions.commits) > 1 else ""
-        head += [f"The cells were measured at commit{many} {in_words(conditions.commits)}.", ""]
+        at = f"at commit{many} {in_words(conditions.commits)}"
+        head += [f"The cells (runs with one combination of settings) were measured {at}.", ""]
     elif conditions:
         head += ["The commit is unknown, so the measurements may be older than the code.", ""]
     scaling = _sources_of_scaling(findings) if paper.profile else []
@@ -68,7 +73,8 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
         *verdicts_table(every),
         "",
         "The next table shows, for each source, how many of the claims that count as evidence "
-        "agree with our values. The last three columns give the numbers of all other claims.",
+        "agree with our values. The last three columns give the numbers of claims that do not "
+        "count as evidence.",
         "",
         *markdown(["source", *bases, "not tested", *OTHERS.values()], rows),
     ]
@@ -77,23 +83,24 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
 def verdicts_table(verdicts: Sequence[Verdict]) -> list[str]:
     """Write what decides verdicts, and how those that are evidence came out; nothing is summed."""
     header = ["how a claim was checked", "claims", "agree", "disagree", "undecided", "median error"]
-    rows = []
+    rows, skills = [], _skill(verdicts)
     for basis, counts in tally(verdicts).items():
         outcomes = [counts[key] for key in ("holds", "fails", "within noise")]
         cells = [str(number) if basis not in UNTESTED else "–" for number in outcomes]
         if number := sum(counts.values()):
-            far = "; ".join(_skill(verdicts)) if basis == "predicted" else ""
+            far = "; ".join(skills) if basis == "predicted" else ""
             rows.append([BASES[basis], str(number), *cells, far or "–"])
     kinds = Counter(verdict.kind for verdict in verdicts)
     others = [
-        f"{kinds[key]} {text if kinds[key] > 1 else ONE[key]}"
-        for key, text in OTHERS.items()
+        f"{kinds[key]} {several if kinds[key] > 1 else one}"
+        for key, (one, several) in COUNTED.items()
         if kinds[key]
     ]
     none = "None of the claims below counts as evidence about its source."
     lines = markdown(header, rows) if rows else [none]
     if rows:
-        lines += ["", DISAGREES]
+        has_skill = any("skill" in row[-1] for row in rows)
+        lines += ["", f"{OUTCOMES} {SKILL}" if has_skill else OUTCOMES]
     return [*lines, "", f"We do not count {in_words(others)} as evidence."] if others else lines
 
 
@@ -190,6 +197,7 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
     yield from ("", "## Speedup", "", f"![speedup]({folder}/speedup.png)")
     if reproduced.scored is not None:
         yield from ("", "## Every cell", "")
+        yield "Each line of the table is a cell: one strategy, profile, number of ranks and batch."
         yield "The hardware parameters are fitted to the cells on one and two ranks."
         yield from (errors(reproduced.scored), "")
         yield from cells_table(reproduced.scored)
@@ -204,18 +212,18 @@ def _sources_of_scaling(findings: Findings) -> list[str]:
     predicted = (
         f"These predictions use the profile {paper.profile} and the hardware file "
         f"{paper.hardware}, without fitted parameters. Brackets after a prediction give the lowest "
-        "and the highest prediction as the assumed values in the hardware file vary."
+        "and highest prediction over the ranges assumed in the hardware file."
     )
     if findings.conditions:
         machines = "; ".join(findings.conditions.machines)
         emulations = [f"* {each}" for each in findings.conditions.emulations]
         head = "The cluster was emulated in these respects:"
         listed = [head, "", *emulations, ""] if emulations else []
-        brackets = "Brackets after a measured value give the 95 % interval over repeats. This "
-        brackets += "interval decides the verdict."
+        brackets = "Brackets after a measured value give the 95 % interval over repeats. The "
+        brackets += "verdict on a measured claim depends on this interval."
         model = f"`model={paper.model}`"
-        counted = f"Parameters are counted in {model}, because the model that was replayed in the "
-        counted += "measurements has fewer."
+        counted = f"The numbers of parameters are those of {model}. They are larger than those of "
+        counted += "the model that was replayed in the measurements."
         measured = f"The measurements ran on {machines}."
         return [predicted, "", measured, *listed, f"{brackets} {counted}"]
     if not paper.reproduction:
@@ -231,8 +239,8 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
     found = device.results()
     if found:
         yield (
-            "The interval for a ratio of two values is the widest that the intervals of both "
-            "values allow. The measured values come from these benchmark results:"
+            "If a value is the ratio of two measured values, its interval is the widest that "
+            "their two intervals allow. The measured values come from these benchmark results:"
         )
         yield ""
     for name, result in found.items():
@@ -287,8 +295,8 @@ def _skill(verdicts: Sequence[Verdict]) -> list[str]:
     predicted, linear = map(median, zip(*errors, strict=True))
     gained = f"skill {skill(predicted, linear):.2f}" if linear else "the skill is undefined"
     return [
-        f"linear scaling {100 * linear:.1f} %, the model {100 * predicted:.1f} %, "
-        f"on {len(errors)} scaling figures: {gained}"
+        f"linear scaling {100 * linear:.1f} %, cost model {100 * predicted:.1f} % "
+        f"({len(errors)} scaling figures); {gained}"
     ]
 
 
@@ -340,9 +348,9 @@ def terms_table(terms: Terms) -> list[str]:
     ]
     total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
     return [
-        'In the next table, "preset" repeats these predictions, and "fitted" uses terms that are '
-        f'fitted to all figures in the table: {fitted}. For "left out", the terms are fitted only '
-        "to the figures of the other networks.",
+        'In the next table, "preset" is the prediction above. "Fitted" uses terms of the cost '
+        f'model that are fitted to all figures in the table: {fitted}. "Left out" uses terms '
+        "fitted only to the figures of other networks.",
         "",
         *markdown(header, [*rows, total]),
     ]

@@ -70,9 +70,10 @@ def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
         "The skill is 1 − (median error / median error of linear scaling). Linear scaling means "
         "that N GPUs are N times as fast as one. Over all sources, the mean errors are "
         f"{100 * whole.mean:.1f} % for the predictions and {100 * whole.linear_mean:.1f} % for "
-        "linear scaling. With these mean errors instead of the median errors, the skill is "
-        f"{whole.mean_skill:.2f}. The bias is the mean signed error. The last two columns give the "
-        "percentage of published figures that are inside the 80 % interval and the 95 % interval.",
+        "linear scaling. Computed from these mean errors instead of the median errors, the skill "
+        f"is {whole.mean_skill:.2f}. The bias is the mean signed error. The last two columns give "
+        "the percentages of published figures that are inside the 80 % intervals and the 95 % "
+        "intervals of their predictions.",
         *_not_better(origins, rows),
         "",
         *terms_table(fit),
@@ -131,9 +132,9 @@ def terms_table(fit: Fit) -> list[str]:
     return [
         *markdown(["term", "assumed [80 %]", "learned [80 % for a new source]", "basis"], rows),
         "",
-        "Between sources, the costs of hosts and kernels vary by a factor of "
-        f"e^{host:.2f}, and the costs of links vary by a factor of e^{link:.2f}. Each factor is "
-        "one standard deviation. The remaining errors follow Student's t distribution with "
+        "From source to source, the costs of hosts and kernels vary by a factor of "
+        f"e^{host:.2f}, and the costs of links vary by a factor of e^{link:.2f}. The exponents are "
+        "standard deviations. The remaining errors follow Student's t distribution with "
         f"{FREEDOM:.0f} degrees of freedom and a scale of {100 * fit.residual:.1f} %.",
     ]
 

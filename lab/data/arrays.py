@@ -92,7 +92,7 @@ def _read(root: Path) -> dict[str, np.ndarray]:
         ):
             return dict(file)
     if not root.is_dir():
-        raise ValueError(f"data.path={root}: is not in a supported format; {LAYOUT}")
+        raise ValueError(f"data.path={root} is not in a supported format; {LAYOUT}")
     return {file.stem: _npy(file) for file in sorted(root.glob("*.npy"))}
 
 

@@ -153,10 +153,13 @@ def find_files(path: str | None) -> tuple[list[File], list[File], int]:
         train = {c: [f for n, f in enumerate(fs) if n % HOLD_OUT] for c, fs in whole.items()}
     for part, files in (("train", train), ("test", test)):
         if not any(files.values()):
-            raise ValueError(f"data.path={path}: has no images to {part} on; {layout}")
+            raise ValueError(f"data.path={path} has no images to {part} on; {layout}")
     unknown = sorted(test.keys() - train.keys())
     if unknown:
-        raise ValueError(f"data.path={path}: has no train/ images for the test class {unknown[0]}")
+        raise ValueError(
+            f"data.path={path} has no images in train/ for the class {unknown[0]} of test/; every "
+            "class needs images in train/"
+        )
     classes = sorted(train)
     return _labelled(train, classes), _labelled(test, classes), len(classes)
 

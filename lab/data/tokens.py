@@ -169,7 +169,7 @@ def _parts(root: Path) -> tuple[Path, Path]:
     train = root / "train.bin"
     test = next((root / f"{n}.bin" for n in ("val", "test") if (root / f"{n}.bin").is_file()), None)
     if test is None or not train.is_file():
-        raise ValueError(f"data.path={root}: has no files to train and test on; {LAYOUT}")
+        raise ValueError(f"data.path={root} has no files to train and test on; {LAYOUT}")
     return train, test
 
 
@@ -231,7 +231,7 @@ def text(
     ids = _bytes_of(files)
     if not len(ids):
         reason = "all files are empty" if files else f"no files, with data.suffix={suffix}"
-        raise ValueError(f"data.path={root}: contains no text: {reason}")
+        raise ValueError(f"data.path={root} contains no text: {reason}")
     source = f"{len(ids):,} bytes of {len(files)} file{'s' * (len(files) > 1)}, {root}"
     train, test = split(ids, test_share)
     return Windows(train, test, context=context, vocabulary=NUM_BYTES, device=device, source=source)

@@ -122,7 +122,8 @@ def distinct_convolutions(config: DictConfig) -> dict[Problem, list[str]]:
     data = plan.data
     found = convolutions_of(plan.model, data.input_shape, data.input_dtype, config.batch_size)
     if not found:
-        raise ConfigError(f"model={config.model['_target_']}: has no 2-d convolution")
+        model = config.model["_target_"]
+        raise ConfigError(f"model={model} has no 2-d convolution; use a model that has one")
     layers: dict[Problem, list[str]] = {}
     for name, problem in found.items():
         layers.setdefault(problem, []).append(name)

@@ -127,7 +127,7 @@ def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
     for word in request.arguments[1:]:
         if not word.startswith(("trace=", "out=")):
             raise ConfigError(
-                f"{word}: has no effect with trace=, because the counts come from the trace"
+                f"{word} has no effect with trace=, because the counts come from the trace"
             )
     events = read_events(path)
     skipped: Counter[str] = Counter()
@@ -135,7 +135,7 @@ def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
     if not found or not found[0].metrics:
         without = f"; left out: {left_out(skipped)}" if skipped else ""
         raise ConfigError(
-            f"trace={path}: contains no metrics of kernels (events of category cuda_profiler_range)"
+            f"trace={path} contains no metrics of kernels (events of category cuda_profiler_range)"
             f"{without}; to record them: {RECORDING}"
         )
     total, *kernels = found

@@ -29,7 +29,7 @@ def read(settings: Sequence[str]) -> list[DictConfig]:
     for setting in settings:
         if setting.startswith("strategy="):
             raise ConfigError(
-                f"{setting}: has no effect, because nothing is exchanged; to change the model, set "
+                f"{setting} has no effect, because nothing is exchanged; to change the model, set "
                 "transform=, as in transform=fc1x1"
             )
     batches = expanded(settings).get("batch_size", [])

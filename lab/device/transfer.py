@@ -69,7 +69,7 @@ def measure(request: Request) -> dict[str, Any]:
     found = copies_of(events, skipped)
     if not found:
         raise ConfigError(
-            f"trace={path}: contains no copies between host and device{_why(events, skipped)}"
+            f"trace={path} contains no copies between host and device{_why(events, skipped)}"
         )
     return {"rows": [asdict(each) for each in found], **read_from(path, events, skipped)}
 

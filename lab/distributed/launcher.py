@@ -183,7 +183,7 @@ def _tasks_here(per_node: str) -> int:
         counts += [found[1]] * int(found[2] or 1) if found else []
     node = os.environ.get("SLURM_NODEID", "0")
     if not node.isdecimal() or int(node) >= len(counts):
-        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={per_node}: does not list node {node}")
+        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={per_node} does not list node {node}")
     return int(counts[int(node)])
 
 

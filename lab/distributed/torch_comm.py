@@ -234,7 +234,7 @@ def connect(
     for name, value in (("nccl_algo", nccl_algo), ("nccl_proto", nccl_proto)):
         if value is not None and backend != "nccl":
             raise ValueError(
-                f"comm.{name}={value}: has an effect only with NCCL, but these ranks use {backend}"
+                f"comm.{name}={value} has an effect only with NCCL, but these ranks use {backend}"
             )
     if backend == "nccl":
         settings = nccl_variables(nccl_algo, nccl_proto, deterministic)

@@ -255,7 +255,7 @@ def _check(candidates: Mapping[str, Exchange], among: object) -> None:
         if isinstance(candidates[name], Auto | Schedule | Hierarchical):
             kind = type(candidates[name]).__name__
             raise ValueError(
-                f"exchange.candidates.{name}={kind}: is made of other exchanges, but a candidate "
+                f"exchange.candidates.{name}={kind} is made of other exchanges, but a candidate "
                 "must be a single one; to choose between nodes, use exchange=hierarchical "
                 "exchange@exchange.inter=auto"
             )

@@ -217,9 +217,9 @@ def require_mean(key: str, exchange: Exchange) -> None:
     """
     name = type(exchange).__name__
     if not exchange.keeps_replicas_equal:
-        raise ValueError(f"{key}={name}: does not keep replicas equal; choose one that averages")
+        raise ValueError(f"{key}={name} does not keep replicas equal; choose one that averages")
     if exchange.delivers != "mean":
-        raise ValueError(f"{key}={name}: delivers a {exchange.delivers}; choose one that averages")
+        raise ValueError(f"{key}={name} delivers a {exchange.delivers}; choose one that averages")
 
 
 class Staged(Exchange):

@@ -259,7 +259,7 @@ def _matched(key: str, patterns: Sequence[str], names: dict[int, list[str]]) -> 
             known = [each[0] for each in names.values()]
             more = ", …" if len(known) > SHOWN else ""
             raise ValueError(
-                f"exchange.{key}={pattern}: matches no trainable parameter; the parameters are "
+                f"exchange.{key}={pattern} matches no trainable parameter; the parameters are "
                 f"{', '.join(known[:SHOWN])}{more}"
             )
         found |= ids

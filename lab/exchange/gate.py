@@ -29,7 +29,7 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     if not any(p.numel() for p in parameters.values() if not is_lazy(p)) and not any(
         map(is_lazy, parameters.values())
     ):
-        raise ValueError("model: has no trainable parameters, so there is nothing to exchange")
+        raise ValueError("model has no trainable parameters, so there is nothing to exchange")
     for name, parameter in parameters.items():
         if problem := _problem(parameter, exchange):
             raise ValueError(f"{name}: {problem}")
@@ -37,7 +37,7 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     if len(devices) > 1:
         (device, name), (other, first), *_ = devices.items()
         raise ValueError(
-            f"{name}: is on {device}, but {first} is on {other}; move the whole model to one "
+            f"{name} is on {device}, but {first} is on {other}; move the whole model to one "
             "device with model.to(device)"
         )
     _refuse_shared_memory(parameters)
@@ -57,7 +57,7 @@ def require_values(model: nn.Module) -> None:
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
-                f"{name}: has no values (device meta); build the model on its device, or use "
+                f"{name} has no values (device meta); build the model on its device, or use "
                 "to_empty"
             )
 
@@ -157,7 +157,7 @@ def _refuse_common_bytes(parameters: dict[str, nn.Parameter]) -> None:
         own = owner.as_strided((*p.shape, size), strides, size * p.storage_offset())
         if (other := int(own.max())) >= 0:
             raise ValueError(
-                f"{name}: shares memory with {names[other]}; make them one parameter (assign the "
+                f"{name} shares memory with {names[other]}; make them one parameter (assign the "
                 "same nn.Parameter to both modules), or copy one with clone()"
             )
         own.fill_(number)

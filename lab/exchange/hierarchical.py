@@ -54,7 +54,7 @@ class Hierarchical(Staged):
         require_mean("exchange.inter", inter)
         if isinstance(inter, Hierarchical):
             raise ValueError(
-                f"exchange.inter={name}: already has two levels; choose an exchange with one"
+                f"exchange.inter={name} already has two levels; choose an exchange with one level"
             )
         self.inter = inter
         self.exact, self.takes_divided = inter.exact, inter.takes_divided

@@ -155,7 +155,7 @@ def scatter_of(exchange: Exchange) -> Exact | InCodec:
     if isinstance(exchange, Coded) and not exchange.warmup_steps:
         return InCodec(exchange)
     raise ValueError(
-        f"exchange={type(exchange).__name__}: has no reduce-scatter; allowed: allreduce, bf16, "
+        f"exchange={type(exchange).__name__} has no reduce-scatter; allowed: allreduce, bf16, "
         "fp16, int8, int4, signsgd_ef, topk, and onebit without warmup_steps"
     )
 

@@ -149,7 +149,7 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ConfigError(
-            "FSDP: has no communication hook; use lab.fsdp_reduce_scatter with FSDP2 (docs/"
+            "FSDP has no communication hook; use lab.fsdp_reduce_scatter with FSDP2 (docs/"
             "how-to/fsdp.md), or wrap the model in DistributedDataParallel"
         )
     if not isinstance(inner, DistributedDataParallel):
@@ -159,7 +159,7 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
         )
     if inner._comm_hooks:
         raise ConfigError(
-            "DistributedDataParallel: already has a communication hook, from register_comm_hook "
+            "DistributedDataParallel already has a communication hook, from register_comm_hook "
             "or mixed_precision=, and can have only one"
         )
     return inner

@@ -89,7 +89,7 @@ class LoopCheck:
         if self._file and not self._file.absolute().parent.is_dir():
             raise ConfigError(f"certificate={file}: its folder does not exist")
         if self._file and self._file.is_dir():
-            raise ConfigError(f"certificate={file}: is a folder; give the path of a file in it")
+            raise ConfigError(f"certificate={file} is a folder; give the path of a file in it")
         self.certificate: Certificate | None = None
         self._model, self._sync, self._world = model, sync, world
         self._about = About(

@@ -38,7 +38,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         try:
             overrides.append(parser.parse_override(argument))
         except RecursionError:
-            raise ConfigError(f"{argument:.80}…: is nested too deeply") from None
+            raise ConfigError(f"{argument:.80}… is nested too deeply") from None
         except HydraException:
             hint = _hint(arguments, index)
             raise ConfigError(f"{argument!r} is not a setting: {hint}") from None
@@ -182,7 +182,7 @@ def listed(override: Override, config_dir: str | None) -> list[str]:
     if names := found.filter(choices):
         return names
     allowed = f"allowed: {', '.join(choices)}" if choices else "write the values as a list, a,b,c"
-    raise ConfigError(f"{override.input_line}: matches no choice; {allowed}")
+    raise ConfigError(f"{override.input_line} matches no choice; {allowed}")
 
 
 def config_dir_of(arguments: Sequence[str]) -> str | None:

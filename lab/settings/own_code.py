@@ -84,7 +84,7 @@ def callable_at(path: str, setting: str) -> Callable[..., Any]:
         found = getattr(found, name)
     if not callable(found):
         raise ConfigError(
-            f"{setting}: has type {type(found).__name__}; it must be a class or function"
+            f"{setting} has type {type(found).__name__}; it must be a class or function"
         )
     return found
 
@@ -198,7 +198,7 @@ def check_arguments(
             raise ConfigError(f"{group}.{name}: no such argument; allowed: {takes or 'none'}")
     for name, parameter in own.items():
         if parameter.default is Parameter.empty and name not in arguments:
-            raise ConfigError(f"{group}.{name}=: has no default; give it a value")
+            raise ConfigError(f"{group}.{name} has no default; give it a value")
 
 
 def asked_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:

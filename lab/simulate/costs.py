@@ -304,7 +304,7 @@ def _path_of(path: str) -> str:
         if path in known.values() or (path := known.get(_key(path), path)) in known.values():
             return path
         allowed = ", ".join(choices_of("exchange"))
-        raise ValueError(f"exchange={class_name(path)}: is not an exchange; allowed: {allowed}")
+        raise ValueError(f"exchange={class_name(path)} is not an exchange; allowed: {allowed}")
     from lab.codec.base import Codec
     from lab.exchange.base import Exchange
     from lab.exchange.memory import Memory
@@ -314,7 +314,7 @@ def _path_of(path: str) -> str:
     if isinstance(found, type) and issubclass(found, Exchange | Codec | Memory):
         return path
     raise ValueError(
-        f"exchange={path}: is neither one of the lab's exchanges nor an imported class of your own"
+        f"exchange={path} is neither one of the lab's exchanges nor an imported class of your own"
     )
 
 

@@ -374,7 +374,7 @@ def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
         except (KeyError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"{cell.folder / SETTINGS}: does not contain the settings of a run: {why}"
+                f"{cell.folder / SETTINGS} does not contain the settings of a run: {why}"
             ) from None
         replay = replayed(settings)
         if not replay:
@@ -412,7 +412,7 @@ def over_links(hardware: Hardware, fitted: Cluster, other: Cluster) -> Hardware:
             "same rate"
         )
     if other.loss_percent or other.changes:
-        raise ValueError("cluster.loss_percent, cluster.changes: have no cost model")
+        raise ValueError("cluster.loss_percent, cluster.changes have no cost model")
     nominal = bits_per_s(str(fitted.rates[0]))
     carried = hardware.inter.bandwidth_bytes_per_s / nominal
     rates = tuple(carried * bits_per_s(str(rate)) for rate in other.rates)

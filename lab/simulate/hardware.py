@@ -451,13 +451,13 @@ def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
     checks.number(where, low, 0)
     checks.number(where, high, low)
     if value is None or not low <= value <= high or math.isnan(value):
-        raise ValueError(f"{where}=[{low}, {high}]: does not contain its value {value}")
+        raise ValueError(f"{where}=[{low}, {high}] does not contain its value {value}")
     return Range(dotted, low, high)
 
 
 def _link(where: str, figures: Mapping[str, Any]) -> Link:
     for key in figures.keys() & RENAMED.keys():
-        raise ValueError(f"{where}.{key}={figures[key]}: has been renamed to {RENAMED[key]}")
+        raise ValueError(f"{where}.{key}={figures[key]} has been renamed to {RENAMED[key]}")
     _check_keys(where, figures, Link)
     links = figures.get("num_links", 1)
     if isinstance(links, Mapping):
@@ -509,7 +509,7 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
         )
     if not device.bandwidth_bytes_per_s or not (device.peak_flops_per_s or device.name == THIS_CPU):
         raise ValueError(
-            f"{name}: device.name={device.name}: is not in lab/measure/peaks.py; give "
+            f"{name}: device.name={device.name} is not in lab/measure/peaks.py; give "
             "device.peak_flops_per_s.fp32 and device.bandwidth_bytes_per_s"
         )
     return device

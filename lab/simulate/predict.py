@@ -238,7 +238,7 @@ class Estimate:
         """
         if hardware.device is None:
             raise ValueError(
-                f"hardware={hardware.name}: has no device for estimates of a model; give "
+                f"hardware={hardware.name} has no device for estimates of a model; give "
                 "hardware.device.name (see lab/measure/peaks.py), or profile= of the measured model"
             )
         return self.profile_of(of_this_machine(hardware.device))
@@ -573,7 +573,9 @@ def measured_steps(folder: Path, cells: Sequence[Cell]) -> list[tuple[float, ...
 
     records = [read_record(path) for path in sorted(folder.glob("*/record.json"))]
     if not records:
-        raise ValueError(f"measured={folder}: contains no <cell>/record.json")
+        raise ValueError(
+            f"measured={folder} contains no <cell>/record.json; give the folder of a study"
+        )
     times: dict[str, list[float]] = {}
     for record in records:
         if record.status == "done" and record.measure == "throughput" and record.step_s:

@@ -209,7 +209,7 @@ def refuse_bare_study(arguments: Sequence[str]) -> None:
     rest = given.keys() - {"study", "runs_dir", "config_dir"}
     name = given.get("study", "")
     if not rest and name in choices_of("study", config_dir_of(arguments)):
-        raise ConfigError(f"study={name}: is a grid of cells; run python -m lab.sweep study={name}")
+        raise ConfigError(f"study={name} is a grid of cells; run python -m lab.sweep study={name}")
 
 
 def _points(
@@ -221,7 +221,7 @@ def _points(
     """Compose the cells of one repeat."""
     for key in SET_BY_SWEEP:
         if key in lists:
-            raise ConfigError(f"{' '.join(lists[key])}: is set by the sweep itself; leave it out")
+            raise ConfigError(f"{' '.join(lists[key])} is set by the sweep itself; leave it out")
     strategies = lists.pop("strategy", ["strategy=allreduce"])
     plain = [
         ((strategy, *settings), size)

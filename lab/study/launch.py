@@ -37,7 +37,7 @@ def recorded(root: Path, cell: Cell, retries: bool) -> Record | None:
     record = _record(root / cell.name)
     if record and record.cell != cell.name:
         where = root / cell.name / "record.json"
-        raise ConfigError(f"{where}: is the record of another cell, {record.cell}; move it away")
+        raise ConfigError(f"{where} is the record of another cell, {record.cell}; move it away")
     again = ("interrupted", *(FAILED if retries else ()))
     return None if record is None or record.status in again else record
 

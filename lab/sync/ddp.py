@@ -97,7 +97,7 @@ class HookState:
         for name, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 raise ValueError(
-                    f"{name or 'model'}.weight: has sparse gradients (sparse=True), which DDP "
+                    f"{name or 'model'}.weight has sparse gradients (sparse=True), which DDP "
                     "does not pass to hooks; use sparse=False, or lab.grad_sync without DDP"
                 )
         inner = getattr(model, COMPILED.rstrip("."), model)

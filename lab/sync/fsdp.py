@@ -520,7 +520,7 @@ def set_reduce_scatter(
         made.append(of_unit)
     if not made:
         raise ValueError(
-            f"{type(model).__name__}: contains no module that FSDP2's fully_shard wrapped"
+            f"{type(model).__name__} contains no module that FSDP2's fully_shard wrapped"
         )
     return made
 

@@ -98,7 +98,7 @@ def _of_other_types(
     name, parameter = strangers[0]
     kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in sizes))
     raise ValueError(
-        f"{name}: is {str(parameter.dtype).removeprefix('torch.')} in a module that cannot be "
+        f"{name} is {str(parameter.dtype).removeprefix('torch.')} in a module that cannot be "
         f"sent separately; FSDP sends one type for each module, but this one contains {kinds}; "
         "convert the parameter"
     )
@@ -155,12 +155,12 @@ def prepare_for_sharding(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise ValueError(
-                f"{name}: is a single number of shape []; FSDP divides the first dimension, so "
+                f"{name} is a single number of shape []; FSDP divides the first dimension, so "
                 "give it shape [1]"
             )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"{name}: has a hook, which FSDP would not call; remove it, or use a "
+                f"{name} has a hook, which FSDP would not call; remove it, or use a "
                 "strategy without shards, such as overlap"
             )
     sharing: dict[int, dict[str, Tensor]] = defaultdict(dict)
@@ -186,7 +186,7 @@ def _require_apart(tensors: Mapping[str, Tensor]) -> None:
         if own.any():
             others = ", ".join(other for other in tensors if other != name)
             raise ValueError(
-                f"{name}: shares memory with {others}, which FSDP would separate; make them one "
+                f"{name} shares memory with {others}, which FSDP would separate; make them one "
                 "parameter, as in head.weight = embedding.weight"
             )
         if isinstance(tensor, nn.Parameter):
@@ -207,7 +207,7 @@ def replacing(model: nn.Module) -> Generator[None]:
     for name, parameter in before.items():
         if (whole := parameter()) is not None and gc.get_referrers(whole):  # none: a graph has it
             raise ValueError(
-                f"{name}: is stored in a list, closure or other object outside its module, where "
+                f"{name} is stored in a list, closure or other object outside its module, where "
                 "FSDP cannot replace it; read it as an attribute of its module"
             )
 
@@ -234,7 +234,7 @@ class FreedReads(TorchFunctionMode):
             if "mixed torch.Tensor and DTensor" not in str(error) or not names:
                 raise
             raise ValueError(
-                f"{names[0]}: is read outside its module's forward pass, when FSDP has freed "
+                f"{names[0]} is read outside its module's forward pass, when FSDP has freed "
                 "it; set bucket_mb=null, which makes the model one unit"
             ) from error
 
@@ -245,7 +245,7 @@ def require_scattered(model: nn.Module, exchange: Exchange) -> None:
         if parameter.requires_grad and parameter.dtype not in SCATTERED:
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{name}: is {kind}; exchange={type(exchange).__name__} scatters only float32, "
+                f"{name} is {kind}; exchange={type(exchange).__name__} scatters only float32, "
                 "bfloat16 and float16 gradients; use torch's reduce-scatter for this model"
             )
 

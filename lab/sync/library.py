@@ -93,7 +93,7 @@ class HorovodSync(LibrarySync):
         for name, parameter in parts.model.named_parameters():
             if not parameter.is_contiguous():
                 raise ValueError(
-                    f"{name}: has strides {list(parameter.stride())}, as "
+                    f"{name} has strides {list(parameter.stride())}, as "
                     "channels_last=true sets them; strategy=horovod accepts only contiguous tensors"
                 )
         checks.one_of("sync.compression", compression, tuple(WIRE_BYTES))

@@ -180,7 +180,8 @@ class DesLoc(LocalSteps):
         if not parts.exchange.exact:
             name = type(parts.exchange).__name__
             raise ValueError(
-                f"exchange={name}: is not exact; second moments need an exact exchange"
+                f"exchange={name} is not exact, but second moments need an exact "
+                "exchange; use allreduce"
             )
         self.weights_every = every
         self.moments = {"first_every": (first_every, FIRST), "second_every": (second_every, SECOND)}

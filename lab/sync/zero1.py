@@ -105,7 +105,7 @@ def refuse_complex(strategy: str, parameters: dict[str, nn.Parameter]) -> None:
         if parameter.is_complex():
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{name}: is {kind}, but strategy={strategy} can send only real-valued weights; "
+                f"{name} is {kind}, but strategy={strategy} can send only real-valued weights; "
                 "use a strategy that averages gradients, such as allreduce"
             )
 

@@ -185,7 +185,8 @@ class Run(Recording):
         step = trainer.progress.step
         if step > trainer.total_steps:
             raise ConfigError(
-                f"resume={path}: is at step {step}, but this run ends at step {trainer.total_steps}"
+                f"resume={path} is at step {step}, but this run ends at step "
+                f"{trainer.total_steps}; use a larger steps= or epochs="
             )
 
     def _made(self) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ class Checkpoint:
         if not found:
             paths = [path for path, _ in model.named_modules() if path]
             raise ValueError(
-                f"transform.modules={self._modules.pattern}: matches none of the model's "
+                f"transform.modules={self._modules.pattern} matches none of the model's "
                 f"{len(paths)} modules: {', '.join(paths[:6])}, ..."
             )
         for module in found.values():

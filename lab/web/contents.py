@@ -192,7 +192,7 @@ def _timelines(study: Study, prefix: str, left_out: list[str]) -> list[Drawing]:
         except ValueError as why:
             left_out.append(f"a timeline: {why}")
     if len(cells) > MOST_TIMELINES:
-        left_out.append(f"timelines: all after the first {MOST_TIMELINES} of {len(cells)}")
+        left_out.append(f"timelines: only the first {MOST_TIMELINES} of {len(cells)} are shown")
     return charts
 
 
@@ -256,7 +256,7 @@ def _add_predictions(to: Contents, prefix: str, _: object) -> None:
 
     files = (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
     card = of_study(to.study.folder, *(read_file(group, name, None) for group, name in files))
-    title = "Predicted and measured steps; fitted cells say little about the accuracy"
+    title = "Predicted and measured steps (errors of fitted cells say little about the accuracy)"
     to.tables.append(of_texts(f"{prefix}predicted", title, *rows_of(card.cells)))
     to.beyond = drawing(f"{prefix}beyond", beyond(card, WIDTH))
 

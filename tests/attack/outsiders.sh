@@ -543,7 +543,7 @@ for root, label in (("same", "dog"), ("other", "Cat")):
 E
 U='U1 data=imagefolder data.size=16 data.workers=0 model=mlp model.hidden=[8] steps=2 batch_size=8'
 try 0 'done:' $U data.path=same
-try 2 'no train/ images for the test class Cat' $U data.path=other
+try 2 'no images in train/ for the class Cat of test/' $U data.path=other
 
 ## 140 data: samples that are all equal
 $PY -c "import numpy as np
@@ -1107,7 +1107,7 @@ base
 for a in only=nonsense format=exe format= width_in=nan target=abc; do
   try 2 "$a|${a%=*}=" L plot runs/s $a
 done
-try 2 "baseline='nope': has no 1-rank run" L plot runs/s baseline=nope
+try 2 "baseline='nope' has no finished run on one rank" L plot runs/s baseline=nope
 
 ## 239 out: studies that have nothing to show
 base; mkdir -p e/x; for c in plot report explain score; do

@@ -167,7 +167,7 @@ MISTAKES = {
     "sync.reshard=node sync.shard_size=1": "sync.reshard=node: sync.shard_size=1 already",
     "sync.reduce_scatter=two_levels exchange=int4": "exchange.error_feedback=true: sync.reduce_sc",
     "drift_every=2": "drift_every=2: torch sends all weights and gradients, but",
-    "sync.reduce_scatter=lab exchange=powersgd": "exchange=PowerSGD: has no reduce-scatter",
+    "sync.reduce_scatter=lab exchange=powersgd": "exchange=PowerSGD has no reduce-scatter",
 }
 
 

@@ -230,14 +230,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # Refused as it is made.
     "number": (
         changed(lambda net: setattr(net, "scale", nn.Parameter(torch.tensor(1.0)))),
-        "scale: is a single number of shape []; FSDP divides the first dimension, so give it shape",
+        "scale is a single number of shape []; FSDP divides the first dimension, so give it shape",
     ),
     "hook": (
         changed(lambda net: net.last.weight.register_hook(lambda gradient: 2 * gradient)),
-        "last.weight: has a hook, which FSDP would not call",
+        "last.weight has a hook, which FSDP would not call",
     ),
-    "held": (changed(hold), "first.weight: is stored in a list, closure or other object"),
-    "shared memory": (changed(share_memory), "other.weight: shares memory with middle.weight"),
+    "held": (changed(hold), "first.weight is stored in a list, closure or other object"),
+    "shared memory": (changed(share_memory), "other.weight shares memory with middle.weight"),
     "two types in a layer": (
         two_types_in_a_layer,
         "in a module that cannot be sent separately; FSDP sends one type for each module",
@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # Refused in a step.
     "read in training": (
         running(in_training),
-        "first.weight: is read outside its module's forward pass",
+        "first.weight is read outside its module's forward pass",
     ),
     "other paths": (
         running(other_paths, other=lambda: nn.Linear(WIDTH, WIDTH)),

@@ -33,7 +33,7 @@ SYNCS = {
 # Syncs that take no messages: they sum values themselves, or average second moments.
 REFUSED = {
     "caffe": "must send to the root and back",
-    "des_loc": "is not exact; second moments need an exact exchange",
+    "des_loc": "is not exact, but second moments need an exact exchange",
 }
 # They scatter sums; fsdp has two levels of its own, sync.reduce_scatter=two_levels.
 SCATTERING = ("fsdp", "zero1")

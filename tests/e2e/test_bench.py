@@ -77,7 +77,7 @@ def test_step_starts_ranks_anew_each_with_another_order(tmp_path: Path) -> None:
 def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["collective", "exchange=none", "sizes=[4KiB]", "device=cpu"]) == 2
     assert capfd.readouterr().err.startswith(
-        "lab.bench: error: exchange=none: does not average gradients"
+        "lab.bench: error: exchange=none does not average gradients"
     )
 
 

@@ -51,7 +51,7 @@ def test_larger_groups_than_two_meet_and_are_held_out(
         ("minutes=0", "minutes=0: must be a number above 0"),
         ("world_size=1", "world_size=1: a single rank exchanges nothing; must be at least 2"),
         ("out=mine.json", "out=mine.json: must name FILE.yaml"),
-        ("batch_size=8", "batch_size=8: is not used by calibrate; allowed: minutes, world_size"),
+        ("batch_size=8", "batch_size=8 is not used by calibrate; allowed: minutes, world_size"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

@@ -106,7 +106,7 @@ def started(folder: Path) -> dict[Path, str]:
         (("repeats=many",), "repeats=many: must be an integer"),
         (("batch_size=100", "world_size=1,3"), "such as 99 or 102"),
         (("world_size=2", "device=cuda"), "world_size=2: device=cuda: torch sees no GPU"),
-        (("cell=mine",), "cell=mine: is set by the sweep itself"),
+        (("cell=mine",), "cell=mine is set by the sweep itself"),
     ],
 )
 def test_wrong_sweeps_run_nothing(

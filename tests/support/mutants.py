@@ -272,8 +272,8 @@ this page.
   figures is more than twice that of the intact model, and also exceeds 2 %. These predictions use
   fitted terms.
 * The column "cells" is "yes" if one of the three median errors in the columns before it exceeds its
-  bound. The errors are those of the held-out cells of [links.md](links.md). The bound is
-  {100 * BOUNDS["step"]:g} % for the step time and
+  bound. The errors are those of the held-out cells of [links.md](links.md), which are measured runs
+  that nothing was fitted to. The bound is {100 * BOUNDS["step"]:g} % for the step time and
   {100 * BOUNDS["exposed"]:g} % for the exposed exchange. For the exposed exchange of strategies
   that compress, the bound is {100 * BOUNDS["compressed"]:g} %.
 """
@@ -289,8 +289,8 @@ lab/claims/findings.py.
 
 A claim of the kind "measured" becomes evidence when its value has been measured on the same kind of
 device as in the source. At first, we assigned the kinds by hand, and we counted 224 of 280 claims
-as evidence. The rules above accept only 98 of these 224 claims without a measurement: those that
-are counted or predicted. For another 54, the rules also require a measurement on the right kind of
+as evidence. The rules above accept only 98 of these 224 claims without a measurement, because they
+are counted or predicted. They accept another 54 only after a measurement on the right kind of
 device.
 """
 

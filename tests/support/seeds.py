@@ -58,7 +58,7 @@ def page(data: Mapping[str, Any]) -> list[str]:
         HEAD,
         *counted,
         "",
-        "These are the reasons that several statements without a claim have in common:",
+        "Many of the statements without a claim share one of these reasons:",
         "",
         *listed,
         *tables,

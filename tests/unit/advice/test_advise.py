@@ -237,7 +237,7 @@ def test_it_predicts_on_what_a_study_measured(
             (["world_size=0"], "world_size=0: must be an integer of at least 1"),
             (["knee=3", *SMALL], "knee=3: must be a number from 1 to 2"),
             (["top=0", *SMALL], "top=0: must be an integer of at least 1"),
-            (["trace=a.json", *SMALL], "trace=a.json: has no effect in lab.advise; use"),
+            (["trace=a.json", *SMALL], "trace=a.json has no effect in lab.advise; use"),
             (["out=a.csv", *SMALL], "out=a.csv: must name FILE.json or FILE.png"),
             (["batch=32"], "batch=32: no such setting"),
             (["hardware=abacus"], "hardware=abacus: allowed:"),

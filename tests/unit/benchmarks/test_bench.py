@@ -76,7 +76,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
             ["step", "strategy=ddp,ddp"],
             "listed twice; to compare equal ones, use lab.bench step aa=true",
         ),
-        (["step", "strategy=tree,ddp", "pairs=9"], "pairs=9: has no effect without aa=true"),
+        (["step", "strategy=tree,ddp", "pairs=9"], "pairs=9 has no effect without aa=true"),
         (["hook", "aa=true"], "aa=true: no such setting"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "only one setting can have a list"),
         (["step", "strategy=tree,ddp", "world_size=3"], "such as 126 or 129"),
@@ -103,7 +103,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
             ["collective", "sizes=[16]"],
             "MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000) or B",
         ),
-        (["collective", "batch_size=8"], "batch_size=8: is not used by collective; allowed:"),
+        (["collective", "batch_size=8"], "batch_size=8 is not used by collective; allowed:"),
         (
             ["collective", "world_size=1"],
             "world_size=1: a single rank exchanges nothing; must be at least 2",
@@ -115,13 +115,13 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
             ["throughput", "batch_size=2000", "model=mlp"],
             "batch_size=2000: the test set has only 360 samples, which is too few for one batch",
         ),
-        (["convolution", "model=mlp"], "model=lab.model.mlp.mlp: has no 2-d convolution"),
+        (["convolution", "model=mlp"], "model=lab.model.mlp.mlp has no 2-d convolution"),
         (
             ["convolution", "algorithm=magic"],
             "algorithm=magic: no such algorithm; allowed: library,",
         ),
         (["counters", "isa=avx512"], "isa=avx512: allowed: avx, avx2"),
-        (["counters", "trace=a.json", "model=lenet"], "model=lenet: has no effect with trace="),
+        (["counters", "trace=a.json", "model=lenet"], "model=lenet has no effect with trace="),
         (
             ["counters", "device=cuda"],
             "device=cuda: the benchmark counts only on CPUs; for a GPU, give trace=FILE",
@@ -230,7 +230,7 @@ def test_one_wrong_value_is_counted_on_every_rank() -> None:
 
 def test_what_delivers_no_mean_is_refused() -> None:
     exchanges = {"none": build(load(["exchange=none"]).exchange)}
-    with pytest.raises(ConfigError, match="exchange=none: does not average gradients; use an"):
+    with pytest.raises(ConfigError, match="exchange=none does not average gradients; use an"):
         run_ranks(2, lambda comm: collective.make_candidates(exchanges, comm))
 
 

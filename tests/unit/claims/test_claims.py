@@ -294,7 +294,7 @@ def test_kinds_have_tables_of_their_own() -> None:
     found = [Verdict(one, 1.0, kind=kind) for kind in KINDS]
     lines = claims_tables(found)
     assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
-    others = "1 arithmetic check, 1 model input and 1 statement by the lab"
+    others = "1 arithmetic check, 1 model input and 1 of our own statements"
     assert f"We do not count {others} as evidence." in lines
 
 

@@ -244,7 +244,7 @@ def test_all_papers_are_a_table(
     monkeypatch.setattr(verify, "choices_of", lambda *_: ("nvidia2017", "shi2016"))
     assert verify.main(["all"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| not tested: the lab has no measurement | 20 | – | – | – |")
+    assert lines[2].startswith("| not tested: we have no measurement | 20 | – | – | – |")
     nvidia, shi = (line.split("|")[2:-1] for line in lines[-2:])
     assert [cell.strip() for cell in nvidia] == ["–", "29", "–", "–"]
     assert [cell.strip() for cell in shi] == ["20", "10", "–", "–"]

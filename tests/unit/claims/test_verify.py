@@ -56,9 +56,10 @@ def test_predictions_alone_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     failed = [row for row in rows(text) if "model misses by" in row]
     assert [name in row for name, row in zip(("Torch", "2.62"), failed, strict=True)] == [True] * 2
     assert text.count(": agrees") == len(rows(text)) - 2
-    assert "| counted exactly: operations or bytes, no time | 4 | 4 | 0 | 0 |" in text
-    _, _, training = text.partition("| predicted by the cost model: training | 6 | 4 | 2 | 0 | ")
-    assert "on 4 scaling figures: skill " in training.partition("\n")[0]
+    assert "| counted exactly (operations or bytes, not times) | 4 | 4 | 0 | 0 |" in text
+    predicted = "| predicted by the cost model (training) | 6 | 4 | 2 | 0 | "
+    _, _, training = text.partition(predicted)
+    assert "(4 scaling figures); skill " in training.partition("\n")[0]
 
 
 def test_what_was_measured_decides(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

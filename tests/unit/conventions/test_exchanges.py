@@ -62,7 +62,7 @@ def test_a_users_exchange_is_never_taken_for_the_labs(name: str) -> None:
     mine = {"_target_": f"mine.{name}"}
     inside = {**exchange_settings("hierarchical"), "inter": mine}
     for exchange in (mine, inside):
-        with pytest.raises(ValueError, match=rf"^exchange=mine\.{name}: is neither one of the lab"):
+        with pytest.raises(ValueError, match=rf"^exchange=mine\.{name} is neither one of the lab"):
             stages_of([(8, 8)], exchange, Network(LINKS, 4))
         assert formula_bytes(exchange, [([(8, 8)], 4)], 4) is None
         assert "exchange" not in alike({"exchange": exchange, "sync": {}})

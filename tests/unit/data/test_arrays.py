@@ -124,7 +124,7 @@ FILES: dict[str, dict[str, Any]] = {
         (
             "a.csv",
             {},
-            "data.path={}/a.csv: is not in a supported format; give an .npz file, ",
+            "data.path={}/a.csv is not in a supported format; give an .npz file, ",
         ),
         ("", {}, "data.inputs=inputs: {} has no such array; give an .npz file, a folder of .npy"),
         ("good.npz", {"test_share": 0}, "data.test_share=0: must be a number above 0 and below"),

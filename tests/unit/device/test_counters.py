@@ -176,5 +176,5 @@ def test_what_holds_no_counters_is_one_line_and_code_2(
         trace = write(tmp_path / "a.json", [event])
         assert bench.main(["counters", f"trace={trace}"]) == 2
         err = capsys.readouterr().err
-        assert err.startswith(f"lab.bench: error: trace={trace}: contains no metrics of kernels")
+        assert err.startswith(f"lab.bench: error: trace={trace} contains no metrics of kernels")
         assert said in err and err.count("\n") == 1

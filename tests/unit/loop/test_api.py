@@ -124,7 +124,7 @@ def test_what_is_no_ddp_is_told_what_to_use() -> None:
         lab.attach(nn.Linear(2, 2), "onebit")
     module = nn.Linear(2, 2)
     module.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})  # as fully_shard does
-    with pytest.raises(ConfigError, match=r"FSDP: .* use lab\.fsdp_reduce_scatter"):
+    with pytest.raises(ConfigError, match=r"FSDP has .* use lab\.fsdp_reduce_scatter"):
         lab.attach(module, "onebit")
 
 

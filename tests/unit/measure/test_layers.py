@@ -225,7 +225,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in an existing folder"),
         (
             "strategy=ddp",
-            "strategy=ddp: has no effect, because nothing is exchanged; to change the model, "
+            "strategy=ddp has no effect, because nothing is exchanged; to change the model, "
             "set transform=, as in transform=fc1x1",
         ),
         (

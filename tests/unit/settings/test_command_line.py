@@ -154,7 +154,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("cell=figures", "cell='figures': names a directory under runs_dir; use only"),
         ("study=ghp_abcdefghijklmnopqrst", "study='ghp_abcdefghijklmnopqrst': names a directory"),
         (f"steps={10**20}", f"steps={10**20}: must be an integer from 1 to 9007199254740992"),
-        (f"model.hidden={'[' * 600}1{']' * 600}", f"model.hidden={'[' * 67}…: is nested too deep"),
+        (f"model.hidden={'[' * 600}1{']' * 600}", f"model.hidden={'[' * 67}… is nested too deep"),
     ],
 )
 def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:

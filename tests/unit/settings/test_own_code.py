@@ -67,10 +67,10 @@ def test_arguments_that_take_anything_are_not_filled_in(project: Path) -> None:
     ("arguments", "message"),
     [
         (["model=nets.Net", "model.widht=4"], "model.widht: no such argument; allowed: "),
-        (["model=nets.Needs"], "model.width=: has no default"),
+        (["model=nets.Needs"], "model.width has no default"),
         (["model=nets.Nets"], "model=nets.Nets: nets has no Nets; did you mean Net?"),
         (["model=nots.Net"], "model=nots.Net: no module nots in "),
-        (["model=nets.size"], "model=nets.size: has type int; it must be a class or function"),
+        (["model=nets.size"], "model=nets.size has type int; it must be a class or function"),
         (["model=./none.yaml"], "model=./none.yaml: there is no such file"),
         (["code.nets_py=0"], "code.nets_py=0: the lab sets this itself"),
     ],

@@ -166,7 +166,7 @@ def low_bits(*, output_size: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("model=lenet", "hardware=wan100m"), "hardware=wan100m: has no device for estimates"),
+        (("model=lenet", "hardware=wan100m"), "hardware=wan100m has no device for estimates"),
         (("model=lenet", "precision=bf16"), "precision=bf16: device.peak_flops_per_s of GeForce"),
         (("model=alexnet",), "model=alexnet: images of 32x32 px are too small"),
         (("model=lenet", "data=imagefolder"), "data.path is not set"),
@@ -180,7 +180,7 @@ def low_bits(*, output_size: int) -> nn.Module:
             ("fit=a.json", "measured=b"),
             "fit=a.json measured=b: fit= already compares with measured cells",
         ),
-        (("measured=no/such",), "measured=no/such: contains no <cell>/record.json"),
+        (("measured=no/such",), "measured=no/such contains no <cell>/record.json"),
     ],
 )
 def test_refuses_in_one_line(words: tuple[str, ...], message: str) -> None:

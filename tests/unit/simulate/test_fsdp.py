@@ -76,7 +76,7 @@ def test_copies_of_the_weights_add_an_all_reduce_between_nodes() -> None:
 
 
 def test_an_exchange_without_a_reduce_scatter_is_refused() -> None:
-    with pytest.raises(ValueError, match="exchange=PowerSGD: has no reduce-scatter"):
+    with pytest.raises(ValueError, match="exchange=PowerSGD has no reduce-scatter"):
         strategy("fsdp", "sync.reduce_scatter=lab", "exchange=powersgd")
 
 

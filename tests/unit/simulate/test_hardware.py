@@ -104,7 +104,7 @@ def test_a_file_may_give_only_what_differs_from_a_sibling(tmp_path: Path) -> Non
         ({"host": {"kernel_s": -1}}, "host.kernel_s=-1: must be a number of at least 0"),
         ({"device": 3}, "device=3: must have a name"),
         ({"device": H200 | {"speed": 1}}, "device.speed: no such key; allowed: name,"),
-        ({"device": {"name": "abacus"}}, "device.name=abacus: is not in lab/measure/peaks.py"),
+        ({"device": {"name": "abacus"}}, "device.name=abacus is not in lab/measure/peaks.py"),
         (
             {"device": H200 | {"compute_efficiency": 0}},
             "device.compute_efficiency=0: must be a number of at least 0.001",

@@ -146,7 +146,7 @@ def test_without_none_the_step_is_drawn(tmp_path: Path) -> None:
     leave_study(tmp_path / "study", profile, ("tree", "allreduce", "overlap"), TRUE, *fast)
     parsed = (yaml.safe_load(text) for text in (profile.to_yaml(), GUESS))
     card = of_study(tmp_path / "study", *parsed)
-    assert "The exposed exchange is not scored" in "\n".join(summary(card))
+    assert "a step longer. It is not scored, because" in "\n".join(summary(card))
     found = chart(card)
     assert found.message == "Step: 3 of 3 predictions are within 30 % of what was measured"
     svg = drawn(found.spec(), "svg").decode()

@@ -413,7 +413,7 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has a single node"),
         (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
-        (["hardware.intra.alpha_s=1"], "intra.alpha_s=1: has been renamed to latency_s"),
+        (["hardware.intra.alpha_s=1"], "intra.alpha_s=1 has been renamed to latency_s"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
         (["strategy=ddp"], "strategy=ddp: DDPSync has its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),

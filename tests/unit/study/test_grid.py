@@ -77,8 +77,8 @@ def test_a_study_file_has_conditions(tmp_path: Path) -> None:
         ("strategy=onebit:exchange.tresh=1", "did you mean exchange.threshold?"),
         ("strategy=onebit:bucket_mb=1,1", "bucket_mb=1,1: a value is listed twice"),
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
-        ("batch_size=glob(8*)", "glob(8*): matches no choice; write the values as a list, a,b,c"),
-        ("optim=glob(zz*)", "optim=glob(zz*): matches no choice; allowed: adam"),
+        ("batch_size=glob(8*)", "glob(8*) matches no choice; write the values as a list, a,b,c"),
+        ("optim=glob(zz*)", "optim=glob(zz*) matches no choice; allowed: adam"),
         ("optim.lr=interval(0,1)", "interval(0,1): a grid needs values: a,b,c or range(1,9,2)"),
     ],
 )

@@ -149,7 +149,7 @@ def test_forward_runs_twice_where_it_is_asked() -> None:
     [
         (None, "transform.modules=null: must be a regular expression"),
         ("[", r"transform.modules=\[: not a regular expression: unterminated"),
-        ("block", "transform.modules=block: matches none of the model's 9 modules: 0, 0.0, 0.1"),
+        ("block", "transform.modules=block matches none of the model's 9 modules: 0, 0.0, 0.1"),
     ],
 )
 def test_wrong_modules_are_named(modules: str | None, message: str) -> None:
