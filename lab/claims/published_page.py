@@ -244,7 +244,8 @@ def chart(rows: Sequence[HeldOut]) -> Chart:
     scale = alt.Scale(domain=ends, nice=False)
     x = alt.X("published:Q", scale=scale, title="published / linear speedup")
     sources = list(dict.fromkeys(data["source"]))
-    legend = alt.Legend(columns=legend_columns(sources, ALONE), title=None, orient="bottom")
+    columns = legend_columns(sources, ALONE)
+    legend = alt.Legend(columns=columns, title=None, orient="bottom", symbolOpacity=1)
     colour: Any = alt.Color("source:N", sort=sources, legend=legend)
     base = alt.Chart(data).encode(x, colour)
     line = alt.Chart(pd.DataFrame({"published": ends, "predicted": ends}))
@@ -256,8 +257,8 @@ def chart(rows: Sequence[HeldOut]) -> Chart:
     ).properties(width=ALONE, height=ALONE)
     score = Score.of(rows)
     message = (
-        f"Predictions of published scaling are off by {100 * score.median:.1f} % in the median, "
-        f"and linear scaling by {100 * score.linear_median:.1f} %: skill {score.skill:.2f}"
+        f"Predicted speedups are off by {100 * score.median:.1f} %, and linear scaling "
+        f"by {100 * score.linear_median:.1f} % (medians)"
     )
     about = f"{len(rows)} figures; each is predicted with terms fitted to the other sources; "
     about += "bars: 80 % intervals"
