@@ -313,3 +313,14 @@ def test_the_script_runs_every_command(capsys: pytest.CaptureFixture[str]) -> No
         assert lister.main(words) == 0
         shown = capsys.readouterr().out
         assert all(f"lab.{command} " in shown for command in (*COMMANDS, "cluster"))
+
+
+def test_a_command_ends_without_a_search_for_garbage() -> None:
+    code = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count() > 0))  # runs after what is registered later
+from lab.plot import main
+raise SystemExit(main(["--version"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "True", done.stderr
