@@ -122,13 +122,13 @@ class CommandLine:
         return self.words[0] if self.words else ""
 
 
-@safe_streams()
 @cache
 def _end_quickly() -> None:
     """Let the process end without a search for garbage, which takes 0.4 s once torch is loaded."""
     atexit.register(gc.freeze)
 
 
+@safe_streams()
 def answer(
     command: Command,
     arguments: Sequence[str],
