@@ -5,6 +5,7 @@ their number and how far apart they are (see _message); and the residual, or Non
 a message goes: the first of as many as are summed, and how far these are apart, or None for one.
 """
 
+# Where a constant decides, `elif` follows even a return: Triton then leaves the other branches out.
 # Triton reads annotations as code, and takes plain values where its kernels say constexpr.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false

@@ -235,7 +235,7 @@ class TwoStage(Coded, Relayed):
 
 
 class _SymmetricPlan(TwoStagePlan):
-    """The same for messages in a window, of which each rank has a row: its message, then all sums.
+    """Two stages in a window, of which each rank has a row: its message, and then all sums.
 
     Attributes:
         theirs: this rank's part of all messages, in rank order.
