@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
 from lab.exchange.layout import trainable, travel_shape, travelling
+from lab.sync.gradsync import accumulator
 
 NUM_IMAGES = 8
 BLOCK = 1024  # values that share a sign of their own
@@ -168,7 +168,7 @@ class Watch:
         self.head_only = False
         self.bounded = False
         self.reset()
-        accumulators = {name: _accumulator(p) for name, p in self.parameters.items()}
+        accumulators = {name: accumulator(p) for name, p in self.parameters.items()}
         self._accumulators = accumulators  # which torch would make anew
         self._hooks: list[RemovableHandle] = [
             node.register_prehook(partial(self._on_gradient, name))
@@ -309,16 +309,3 @@ class Watch:
     def _zero(self) -> Tensor:
         shape = (1 if self.head_only else 2), NUM_IMAGES
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
-
-
-def _accumulator(parameter: nn.Parameter) -> Node:
-    """Return the node that adds to `grad`: hooks of the user's own run before it.
-
-    Unlike a hook on the tensor, one on this node is not called by torch.autograd.grad.
-    """
-    with torch.enable_grad():
-        view = parameter.view_as(parameter).grad_fn
-    assert view is not None
-    node = view.next_functions[0][0]
-    assert node is not None
-    return node

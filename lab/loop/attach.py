@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -194,7 +194,7 @@ class LoopSync(Checked, GradSync):
     def __enter__(self) -> Self:
         replicas.broadcast_state(self._model, self._world)
         super().__enter__()
-        self._armed = True
+        self._arrivals.armed = True
         if self.check:
             self.check.begin()
         return self
@@ -206,12 +206,9 @@ class LoopSync(Checked, GradSync):
         if self.check:
             self.check.close() if kind is None else self.check.abandon()
 
-    @contextmanager
-    def accumulate(self) -> Generator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Enclose forward and backward of a micro-batch that is not its step's last."""
-        self._armed = False
-        yield
-        self._armed = True
+        return self._arrivals.uncounted()
 
     def finish(self) -> Tensor | None:
         """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.

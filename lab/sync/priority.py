@@ -80,7 +80,7 @@ class PrioritySync(GradSync):
         self._overlapped: list[BucketPlan] | None = None  # buckets of the other schedule
         self._watched = False  # hooks know where forward reads each parameter
         self._reads: list[str] = []  # parameters in the order in which it does, on this rank
-        self._arrivals: dict[str, Mark] = {}
+        self._arrived: dict[str, Mark] = {}
         self._deferred = DeferredUpdates(
             parts.worker, getattr(parts.model, "delay", lambda _: None)
         )
@@ -203,22 +203,23 @@ class PrioritySync(GradSync):
         if buckets is not self.buckets:
             super()._use(buckets)
 
-    def _counter(self, name: str, index: int) -> Callable[[Tensor], None]:
-        count = super()._counter(name, index)
+    def _waits_for_gradients(self) -> bool:
+        return True  # schedules change, and each gradient's time is measured
 
-        def grew(parameter: Tensor) -> None:
-            if self._measuring and self._armed:
-                self._arrivals[name] = mark(self._device)
-            count(parameter)
+    def _at_each(self) -> Callable[[str], None]:
+        def arrived(name: str) -> None:
+            if self._measuring:
+                self._arrived[name] = mark(self._device)
+            self.worker.advance()
 
-        return grew
+        return arrived
 
     def _plan_sends(self, begin: Mark, end: Mark) -> None:
         """Plan the order of sending from rank 0's times; all parts travelled between two marks."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # once a run
-        first = next(iter(self._arrivals.values()))
-        ready = {name: seconds(first, arrived) for name, arrived in self._arrivals.items()}
+        first = next(iter(self._arrived.values()))
+        ready = {name: seconds(first, arrived) for name, arrived in self._arrived.items()}
         last = max(ready.values())
         need = {name: place for place, name in enumerate(self.needed)}
         byte_s = seconds(begin, end) / sum(part.nbytes for part in self._parts)
@@ -228,7 +229,7 @@ class PrioritySync(GradSync):
             [min(need[name] for name in part.parameters) for part in self._parts],
         )
         self._send_in(self._from_rank_0(order))
-        self._arrivals.clear()
+        self._arrived.clear()
 
     def _send_in(self, order: Iterable[int]) -> None:
         self.sends = list(order)

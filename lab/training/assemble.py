@@ -27,7 +27,8 @@ from lab.problem import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts
-from lab.sync.gradsync import GradientNoise, GradSync
+from lab.sync.drift import GradientNoise
+from lab.sync.gradsync import GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
 from lab.training import graph

@@ -156,7 +156,7 @@ def test_gradients_needed_first_overtake_the_parts_of_a_large_one() -> None:
     def run(sync: PrioritySync) -> list[list[str]]:
         train(sync, sgd(sync), range(2))
         # As if all gradients were there at once: the plan is the order of need.
-        sync._arrivals = dict.fromkeys(sync.needed, 0.0)
+        sync._arrived = dict.fromkeys(sync.needed, 0.0)
         sync._plan_sends(0.0, 1.0)
         sync._schedule()
         train(sync, sgd(sync), range(2, 3))
