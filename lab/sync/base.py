@@ -75,7 +75,8 @@ class Sync(ABC):
 
         for each micro-batch:
             with sync.micro_batch(last=...):
-                (loss(sync.module(inputs)) * sync.loss_factor).backward()
+                value = loss(sync.module(inputs))
+                value.backward(torch.full_like(value, sync.loss_factor))
         finite = sync.finish()
         sync.update(optimizer)
         late = sync.after_update(last=...)
@@ -139,7 +140,7 @@ class Sync(ABC):
 
     @property
     def loss_factor(self) -> float:
-        """The factor by which to multiply the loss before backward."""
+        """The gradient of the loss with which backward begins: 1, or what scales all gradients."""
         return self.loss_scale
 
     def optimized(self, model: nn.Module) -> nn.Module:

@@ -292,7 +292,7 @@ class Trainer(Measured[Sync]):
                 with clock.phase("forward"), self._autocast():
                     loss = self.task.loss(sync.module(self._layout(inputs)), targets) / parts
                 with clock.phase("backward"):  # overlapped exchanges start here
-                    (loss * sync.loss_factor).backward()
+                    loss.backward(torch.full_like(loss, sync.loss_factor))
             total += loss.detach()
         with clock.phase("exchange"):  # the part that backward did not hide
             finite = sync.finish()

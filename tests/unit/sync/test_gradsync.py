@@ -63,7 +63,7 @@ def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[s
     for number, (x, options) in enumerate(batches, start=1):
         with sync.micro_batch(last=number == len(batches)):
             loss = sync.module(x, **options).square().mean() / len(batches)
-            (loss * sync.loss_factor).backward()
+            loss.backward(torch.full_like(loss, sync.loss_factor))
     assert sync.finish() is None  # an all-reduce does not check whether gradients are finite
     return {n: p.grad.clone() for n, p in sync.module.named_parameters() if p.grad is not None}
 
@@ -220,7 +220,7 @@ def test_the_mean_is_right_whichever_gradient_comes_last(
                 for micro_batch in (*others, last):
                     with sync.micro_batch(last=micro_batch is last):
                         for loss in losses(net, micro_batch, comm.rank):
-                            (loss * sync.loss_factor).backward()
+                            loss.backward(torch.full_like(loss, sync.loss_factor))
                 begun.append(len(exchange.seen))
                 sync.finish()
                 alone = copy.deepcopy(start)

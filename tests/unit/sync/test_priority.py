@@ -83,7 +83,7 @@ def train(
                 x = torch.randn(4, 6, generator=generator)
                 with sync.micro_batch(last=number == micro_batches):
                     loss = sync.module(x).square().mean() / micro_batches
-                    (loss * sync.loss_factor).backward()
+                    loss.backward(torch.full_like(loss, sync.loss_factor))
             sync.finish()
             optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)  # of this step, as Optim sets it
             sync.update(optimizer)
@@ -251,7 +251,7 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
                         with clock.phase("forward"):
                             loss = net(torch.ones(4, 6)).square().mean()
                         with clock.phase("backward"):
-                            (loss * sync.loss_factor).backward()
+                            loss.backward(torch.full_like(loss, sync.loss_factor))
                     with clock.phase("exchange"):
                         sync.finish()
                     with clock.phase("update"):
