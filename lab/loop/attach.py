@@ -178,8 +178,6 @@ class LoopSync(Checked, GradSync):
     into `with sync.accumulate():`. A parameter that backward does not reach on this rank has the
     mean of the other ranks' gradients after `finish`; one that no rank has reached has none, as
     with DistributedDataParallel(find_unused_parameters=True).
-
-    Attributes: settings: the composed settings that made the sync.
     """
 
     def __init__(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lab.certificate.check import Exchanging, Observer
+from lab.certificate.check import Observer
 from lab.certificate.examination import About, CertificateError, unchecked
 from lab.distributed.world import World
 from lab.exchange.layout import travelling
 from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
 from lab.settings.storage import write_json
+from lab.sync.base import Exchanging
 from lab.sync.ddp import HookState
 
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
@@ -39,24 +41,21 @@ COPY_TRAINS = (
 MEANT = "if ranks are meant to differ, use check=None"
 
 
-class Checked:
+class Checked(Exchanging):
     """A sync, or a hook's state, in a loop.
 
-    Attributes: check: examines the first exchanges; None: nothing does. Set before the loop.
+    Attributes:
+        settings: the composed settings that made it.
+        check: examines the first exchanges; None: nothing does. Set before the loop.
     """
 
+    settings: Mapping[str, Any]
     check: LoopCheck | None = None
 
     @property
     def certificate(self) -> Certificate | None:
         """The finding of check="first"; None: nothing yet, or it is off."""
         return self.check.certificate if self.check else None
-
-
-class LoopExchanging(Exchanging, Protocol):
-    """An Exchanging that knows the composed settings that made it."""
-
-    settings: Any
 
 
 class LoopCheck:
@@ -80,7 +79,7 @@ class LoopCheck:
     def __init__(
         self,
         model: nn.Module,
-        sync: LoopExchanging,
+        sync: Checked,
         world: World,
         file: str | Path | None,
         forgotten: str,

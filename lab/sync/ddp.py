@@ -21,7 +21,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Collective, Comm, Sent
+from lab.distributed.comm import Collective, Comm
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import Worker
 from lab.exchange.allreduce import NoExchange
@@ -32,7 +32,16 @@ from lab.exchange.grouping import MIB
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
 from lab.settings import checks
-from lab.sync.base import BeforeExchange, Reached, SyncParts, all_finite, observed, on_gradient
+from lab.sync.base import (
+    BeforeExchange,
+    Buckets,
+    Exchanging,
+    Reached,
+    SyncParts,
+    all_finite,
+    observed,
+    on_gradient,
+)
 from lab.sync.library import LibrarySync, library_bound
 from lab.sync.owner import KEY, NonfiniteGuard, Owner, require_state
 from lab.sync.pattern import ddp
@@ -51,7 +60,7 @@ CURES = {  # by what DDP says, in many lines
 HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
 
 
-class HookState:
+class HookState(Exchanging):
     """The state of `exchange_hook`: an exchange, whose own state is kept by parameter name.
 
     DDP plans its buckets anew after the first backward, and a resumed run begins with the first
@@ -67,11 +76,7 @@ class HookState:
         finds_unused: DDP leaves alone what no rank reached, as find_unused_parameters=True asks.
 
     Attributes:
-        step: exchanges of all gradients so far.
         finite: bool [], the exchange's finding in the last step; None: it did not check.
-        loss_scale: gradients are divided by it for the exchange, and multiplied again, so that
-            residuals do not depend on it.
-        clock: records when exchanges run; None: nothing is recorded.
         before_exchange: called before a bucket leaves; None: nothing is.
         after_exchange: called once all buckets of a step have arrived, before DDP puts them into
             `grad`; None: nothing is.
@@ -80,8 +85,6 @@ class HookState:
     Raises:
         ValueError: the exchange cannot run over this comm, or does not take a parameter.
     """
-
-    every = 1  # steps from one exchange to the next
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class HookState:
         guard: NonfiniteGuard | None = None,
         finds_unused: bool = False,
     ) -> None:
+        super().__init__(exchange, comm)
         exchange.validate(comm)
         trainable = admit(model, exchange)
         for name, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
@@ -102,11 +106,8 @@ class HookState:
                 )
         inner = getattr(model, COMPILED.rstrip("."), model)
         exchange.setup(inner if isinstance(inner, nn.Module) else model)
-        self.exchange, self.comm, self.worker = exchange, comm, worker
-        self.step = 0
+        self.worker = worker
         self.finite: Tensor | None = None
-        self.loss_scale = 1.0
-        self.clock: Clock | None = None
         self.before_exchange: BeforeExchange | None = None
         self.after_exchange: Callable[[], None] | None = None
         self.settings: Mapping[str, Any] = {}
@@ -125,14 +126,6 @@ class HookState:
         if exchange.asynchronous(comm) or finds_unused:
             for name, parameter in trainable.items():
                 self._hooks.append(on_gradient(parameter, partial(self._gradient_ready, name)))
-
-    @property
-    def keeps_replicas_equal(self) -> bool:
-        return self.exchange.keeps_replicas_equal
-
-    @property
-    def settled_at(self) -> int | None:
-        return self.exchange.settled_at
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to save beside the model; every rank has its own.
@@ -154,15 +147,10 @@ class HookState:
         comm, made_from = self.comm, self.settings.get("exchange", {})
         return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
-    def sent(self) -> Sent:
-        return self.comm.traffic.so_far()
-
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+    def bucket_values(self) -> Buckets:
         """As of a Sync, of the buckets of the last step."""
-        return [self.exchange.moves_as(packed.shapes) for packed, _ in self._exchanged]
-
-    def bucket_itemsizes(self) -> list[int]:
-        return [packed.flat.element_size() for packed, _ in self._exchanged]
+        buckets = [packed for packed, _ in self._exchanged]
+        return [(self.exchange.moves_as(b.shapes), b.flat.element_size()) for b in buckets]
 
     def close(self) -> None:
         """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""
@@ -376,11 +364,8 @@ class DDPSync(LibrarySync):
         if self._last:
             self._last.close()
 
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        return self._lab.bucket_shapes() if self._lab else []
-
-    def bucket_itemsizes(self) -> list[int]:
-        return self._lab.bucket_itemsizes() if self._lab else []
+    def bucket_values(self) -> Buckets:
+        return self._lab.bucket_values() if self._lab else []
 
     def error_bound(self, largest: float, size: int) -> float:
         if self._hook_name == "lab":

@@ -18,6 +18,7 @@ from lab.settings import checks
 from lab.sync import pattern
 from lab.sync.base import (
     BeforeExchange,
+    Buckets,
     Reached,
     Sync,
     SyncParts,
@@ -188,11 +189,8 @@ class GradSync(Sync):
             )
         return ""
 
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        return [self.exchange.moves_as(bucket.shapes) for bucket in self.buckets]
-
-    def bucket_itemsizes(self) -> list[int]:
-        return [bucket.dtype.itemsize for bucket in self.buckets]
+    def bucket_values(self) -> Buckets:
+        return [(self.exchange.moves_as(b.shapes), b.dtype.itemsize) for b in self.buckets]
 
     def _follow(self, order: list[str]) -> None:
         self.order = order

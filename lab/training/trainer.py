@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,12 @@ from lab.distributed.comm import Sent
 from lab.distributed.replicas import broadcast_buffers, local, whole
 from lab.distributed.worker import HostCopy, Watchdog
 from lab.distributed.world import World
-from lab.exchange.base import Exchange
 from lab.measure.clock import Clock, mark, seconds
 from lab.measure.memory import Memory
 from lab.measure.statistics import Turns, least_warmup
 from lab.record.schema import Certificate
 from lab.settings.config import Settings
-from lab.sync.base import Sync
+from lab.sync.base import Exchanging, Sync
 from lab.task.base import Task
 from lab.training.graph import StepGraph
 from lab.training.optim import Optim
@@ -70,20 +69,7 @@ def total_steps(
     return step + max(0, math.ceil((epochs * num_train - samples) / batch_size))
 
 
-class Synced(Protocol):
-    """The part of a Sync that a record shows."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def keeps_replicas_equal(self) -> bool: ...
-    @property
-    def settled_at(self) -> int | None: ...
-    @property
-    def exchange(self) -> Exchange: ...
-
-
-S = TypeVar("S", bound=Synced, covariant=True)
+S = TypeVar("S", bound=Exchanging, covariant=True)
 
 
 class Measured(Generic[S]):
@@ -161,7 +147,7 @@ class Measured(Generic[S]):
         self.losses.read_last()
 
 
-Loop = Measured[Synced]
+Loop = Measured[Exchanging]
 
 
 class Trainer(Measured[Sync]):
