@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,25 +25,14 @@ if TYPE_CHECKING:
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
-class Graph(Protocol):
-    """Work of a device that was captured once, and runs whenever it is replayed."""
-
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Call `work`, whose kernels are noted and do not run; return what it returns."""
-        ...
-
-    def replay(self) -> None:
-        """Run the work. It reads and writes the same memory as each time."""
-        ...
-
-
 class CudaGraph:
-    """A graph of the current stream, which must not be the default one. No GPU has run it yet."""
+    """Work of the current stream, which must not be the default one: captured once, to replay."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
+        """Call `work`, whose kernels are noted and do not run; return what it returns."""
         # Other threads may go on meanwhile: NCCL's and the lab's watchdog ask for their events.
         with torch.cuda.graph(
             self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
@@ -51,6 +40,7 @@ class CudaGraph:
             return work()
 
     def replay(self) -> None:
+        """Run the work. It reads and writes the same memory as each time."""
         self._graph.replay()
 
 
@@ -176,7 +166,7 @@ class StepGraph:
         captured_at: number of the step that was captured; None: none was yet.
     """
 
-    def __init__(self, trainer: Trainer, graph: Graph) -> None:
+    def __init__(self, trainer: Trainer, graph: CudaGraph) -> None:
         self._trainer, self._graph = trainer, graph
         self.captured_at: int | None = None
         self._batch: Batch | None = None
