@@ -191,15 +191,23 @@ class TorchComm(Comm):
         return TorchComm(group, second, self.device, self._limit), members
 
     def _group_of(self, members: list[int]) -> dist.ProcessGroup:
-        """Make a group of this rank and others, without waiting for ranks of other groups."""
         ranks = [dist.get_global_rank(self.group, rank) for rank in members]
-        group = dist.new_group(ranks, self._limit, self.backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-        return group
+        return group_of(ranks, self.backend, self._limit)
 
     def _connections(self, source: int, to: int) -> dist.ProcessGroup:
         """Give each direction its own connection: Gloo locks one while it reads or writes."""
         return self.group if source < to else self._second
+
+
+def group_of(
+    ranks: list[int], backend: str, limit: timedelta | None, options: Any = None
+) -> dist.ProcessGroup:
+    """Make a group of this rank and others, without waiting for ranks of other groups."""
+    group = dist.new_group(
+        ranks, limit, backend, pg_options=options, use_local_synchronization=True
+    )
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    return group
 
 
 def connect(
@@ -242,9 +250,7 @@ def connect(
         comm.settings = settings
         return comm
     group = _group(place, backend, limit)
-    second = dist.new_group(backend=backend, timeout=limit)
-    assert isinstance(second, dist.ProcessGroup)
-    return TorchComm(group, second, device, limit)
+    return TorchComm(group, _group(place, backend, limit), device, limit)
 
 
 def _group(
@@ -383,14 +389,14 @@ def in_file(comm: Comm, num_bytes: int) -> Window:
         try:
             path = _new_file(comm.size * row_bytes)
         except OSError as error:
-            problem = _first_line(error)
+            problem = first_line(error)
     try:
         _agree(comm, problem, CPU)
         rows = torch.empty(0)
         try:
             rows = _mapped(_everyones(comm, path, CPU)[0], comm.size, row_bytes)
         except OSError as error:
-            problem = _first_line(error)
+            problem = first_line(error)
         _agree(comm, problem, CPU)
     finally:
         if path:
@@ -438,7 +444,7 @@ def symmetric(comm: Comm, group: dist.ProcessGroup, num_bytes: int, device: torc
         rows = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(comm.size)]
         window = Window((*rows[: comm.rank], own, *rows[comm.rank + 1 :]), handle)
     except (ImportError, AttributeError, RuntimeError) as error:  # of torch, or of the driver
-        problem = _first_line(error)
+        problem = first_line(error)
     _agree(comm, problem, device)
     return window
 
@@ -481,6 +487,7 @@ def _everyones(comm: Comm, text: str, device: torch.device) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type if there is none."""
     line = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
     return line.strip()

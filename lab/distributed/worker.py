@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Collective
 from lab.distributed.launcher import in_main_thread
+from lab.distributed.torch_comm import first_line
 from lab.distributed.world import LIBRARY_MARGIN_S, World
 
 Job = Callable[[], Iterator[Collective]]  # yields what it begins; resumed when complete
@@ -469,10 +470,10 @@ class Watchdog:
             except dist.DistError as error:
                 failure = Failure(
                     "failed",
-                    f"rank {self._rank} lost its connection to the launcher: {_first(error)}",
+                    f"rank {self._rank} lost its connection to the launcher: {first_line(error)}",
                 )
             except RuntimeError as error:  # from the device, when its events are queried
-                failure = Failure("failed", f"rank {self._rank}: {_first(error)}")
+                failure = Failure("failed", f"rank {self._rank}: {first_line(error)}")
             self._polls += 1
             if failure is not None:
                 failed_at = failed_at or time.monotonic()
@@ -545,7 +546,3 @@ class Watchdog:
 
 def _publish(store: dist.Store, failure: Failure) -> Failure:
     return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(failure)))))
-
-
-def _first(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

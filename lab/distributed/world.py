@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lab.distributed import launcher
 from lab.distributed.comm import Comm
 from lab.distributed.launcher import RankInfo, nodes_of
-from lab.distributed.torch_comm import all_gather_flat
+from lab.distributed.torch_comm import all_gather_flat, first_line
 
 ROOT = Path("/")
 NONE_WANTED = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES: the user or SLURM hides all
@@ -49,9 +49,9 @@ def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
     try:
         torch.cuda.set_device(index)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        why = first_line(error)
         raise ValueError(
-            f"device={device}: {torch_build()} cannot use GPU {index}: {reason}"
+            f"device={device}: {torch_build()} cannot use GPU {index}: {why}"
         ) from None
     major, minor = torch.cuda.get_device_capability(index)
     built_for = [int(name[3:].rstrip("af")) for name in torch.cuda.get_arch_list() if "sm_" in name]
@@ -248,14 +248,7 @@ class World:
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's `text` on every rank."""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        length = torch.tensor([len(data)])
-        with self.waits.of("a broadcast outside exchanges"):
-            dist.broadcast(length, 0, group=self.control)
-            if self.rank:
-                data = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(data, 0, group=self.control)
-        return bytes(data.tolist()).decode()
+        return self.gather_text("" if self.rank else text)[0]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather every rank's `values` [...], of one shape, into [size, ...] in host memory."""
@@ -375,7 +368,7 @@ def _find_rank_info() -> RankInfo:
         store = next(iter(dist.rendezvous("env://")))[0]
     except dist.DistNetworkError as error:
         where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{where}: {first_line(error)}") from None
     store = _of_this_join(store, rank, size, local_size)
     return RankInfo(launcher.started_by(), rank, size, local_rank, local_size, store)
 

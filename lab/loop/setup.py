@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed import distributed_c10d
 
 from lab.distributed.launcher import RankInfo, was_launched
-from lab.distributed.torch_comm import TorchComm, nccl_options
+from lab.distributed.torch_comm import TorchComm, group_of, nccl_options
 from lab.distributed.world import World
 from lab.settings.config import FIELDS, ConfigError, check_batch, load
 from lab.settings.errors import one_line
@@ -150,26 +150,16 @@ def world_of(
     limit = timedelta(seconds=timeout_s)
     backends = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
     backend = dict(entry.split(":") for entry in backends.split(","))[device.type]
-    control = _beside(ranks, "gloo", limit)
+    control = group_of(ranks, "gloo", limit)
     if backend == "nccl":
-        main = second = _beside(ranks, "nccl", limit, nccl_options(limit))
+        main = second = group_of(ranks, "nccl", limit, nccl_options(limit))
     else:
         # Connections of their own for second stages: on each, all ranks agree on the order.
-        main, second = _beside(ranks, backend, limit), _beside(ranks, backend, limit)
+        main, second = group_of(ranks, backend, limit), group_of(ranks, backend, limit)
     comm = TorchComm(main, second, device, limit)
     place, comm.nodes = _place(control)
     store = dist.PrefixStore("lab", place.store)
     return World(place, device, store, comm, control, len(comm.nodes))
-
-
-def _beside(
-    ranks: list[int], backend: str, limit: timedelta, options: Any = None
-) -> dist.ProcessGroup:
-    group = dist.new_group(
-        ranks, limit, backend, pg_options=options, use_local_synchronization=True
-    )
-    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-    return group
 
 
 def _place(control: dist.ProcessGroup) -> tuple[RankInfo, list[list[int]]]:
