@@ -23,7 +23,7 @@ from lab.measure.statistics import Turns, least_warmup, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join
 from lab.training.recording import claim_directory
-from lab.training.run import Run, failure_of, tell
+from lab.training.run import Run, execute, tell
 
 
 class InTurns:
@@ -54,30 +54,14 @@ class InTurns:
         self._random: list[list[torch.Tensor]] = []  # each run's state of random numbers
 
     def execute(self) -> int:
-        """Train all; return the process's exit code, the first that is not 0.
+        """Train all; return the process's exit code. See lab.training.run.execute."""
+        return execute(self.runs, self._train, self._end_process)
 
-        Raises: ConfigError: a setting does not fit; no run has begun.
-        """
-        try:
-            self.watch.listen_to_signals()
-            parts: list[Assembly] = []
-            for run in self.runs:
-                parts.append(run.begin())
-                self._random.append(_random_state(self.world.device))
-            self._train(parts)
-        except ConfigError as error:
-            self.watch.publish(Failure("failed", str(error)))
-            for run in self.runs:
-                run.discard()
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
-        self.world.barrier()
+    def _train(self) -> None:
+        parts: list[Assembly] = []
         for run in self.runs:
-            run.close()
-        return next(filter(None, (run.exit_code() for run in self.runs)), 0)
-
-    def _train(self, parts: list[Assembly]) -> None:
+            parts.append(run.begin())
+            self._random.append(_random_state(self.world.device))
         num_turns, plan = planned(parts, self.size)
         loops: list[Iterator[int]] = []
         for run, part, turns in zip(self.runs, parts, plan, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -86,27 +86,14 @@ class Run(Recording):
         self.watch = watch or Watchdog(world, config.exchange_timeout_s, self._end_process)
 
     def execute(self) -> int:
-        """Build, train, evaluate and record; return the process's exit code.
+        """Build, train, evaluate and record; return the process's exit code. See `execute`."""
+        return execute([self], self._train, self._end_process)
 
-        Raises:
-            ConfigError: a setting does not fit the data, devices or files. The run has not begun
-                and leaves nothing behind.
-        """
-        try:
-            self.watch.listen_to_signals()
-            parts = self.begin()
-            for _ in self.steps(parts, shown=self.world.rank == 0):
-                pass
-            self.end(self.watch.stop_signal)
-        except ConfigError as error:
-            self.watch.publish(Failure("failed", str(error)))
-            self.discard()
-            raise
-        except BaseException as error:  # a user's code may call exit
-            self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
-        self.world.barrier()
-        self.close()
-        return self.exit_code()
+    def _train(self) -> None:
+        parts = self.begin()
+        for _ in self.steps(parts, shown=self.world.rank == 0):
+            pass
+        self.end(self.watch.stop_signal)
 
     def begin(self) -> Assembly:
         """Build everything that trains, restored to the step from which to continue, and open the
@@ -288,6 +275,36 @@ class Run(Recording):
         progressed = self.loop is not None and self.loop.progress.step > self.loop.first_step
         codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
         return codes.get(self.record.status, 1)
+
+
+def execute(
+    runs: Sequence[Run], train: Callable[[], None], end_process: Callable[[Failure], None]
+) -> int:
+    """Train the runs of one start; return the process's exit code, the first that is not 0.
+
+    Args:
+        train: begins, trains and ends all of them.
+        end_process: records a failure and exits.
+
+    Raises:
+        ConfigError: a setting does not fit the data, devices or files. No run has begun, and
+            nothing is left behind.
+    """
+    world, watch = runs[0].world, runs[0].watch
+    try:
+        watch.listen_to_signals()
+        train()
+    except ConfigError as error:
+        watch.publish(Failure("failed", str(error)))
+        for run in runs:
+            run.discard()
+        raise
+    except BaseException as error:  # a user's code may call exit
+        end_process(watch.publish(failure_of(error, world.rank)))
+    world.barrier()
+    for run in runs:
+        run.close()
+    return next(filter(None, (run.exit_code() for run in runs)), 0)
 
 
 def start(
