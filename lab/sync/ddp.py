@@ -69,9 +69,7 @@ class HookState(Exchanging):
 
     Args:
         model: DDP's module; names the parameters.
-        exchange: averages buckets.
         comm: connects the ranks, apart from DDP's own process group.
-        worker: runs exchanges while backward computes.
         guard: protects the exchange's state; None: the caller does.
         finds_unused: DDP leaves alone what no rank reached, as find_unused_parameters=True asks.
 

@@ -352,9 +352,8 @@ class DoubleBuffer(GradSync):
     ::AggregateGradients), which Seide et al. 2014 call double buffering. The first step updates
     nothing, and the last step's gradient is never applied.
 
-    Args:
-        double_buffer: False waits as GradSync does. `overlap` must have the same value: it chooses
-            a worker that runs while the rank computes.
+    Without, it waits as GradSync does. `overlap` must have the same value: it chooses a worker that
+    runs while the rank computes.
 
     Raises:
         ValueError: `double_buffer` is not a bool, or differs from `overlap`.

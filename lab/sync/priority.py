@@ -42,11 +42,8 @@ class PrioritySync(GradSync):
     that gradients of early layers, which are there last and needed first, overtake those of late
     ones. (Exchanges that do more than sum get whole ones.) Step 0 finds the orders in which
     gradients arrive and forward reads, step 1 the time that they travel; then GradSync's schedule
-    and this one are timed (Trial). Why, and what is refused: docs/exchanges/schedules.md.
-
-    Args:
-        chunk_mb: largest bucket and part of a parameter in MiB, if the next forward is to wait.
-        trials: see Trial.
+    and this one are timed (Trial). Why, and what is refused: docs/exchanges/schedules.md. Settings:
+    conf/sync/priority.yaml.
 
     Raises:
         ValueError: an argument out of range, a compiled model, or an exchange that chooses by time.
