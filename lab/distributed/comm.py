@@ -40,8 +40,7 @@ class Collective(Handle, Protocol):
 class Done:
     """A collective that had finished when its call returned."""
 
-    def wait(self) -> None:
-        """Return at once."""
+    def wait(self) -> None: ...
 
     def is_completed(self) -> bool:
         return True

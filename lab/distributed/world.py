@@ -160,8 +160,7 @@ def compare_in_store(place: RankInfo, key: str, limit: timedelta) -> None:
 def differences(stated: Sequence[Facts]) -> str:
     """Return one line that names what differs, with each value and its ranks; empty: nothing does.
 
-    Args:
-        stated: the facts of each rank, in rank order.
+    Args: stated: the facts of each rank, in rank order.
     """
     names = dict.fromkeys(name for facts in stated for name in facts)
     names = sorted(names, key=lambda name: name.count("."))  # strategy before exchange.threshold

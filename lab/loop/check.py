@@ -65,9 +65,6 @@ class LoopCheck:
     exchange. An optimizer that is given a closure is looked at whenever that has run.
 
     Args:
-        model: names its parameters.
-        sync: exchanges their gradients.
-        world: its ranks.
         file: where rank 0 writes the certificate; None: nowhere.
         forgotten: describes an update without an exchange.
 

@@ -390,10 +390,7 @@ def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
 
 
 def check(config: DictConfig) -> None:
-    """Build everything that trains, and release it.
-
-    Raises: ConfigError: a setting does not fit the data, devices or files.
-    """
+    """Build everything that trains, and release it. ConfigError as `assemble` raises it."""
     world = join(config)
     try:
         with assembled(config, world):

@@ -64,7 +64,6 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
     """Write a checkpoint. All ranks call this after the same step.
 
     Args:
-        root: the run's checkpoints directory.
         shared: state that is equal on all ranks; rank 0's is written.
         own: this rank's state.
     """
@@ -269,8 +268,6 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
 
     Momentum and residuals lie in memory order; residuals belong to the exchange that left them.
 
-    Args: shared, ranks: see `restore`.
-
     Raises: ValueError: its memory layout, its optimizer or its exchange differs.
     """
     if shared["channels_last"] != config.channels_last:
@@ -302,7 +299,6 @@ def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -
     equal), that is the mean over all of them.
 
     Args: rank: one of `size` ranks that each have their own; None: all have the same.
-        shared, ranks: see `restore`.
     """
     if "model" in shared:
         return shared

@@ -110,11 +110,7 @@ REFUSALS = [
 
 
 def refuse(trainer: Trainer) -> None:
-    """Refuse a run whose steps cannot be captured.
-
-    Raises:
-        ConfigError: names the first reason.
-    """
+    """Refuse a run whose steps cannot be captured: a ConfigError names the first reason."""
     config = trainer.config
     for refusal in REFUSALS:
         if refusal.applies(trainer):
@@ -218,11 +214,7 @@ class StepGraph:
         return self._batch
 
     def _capture(self, batch: Batch) -> None:
-        """Capture the step under way.
-
-        Raises:
-            ConfigError: something in it needs the host.
-        """
+        """Capture the step under way. ConfigError: something in it needs the host."""
         trainer = self._trainer
         trainer.check_last_step()
         if reason := trainer.sync.needs_host():

@@ -60,7 +60,6 @@ class Optim:
     Args:
         target: path of the optimizer's class, or of a function that makes one from parameters.
         settings: its hyperparameters; those left out have its own defaults.
-        schedule: of the learning rate.
         batch_size: global batch of the run.
         decay_vectors: False: weight decay only for parameters of two dimensions or more, and none
             for biases and the weights of norms.
@@ -325,9 +324,7 @@ def require_elementwise(optim: Optim, why: str) -> None:
 
     It is tried on a small matrix: at once, and in slices, each updated by a call of its own.
 
-    Args: why: the reason to give.
-
-    Raises: ConfigError: names the optimizer.
+    Raises: ConfigError: names the optimizer, and says `why`.
     """
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE, generator=generator)

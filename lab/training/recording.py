@@ -49,7 +49,7 @@ class Recording:
     Recordings, each of its own `loop`.
 
     Args:
-        config: the run's settings. arguments: those that name it.
+        arguments: settings that name the run.
         directory: claimed for this run.
         launch: the job that starts it, see lab.distributed.launcher.launch_id.
         started_at: of the start; None: now.
@@ -160,8 +160,6 @@ def claim(
 ) -> RunDirectory | None:
     """Claim a run's directory on rank 0, and tell the others its path, or why there is none.
 
-    Args: name, cell, resume, launch: see RunDirectory.claim.
-
     Returns: None if an earlier start of this job has already finished.
 
     Raises: ConfigError: it is taken, or cannot be written.
@@ -186,10 +184,7 @@ def claim(
 
 
 def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
-    """Describe machine, software and emulation, for the result of a benchmark.
-
-    Args: configs: settings of the runs.
-    """
+    """Describe machine, software and emulation of runs, for the result of a benchmark."""
     return {
         "emulation": worded(emulation(world, *configs)) or "none",
         "comm_settings": world.comm.settings,

@@ -47,13 +47,7 @@ RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank d
 class Run(Recording):
     """One rank of one run.
 
-    Args:
-        config: see lab.settings.config.
-        arguments: the command line of the run; names it.
-        world: this rank among the others.
-        directory: claimed for this run.
-        watch: of several runs that one start trains; None: this run has its own.
-        started_at: of the start; None: now.
+    Args: watch: of several runs that one start trains; None: this run has its own.
     """
 
     def __init__(
@@ -312,9 +306,7 @@ def start(
 ) -> int:
     """Run one rank of a run; return the process's exit code.
 
-    Args:
-        config: composed from `arguments`, which name the run.
-        begun: is told the run's directory once it is claimed.
+    Args: begun: is told the run's directory once it is claimed.
 
     Raises: ConfigError: a setting does not fit the data, devices or files.
     """

@@ -58,10 +58,7 @@ def total_steps(
 ) -> int:
     """Return the optimizer steps of the whole run.
 
-    Args:
-        num_train: samples of an epoch.
-        batch_size: global.
-        step, samples: progress of a checkpoint, possibly with another batch size.
+    Args: step, samples: progress of a checkpoint, possibly with another batch size.
     """
     if config.steps is not None:
         return config.steps
@@ -154,10 +151,10 @@ class Trainer(Measured[Sync]):
     """Data-parallel training on one rank.
 
     Args:
-        watch: tells when to stop. task: loss and metrics of the model's outputs. model: on the
-        device, transformed, equal on all ranks. sync: exchanges gradients, or weights every few
-        steps. optim: sets the hyperparameters of each update. batch_size: global batch size.
-        progress: the first and the last step. check: examines the first exchanges.
+        watch: tells when to stop.
+        model: on the device, transformed, equal on all ranks.
+        batch_size: global.
+        check: examines the first exchanges.
     """
 
     def __init__(
@@ -438,10 +435,7 @@ class Losses:
 
 
 def marked(loss: Tensor, *finite: Tensor | None) -> Tensor:
-    """Return `loss`, float32 [], NaN if an exchange found other values: one check covers both.
-
-    Args: finite: bool [], whether gradients were finite; None: not checked.
-    """
+    """Return `loss`, float32 [], NaN if an exchange found values that are not `finite`, bool []."""
     for found in finite:
         if found is not None:
             loss.masked_fill_(found.logical_not(), torch.nan)
@@ -500,7 +494,7 @@ def clip_gradients(
 ) -> None:
     """Scale all gradients down to the norm `max_norm`, if theirs is larger.
 
-    Args: over_ranks: turns the norm of this rank's gradients into that of all.
+    `over_ranks` turns the norm of this rank's gradients into that of all.
 
     Like torch's clip_grad_norm_, except that a non-finite gradient spoils no other: if the norm is
     NaN all others become 0, as they do if it is infinite.
@@ -513,9 +507,9 @@ def clip_gradients(
 
 
 def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
-    """Return whether all gradients are finite. The host waits: the update depends on it.
+    """Return whether all gradients are finite, also by what the exchange found, bool [].
 
-    Args: exchanged: bool [], the exchange's finding; None: it did not check.
+    The host waits: the update depends on it.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
     finite = whole(torch.stack(norms).isfinite().all())
