@@ -103,7 +103,6 @@ class _UnderWay:
     Attributes:
         waits_for: that collective.
         job: its position among all jobs of the worker, from 1.
-        number: position of this wait among all of the worker.
         stage: how many collectives the job has begun.
     """
 
@@ -111,7 +110,6 @@ class _UnderWay:
     stages: Iterator[Collective]
     waits_for: Collective
     job: int
-    number: int
     stage: int = 1
 
 
@@ -136,9 +134,8 @@ class TurnsWorker(Worker):
         self._under_way: deque[_UnderWay] = deque()
         self._inline = InlineWorker()
         self._num_jobs = 0
-        self._count = 0
-        # Keeps a number, since keeping the collective would keep its tensor.
-        self._head: tuple[int, float] = 0, 0.0  # the oldest wait, and since when
+        # Keeps numbers, since keeping the collective would keep its tensor.
+        self._head = (0, 0), 0.0  # job and stage of the oldest wait, and since when
 
     def submit(self, label: str, job: Job) -> None:
         self.advance()
@@ -147,9 +144,7 @@ class TurnsWorker(Worker):
         def begin() -> Iterator[Collective]:
             stages = job()
             if (first := next(stages, None)) is not None:
-                self._count += 1
-                under_way = _UnderWay(label, stages, first, self._num_jobs, self._count)
-                self._under_way.append(under_way)
+                self._under_way.append(_UnderWay(label, stages, first, self._num_jobs))
             yield from ()
 
         self._inline.submit(label, begin)
@@ -163,10 +158,10 @@ class TurnsWorker(Worker):
 
     def oldest(self) -> tuple[str, float] | None:
         for job in tuple(self._under_way):
-            number = job.number
+            place = job.job, job.stage
             if not job.waits_for.is_completed():
-                if self._head[0] != number:
-                    self._head = number, time.monotonic()
+                if self._head[0] != place:
+                    self._head = place, time.monotonic()
                 return job.label, time.monotonic() - self._head[1]
         return self._inline.oldest()
 
@@ -180,8 +175,7 @@ class TurnsWorker(Worker):
         if (following := next(job.stages, None)) is None:
             self._under_way.remove(job)
             return False
-        self._count += 1
-        job.waits_for, job.number, job.stage = following, self._count, job.stage + 1
+        job.waits_for, job.stage = following, job.stage + 1
         return True
 
 
