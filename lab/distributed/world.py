@@ -225,7 +225,6 @@ class World:
             launcher, or else in rank 0.
         comm: collectives of the exchanges.
         control: a Gloo group for small messages outside measurements.
-        num_hosts: number of hosts that the ranks run on.
         waits: this rank's current wait in `control`.
     """
 
@@ -234,7 +233,6 @@ class World:
     store: dist.PrefixStore
     comm: Comm
     control: dist.ProcessGroup
-    num_hosts: int
     waits: Waits = field(default_factory=Waits)
 
     @property
@@ -244,6 +242,10 @@ class World:
     @property
     def size(self) -> int:
         return self.place.size
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.comm.nodes)
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's `text` on every rank."""
@@ -347,12 +349,10 @@ def start(
     if absent := _absent(place, "came", JOIN_LIMIT_S, own):
         raise ValueError(f"ranks {absent} did not join within {JOIN_LIMIT_S:g} s")
     comm, control = _connect(connect, place, where, backend, limit)
-    store = dist.PrefixStore("lab", place.store)
-    places = torch.empty(place.size, 2, dtype=torch.int64)
-    on_host = torch.tensor([place.local_rank, place.local_size])
-    all_gather_flat(control, places.view(-1), on_host).wait()
+    world = World(place, where, dist.PrefixStore("lab", place.store), comm, control)
+    places = world.gather(torch.tensor([place.local_rank, place.local_size]))
     comm.nodes = nodes_of([(row[0], row[1]) for row in places.tolist()])
-    return World(place, where, store, comm, control, len(comm.nodes))
+    return world
 
 
 def _find_rank_info() -> RankInfo:

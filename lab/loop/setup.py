@@ -158,8 +158,7 @@ def world_of(
         main, second = group_of(ranks, backend, limit), group_of(ranks, backend, limit)
     comm = TorchComm(main, second, device, limit)
     place, comm.nodes = _place(control)
-    store = dist.PrefixStore("lab", place.store)
-    return World(place, device, store, comm, control, len(comm.nodes))
+    return World(place, device, dist.PrefixStore("lab", place.store), comm, control)
 
 
 def _place(control: dist.ProcessGroup) -> tuple[RankInfo, list[list[int]]]:
