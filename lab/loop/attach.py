@@ -21,6 +21,7 @@ from lab.distributed.replicas import is_sharded
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
+from lab.exchange.gate import admit
 from lab.exchange.grouping import MIB
 from lab.loop.check import FORGOT_FINISH, FORGOT_HOOK, Checked, LoopCheck, follow, is_on
 from lab.loop.setup import compose, world_of
@@ -32,7 +33,7 @@ from lab.sync.fsdp import WholeGradients, set_reduce_scatter
 from lab.sync.fsdp_units import require_scattered
 from lab.sync.gradsync import GradSync
 from lab.sync.owner import KEY, NonfiniteGuard, Owner, Scaler, require_state
-from lab.training.assemble import admitted, require_alike, require_like_gpus
+from lab.training.assemble import require_alike, require_like_gpus
 from lab.training.rank_consistency import parameters, settings_and_software
 
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
@@ -293,7 +294,8 @@ def grad_sync(
     if isinstance(model, DistributedDataParallel):
         raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
     exchange: Exchange = build(config.exchange)
-    parameters = admitted(model, exchange)
+    with as_config_error():
+        parameters = admit(model, exchange)
     device = next(iter(parameters.values())).device
     world, settings = _join(config, exchange, model, group, device)
     comm = world.comm

@@ -172,11 +172,12 @@ class Run(Recording):
 
     def _made(self) -> list[dict[str, Any]]:
         """Return how all steps so far were made, those before a resume too."""
-        steps = (self.loop.first_step, self.loop.progress.step) if self.loop else (0, 0)
+        first, end = (self.loop.first_step, self.loop.progress.step) if self.loop else (0, 0)
         record, git = self.record, self.record.git_commit
         also = ("strategy", "scaling", "repeat", "model_source")
         now = {
-            **dict(zip(("first_step", "end_step"), steps, strict=True)),
+            "first_step": first,
+            "end_step": end,
             "cell": f"{record.study}/{record.cell}",
             "world_size": record.world_size,
             "batch_size": record.batch_size,
