@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lab.distributed.comm import Sent
 from lab.exchange.base import require_mean
-from lab.exchange.bucket import plan
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.sync import pattern as rules
@@ -280,9 +279,7 @@ class StreamingSync(LocalSync):
         self.delay, self.alpha = delay, alpha
         sizes = [(name, p.nbytes) for name, p in self.parameters.items()]
         self.fragments = rules.fragments(sizes, fragments, fragment_order)
-        self._plans = [
-            plan(parts.model, parts.bucket_mb, self.order, only=names) for names in self.fragments
-        ]
+        self._plans = [self._plan(self.order, only=names) for names in self.fragments]
         self._all = [*chain(*self._plans)]
         self._use(self._all)
         # The last fragment at the end of a round, the others at equal distances before it.

@@ -64,8 +64,8 @@ class PrioritySync(GradSync):
         exchange = parts.exchange
         cuts = exchange.takes_divided and exchange.delivers == "mean"  # it only sums
         self._cut = partial(cut, bucket_mb=chunk_mb if cuts else None, bytes_scale=scale)
-        self._plan_overlap = partial(plan, parts.model, parts.bucket_mb)
         super().__init__(replace(parts, bucket_mb=chunk_mb), priority(parts.overlap))
+        self._plan_overlap = partial(plan, parts.model, parts.bucket_mb, **self._plan.keywords)
         self.overlap, self.model = parts.overlap, parts.model
         self.trial = Trial(trials, self._device)
         self._settled_at = 0
