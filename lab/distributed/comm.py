@@ -212,10 +212,6 @@ class Comm(ABC):
         """Fill `output` [size, ...] with every rank's `tensor` [...], in rank order."""
         self.iall_gather(output, tensor).wait()
 
-    def all_to_all(self, output: Tensor, tensor: Tensor) -> None:
-        """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
-        self.iall_to_all(output, tensor).wait()
-
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
         """Fill `output` [...] with the sum over the ranks of their `tensor[rank]` [size, ...]."""
         self.ireduce_scatter(output, tensor).wait()
@@ -247,6 +243,7 @@ class Comm(ABC):
         return self._iall_gather_rows(rows) if self.size > 1 else Done()
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
+        """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
         if self.size == 1:
             output.copy_(tensor)
             return Done()

@@ -48,18 +48,16 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
     folder = overrides.get("config_dir")
     words = [f"{key}={_text_of(value)}" for key, value in overrides.items()]
     exchanges = [name for name in choices_of("exchange", folder) if name != "none"]
+    reason = "there is no such strategy or exchange"
+    chosen: list[str] = []
     if strategy in choices_of("strategy", folder):
-        config = load([f"strategy={strategy}", *words])
-        reason = _refusal(config)
+        chosen = [f"strategy={strategy}"]
     elif strategy in exchanges or not strategy.isidentifier():  # a path to one's own
-        config = load(["strategy=overlap", f"exchange={strategy}", *words])
-        reason = _refusal(config)
-    else:
-        config, reason = None, "there is no such strategy or exchange"
-    if config is None or reason:
-        names = ", ".join(exchanges)
-        raise ConfigError(f"strategy={strategy}: {reason}; in your own loop, use any of {names}")
-    return config
+        chosen = ["strategy=overlap", f"exchange={strategy}"]
+    if chosen and not (reason := _refusal(config := load([*chosen, *words]))):
+        return config
+    names = ", ".join(exchanges)
+    raise ConfigError(f"strategy={strategy}: {reason}; in your own loop, use any of {names}")
 
 
 def _refusal(config: DictConfig) -> str:

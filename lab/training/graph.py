@@ -9,8 +9,7 @@ finite, is in one number, which the host reads while the next step runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,18 +53,11 @@ def use_own_stream(device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Settings with which no step can be captured.
-
-    Attributes:
-        settings: as they are typed.
-        why: the reason, and what is allowed instead.
-        applies: whether a run has them.
-    """
+class Refusal(NamedTuple):
+    """Settings, as they are typed, with which no step can be captured."""
 
     settings: str
-    why: str
+    why: str  # and what is allowed instead
     applies: Callable[[Trainer], bool]
 
 
