@@ -31,7 +31,7 @@ from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import count, global_batch_size, require_alike
 from lab.training.outcome import measured
-from lab.training.recording import Curves, Recording, claim, settings_of
+from lab.training.recording import Curves, Recording, claim
 from lab.training.run import failure_of
 from lab.training.trainer import Measured, Progress
 
@@ -122,11 +122,10 @@ class Run(Recording):
         require_alike(world, of_all_ranks(composed))
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
+        chosen: Any = recorder
         if isinstance(recorder, str):
-            chosen = load([f"recorder={recorder}"]).recorder
-            self._curves = Curves(build(chosen) if chosen else None)
-        else:
-            self._curves = Curves(recorder)
+            node = load([f"recorder={recorder}"]).recorder
+            chosen = build(node) if node else None
         self.loop = self._loop = OwnLoop(config, world, module, sync)
         directory = claim(world, config, run_name(arguments, config.strategy, world.size))
         assert directory  # a new one is not done
@@ -134,12 +133,11 @@ class Run(Recording):
         if module:
             known |= {**count(module), "model_source": source_hash(module)}
         super().__init__(config, arguments, world, directory, unit=unit, **known)
+        self.curves = Curves(chosen)
         self._is_open = self._in_step = False
 
     def __enter__(self) -> Self:
-        if self.world.rank == 0:
-            self.open(first_step=0)
-            self._curves.start(self._loop, self.path, self.config.study, settings_of(self.config))
+        self.open()
         self._is_open = True
         return self
 
@@ -186,7 +184,7 @@ class Run(Recording):
             self._in_step = False
         loop.after_step(math.nan if current.loss is None else current.loss)
         loop.count_step(before, loop.sent())
-        self._curves.after_step()
+        self.curves.after_step()
 
     def evaluated(self, *, loss: float, **metrics: float) -> None:
         """Record an evaluation after the last step: the same values on all ranks.
@@ -198,15 +196,11 @@ class Run(Recording):
         when = {"step": progress.step, "seconds": clock.total_seconds()}
         result = {**when, "loss": float(loss), **metrics}
         progress.evaluations.append(result)
-        self._curves.evaluated(result)
-
-    def write(self) -> None:
-        super().write()
-        self._curves.finish(self.record)
+        self.curves.evaluated(result)
 
     def _finish(self) -> None:
         self._loop.pause()
-        self._curves.send()
+        self.curves.send()
         self.record = record = measured(self._loop, self.record, self.directory)
         if not self._loop.counts_payload:
             record.payload_bytes_per_step = record.messages_per_step = None

@@ -57,6 +57,7 @@ class Recording:
 
     Attributes:
         loop: the steps, once there are any to be made.
+        curves: hands their numbers to a recorder.
         record: says failed until the end, as a run that is lost cannot say so itself.
         recorded: rank 0 has written that the run ended; a rank lost after this changes nothing.
     """
@@ -75,7 +76,7 @@ class Recording:
     ) -> None:
         self.config, self.world, self.directory, self.launch = config, world, directory, launch
         self._began, self.started_at = time.monotonic(), started_at or datetime.now(UTC)
-        self.recorded = False
+        self.recorded, self.curves = False, Curves()
         batch_size = global_batch_size(config, world.size)
         self.record = Record(
             status="failed",
@@ -104,12 +105,17 @@ class Recording:
     def path(self) -> Path:
         return self.directory.path
 
-    def open(self, first_step: int) -> None:
-        """Write on rank 0 that the run begins, and its settings."""
-        attempt = {"first_step": first_step, "world_size": self.world.size}
+    def open(self) -> None:
+        """Write on rank 0 that the run begins, and its settings; begin its curves."""
+        assert self.loop
+        if self.world.rank:
+            return
+        attempt = {"first_step": self.loop.first_step, "world_size": self.world.size}
         attempt |= {"started_at": self.record.started_at, "launch": self.launch}
         self.directory.begin_attempt(attempt)
-        self.directory.write_config(OmegaConf.to_yaml(settings_of(self.config)))
+        settings = settings_of(self.config)
+        self.directory.write_config(OmegaConf.to_yaml(settings))
+        self.curves.start(self.loop, self.path, self.config.study, settings)
 
     def end(self, stop_signal: str | None = None) -> None:
         """Record how the run ended or was stopped, and print its summary."""
@@ -136,6 +142,7 @@ class Recording:
         self.record.attempts = self.directory.attempts()
         self.record.duration_s = time.monotonic() - self._began
         self.directory.write_record(self.record)
+        self.curves.finish(self.record)
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from lab.training import checkpoint, outcome
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
 from lab.training.outcome import compute_of
 from lab.training.rank_consistency import checkpoint_facts
-from lab.training.recording import Curves, ProgressBar, Recording, claim_directory, settings_of
+from lab.training.recording import Curves, ProgressBar, Recording, claim_directory
 from lab.training.trainer import Trainer
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
@@ -75,7 +75,6 @@ class Run(Recording):
         )
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
-        self.curves = Curves()
         self._made_before: list[dict[str, Any]] = []  # steps, by runs that this one goes on from
         self.watch = watch or Watchdog(world, config.exchange_timeout_s, self._end_process)
 
@@ -109,10 +108,7 @@ class Run(Recording):
             self.curves = Curves(build(self.config.recorder))
         if resumed:
             self._restore(trainer, resumed)
-        if self.world.rank == 0:
-            self.open(trainer.progress.step)
-            settings, study = settings_of(self.config), self.config.study
-            self.curves.start(trainer, self.path, study, settings)
+        self.open()
         return parts
 
     def discard(self) -> None:
@@ -240,7 +236,6 @@ class Run(Recording):
     def write(self) -> None:
         self.record.stretches = stretches_of(self._made())
         super().write()
-        self.curves.finish(self.record)
 
     def _end_process(self, failure: Failure) -> None:
         """Record a failure and exit, even if threads and devices of this process still wait.
