@@ -153,17 +153,11 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
     """Claim the directory of a run of the lab's own trainer; see `claim`."""
     name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
-    launch = launcher.launch_id(kept_words(arguments))
-    return claim(world, config, name, config.cell, config.resume, launch)
+    return claim(world, config, name, launcher.launch_id(kept_words(arguments)))
 
 
 def claim(
-    world: World,
-    config: DictConfig,
-    name: str,
-    cell: str | None = None,
-    resume: str | None = None,
-    launch: str | None = None,
+    world: World, config: DictConfig, name: str, launch: str | None = None
 ) -> RunDirectory | None:
     """Claim a run's directory on rank 0, and tell the others its path, or why there is none.
 
@@ -175,6 +169,7 @@ def claim(
     if world.rank == 0:
         parent = Path(config.runs_dir).absolute() / config.study
         try:
+            cell, resume = config.get("cell"), config.get("resume")  # not of a loop of one's own
             claimed = RunDirectory.claim(parent, cell, name, resume, launch)
             answer = f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
         except ValueError as error:
