@@ -324,7 +324,7 @@ def start(
 
     Args:
         connect: makes the Comm, such as lab.distributed.torch_comm.connect.
-        device: "auto" (GPUs where there are any), "cpu" or "cuda".
+        device: see check_gpus.
         backend: "auto", or one that `connect` knows.
         timeout_s: longest time of an exchange, which the watchdog limits; the library's own limit
             is LIBRARY_MARGIN_S longer.
