@@ -42,6 +42,21 @@ Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 class LoopState(Checked, HookState):
     """The state of a hook in a loop."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to save beside the model; every rank has its own.
+
+        As with a model, its tensors are not copied: they change with the next step.
+        """
+        kept = self.exchange.state_dict()
+        return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
+        require_state(state, "step", "exchange")
+        self._owner.check(state.get(KEY), state["exchange"])
+        self.exchange.resume(state["exchange"], self._device)
+        self.step = int(state["step"])
+
     def close(self) -> None:
         if self.check:
             self.check.abandon()
@@ -251,11 +266,6 @@ class LoopSync(Checked, GradSync):
         self.exchange.resume(kept, self._world.device)
         super().load_state_dict({"order": state.get("order", {})})
         self.step = int(state["step"]["step"])
-
-    @property
-    def _owner(self) -> Owner:
-        comm, made_from = self.comm, self.settings["exchange"]
-        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
     def _submit_next(self) -> None:
         if not self._exchanged:

@@ -28,6 +28,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.storage import write_json
 from lab.sync.base import Exchanging
 from lab.sync.ddp import HookState
+from lab.sync.owner import Owner
 
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (
@@ -51,11 +52,17 @@ class Checked(Exchanging):
 
     settings: Mapping[str, Any]
     check: LoopCheck | None = None
+    _model: nn.Module
 
     @property
     def certificate(self) -> Certificate | None:
         """The finding of check="first"; None: nothing yet, or it is off."""
         return self.check.certificate if self.check else None
+
+    @property
+    def _owner(self) -> Owner:
+        comm, made_from = self.comm, self.settings["exchange"]
+        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
 
 class LoopCheck:

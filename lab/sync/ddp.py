@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self, cast, get_type_hints
+from typing import Self, cast, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from lab.sync.base import (
     on_gradient,
 )
 from lab.sync.library import LibrarySync, library_bound
-from lab.sync.owner import KEY, NonfiniteGuard, Owner, require_state
+from lab.sync.owner import NonfiniteGuard
 from lab.sync.pattern import ddp
 
 CURES = {  # by what DDP says, in many lines
@@ -78,7 +78,6 @@ class HookState(Exchanging):
         before_exchange: called before a bucket leaves; None: nothing is.
         after_exchange: called once all buckets of a step have arrived, before DDP puts them into
             `grad`; None: nothing is.
-        settings: the composed settings that made the exchange; {}: it was not made from any.
 
     Raises:
         ValueError: the exchange cannot run over this comm, or does not take a parameter.
@@ -108,7 +107,6 @@ class HookState(Exchanging):
         self.finite: Tensor | None = None
         self.before_exchange: BeforeExchange | None = None
         self.after_exchange: Callable[[], None] | None = None
-        self.settings: Mapping[str, Any] = {}
         self._guard, self._model = guard, model
         self._device = next(iter(trainable.values())).device
         self._names = {id(p): name for name, p in named(model).items()}
@@ -124,26 +122,6 @@ class HookState(Exchanging):
         if exchange.asynchronous(comm) or finds_unused:
             for name, parameter in trainable.items():
                 self._hooks.append(on_gradient(parameter, partial(self._gradient_ready, name)))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to save beside the model; every rank has its own.
-
-        As with a model, its tensors are not copied: they change with the next step.
-        """
-        kept = self.exchange.state_dict()
-        return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
-        require_state(state, "step", "exchange")
-        self._owner.check(state.get(KEY), state["exchange"])
-        self.exchange.resume(state["exchange"], self._device)
-        self.step = int(state["step"])
-
-    @property
-    def _owner(self) -> Owner:
-        comm, made_from = self.comm, self.settings.get("exchange", {})
-        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
     def bucket_values(self) -> Buckets:
         """As of a Sync, of the buckets of the last step."""
