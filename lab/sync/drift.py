@@ -36,12 +36,9 @@ class Drift:
         due = mean over ranks of (r before + sum of g - r after),  delivered = sum of the results
 
     are equal up to rounding, whatever the codec sends in a single step (Seide et al. 2014, section
-    3). The relative error is |delivered - due| / |due|. Costs:
-    docs/exchanges/choosing.md.
+    3). The relative error is |delivered - due| / |due|. Costs: docs/exchanges/choosing.md.
 
-    Args:
-        exchange, comm, worker: of the sync that calls this object.
-        every: exchanges of a window, k.
+    Args: every: exchanges of a window, k.
     """
 
     def __init__(self, exchange: Exchange, comm: Comm, worker: Worker, every: int) -> None:

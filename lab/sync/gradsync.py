@@ -19,6 +19,7 @@ from lab.settings import checks
 from lab.sync import pattern
 from lab.sync.base import (
     BeforeExchange,
+    Buckets,
     Reached,
     Sync,
     SyncParts,
@@ -395,11 +396,8 @@ class GradSync(Sync):
             )
         return ""
 
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        return [self.exchange.moves_as(bucket.shapes) for bucket in self.buckets]
-
-    def bucket_itemsizes(self) -> list[int]:
-        return [bucket.dtype.itemsize for bucket in self.buckets]
+    def bucket_values(self) -> Buckets:
+        return [(self.exchange.moves_as(b.shapes), b.dtype.itemsize) for b in self.buckets]
 
     def _follow(self, order: list[str]) -> None:
         self.order = order
@@ -496,9 +494,8 @@ class DoubleBuffer(GradSync):
     ::AggregateGradients), which Seide et al. 2014 call double buffering. The first step updates
     nothing, and the last step's gradient is never applied.
 
-    Args:
-        double_buffer: False waits as GradSync does. `overlap` must have the same value: it chooses
-            a worker that runs while the rank computes.
+    Without, it waits as GradSync does. `overlap` must have the same value: it chooses a worker that
+    runs while the rank computes.
 
     Raises:
         ValueError: `double_buffer` is not a bool, or differs from `overlap`.

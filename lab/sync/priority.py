@@ -42,11 +42,8 @@ class PrioritySync(GradSync):
     that gradients of early layers, which are there last and needed first, overtake those of late
     ones. (Exchanges that do more than sum get whole ones.) Step 0 finds the orders in which
     gradients arrive and forward reads, step 1 the time that they travel; then GradSync's schedule
-    and this one are timed (Trial). Why, and what is refused: docs/exchanges/schedules.md.
-
-    Args:
-        chunk_mb: largest bucket and part of a parameter in MiB, if the next forward is to wait.
-        trials: see Trial.
+    and this one are timed (Trial). Why, and what is refused: docs/exchanges/schedules.md. Settings:
+    conf/sync/priority.yaml.
 
     Raises:
         ValueError: an argument out of range, a compiled model, or an exchange that chooses by time.
@@ -67,8 +64,8 @@ class PrioritySync(GradSync):
         exchange = parts.exchange
         cuts = exchange.takes_divided and exchange.delivers == "mean"  # it only sums
         self._cut = partial(cut, bucket_mb=chunk_mb if cuts else None, bytes_scale=scale)
-        self._plan_overlap = partial(plan, parts.model, parts.bucket_mb)
         super().__init__(replace(parts, bucket_mb=chunk_mb), priority(parts.overlap))
+        self._plan_overlap = partial(plan, parts.model, parts.bucket_mb, **self._plan.keywords)
         self.overlap, self.model = parts.overlap, parts.model
         self.trial = Trial(trials, self._device)
         self._settled_at = 0
