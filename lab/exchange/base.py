@@ -241,35 +241,3 @@ class Staged(Exchange):
 
     @abstractmethod
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]: ...
-
-
-class Relayed(Staged):
-    """An exchange whose ranks all decode the same message at last, so that others can as well.
-
-    Two levels send it to the other ranks of a node in place of what it says.
-    """
-
-    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        byte = bucket.flat.new_empty(0, dtype=torch.uint8)
-        num_bytes = self.message_bytes(bucket, comm.size)
-        message = bucket.plans.scratch("message", byte, num_bytes)
-        yield from self.sum(bucket, comm, message)
-        self.decode(message, bucket, comm.size, divisor=comm.size)
-
-    @abstractmethod
-    def message_bytes(self, bucket: GradBucket, size: int) -> int:
-        """Return the bytes of the message of `bucket` among `size` ranks, a multiple of 4."""
-
-    @abstractmethod
-    def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
-        """Fill `message`, uint8 [message_bytes], with the sum over the ranks; yield as `stages`.
-
-        The memory of `bucket.flat` may be overwritten.
-        """
-
-    @abstractmethod
-    def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
-        """Replace `bucket.flat` by what `message` of `size` ranks says, divided by `divisor`.
-
-        The message is changed. Sets `bucket.finite`.
-        """

@@ -20,7 +20,7 @@ from lab.codec.base import Codec
 from lab.codec.kernels import Peers
 from lab.codec.layout import Layout
 from lab.distributed.comm import Collective, Comm, NoWindow, Window
-from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes
 from lab.exchange.memory import Bound, Memory
@@ -177,7 +177,7 @@ class TwoStagePlan(Messages):
         return self.message.new_zeros(self.layout.line_bytes)
 
 
-class TwoStage(Coded, Relayed):
+class TwoStage(Coded):
     """Sums in two stages (Seide et al. 2014, section 3), each of which encodes.
 
     1. Each rank encodes its gradients and keeps what that leaves out. Part r of every rank's
@@ -187,7 +187,8 @@ class TwoStage(Coded, Relayed):
        by N.
 
     So a rank sends 2(N-1)/N messages, whatever N is. A row with a value that is not finite is read
-    as such by all ranks, which mark the bucket.
+    as such by all ranks, which mark the bucket. Two levels send the sums to the other ranks of a
+    node in place of what they say.
     """
 
     def __init__(self, codec: Codec, memory: Memory) -> None:
@@ -200,9 +201,6 @@ class TwoStage(Coded, Relayed):
         per_value = residuals * (1 + part) + self.codec.bytes_per_value() * (2 + part)
         return Needs(kept=sizes.n * per_value)
 
-    def message_bytes(self, bucket: GradBucket, size: int) -> int:
-        return self.layout(bucket, size).num_bytes
-
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan = self.plan(bucket, comm)
         yield from self.sums(plan, bucket.flat, comm, plan.sums)
@@ -212,6 +210,7 @@ class TwoStage(Coded, Relayed):
         bucket.finite = plan.finite
 
     def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
+        """Fill `message`, uint8 [bytes of the layout], with all sums; yield as `stages`."""
         plan = self.plan(bucket, comm)
         return self.sums(plan, bucket.flat, comm, message.view_as(plan.lines))
 
@@ -229,6 +228,7 @@ class TwoStage(Coded, Relayed):
         yield comm.iall_gather(sums, plan.reply)
 
     def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
+        """Replace `bucket.flat` by what `message` of `size` ranks says, divided by `divisor`."""
         bucket.finite = torch.ones((), dtype=torch.bool, device=message.device)
         kernels, layout = self.codec.kernels(message.device), self.layout(bucket, size)
         kernels.add_up(layout, message.view(1, -1), bucket.flat, divisor, bucket.finite)
@@ -312,7 +312,7 @@ class Symmetric(TwoStage):
 
     def _window_of(self, bucket: GradBucket, comm: Comm) -> Window | None:
         """Return the window of a bucket, made at its first exchange; None: there is none."""
-        num_bytes = 2 * self.message_bytes(bucket, comm.size)
+        num_bytes = 2 * self.layout(bucket, comm.size).num_bytes
         key = self, "window", comm.size, num_bytes
         if key not in bucket.plans:
             window = bucket.plans[key] = self._new_window(comm, num_bytes, bucket.flat.device)

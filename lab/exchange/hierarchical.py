@@ -7,19 +7,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.codec.base import Codec
 from lab.distributed.comm import Collective, Comm
 from lab.distributed.launcher import Nodes, each_alone
 from lab.distributed.worker import record_stream
-from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged, require_mean
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_mean
 from lab.exchange.bucket import ALIGNED, GradBucket, Plans
 from lab.exchange.compressed import TwoStage
-from lab.exchange.cost import Costs, Needs, Sizes
+from lab.exchange.cost import Costs, Needs, Shape, Sizes
 
 OWN = ("carried", "shapes", "nodes")  # keys of its own beside those of `inter` in checkpoints
 
@@ -81,9 +83,9 @@ class Hierarchical(Staged):
         costs.codec(copied, calls=bool(copied))
         costs.wire(node.reduce_scatter(block_bytes), inside=True)
         rail = network.rail(rails)
-        if isinstance(inter, Relayed) and network.num_nodes > 1:
+        if isinstance(inter, TwoStage) and network.num_nodes > 1:
             costs.add(inter, part, rail, "sum")
-            message_bytes = costs.message_bytes(inter, part, network.num_nodes)
+            message_bytes = _message_bytes(inter.codec, tuple(part), network.num_nodes)
             costs.wire(node.all_gather(message_bytes), inside=True)
             for received in parts:
                 costs.add(inter, received, rail, "decode")
@@ -138,7 +140,7 @@ class Hierarchical(Staged):
         own = blocks.memory[levels.intra_node.rank]
         arriving = blocks.arriving(levels.intra_node)
         yield levels.intra_node.ireduce_scatter(own, blocks.memory, arriving)
-        if isinstance(self.inter, Relayed) and len(levels.nodes) > 1:
+        if isinstance(self.inter, TwoStage) and len(levels.nodes) > 1:
             yield from self._relayed(self.inter, blocks.parts, levels, levels.intra_node)
             finite = [part.finite for part in blocks.parts if part.finite is not None]
             bucket.finite = torch.stack(finite).all()
@@ -159,11 +161,11 @@ class Hierarchical(Staged):
             part.flat[:1].masked_fill_(~part.finite, torch.nan)
 
     def _relayed(
-        self, inter: Relayed, parts: Sequence[GradBucket], levels: Levels, intra_node: Comm
+        self, inter: TwoStage, parts: Sequence[GradBucket], levels: Levels, intra_node: Comm
     ) -> Iterator[Collective]:
         """Do the same, but send messages inside the nodes, which every rank decodes for itself."""
         num_nodes = len(levels.nodes)
-        sizes = [inter.message_bytes(part, num_nodes) for part in parts]
+        sizes = [inter.layout(part, num_nodes).num_bytes for part in parts]
         byte = parts[0].flat.new_empty(0, dtype=torch.uint8)
         longest = -(-max(sizes) // ALIGNED) * ALIGNED
         messages = parts[0].plans.scratch("messages", byte, intra_node.size, longest)
@@ -303,6 +305,12 @@ class Hierarchical(Staged):
 def _smallest_node(size: int, local: int) -> int:
     """Return the ranks of the smallest node, where all but the last have `local`."""
     return size - local * (-(-size // local) - 1)
+
+
+@lru_cache(maxsize=10_000)
+def _message_bytes(codec: Codec, shapes: tuple[Shape, ...], size: int) -> int:
+    named = {str(number): shape for number, shape in enumerate(shapes)}
+    return codec.layout(named, sum(map(math.prod, shapes)), size).num_bytes
 
 
 def _of_part(sizes: Sizes) -> Sizes:
