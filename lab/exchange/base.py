@@ -40,6 +40,8 @@ class Exchange(ABC):
     Attributes:
         dtypes: that a bucket may have. Gradients of bfloat16 and float16 come as float32 where they
             are not among these (see lab.exchange.gate.carrier).
+        steady_from: the first step from which on all launch the same work on the same memory, of
+            which a CUDA graph may repeat one (lab.training.graph); None: none is.
         total_steps: of the run; the trainer sets it. None: unknown, in a loop of the user's own.
     """
 
@@ -51,6 +53,7 @@ class Exchange(ABC):
     needs_like_gpus = False  # all ranks must compute or draw the same bits
     takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
     staged = False  # over Gloo it takes turns with backward on one thread; others have their own
+    steady_from: int | None = None
     total_steps: int | None = None
 
     @abstractmethod
@@ -153,14 +156,6 @@ class Exchange(ABC):
     def settled_at(self) -> int | None:
         """The first step after any trials, in which choices are made; None: they go on."""
         return 0
-
-    @property
-    def steady_from(self) -> int | None:
-        """The first step from which on all launch the same work on the same memory; None: none is.
-
-        A CUDA graph may repeat one of these (lab.training.graph).
-        """
-        return None
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""

@@ -46,6 +46,7 @@ class Lossy(Staged):
     """
 
     exact = False
+    steady_from = 0
     warmup_steps = 0
 
     def __init__(self, memory: Memory) -> None:
@@ -54,10 +55,6 @@ class Lossy(Staged):
     @property
     def keeps_residuals(self) -> bool:
         return self.memory.keeps
-
-    @property
-    def steady_from(self) -> int | None:
-        return self.warmup_steps
 
     def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
         """Return what stays from step to step for `bucket`, made anew where residuals moved.
@@ -382,6 +379,7 @@ class OneBit(TwoStage):
         self._rows = codecs.OneBit(threshold, granularity, block_size, min_columns)
         super().__init__(self._rows, Memory(error_feedback))
         self.warmup_steps = checks.whole("exchange.warmup_steps", warmup_steps, 0)
+        self.steady_from = self.warmup_steps
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         num_values = sum(map(math.prod, shapes.values()))

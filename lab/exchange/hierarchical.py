@@ -61,6 +61,7 @@ class Hierarchical(Staged):
         self.inter = inter
         self.exact, self.takes_divided = inter.exact, inter.takes_divided
         self.dtypes, self.staged = inter.dtypes, inter.staged
+        self.steady_from = inter.steady_from
         self.needs_send_recv = inter.needs_send_recv
         self.needs_like_gpus = inter.needs_like_gpus
         # Residuals of other nodes, [values of this rank's part] by parameter, for the next step.
@@ -210,10 +211,6 @@ class Hierarchical(Staged):
     @property
     def settled_at(self) -> int | None:
         return self.inter.settled_at
-
-    @property
-    def steady_from(self) -> int | None:
-        return self.inter.steady_from
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         levels = self._levels

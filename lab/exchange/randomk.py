@@ -46,14 +46,12 @@ class RandomK(Lossy):
         seed: of the draw.
     """
 
+    steady_from = None  # the host draws other places for each step
+
     def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(Memory(error_feedback))
         self.ratio = checks.number("exchange.ratio", ratio, above=0, at_most=1)
         self.seed = checks.whole("exchange.seed", seed)
-
-    @property
-    def steady_from(self) -> None:
-        """None: the host draws other places for each step."""
 
     def add_cost(self, costs: Costs) -> bool:
         n, sent = costs.n, sum(num_sent(shape, self.ratio) for shape in costs.shapes)
