@@ -107,7 +107,7 @@ class Tables(NamedTuple):
 
 
 class TopK:
-    """See lab.codec.base.Kernels.
+    """See lab.codec.base.Reference.
 
     Args:
         share: of the values of a row that are sent, rounded up.

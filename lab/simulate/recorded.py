@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lab.codec.base import Codec
+from lab.codec.base import Codec, Reference
 from lab.codec.kernels import Peers
 from lab.codec.layout import Layout
 from lab.distributed.comm import Collective, Comm, Done, Handle, Transfer, Window
@@ -255,14 +255,15 @@ class Passes(TorchDispatchMode):
         return out
 
 
-class Noting:
-    """Kernels that do nothing but note what theirs move; see lab.codec.base.Kernels.
+class Noting(Reference):
+    """Kernels that do nothing but note what they would move.
 
     Plain torch reads and writes `codec.in_torch` bytes for a value, and 12 to add one to another.
     """
 
     def __init__(self, codec: Codec, events: list[Event]) -> None:
-        self._codec, self._events = codec, events
+        super().__init__(codec)
+        self._events = events
 
     def encode(
         self,
