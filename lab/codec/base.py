@@ -11,17 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lab.codec.kernels import (
-    Messages,
-    Peers,
-    Reading,
-    Residual,
-    bound,
-    library,
-    on_gpu,
-    push,
-    together,
-)
+from lab.codec.kernels import Messages, Peers, Reading, Residual, bound, library, on_gpu
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
 
 MANY = 2**20  # values, of which a header is a small part
@@ -232,6 +222,18 @@ class Native(Reference):
             *(rows.shape[0], rows.stride(0), self._option, torch.get_num_threads()),
         )
         push(out)
+
+
+def together(messages: Messages) -> Tensor:
+    """Return messages one behind the other, [messages, bytes]; a copy of those that lie apart."""
+    return torch.stack(messages) if isinstance(messages, Peers) else messages
+
+
+def push(messages: Messages) -> None:
+    """Copy the first of several messages to all others."""
+    if isinstance(messages, Peers) and len(messages) > 1:
+        first, *others = messages
+        torch._foreach_copy_(others, [first] * len(others))
 
 
 def _rows(piece: Piece, values: Tensor) -> Tensor:

@@ -48,18 +48,6 @@ Messages = Tensor | Peers  # uint8 [messages, bytes], or a message alone; or suc
 Residual = Tensor | None  # float32, like the values; replaced in place. None: no error feedback
 
 
-def together(messages: Messages) -> Tensor:
-    """Return messages one behind the other, [messages, bytes]; a copy of those that lie apart."""
-    return torch.stack(messages) if isinstance(messages, Peers) else messages
-
-
-def push(messages: Messages) -> None:
-    """Copy the first of several messages to all others."""
-    if isinstance(messages, Peers) and len(messages) > 1:
-        first, *others = messages
-        torch._foreach_copy_(others, [first] * len(others))
-
-
 def bound(library: ctypes.CDLL, name: str, tensors: int, numbers: int) -> Any:
     """Return a function that takes addresses of tensors (None: a null pointer) and then int64."""
     function = library[name]
