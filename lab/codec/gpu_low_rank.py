@@ -203,6 +203,15 @@ def _q(q, program, column, NUMBER: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _zeros(RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Return a sum [R, C] for each column of a factor."""
+    sums = ()
+    for _ in tl.static_range(RANK):
+        sums += (tl.zeros((R, C), tl.float32),)
+    return sums
+
+
+@triton.jit
 def _store_p(p, sums, program, row, NUMBER: tl.constexpr, ROWS: tl.constexpr):
     rows, _, rank = program[1]
     down = row + tl.arange(0, ROWS)
@@ -215,29 +224,19 @@ def _rows(
     gradients, residuals, q, p, program, RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
     """Multiply R rows by Q, C columns at a time."""
-    row = program[4]
-    zeros = tl.zeros((R, C), tl.float32)
-    sums0, sums1, sums2, sums3 = zeros, zeros, zeros, zeros
+    row, sums = program[4], _zeros(RANK, R, C)
     for column in range(0, program[1][1], C):
         place, there = _tile(program, row, column, R, C)
         values = tl.load(gradients + place, mask=there, other=0.0)
         if residuals is not None:
             values += tl.load(residuals + place, mask=there, other=0.0)
             tl.store(residuals + place, values, mask=there)
-        sums0 += values * _q(q, program, column, 0, C)[None, :]
-        if RANK > 1:
-            sums1 += values * _q(q, program, column, 1, C)[None, :]
-        if RANK > 2:
-            sums2 += values * _q(q, program, column, 2, C)[None, :]
-        if RANK > 3:
-            sums3 += values * _q(q, program, column, 3, C)[None, :]
-    _store_p(p, sums0, program, row, 0, R)
-    if RANK > 1:
-        _store_p(p, sums1, program, row, 1, R)
-    if RANK > 2:
-        _store_p(p, sums2, program, row, 2, R)
-    if RANK > 3:
-        _store_p(p, sums3, program, row, 3, R)
+        added = ()
+        for number in tl.static_range(RANK):
+            added += (sums[number] + values * _q(q, program, column, number, C)[None, :],)
+        sums = added
+    for number in tl.static_range(RANK):
+        _store_p(p, sums[number], program, row, number, R)
 
 
 @triton.jit
@@ -272,26 +271,16 @@ def _columns(
     matrices, p, parts, program, num_q, span, RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
     """Multiply P^T by C columns, R of at most `span` rows at a time."""
-    first, column = program[4], program[5]
-    zeros = tl.zeros((R, C), tl.float32)
-    sums0, sums1, sums2, sums3 = zeros, zeros, zeros, zeros
+    first, column, sums = program[4], program[5], _zeros(RANK, R, C)
     for row in range(first, tl.minimum(first + span, program[1][0]), R):
         place, there = _tile(program, row, column, R, C)
         values = tl.load(matrices + place, mask=there, other=0.0)
-        sums0 += values * _p(p, program, row, 0, R)[:, None]
-        if RANK > 1:
-            sums1 += values * _p(p, program, row, 1, R)[:, None]
-        if RANK > 2:
-            sums2 += values * _p(p, program, row, 2, R)[:, None]
-        if RANK > 3:
-            sums3 += values * _p(p, program, row, 3, R)[:, None]
-    _store_q(parts, sums0, program, num_q, 0, C)
-    if RANK > 1:
-        _store_q(parts, sums1, program, num_q, 1, C)
-    if RANK > 2:
-        _store_q(parts, sums2, program, num_q, 2, C)
-    if RANK > 3:
-        _store_q(parts, sums3, program, num_q, 3, C)
+        added = ()
+        for number in tl.static_range(RANK):
+            added += (sums[number] + values * _p(p, program, row, number, R)[:, None],)
+        sums = added
+    for number in tl.static_range(RANK):
+        _store_q(parts, sums[number], program, num_q, number, C)
 
 
 @triton.jit
