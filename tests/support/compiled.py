@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -264,7 +265,7 @@ def _work(launch: _Launch) -> tuple[str, int, int]:
     topk, low_rank = (modules(f"lab.codec.gpu_{name}") for name in ("topk", "low_rank"))
     size, at_once, _ = topk.SIZES
     drawn = round(arguments[-2] / RATIO) if launch.kernel.endswith("_drawn") else 0
-    rows, columns = low_rank.ROWS * low_rank.COLUMNS, low_rank.TALL * low_rank.NARROW
+    rows, columns = math.prod(low_rank.WIDE), math.prod(low_rank.TALL)
     return {
         "collect_largest": (ENCODE, topk.TILE, 1),
         "spread_largest": (DECODE, size, size // at_once),
