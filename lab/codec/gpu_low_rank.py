@@ -12,7 +12,7 @@ load, so ranks rebuild the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lab.codec.gpu_kernels import inverse
+from lab.codec.layout import Factors
 
 WIDE = 4, 512  # rows and columns of a tile, of a program that takes whole rows
 TALL = 16, 128  # the same, of a program that takes columns
@@ -54,15 +55,6 @@ class Program(NamedTuple):
 
 
 FIELDS: tl.constexpr = tl.constexpr(len(Program._fields))
-
-
-class Factors(Protocol):
-    """See lab.exchange.powersgd.Factors."""
-
-    matrices: Matrices
-    num_p: int
-    num_q: int
-    plans: dict[Any, Any]
 
 
 class Plan(NamedTuple):

@@ -29,9 +29,8 @@ import torch
 from lab.codec.base import Codec
 from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs, TopK
 from lab.codec.kernels import Peers
+from lab.codec.layout import Draws, Factors
 from lab.draw.text import markdown
-from lab.exchange.powersgd import Factors
-from lab.exchange.randomk import Draws
 from tests.support import round_products_once
 from tests.support.exact import error_of
 from tests.support.kernels import LAUNCHED
