@@ -177,11 +177,6 @@ class Watch:
         self._buffers = {name: self._whole(b) for name, b in model.named_buffers()}
 
     @property
-    def names(self) -> list[str]:
-        """Names of the trainable parameters."""
-        return list(self.parameters)
-
-    @property
     def names_at_start(self) -> list[str]:
         """Names of the rows of `Seen.start`."""
         return [*self.parameters, *self._buffers]

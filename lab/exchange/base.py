@@ -65,7 +65,7 @@ class Exchange(ABC):
 
     def asynchronous(self, comm: Comm) -> bool:
         """Return whether `stages` leaves all waiting to its caller."""
-        return False
+        return self.staged and comm.asynchronous
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         """Do the same as `average`, but yield each collective begun; resume once it is done."""
@@ -226,9 +226,6 @@ class Staged(Exchange):
     """
 
     staged = True
-
-    def asynchronous(self, comm: Comm) -> bool:
-        return comm.asynchronous
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         for collective in self.stages(bucket, comm):

@@ -115,9 +115,6 @@ class Hierarchical(Staged):
             others = self.inter.codec.bytes_per_value() * part.n * (sizes.local - 1)
         return Needs(own + inter.kept + others, inter.scratch)
 
-    def asynchronous(self, comm: Comm) -> bool:
-        return comm.asynchronous and self.inter.asynchronous(comm)
-
     def validate(self, comm: Comm) -> None:
         """Make groups of the ranks of each node and of each rail, too.
 
