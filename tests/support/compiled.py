@@ -264,12 +264,13 @@ def _work(launch: _Launch) -> tuple[str, int, int]:
     topk, low_rank = (modules(f"lab.codec.gpu_{name}") for name in ("topk", "low_rank"))
     size, at_once, _ = topk.SIZES
     drawn = round(arguments[-2] / RATIO) if launch.kernel.endswith("_drawn") else 0
+    passes = -(-drawn // arguments[-1]) if drawn else 0
     rows, columns = math.prod(low_rank.WIDE), math.prod(low_rank.TALL)
     return {
         "collect_largest": (ENCODE, topk.TILE, 1),
         "spread_largest": (DECODE, size, size // at_once),
-        "take_drawn": (ENCODE, drawn, -(-drawn // arguments[-1])),
-        "put_drawn": (DECODE, drawn, -(-drawn // arguments[-1])),
+        "take_drawn": (ENCODE, drawn, passes),
+        "put_drawn": (DECODE, drawn, passes),
         "multiply_rows": (ENCODE, rows, 1),
         "multiply_columns": (ENCODE, columns, 1),
         "multiply_factors": (DECODE, rows, 1),
