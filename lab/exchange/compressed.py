@@ -107,12 +107,7 @@ class Messages:
     """
 
     def __init__(
-        self,
-        codec: Codec,
-        layout: Layout,
-        comm: Ranks,
-        like: Tensor,
-        message: Tensor | None = None,
+        self, codec: Codec, layout: Layout, comm: Ranks, like: Tensor, message: Tensor | None = None
     ) -> None:
         if message is None:
             message = like.new_zeros(layout.num_bytes, dtype=torch.uint8)
