@@ -128,8 +128,8 @@ class Seen:
 
     def row(self, index: int) -> Seen:
         """Return the same with one of the rows: 0 is the first, -1 the head's."""
-        one = (each[..., index, :] for each in (self.own, self.sent, self.delivered))
-        return replace(self, **dict(zip(("own", "sent", "delivered"), one, strict=True)))
+        names = ("own", "sent", "delivered")
+        return replace(self, **{name: getattr(self, name)[..., index, :] for name in names})
 
     def is_finite(self) -> bool:
         return all(bool(each.isfinite().all()) for each in (self.own, self.delivered, self.sent))

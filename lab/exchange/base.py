@@ -52,6 +52,7 @@ class Exchange(ABC):
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
     takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
+    keeps_residuals = False  # what codecs leave out of gradients is kept for later steps
     staged = False  # over Gloo it takes turns with backward on one thread; others have their own
     steady_from: int | None = None
     total_steps: int | None = None
@@ -146,11 +147,6 @@ class Exchange(ABC):
             key: of this exchange among the settings.
         """
         yield from ()
-
-    @property
-    def keeps_residuals(self) -> bool:
-        """True if what codecs leave out of gradients is kept for later steps."""
-        return False
 
     @property
     def settled_at(self) -> int | None:

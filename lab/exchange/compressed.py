@@ -50,11 +50,7 @@ class Lossy(Staged):
     warmup_steps = 0
 
     def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-
-    @property
-    def keeps_residuals(self) -> bool:
-        return self.memory.keeps
+        self.memory, self.keeps_residuals = memory, memory.keeps
 
     def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
         """Return what stays from step to step for `bucket`, made anew where residuals moved.
@@ -83,7 +79,7 @@ class Lossy(Staged):
         return self.memory.kept()
 
     def error_bound(self, largest: float, size: int) -> float:
-        return 0.0 if self.memory.keeps else math.inf
+        return 0.0 if self.keeps_residuals else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         return self.memory.state_dict()
@@ -403,7 +399,6 @@ class Int8(TwoStage):
 
     def __init__(self, block_size: int = 1024) -> None:
         super().__init__(codecs.Int8(block_size), Memory(keeps=False))
-        self.block_size = block_size
 
     def error_bound(self, largest: float, size: int) -> float:
         steps = codecs.Int8.num_levels - 1
@@ -424,7 +419,6 @@ class Int4(TwoStage):
 
     def __init__(self, block_size: int = 128, error_feedback: bool = True) -> None:
         super().__init__(codecs.Int4(block_size), Memory(error_feedback))
-        self.block_size = block_size
 
 
 class SignSGD(AllGather):
@@ -462,7 +456,6 @@ class TopK(AllGather):
 
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
         super().__init__(codecs.TopK(ratio), Memory(error_feedback))
-        self.ratio = ratio
 
 
 def left_exact(exchange: Exchange, shapes: Shapes) -> list[str]:
