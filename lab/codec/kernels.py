@@ -1,4 +1,4 @@
-"""The kernels of codecs: in C++, called with tensors of CPUs, and in Triton, if it works."""
+"""How kernels are found: in C++, compiled for this processor, and in Triton, if it works."""
 
 from __future__ import annotations
 
