@@ -43,8 +43,7 @@ class Observer:
         self.buckets: list[Bucket] = []
         self._kept: Tensor | None = None  # before the exchange
         self._begun = False
-        parameters = [*watch.parameters.values()]
-        self.examination = Examination(about, watch.names, watch.names_at_start, parameters)
+        self.examination = Examination(about, watch.parameters, watch.names_at_start)
 
     def begin(self) -> None:
         """Note what is kept, and counted, before an exchange."""
@@ -326,7 +325,6 @@ def check_of(
         name=f"{'sync' if pattern.by_library else 'exchange'}={type(who).__name__}",
         error_bound=sync.error_bound,
         settings=exchange,
-        counts_itself=not pattern.by_library,
         nodes=sync.comm.nodes,
         exchange=None if pattern.by_library else sync.exchange,
     )

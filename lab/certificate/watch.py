@@ -128,8 +128,8 @@ class Seen:
 
     def row(self, index: int) -> Seen:
         """Return the same with one of the rows: 0 is the first, -1 the head's."""
-        one = (each[..., index, :] for each in (self.own, self.sent, self.delivered))
-        return replace(self, **dict(zip(("own", "sent", "delivered"), one, strict=True)))
+        names = ("own", "sent", "delivered")
+        return replace(self, **{name: getattr(self, name)[..., index, :] for name in names})
 
     def is_finite(self) -> bool:
         return all(bool(each.isfinite().all()) for each in (self.own, self.delivered, self.sent))
@@ -175,11 +175,6 @@ class Watch:
             for name, node in accumulators.items()
         ]
         self._buffers = {name: self._whole(b) for name, b in model.named_buffers()}
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trainable parameters."""
-        return list(self.parameters)
 
     @property
     def names_at_start(self) -> list[str]:

@@ -27,9 +27,7 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     """
     require_values(model)
     parameters = trainable(model)
-    if not any(p.numel() for p in parameters.values() if not is_lazy(p)) and not any(
-        map(is_lazy, parameters.values())
-    ):
+    if not any(is_lazy(p) or p.numel() for p in parameters.values()):
         raise ValueError("model has no trainable parameters, so there is nothing to exchange")
     for name, parameter in parameters.items():
         if problem := _problem(parameter, exchange):

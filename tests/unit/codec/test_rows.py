@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Kernels, Reference
+from lab.codec.base import Codec, Native, Reference
 from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs, TopK
-from lab.codec.kernels import Native
 from lab.codec.layout import WORD, Layout
 
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ class Ended(NamedTuple):
 
 
 def averaged(
-    kernels: Kernels, layout: Layout, gradients: Tensor, residuals: Tensor | None
+    kernels: Reference, layout: Layout, gradients: Tensor, residuals: Tensor | None
 ) -> Ended:
     """Average in two stages, or by messages of one part that all ranks decode."""
     size = len(gradients)
