@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.points import CEILING, Times, leaders_of
+from lab.analysis.points import CEILING, Times, leaders_of, paired
 from lab.analysis.records import Cell
 from lab.cluster.settings import RATE, bits_per_s
 from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart, alt, looks_of, order
@@ -101,9 +101,7 @@ class Place:
 
     def ratio(self, slow: str, fast: str) -> Interval:
         """Compute the ratio of two strategies' steps, in pairs; NaN without any."""
-        a, b = (self.steps_s.get(name, {}) for name in (slow, fast))
-        shared = [key for key in a if key in b]
-        return of_ratio([a[r] for r in shared], [b[r] for r in shared])
+        return of_ratio(*paired(*(self.steps_s.get(name, {}) for name in (slow, fast))))
 
     def exposed_ratio(self, one: str, other: str, least: float) -> Interval:
         """Compute the ratio of two strategies' exposed exchange: step less that of none.

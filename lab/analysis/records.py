@@ -24,7 +24,7 @@ from lab.analysis.series import (
     series_of,
     usual_values,
 )
-from lab.record.schema import Emulation, Record, Scaling, Status, Stretch, read_record
+from lab.record.schema import Record, Scaling, Status, read_record
 from lab.record.steps import read_table
 from lab.settings.errors import one_line
 from lab.settings.names import is_of_strategy, root_of
@@ -35,10 +35,9 @@ NO_RECORD = "left no record.json"
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: the parts of its record that figures and tables need, under the same names.
+    """One run: its record, what tells it from others, and those of its values that many need.
 
-    Values that a run did not measure are NaN or empty, `step_s` is the median alone, and
-    `samples_per_s` counts wall-clock time.
+    Of these, values that a run did not measure are NaN or empty, and `step_s` is the median alone.
 
     Attributes:
         commit: of the lab; empty if it is not known, or its files had been changed.
@@ -50,16 +49,12 @@ class Cell:
         profile: the one whose layers model=replay waits for; empty for a real model.
         settings: the settings typed or differing, and the context that runs must share to be
             compared.
-        final: metrics of the last evaluation by name.
-        idle: settings that did nothing, a line each.
-        stretches: all steps by how they were made, unless all were made alike.
-        record: the whole record.
     """
 
     folder: Path
+    record: Record
     commit: str
     status: Status
-    error: str
     strategy: str
     exchange: str
     sync: str
@@ -71,33 +66,18 @@ class Cell:
     scaling: Scaling
     repeat: int
     measure: str
-    started_at: str
-    variant: Mapping[str, str]
     conditions: Mapping[str, str]
     profile: str
     settings: Mapping[str, str]
     transform: str
-    emulation: tuple[Emulation, ...]
     environment: Mapping[str, Any]
     step_s: float
-    turns_s: tuple[float, ...]
     step_mad_s: float
-    samples_per_s: float
     flops_per_s: float
     mfu: float
-    unit: str
-    prediction: str
-    predictions_per_sample: int
     phases_s: Mapping[str, float]
     payload_bytes_per_step: tuple[float, ...]
-    messages_per_step: tuple[float, ...]
-    gradient_bytes: float
     num_parameters: float
-    final: Mapping[str, float]
-    evaluations: tuple[Mapping[str, float | None], ...]
-    idle: tuple[str, ...]
-    stretches: tuple[Stretch, ...]
-    record: Record
 
     @property
     def name(self) -> str:
@@ -112,8 +92,8 @@ class Cell:
     @property
     def paired_s(self) -> dict[Hashable, float]:
         """Seconds of a step by what was measured next to it: a turn of its start, or a repeat."""
-        if self.turns_s:
-            return {(self.started_at, at): time for at, time in enumerate(self.turns_s)}
+        if turns_s := self.record.turns_s:
+            return {(self.record.started_at, at): time for at, time in enumerate(turns_s)}
         return {self.repeat: self.step_s}
 
     @property
@@ -263,9 +243,9 @@ def _cell(
     series = series_of(record.strategy, differing)
     return Cell(
         folder=folder,
+        record=record,
         commit="" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",
         status=record.status,
-        error=record.error or "",
         strategy=record.strategy,
         exchange=who.class_of("exchange"),
         sync=who.class_of("sync"),
@@ -277,33 +257,18 @@ def _cell(
         scaling=record.scaling,
         repeat=record.repeat,
         measure=record.measure,
-        started_at=record.started_at or "",
-        variant=record.variant,
         conditions={k: v for k, v in differing.items() if not is_of_strategy(k)},
         profile=who.resolved.get("model.profile.name", ""),
         settings={**differing, **who.typed},
         transform=record.transform or "",
-        emulation=tuple(record.emulation),
         environment=record.environment,
         step_s=number(record.step_s and record.step_s.median),
-        turns_s=tuple(record.turns_s),
         step_mad_s=number(record.step_s and record.step_s.mad),
-        samples_per_s=number(record.wall_samples_per_s),
         flops_per_s=number(record.flops_per_s),
         mfu=number(record.mfu),
-        unit=record.unit,
-        prediction=record.prediction,
-        predictions_per_sample=record.predictions_per_sample,
         phases_s={key: number(value) for key, value in record.phases_s.items()},
         payload_bytes_per_step=tuple(record.payload_bytes_per_step or ()),
-        messages_per_step=tuple(record.messages_per_step or ()),
-        gradient_bytes=number(record.gradient_bytes),
         num_parameters=number(record.num_parameters),
-        final={name: number(value) for name, value in record.final.items()},
-        evaluations=tuple(record.evaluations),
-        idle=tuple(record.idle),
-        stretches=tuple(record.stretches),
-        record=record,
     )
 
 

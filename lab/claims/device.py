@@ -371,11 +371,11 @@ def mini_batch_ratio(
 
 def _seconds(device: Device, model: str, threads: int) -> dict[int, float]:
     """Return the median step of each repeat."""
+    wanted = {"model": model, "threads": str(threads)}
     found = {
         cell.repeat: cell.step_s
         for cell in device.cells
-        if cell.status == "done"
-        and (cell.variant.get("model"), cell.variant.get("threads")) == (model, str(threads))
+        if cell.status == "done" and wanted.items() <= cell.record.variant.items()
     }
     if not found:
         raise Missing

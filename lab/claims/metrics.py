@@ -150,7 +150,7 @@ class Measured:
         cells = [cell for each in self._cells.values() for cell in each]
         known = [cell.environment for cell in cells if cell.environment]
         machines = {f"{e['cpu']}, {e['num_cores']} cores, torch {e['torch']}" for e in known}
-        emulations = {one.detail for cell in cells for one in cell.emulation}
+        emulations = {one.detail for cell in cells for one in cell.record.emulation}
         commits = commits_of(self._all_cells)
         return Conditions(tuple(sorted(machines)), tuple(sorted(emulations)), commits)
 

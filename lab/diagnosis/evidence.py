@@ -109,8 +109,8 @@ def evidence_of(
     """Do the same where the study's points and noise floor are known. Raises the same."""
     if cell.status != "done":
         raise ValueError(
-            f"{cell.folder}: status={cell.status}: {cell.error}; only runs with status=done can be "
-            "explained"
+            f"{cell.folder}: status={cell.status}: {cell.record.error}; only runs with status=done "
+            "can be explained"
         )
     if cell.world_size < 2:
         raise ValueError(f"{cell.folder}: world_size=1: a single rank exchanges nothing")
@@ -149,7 +149,7 @@ def evidence_of(
         codec_s=scale * _codec_s(breakdowns),
         floor=floor,
         payload_bytes=max(cell.payload_bytes_per_step, default=math.nan),
-        messages=max(cell.messages_per_step, default=math.nan),
+        messages=max(cell.record.messages_per_step or (), default=math.nan),
         settings=settings,
         to_run=_to_run(study, point, base, ceiling),
     )
@@ -292,7 +292,7 @@ def sweep_command(study: Study, cell: Cell, strategy: str, sizes: str, *more: st
     settings += [f"scaling={cell.scaling}"] if cell.scaling != "strong" else []
     settings += [
         f"{key}={value}"
-        for key, value in cell.variant.items()
+        for key, value in cell.record.variant.items()
         if strategy == cell.strategy or key.split(".")[0] not in OF_EXCHANGE
     ]
     if strategy != cell.strategy and cell.transform:

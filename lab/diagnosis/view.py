@@ -148,12 +148,12 @@ def _evidence_lines(e: Evidence) -> Lines:
         yield "input", f"{_ms(e.input_s)} ({_share(e.input_s, e)}) waiting for data"
     if not math.isnan(e.fixed_s):
         yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute beyond that"
-    for line in e.one.idle:
+    for line in e.one.record.idle:
         yield "no effect", line
     if floor := floor_text(e.floor):
         yield "noise", floor
-    if e.one.emulation:
-        yield "emulated", worded(e.one.emulation)
+    if emulated := worded(e.one.record.emulation):
+        yield "emulated", emulated
 
 
 def _slow(slow: Slow, e: Evidence) -> str:

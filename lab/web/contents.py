@@ -200,7 +200,7 @@ def _facts(study: Study) -> dict[str, str]:
     """List what was run, when and on what; values in which runs differ side by side."""
     cells = study.cells
     done = sum(cell.status == "done" for cell in cells)
-    times = sorted(cell.started_at for cell in cells if cell.started_at)
+    times = sorted(filter(None, (cell.record.started_at for cell in cells)))
     facts = {
         "runs": str(done) if done == len(cells) else f"{done} finished, of {len(cells)}",
         "measured": " to ".join(dict.fromkeys([times[0][:10], times[-1][:10]])) if times else "",
@@ -216,17 +216,17 @@ def _facts(study: Study) -> dict[str, str]:
 def _troubles(study: Study, prefix: str) -> list[Table]:
     """Make tables of runs that failed, of settings without effect, and of steps others made."""
     failed = [
-        (study.name_of(c.folder), c.status, c.error or "no error was recorded")
+        (study.name_of(c.folder), c.status, c.record.error or "no error was recorded")
         for c in study.cells
         if c.status != "done"
     ]
     failed += [(name, "missing", why) for name, why in study.missing.items()]
     several = [c for c in study.cells if c.world_size > 1]  # one rank exchanges nothing anyway
-    idle = dict.fromkeys((c.series, line) for c in several for line in c.idle)
+    idle = dict.fromkeys((c.series, line) for c in several for line in c.record.idle)
     title = "Runs that did not finish, and the reasons"
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
     tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
-    made = [(c, each) for c in study.cells for each in c.stretches]
+    made = [(c, each) for c in study.cells for each in c.record.stretches]
     title = "Runs in which steps were executed in different ways"
     lines = [(study.name_of(c.folder), each.steps, each.made_by) for c, each in made]
     tables += [of_texts(f"{prefix}made", title, ["run", "steps", "made by"], lines)]
