@@ -291,9 +291,12 @@ def speedup_over_rate(reproduced: Reproduced, about: Sequence[str]) -> Chart:
     ranks, machine = max(reproduced.grid.world_sizes), reproduced.paper.hardware
     own = 8e-9 * slowest(machine).bandwidth_bytes_per_s
     found = rate_speedups(reproduced.grid, reproduced.paper).dropna()
-    names = {"strategy": "series", "batch": "panel", "speedup": "value"}
-    data: Any = found.rename(columns=names).assign(x=8e-9 * found["rate"]).drop(columns="rate")
-    data = data[["series", "panel", "x", "value"]].assign(low=math.nan, high=math.nan, one=1.0)
+    data: Any = pd.DataFrame(
+        {
+            **{"series": found["strategy"], "panel": found["batch"], "x": 8e-9 * found["rate"]},
+            **{"value": found["speedup"], "low": math.nan, "high": math.nan, "one": 1.0},
+        }
+    )
     body, width = lines(
         *(data, Axis("link, Gb/s", log=10, ticks=(0.1, 1, 10, 100, 1000))),
         Axis("speedup over 1 rank"),

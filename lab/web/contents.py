@@ -15,9 +15,9 @@ from lab.analysis.records import Study
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
 from lab.analysis.summary import shared_runs
-from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
+from lab.diagnosis.evidence import Evidence, gather, sweep_command
 from lab.diagnosis.finding import Finding, finding
-from lab.diagnosis.rules import judge
+from lab.diagnosis.rules import judge, remedies
 from lab.diagnosis.view import best_remedies, headline, in_full, time_split
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
@@ -132,7 +132,10 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         charts=charts,
         timelines=_timelines(study, prefix, left_out),
         helps=best_remedies(*why, points) if why else (),
-        explanations=[(headline(*each), in_full(*each)) for each in explained.values()],
+        explanations=[
+            (headline(e, verdict), in_full(e, remedies(e, verdict)))
+            for e, verdict in explained.values()
+        ],
         records=[read_json(c.folder / "record.json") for c in study.cells],
         left_out=left_out,
     )
@@ -150,10 +153,10 @@ def contents_of(folder: Path, prefix: str) -> Contents:
 
 
 def _evidence(results: Results, left_out: list[str]) -> list[Evidence]:
-    found, points = list[Evidence](), results.points
-    for point in points:
+    found = list[Evidence]()
+    for point in results.points:
         try:
-            found.append(evidence_of(results.study, point.one, point, points, results.floor))
+            found.append(gather(results, point.one))
         except DamagedFile as why:
             left_out.append(f"an explanation: {why}")
         except ValueError:  # a failed run, one rank, or no timed step: nothing to explain
