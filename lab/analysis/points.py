@@ -39,7 +39,7 @@ from lab.measure.statistics import (
     quantile,
 )
 from lab.record.schema import STATUSES, Scaling, worded
-from lab.settings.names import adds_nothing, idle_groups, root_of
+from lab.settings.names import idle_groups, root_of
 
 CEILING = "none"
 ENOUGH_COPIES = 3  # degrees of freedom; fewer would give a floor of any height
@@ -305,7 +305,7 @@ def together(points: Iterable[Point]) -> list[list[Point]]:
 
 def is_copy(point: Point) -> bool:
     """Return whether this point computes on one rank, and nothing else."""
-    return point.world_size == 1 and adds_nothing(point.one.exchange, point.one.sync)
+    return point.world_size == 1 and point.one.adds_nothing
 
 
 def same_work(points: list[Point], point: Point, strategy: str, world_size: int) -> Point | None:
@@ -329,7 +329,7 @@ def shared_baseline(points: list[Point], point: Point, strategy: str | None = No
     Args:
         strategy: look for a point of this one instead.
     """
-    if strategy is None and not adds_nothing(point.one.exchange, point.one.sync):
+    if strategy is None and not point.one.adds_nothing:
         return None
     idle = idle_groups(point.one.settings.get("compile"))
     copies = [p for p in points if is_copy(p) and p.one.transform == point.one.transform]

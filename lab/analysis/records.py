@@ -27,7 +27,7 @@ from lab.analysis.series import (
 from lab.record.schema import Record, Scaling, Status, read_record
 from lab.record.steps import read_table
 from lab.settings.errors import one_line
-from lab.settings.names import is_of_strategy, root_of
+from lab.settings.names import adds_nothing, is_of_strategy, root_of
 from lab.settings.storage import DamagedFile
 
 NO_RECORD = "left no record.json"
@@ -41,7 +41,7 @@ class Cell:
 
     Attributes:
         commit: of the lab; empty if it is not known, or its files had been changed.
-        exchange, sync: class names.
+        adds_nothing: its exchange and sync do nothing on one rank (lab.settings.names).
         series: the strategy, and the settings in which runs of the study differ.
         label: the same in short (labels_of_series), for charts: without the values that most
             series share (Study.usual).
@@ -56,8 +56,7 @@ class Cell:
     commit: str
     status: Status
     strategy: str
-    exchange: str
-    sync: str
+    adds_nothing: bool
     series: str
     label: str
     world_size: int
@@ -142,6 +141,16 @@ class Study:
         """Name a cell's folder, with its study if there are several."""
         label = self.labels.get(folder.parent)
         return f"{label}/{folder.name}" if label else folder.name
+
+    @property
+    def troubles(self) -> list[tuple[str, str, str]]:
+        """The name of each cell that did not finish, how it ended, and why."""
+        failed = [
+            (self.name_of(cell.folder), cell.status, cell.record.error or "no error was recorded")
+            for cell in self.cells
+            if cell.status != "done"
+        ]
+        return failed + [(name, "missing", why) for name, why in self.missing.items()]
 
 
 def read_steps(path: Path) -> pd.DataFrame:
@@ -247,8 +256,7 @@ def _cell(
         commit="" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",
         status=record.status,
         strategy=record.strategy,
-        exchange=who.class_of("exchange"),
-        sync=who.class_of("sync"),
+        adds_nothing=adds_nothing(who.class_of("exchange"), who.class_of("sync")),
         series=" ".join(series),
         label=labels[series],
         world_size=record.world_size,

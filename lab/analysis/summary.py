@@ -101,7 +101,7 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
         "\n".join(filter(None, [shared_runs(points), *_advice(points)])),
         "\n".join(_scalability_lines(points)),
         "\n".join(filter(None, [floor_text(floor), *leaders_at])),
-        "\n".join(_trouble(study)),
+        "\n".join(f"{status}: {name}: {why}" for name, status, why in study.troubles),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -308,15 +308,6 @@ def _leader_line(points: list[Point], floor: float) -> str:
     where = "".join(f" {key}={value}" for key, value in one.one.hosts.items())
     place = f"N={one.world_size} {one.scaling} batch {one.fixed_batch_size}{model}{where}"
     return f"{place}: {role}: {', '.join(names)}"
-
-
-def _trouble(study: Study) -> list[str]:
-    failed = [cell for cell in study.cells if cell.status != "done"]
-    lines = [
-        f"{c.status}: {study.name_of(c.folder)}: {c.record.error or 'no error was recorded'}"
-        for c in failed
-    ]
-    return [*lines, *(f"missing: {name}: {why}" for name, why in study.missing.items())]
 
 
 @dataclass(frozen=True)

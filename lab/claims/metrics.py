@@ -121,7 +121,6 @@ class Measured:
                 self._cells.setdefault(at, []).append(cell)
 
     def repeats(self) -> Sequence[Facts]:
-        """Return the facts of each single repeat."""
         by_repeat: dict[int, list[Cell]] = {}
         for cell in self._all_cells:
             by_repeat.setdefault(cell.repeat, []).append(cell)
@@ -142,7 +141,6 @@ class Measured:
         raise Missing
 
     def counts(self) -> Counts:
-        """Return the counts of the paper's network."""
         return self._counts
 
     def conditions(self) -> Conditions:

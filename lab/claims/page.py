@@ -338,17 +338,16 @@ def _of_linear(verdict: Verdict) -> float | None:
 def terms_table(terms: Terms) -> list[str]:
     """Write each figure as predicted by the preset, by fitted terms, and by those of others."""
     fitted = in_words([f"{name} = {value:.3g}" for name, value in terms.values.items()])
-    ways = ("preset", "fitted", "left_out")
-    header = ["claim", "published", "preset", "error", "fitted", "error", "left out", "error"]
-    rows = []
-    for each in terms.figures:
-        rows.append([each.claim.says, _text(each.published)])
-        for value in (getattr(each, way) for way in ways):
-            rows[-1] += [_text(value), f"{100 * (value / each.published - 1):+.1f} %"]
-    errors = [
-        f"**median {100 * m:.1f} %, worst {100 * w:.1f} %**" for m, w in map(terms.error, ways)
-    ]
-    total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
+    header = ["claim", "published"]
+    rows = [[claim.says, _text(claim.published)] for claim in terms.figures]
+    total = ["**all, absolute**", ""]
+    for way, values in terms.predicted.items():
+        header += [way, "error"]
+        errors = terms.errors(way)
+        for row, value, error in zip(rows, values, errors, strict=True):
+            row += [_text(value), f"{100 * error:+.1f} %"]
+        off = [100 * abs(error) for error in errors]
+        total += ["", f"**median {median(off):.1f} %, worst {max(off):.1f} %**"]
     return [
         'In the next table, "preset" is the prediction above. "Fitted" uses terms of the cost '
         f'model that are fitted to all figures in the table: {fitted}. "Left out" uses terms '

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
-from statistics import median
 
 import numpy as np
 import pandas as pd
@@ -81,15 +80,12 @@ class Predicted:
         return f"profile {self.profile}{scale} on {self.hardware.name}"
 
     def step_s(self, at: Point) -> float:
-        """Return the seconds of a step."""
         return self._step(at)[0]
 
     def payload_bytes(self, at: Point) -> float:
-        """Return the bytes that the busiest rank sends in a step."""
         return self._step(at)[1]
 
     def all_reduce_s(self, at: Point) -> float:
-        """Return the seconds of an all-reduce of `num_bytes` by the library."""
         network = Network(self._hardware(at), at.world_size)
         return network.all_reduce(at.num_bytes or 0).seconds
 
@@ -130,7 +126,6 @@ class Predicted:
         return step.step_s, step.payload_bytes
 
     def _hardware(self, at: Point) -> Hardware:
-        """Return the hardware at a point."""
         hardware = hardware_of(at.hardware, self.number) if at.hardware else self.hardware
         if at.rate_gbit is not None:
             hardware = with_rate(hardware, at.rate_gbit * 1e9 / 8)
@@ -340,37 +335,25 @@ PRIOR = 1e-3  # pulls terms that the figures do not determine towards the preset
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A figure, and its quantity as predicted three ways.
-
-    Attributes:
-        preset: with the hardware as its file says. fitted: with terms fitted to all figures.
-        left_out: with terms fitted to the figures of all other networks.
-    """
-
-    claim: Claim
-    published: float
-    preset: float
-    fitted: float
-    left_out: float
-
-
-@dataclass(frozen=True)
 class Terms:
     """Fitted terms.
 
     Attributes:
         values: by name, fitted to all figures.
         figures: claims with a published figure.
+        predicted: the quantities of these claims, by the terms that predict them: "preset", as the
+            hardware's file says; "fitted" to all figures; "left out", fitted to the figures of
+            all other networks.
     """
 
     values: Mapping[str, float]
-    figures: tuple[Fit, ...]
+    figures: Sequence[Claim]
+    predicted: Mapping[str, Sequence[float]]
 
-    def error(self, way: str) -> tuple[float, float]:
-        """Return median and worst relative error of `preset`, `fitted` or `left_out`."""
-        errors = [abs(getattr(each, way) / each.published - 1) for each in self.figures]
-        return median(errors), max(errors)
+    def errors(self, way: str) -> list[float]:
+        """Return the relative error of each figure as predicted in one of the ways."""
+        pairs = zip(self.predicted[way], self.figures, strict=True)
+        return [value / (claim.published or math.nan) - 1 for value, claim in pairs]
 
 
 def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
@@ -391,17 +374,14 @@ def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
         for network in networks
         if len(networks) > 1
     }
-    rows = [
-        Fit(
-            claim,
-            float(claim.published or math.nan),
-            _value(paper, hardware, claim),
-            _value(paper, best, claim),
-            _value(paper, without.get(_network(paper, claim), hardware), claim),
-        )
-        for claim in figures
-    ]
-    return Terms({name: getattr(best, name) for name in paper.fit}, tuple(rows))
+    predicted = {
+        "preset": [_value(paper, hardware, claim) for claim in figures],
+        "fitted": [_value(paper, best, claim) for claim in figures],
+        "left out": [
+            _value(paper, without.get(_network(paper, claim), hardware), claim) for claim in figures
+        ],
+    }
+    return Terms({name: getattr(best, name) for name in paper.fit}, figures, predicted)
 
 
 def _fitted(paper: Paper, hardware: Hardware, figures: Sequence[Claim]) -> Hardware:

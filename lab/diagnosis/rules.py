@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from lab.analysis.records import number
 from lab.diagnosis.evidence import Evidence
+from lab.draw.text import number_of
 from lab.measure.stragglers import Slow
 from lab.record.schema import SHARED, worded
 from lab.sync.pattern import Begin, Leg, local
@@ -173,7 +174,7 @@ class Remedy:
         """The change as a user reads it: "8 ranks", "overlap=true bucket_mb=25"."""
         if self.num_ranks is None:
             return self.switch
-        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        ranks = number_of(self.num_ranks, "rank")
         return f"{ranks} with {self.switch}" if self.switch else ranks
 
 

@@ -218,16 +218,10 @@ def _facts(study: Study) -> dict[str, str]:
 
 def _troubles(study: Study, prefix: str) -> list[Table]:
     """Make tables of runs that failed, of settings without effect, and of steps others made."""
-    failed = [
-        (study.name_of(c.folder), c.status, c.record.error or "no error was recorded")
-        for c in study.cells
-        if c.status != "done"
-    ]
-    failed += [(name, "missing", why) for name, why in study.missing.items()]
     several = [c for c in study.cells if c.world_size > 1]  # one rank exchanges nothing anyway
     idle = dict.fromkeys((c.series, line) for c in several for line in c.record.idle)
     title = "Runs that did not finish, and the reasons"
-    tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
+    tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], study.troubles)]
     tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
     made = [(c, each) for c in study.cells for each in c.record.stretches]
     title = "Runs in which steps were executed in different ways"
