@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from lab.claims.claims import Check
@@ -195,14 +196,10 @@ def shades(count: int) -> list[str]:
     """Choose a colour for each of an ascending series, from light to dark."""
     if count <= len(SHADES):
         return [*SHADES[:count]]
-    places = [at * (len(SHADES) - 1) / (count - 1) for at in range(count - 1)]
-    between = [_between(*SHADES[int(at) : int(at) + 2], share=at % 1) for at in places]
-    return [*between, SHADES[-1]]
-
-
-def _between(low: str, high: str, *, share: float) -> str:
-    parts = zip(bytes.fromhex(low[1:]), bytes.fromhex(high[1:]), strict=True)
-    return "#" + bytes(round(a + share * (b - a)) for a, b in parts).hex()
+    places = np.linspace(0, len(SHADES) - 1, count)
+    channels = np.array([[*bytes.fromhex(shade[1:])] for shade in SHADES]).T
+    mixed = [np.interp(places, range(len(SHADES)), each).round() for each in channels]
+    return [f"#{bytes(map(int, colour)).hex()}" for colour in zip(*mixed, strict=True)]
 
 
 def _in_panels(

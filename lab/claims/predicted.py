@@ -100,10 +100,6 @@ class Predicted:
         connected = [x.parameters for x in layers if x.name.startswith(FULLY_CONNECTED)]
         return Counts(sum(x.parameters for x in layers), sum(connected) if connected else None)
 
-    def at_rate(self, rate: float) -> Predicted:
-        """Predict the same for links that carry `rate` bytes per second."""
-        return Predicted(self.profile, with_rate(self.hardware, rate), self.bytes_scale)
-
     def _step(self, at: Point) -> tuple[float, float]:
         if at not in self._steps:  # claims share cells
             self._steps[at] = self._simulated(at)
@@ -217,15 +213,17 @@ def rate_speedups(grid: Reproduction, predicted: Predicted) -> pd.DataFrame:
     Returns:
         batch (global), strategy, rate (bytes per second) and speedup; NaN if unknown.
     """
-    facts = {rate: predicted.at_rate(rate) for rate in RATES}
+    at_rate = {
+        rate: replace(predicted, hardware=with_rate(predicted.hardware, rate)) for rate in RATES
+    }
     return pd.DataFrame(
         {
             **{"batch": batch, "strategy": name, "rate": rate},
-            "speedup": _speedup(each, Point(name, max(grid.world_sizes), batch)),
+            "speedup": _speedup(facts, Point(name, max(grid.world_sizes), batch)),
         }
         for batch in grid.batch_sizes
         for name in grid.strategies
-        for rate, each in facts.items()
+        for rate, facts in at_rate.items()
     )
 
 

@@ -14,17 +14,7 @@ from lab.analysis.points import Place, Point, floor_text
 from lab.analysis.results import load
 from lab.diagnosis.evidence import Evidence, gather, gather_all
 from lab.diagnosis.rules import Remedy, Verdict, judge, remedies, worded_phase
-from lab.draw.chart import (
-    BLUE,
-    GREY,
-    LABEL_PX,
-    LETTER,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    WIDTH,
-    Chart,
-)
+from lab.draw.chart import BLUE, GREY, LABEL_PX, LETTER, PURPLE, SKY, VERMILLION, WIDTH, Chart
 from lab.draw.plots import bars
 from lab.measure.stragglers import Slow
 from lab.record.schema import worded
