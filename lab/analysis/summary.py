@@ -56,7 +56,10 @@ def records_table(study: Study) -> pd.DataFrame:
         {
             "folder": study.name_of(cell.folder),
             "series": cell.series,
-            **{key: _in_a_column(value) for key, value in flat(cell.record.to_json()).items()},
+            **{
+                key: json.dumps(value) if isinstance(value, list) else value
+                for key, value in flat(cell.record.to_json()).items()
+            },
         }
         for cell in study.cells
     ]
@@ -78,10 +81,6 @@ def without_formulas(table: pd.DataFrame) -> pd.DataFrame:
 
 def _as_text(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
-
-
-def _in_a_column(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str:
