@@ -151,7 +151,8 @@ class Exchange(ABC):
     @property
     def settled_at(self) -> int | None:
         """The first step after any trials, in which choices are made; None: they go on."""
-        return 0
+        settled = [child.settled_at for child in self.children()]
+        return None if None in settled else max(filter(None, settled), default=0)
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""

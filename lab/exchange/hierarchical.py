@@ -60,6 +60,7 @@ class Hierarchical(Staged):
             )
         self.inter = inter
         self.exact, self.takes_divided = inter.exact, inter.takes_divided
+        self.keeps_residuals = inter.keeps_residuals
         self.dtypes, self.staged = inter.dtypes, inter.staged
         self.steady_from = inter.steady_from
         self.needs_send_recv = inter.needs_send_recv
@@ -204,10 +205,6 @@ class Hierarchical(Staged):
 
     def children(self) -> Iterable[Exchange]:
         return (self.inter,)
-
-    @property
-    def settled_at(self) -> int | None:
-        return self.inter.settled_at
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         levels = self._levels

@@ -82,6 +82,18 @@ def test_delivered_and_residuals_make_the_true_sum_across_each_switch(
     assert lossy == (list(range(3, 9)) if make is whole else list(range(9)))
 
 
+def test_a_phase_that_tries_exchanges_is_settled_when_it_has_chosen() -> None:
+    def rank_main(comm: Comm) -> tuple[int | None, int | None]:
+        tries = Auto({"topk": TopK(0.1), "onebit": one_bit()}, ["topk", "onebit"], 1, 0.0)
+        exchange = Schedule(one_bit(), tries, None, (2,))
+        before = exchange.settled_at
+        list(steps(exchange, torch.zeros(60, NUM_VALUES), comm))
+        return before, exchange.settled_at
+
+    for before, after in run_ranks(2, rank_main):
+        assert before is None and after is not None and after > 2
+
+
 @pytest.mark.parametrize(
     ("until", "ends"), [((3, 6), [3, 6]), ((0.34, 0.67), [3, 6]), ((0.01, 0.9), [0, 8])]
 )
