@@ -391,7 +391,7 @@ def _median(values: Iterable[float]) -> float:
     return float(np.median(known)) if known else math.nan
 
 
-def leaders(points: Iterable[Point], floor: float = math.nan) -> list[str]:
+def leaders(points: Iterable[Point], floor: float) -> list[str]:
     """List the series of one context and world size that no other has been shown to beat.
 
     `none` is left out: it is a ceiling that trains no common model.

@@ -116,7 +116,7 @@ class Results:
         summary["label"] = [point.label for point in self.points]
         summary["usual"] = ", ".join(f"{k}={v}" for k, v in self.study.usual.items())
         summary["fixed_batch_size"] = [point.fixed_batch_size for point in self.points]
-        first = [(group, set(leaders(group))) for group in together(self.points)]
+        first = [(group, set(leaders(group, self.floor))) for group in together(self.points)]
         leading = {
             point.place for group, names in first for point in group if point.series in names
         }

@@ -128,7 +128,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         about=" · ".join(text.format(facts[key]) for key, text in ABOUT.items() if key in facts),
         facts=facts,
         notes=[note for note in notes if note],
-        tables=[points_table(points, f"{prefix}points")],
+        tables=[points_table(points, floor, f"{prefix}points")],
         charts=charts,
         timelines=_timelines(study, prefix, left_out),
         helps=best_remedies(*why, points) if why else (),

@@ -61,10 +61,13 @@ class Table:
     rows: Sequence[Sequence[TableCell]]
 
 
-def points_table(points: Sequence[Point], name: str) -> Table:
+def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
     """Make a line for each point of a study, with the interval and the number of each figure.
 
     A column in which all points say the same is told once, above the table.
+
+    Args:
+        floor: the study's noise floor; NaN if unknown.
     """
     unit = unit_of(points)
     metric = main_metric(each for point in points for each in point.final)
@@ -74,7 +77,7 @@ def points_table(points: Sequence[Point], name: str) -> Table:
         for group in together(points)
         if max(point.num_repeats for point in group) >= ENOUGH_REPEATS
         for each in group
-        if each.series in leaders(group)
+        if each.series in leaders(group, floor)
     }
     emulated = {point.emulation for point in points}
     some = {p: ("yes" if p.emulation else "no") if "" in emulated else "yes" for p in points}

@@ -108,20 +108,20 @@ def test_overlapping_strategies_are_not_ranked(folder: Path) -> None:
         "tree": [0.90, 0.92, 0.94, 0.91, 0.93, 0.95],
     }
     rows = strategies_with_times(folder, times)
-    assert leaders(rows) == ["overlap", "ddp"]
+    assert leaders(rows, math.nan) == ["overlap", "ddp"]
     text = summary.text(rows, load_study(folder))
     assert "N=2 strong batch 64: leaders, not significantly different: overlap, ddp" in text
 
 
 def test_single_repeats_are_not_ranked(folder: Path) -> None:
     rows = strategies_with_times(folder, {"none": [1.0], "overlap": [0.5], "tree": [0.9]})
-    assert leaders(rows) == ["tree", "overlap"]
+    assert leaders(rows, math.nan) == ["tree", "overlap"]
 
 
 def test_the_ceiling_is_no_leader(folder: Path) -> None:
     write_cell(folder, "none", 1, 1.0)
     write_cell(folder, "none", 2, 0.5)
-    assert leaders(table(load_study(folder))) == []
+    assert leaders(table(load_study(folder)), math.nan) == []
 
 
 def test_without_none_each_series_is_its_own_baseline(folder: Path) -> None:
