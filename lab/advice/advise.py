@@ -18,8 +18,16 @@ from typing import Any
 from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
-from lab.simulate.hardware import Hardware, Link, places
-from lab.simulate.predict import Source, groups_of, plain, series_of, sources_of, strategy_of
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.predict import (
+    Source,
+    groups_of,
+    machines,
+    plain,
+    series_of,
+    sources_of,
+    strategy_of,
+)
 from lab.simulate.score import Group, held_out, score, scored_cell, skill
 from lab.simulate.step import predict, simulate
 from lab.simulate.strategy import Strategy, rank_bytes
@@ -74,13 +82,8 @@ def steps_on(
     Raises:
         ValueError: the hardware has too few ranks.
     """
-    drawn = zip(places(len(group.draws)), group.draws, strict=True)
-    machines = [
-        (source.on(group.hardware), group.hardware),
-        *((source.on(each).drawn(place), each) for place, each in drawn),
-    ]
     point = strategy, world_size, per_rank_batch_size
-    return tuple(simulate(model, hardware, *point).step_s for model, hardware in machines)
+    return tuple(simulate(*machine, *point).step_s for machine in machines(group, source))
 
 
 def ranked(forecasts: Iterable[Forecast]) -> list[Forecast]:
@@ -142,7 +145,7 @@ def advised(advice: Advice) -> dict[str, Any]:
         "too_large": sorted({one.forecast.name for one in options} - fitting),
         "profiles": {name: asdict(profile) for name, profile in profiles.items()},
         "hardware": {"conditions": group.conditions, **asdict(group.hardware)},
-        "fit": str(request.fit) if request.fit else None,
+        "fit": str(request.own.fit) if request.own.fit else None,
         "errors": str(errors) if errors.num_cells else None,
     }
 
@@ -236,8 +239,8 @@ def _group(advice: Advice) -> Group:
     if len(named) != 1:
         known = "; ".join(group.conditions for group in groups)
         raise ValueError(
-            f"fit={advice.prediction.fit}: its cells were measured in several conditions; add the "
-            f"settings of one of them: {known}"
+            f"fit={advice.prediction.own.fit}: its cells were measured in several conditions; add "
+            f"the settings of one of them: {known}"
         )
     return named[0]
 

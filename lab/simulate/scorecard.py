@@ -230,8 +230,8 @@ def beyond(card: Scorecard, width: int = WIDTH) -> Chart:
         NothingToDraw: no cell on several ranks was measured.
     """
     group = max(card.groups, key=lambda each: len(each.observations))
-    largest = max(map(_batch_size, group.observations))
-    cells = [one for one in group.observations if _batch_size(one) == largest]
+    largest = max(one.batch_size for one in group.observations)
+    cells = [one for one in group.observations if one.batch_size == largest]
     (profile, _), *_ = Counter(one.profile for one in cells).most_common()
     cells = [one for one in cells if one.profile == profile]
     alone = [one.step_s for one in cells if one.world_size == 1]
@@ -260,10 +260,6 @@ def beyond(card: Scorecard, width: int = WIDTH) -> Chart:
     return Chart("beyond", message, about, *drawn)
 
 
-def _batch_size(one: Observation) -> int:
-    return one.world_size * one.per_rank_batch_size
-
-
 def _rows(
     group: Group, one: Observation, alone_s: float, more: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -273,9 +269,7 @@ def _rows(
     rows = [point | {"x": one.world_size, "value": measured, "hollow": False}]
     for size in more if 2 * one.world_size in more else ():
         best, *others = (
-            predict(
-                one.profile, replace(each, num_cores=None), one.strategy, size, _batch_size(one)
-            )
+            predict(one.profile, replace(each, num_cores=None), one.strategy, size, one.batch_size)
             for each in (group.hardware, *group.draws)
         )
         ends = sorted([best.speedup, *(other.speedup for other in others)])
