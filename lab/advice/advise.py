@@ -24,14 +24,13 @@ from lab.simulate.predict import (
     groups_of,
     machines,
     plain,
-    series_of,
     sources_of,
     strategy_of,
 )
 from lab.simulate.score import Group, held_out, score, scored_cell, skill
 from lab.simulate.step import predict, simulate
 from lab.simulate.strategy import Strategy, rank_bytes
-from lab.study.grid import Cell
+from lab.study.grid import Cell, series_of
 
 Row = dict[str, Any]
 KINDS = ("exact", "lossy")
@@ -121,7 +120,8 @@ def advised(advice: Advice) -> dict[str, Any]:
     request = advice.prediction
     try:
         group = _group(advice)
-        cells = list(zip(request.cells, sources_of(request), strict=True))
+        sources, names = sources_of(request), series_of(request.cells)
+        cells = zip(names, request.cells, sources, strict=True)
         options = [_option(advice, group, *cell) for cell in cells]
         errors = score(held_out(scored_cell(group, cell) for cell in group.observations))
     except (ValueError, OSError) as error:
@@ -132,7 +132,7 @@ def advised(advice: Advice) -> dict[str, Any]:
     kept = [each for each in options if not limit_bytes or not each.memory_bytes > limit_bytes]
     ordered = sorted(kept, key=lambda option: option.forecast.costs()[0])
     profiles = {
-        profile.name: profile for profile in (source.on(group.hardware) for _, source in cells)
+        profile.name: profile for profile in (source.on(group.hardware) for source in sources)
     }
     fitting = {option.forecast.name for option in kept}
     return {
@@ -269,14 +269,13 @@ class Option:
         return 1 / self.forecast.seconds_per_sample
 
 
-def _option(advice: Advice, group: Group, cell: Cell, source: Source) -> Option:
+def _option(advice: Advice, group: Group, name: str, cell: Cell, source: Source) -> Option:
     strategy, size = strategy_of(cell, source), cell.world_size
     weak, per_rank = cell.config.scaling == "weak", cell.batch_size // size
     hardware = group.hardware
     profile = source.on(hardware)
     steps_s = steps_on(group, source, strategy, size, per_rank)
     weight = advice.target.weight(size, hardware.ranks_per_node)
-    name = series_of(cell, advice.prediction.cells)
     return Option(
         cell,
         Forecast(name, strategy.lossy, cell.batch_size, weight, steps_s),

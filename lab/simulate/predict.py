@@ -20,7 +20,7 @@ from lab.model.work import Line, Operation, Work
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, file_setting, parsed, setting, split
 from lab.settings.files import read_file
-from lab.settings.names import AXES, class_name, root_of
+from lab.settings.names import class_name, root_of
 from lab.settings.overrides import config_dir_of
 from lab.settings.storage import escaped
 from lab.simulate.collectives import read_log
@@ -32,7 +32,7 @@ from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.terms import LEVELS, drawn, interval, learned
 from lab.simulate.traced import KEY as TRACED
 from lab.simulate.traced import Traced, read_profile
-from lab.study.grid import Cell
+from lab.study.grid import Cell, series_of
 from lab.study.grid import read as read_grid
 
 if TYPE_CHECKING:
@@ -386,18 +386,19 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     sources = zip(request.cells, sources_of(request), strict=True)
     points = [(cell, source, strategy_of(cell, source)) for cell, source in sources]
+    names = series_of(request.cells)
     own, groups = request.own, groups_of(request)
     known: dict[str, Profile] = {}
     rows, scores, spans = [], [], ()
     for group in groups:
         scored = []
-        for cell, source, strategy in points:
+        for name, (cell, source, strategy) in zip(names, points, strict=True):
             profile = source.on(group.hardware)
             known[profile.name] = profile
             prediction, row = _predict(group, cell, source, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []
-            series = " ".join([series_of(cell, request.cells), *group.conditions.split()])
+            series = " ".join([name, *group.conditions.split()])
             rows.append({"series": series, **row, **_measured(scored[-1] if observed else None)})
             rows[-1].update(_of_trace(request.traced, cell, prediction))
             spans = prediction.step.spans
@@ -535,16 +536,6 @@ def _of_trace(traced: Traced | None, cell: Cell, prediction: Prediction) -> dict
 
 def _per_rank(cell: Cell) -> int:
     return cell.batch_size // cell.world_size
-
-
-def series_of(cell: Cell, cells: list[Cell]) -> str:
-    """Name the series: the strategy, and the settings in which cells differ."""
-    varying = [
-        f"{key}={value}"
-        for key, value in cell.variant.items()
-        if key not in AXES and any(other.variant.get(key) != value for other in cells)
-    ]
-    return " ".join([cell.strategy, *varying])
 
 
 def measured_steps(folder: Path, cells: Sequence[Cell]) -> list[tuple[float, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from lab.draw.text import aligned, number_of
 from lab.record.schema import Record, read_record
 from lab.settings.names import root_of
-from lab.study.grid import Cell, Study
+from lab.study.grid import Cell, Study, series_of
 from lab.study.launch import recorded
 
 UNKNOWN = "time unknown, because no cell with the same model, data and steps is done"
@@ -29,11 +29,10 @@ def lines(study: Study) -> Iterator[str]:
         ConfigError: a file in the study's folder is no record.
     """
     root = Path(study.runs_dir) / study.name
-    measured, differs = measured_in(root), _differing(study.cells)
+    measured = measured_in(root)
     likes, parts = list[Measured | None](), defaultdict[str, _Part](_Part)
-    for cell in study.cells:
-        own = [f"{key}={value}" for key, value in cell.variant.items() if key in differs]
-        part, record = parts[" ".join([cell.strategy, *own])], recorded(root, cell, study.retries)
+    for cell, series in zip(study.cells, series_of(study.cells), strict=True):
+        part, record = parts[series], recorded(root, cell, study.retries)
         part.cells.append(cell)
         if record:
             part.outcomes[record.status] += 1
@@ -68,13 +67,6 @@ class _Part:
         counts = [str(len(self.cells)), str(self.outcomes["done"]), str(asked)]
         axes = [",".join(map(str, values)) for values in (ranks, batches)]
         return [name, *axes, *counts, minutes, megabytes]
-
-
-def _differing(cells: Sequence[Cell]) -> set[str]:
-    """Return the settings, other than a study's axes, in which cells differ."""
-    variants = [cell.variant for cell in cells]
-    keys = {key for variant in variants for key in variant}
-    return {key for key in keys if len({variant.get(key) for variant in variants}) > 1}
 
 
 def _sum(likes: list[Measured | None]) -> str:
