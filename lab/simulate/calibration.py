@@ -17,8 +17,8 @@ from typing import Any
 from lab.model.profile import replayed
 from lab.settings.files import read_file
 from lab.simulate.costs import stages_of
-from lab.simulate.fit import CODEC, collective_s, fit, fit_collectives, get
-from lab.simulate.hardware import CODEC_RATES, LINK, Hardware, draws, parse
+from lab.simulate.fit import collective_s, fit, fit_collectives, get, link_keys
+from lab.simulate.hardware import CODEC_RATES, Hardware, draws, parse
 from lab.simulate.network import Network
 from lab.simulate.score import (
     LARGEST_FITTED,
@@ -123,21 +123,18 @@ def _fitted(
     """Fit a pair's link, and with the first one sums and codecs too; write them into `node`."""
     pair = replace(hardware, ranks_per_node=2 if place.link == "intra" else 1)
     rows = [row for row in place.rows if row["algorithm"] in exchanges or _is_long_send(row)]
-    names = [*LINK]
+    keys = link_keys(pair)
     if first:
         codecs = _codecs(rows, exchanges, Network(pair, LARGEST_FITTED))
-        names += ["reduce_bytes_per_s"] if hardware.reduce_bytes_per_s else []
-        names += ["codec_s", *(CODEC + name for name in codecs)] if codecs else []
-    found = fit_collectives(rows, exchanges, LARGEST_FITTED, pair, names)
-    for name in names:
-        key = f"{place.link}.{name}" if name in LINK else name
-        if name.startswith(CODEC):
-            key = f"{CODEC_RATES}.{name.removeprefix(CODEC)}"
-        factor = math.exp(NORMAL_95 * min(found.errors[name], LARGEST_ERROR))
-        value = get(found.hardware, name)
+        keys += ["reduce_bytes_per_s"] if hardware.reduce_bytes_per_s else []
+        keys += ["codec_s", *(f"{CODEC_RATES}.{name}" for name in codecs)] if codecs else []
+    found, errors = fit_collectives(rows, exchanges, LARGEST_FITTED, pair, keys)
+    for key, error in errors.items():
+        factor = math.exp(NORMAL_95 * min(error, LARGEST_ERROR))
+        value = get(found, key)
         assert value is not None  # it was fitted
         _put(node, key, value, (value / factor, value * factor))
-    return replace(found.hardware, ranks_per_node=hardware.ranks_per_node)
+    return replace(found, ranks_per_node=hardware.ranks_per_node)
 
 
 def _is_long_send(row: Mapping[str, Any]) -> bool:
@@ -215,9 +212,8 @@ def refine(node: Node, steps: Sequence[Steps], link: str) -> None:
     cells = [each.observation() for each in steps if each.ranks == LARGEST_FITTED]
     found, _ = fit(start, cells, COLLECTIVES_PRIOR)
     codecs = (f"{CODEC_RATES}.{name}" for name, _ in found.codec_rates)
-    for key in [*(f"{link}.{name}" for name in LINK), *TOLD_BY_STEPS, *codecs]:
-        way, _, name = key.rpartition(".")
-        value = get(found, CODEC + name if way == CODEC_RATES else name)
+    for key in [*link_keys(start), *TOLD_BY_STEPS, *codecs]:
+        value = get(found, key)
         if key not in node["assumed"] or value is None:
             continue
         low, high = node["assumed"][key]

@@ -32,7 +32,7 @@ from lab.simulate.predict import plain, read
 EXCHANGES: dict[str, Any] = {
     name: read_file("exchange", name) for name in ("allreduce", "ring", "onebit")
 }
-TRUE = {"latency_s": 2e-4, "bandwidth_bytes_per_s": 4e7, "reduce_bytes_per_s": 5e8}
+TRUE = {"inter.latency_s": 2e-4, "inter.bandwidth_bytes_per_s": 4e7, "reduce_bytes_per_s": 5e8}
 VALUES = {
     "contention": {"median": 0.1, "low": 0.05, "high": 0.2},
     "jitter": {"median": 0.01, "low": 0.008, "high": 0.012},
@@ -50,8 +50,8 @@ STEPS = [
 @pytest.fixture(scope="module")
 def truth() -> Hardware:
     preset = parse(base_of("gloo", emulated=True))
-    names = [*TRUE, "codec of OneBit", "codec_s"]
-    return with_values(preset, names, [*TRUE.values(), 2e9, 1e-4])  # type: ignore[arg-type]
+    keys = [*TRUE, "codec_rates.OneBit", "codec_s"]
+    return with_values(preset, keys, [*TRUE.values(), 2e9, 1e-4])
 
 
 def measured(truth: Hardware, ranks: int) -> Place:
@@ -132,7 +132,7 @@ def test_steps_of_two_ranks_correct_what_their_collectives_told(truth: Hardware)
     node = hardware_of(base, about, VALUES, [measured(truth, 2)], EXCHANGES)
     low, high = node["assumed"]["inter.bandwidth_bytes_per_s"]
     node["crowding"] = 0.0  # as idle cores may show; a fit must begin somewhere all the same
-    slower = with_values(truth, ["bandwidth_bytes_per_s"], [2e7])  # type: ignore[arg-type]
+    slower = with_values(truth, ["inter.bandwidth_bytes_per_s"], [2e7])
     steps = steps_on(waiting(slower), 2)
     put_overhead(node, steps[0])
     refine(node, steps, "inter")
