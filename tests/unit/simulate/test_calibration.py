@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from lab.settings.files import read_file
 from lab.simulate.calibration import (
     SEND_RECV,
     Place,
-    Steps,
     base_of,
     hardware_of,
+    observation,
     predicted_rows,
     predicted_steps,
     put_overhead,
@@ -28,6 +29,7 @@ from lab.simulate.fit import collective_s, with_values
 from lab.simulate.hardware import Hardware, parse
 from lab.simulate.network import Network
 from lab.simulate.predict import plain, read
+from lab.simulate.score import Observation
 
 EXCHANGES: dict[str, Any] = {
     name: read_file("exchange", name) for name in ("allreduce", "ring", "onebit")
@@ -65,13 +67,13 @@ def measured(truth: Hardware, ranks: int) -> Place:
     return Place("inter", ranks, rows)
 
 
-def steps_on(hardware: Hardware, ranks: int) -> list[Steps]:
+def steps_on(hardware: Hardware, ranks: int) -> list[Observation]:
     """Return steps as they would be measured on such hardware: without exchange, and with one."""
-    found: list[Steps] = []
+    found: list[Observation] = []
     for name in ("none", "allreduce"):
         settings = plain(load([*STEPS, f"exchange={name}", "model.bytes_scale=0.01"]))
-        seconds = Steps(name, ranks, settings, (1.0,)).observation().predicted_s(hardware)
-        found.append(Steps(name, ranks, settings, (seconds,)))
+        steps = observation(name, ranks, settings, (1.0,))
+        found.append(replace(steps, steps_s=(steps.predicted_s(hardware),)))
     return found
 
 
@@ -109,7 +111,7 @@ def test_steps_of_more_ranks_are_scored_and_counted_inside_their_intervals(
     assert of_more["step"] == pytest.approx((0, 0)) and of_more["exposed"] == pytest.approx((0, 0))
     assert of_more["skill"] == pytest.approx(1)
     assert of_more["coverage"] == {"95": 1, "80": 1}
-    slower = [Steps(one.name, one.ranks, one.settings, (9.0,)) for one in steps]
+    slower = [replace(one, steps_s=(9.0,)) for one in steps]
     missed = scored(predicted_steps(slower, truth), held=True, least_exposed=0.02)
     assert missed["coverage"] == {"95": 0, "80": 0} and missed["step"][0] > 0.5
 
