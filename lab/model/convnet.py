@@ -85,11 +85,9 @@ def with_fc_head(
     head: list[nn.Module] = [nn.Flatten()]
     width = math.prod(shape)
     for hidden_width in hidden:
-        if dropout and not dropout_after:
-            head.append(nn.Dropout(dropout))
-        head += [nn.Linear(width, hidden_width), nn.ReLU()]
-        if dropout and dropout_after:
-            head.append(nn.Dropout(dropout))
+        layers = [nn.Linear(width, hidden_width), nn.ReLU()]
+        dropped = [nn.Dropout(dropout)] if dropout else []
+        head += [*layers, *dropped] if dropout_after else [*dropped, *layers]
         width = hidden_width
     head.append(nn.Linear(width, output_size))
     return ConvNet(features, nn.Sequential(*head), shape)

@@ -298,16 +298,6 @@ class Hardware:
         busy = min(1.0, num_ranks / self.num_cores)
         return max(1.0, num_ranks / self.num_cores) * (1 + busy * (self.crowding or 0.0))
 
-    def compute_factor(self, num_ranks: int, num_threads: int | None) -> float:
-        """Return the factor by which ranks slow each other that compute on shared cores.
-
-        Args:
-            num_threads: of one rank; None: each has a device of its own.
-        """
-        if num_threads is None or num_ranks == 1:
-            return 1.0
-        return self.host_factor(num_ranks * num_threads)
-
 
 def parse(node: Mapping[str, Any]) -> Hardware:
     """Parse the content of a file of conf/hardware.

@@ -112,10 +112,10 @@ def summary(card: Scorecard) -> list[str]:
         for group in card.groups
         if group.fitted
     ]
-    table, lines = [], list[str]()
-    for group in card.groups:
-        of_group = [cell for cell in cells if cell.conditions == group.conditions]
-        table.append([group.conditions or "all", *_score(card, of_group)])
+    links = [group.conditions for group in card.groups]
+    by_links = [
+        [each or "all", *_score(card, [c for c in cells if c.conditions == each])] for each in links
+    ]
     names = sorted({cell.strategy for cell in cells}, key=order)
     by_name = [[name, *_score(card, [c for c in cells if c.strategy == name])] for name in names]
     if with_exposed(cells, card.least_exposed):
@@ -133,11 +133,13 @@ def summary(card: Scorecard) -> list[str]:
     null = (
         [] if math.isnan(whole.skill) else [f"* For the held-out cells, {whole.linear_in_words()}"]
     )
-    lines += [*fits, scored, *null, ""]
-    lines += markdown(
-        ["held-out cells, by links", *COLUMNS], [*table, ["**all**", *_score(card, cells)]]
-    )
-    return [*lines, "", *markdown(["held-out cells, by strategy", *COLUMNS], by_name)]
+    by_links.append(["**all**", *_score(card, cells)])
+    return [
+        *(*fits, scored, *null, ""),
+        *markdown(["held-out cells, by links", *COLUMNS], by_links),
+        "",
+        *markdown(["held-out cells, by strategy", *COLUMNS], by_name),
+    ]
 
 
 def write(card: Scorecard, path: Path, command: str, sections: Sequence[str] = ()) -> None:

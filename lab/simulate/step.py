@@ -350,7 +350,10 @@ class _Scene:
         """Return the layers' times on the slowest rank, of one micro-batch."""
         profile, network, hardware = self.profile, self.network, self.network.hardware
         micro_batch_size = self.per_rank_batch_size // self.strategy.accumulate
-        shared = hardware.compute_factor(network.size, profile.num_threads)
+        # Without a device of their own, ranks slow each other.
+        shared, threads = 1.0, profile.num_threads
+        if threads is not None and network.size > 1:
+            shared = hardware.host_factor(network.size * threads)
         engaged = hardware.engage / self.strategy.pattern.every if self.by_kernels else 0.0
         slowest = network.slowest_factor * shared * (1 + engaged)
         return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,31 +59,29 @@ class _Part:
     def row(self, name: str) -> list[str]:
         ranks = sorted({cell.world_size for cell in self.cells})
         batches = sorted({cell.batch_size for cell in self.cells})
-        known, asked = [like for like in self.likes if like], len(self.likes)
-        minutes, megabytes = "", ""
-        if asked:
-            minutes = _short(sum(like.duration_s for like in known) / 60) if known else "?"
-            megabytes = _short(sum(like.num_bytes for like in known) / 1e6) if known else "?"
-        counts = [str(len(self.cells)), str(self.outcomes["done"]), str(asked)]
+        needed = _needs([like for like in self.likes if like]) or ("?", "?")
+        counts = [str(len(self.cells)), str(self.outcomes["done"]), str(len(self.likes))]
         axes = [",".join(map(str, values)) for values in (ranks, batches)]
-        return [name, *axes, *counts, minutes, megabytes]
+        return [name, *axes, *counts, *(needed if self.likes else ("", ""))]
 
 
 def _sum(likes: list[Measured | None]) -> str:
     known = [like for like in likes if like]
     if not likes:
         return "nothing to run"
-    if not known:
+    if not (needed := _needs(known)):
         return UNKNOWN
-    total = needs(sum(k.duration_s for k in known), sum(k.num_bytes for k in known))
+    minutes, megabytes = needed
     rest = len(likes) - len(known)
     alike = "estimated from the most similar cells that are done, without start-up"
-    return f"{total}, {alike}" + (f"; for {number_of(rest, 'cell')}, {UNKNOWN}" if rest else "")
+    text = f"about {minutes} min, {megabytes} MB, {alike}"
+    return text + (f"; for {number_of(rest, 'cell')}, {UNKNOWN}" if rest else "")
 
 
-def needs(seconds: float, num_bytes: int) -> str:
-    """Describe a time and a size on disk, in minutes and MB."""
-    return f"about {_short(seconds / 60)} min, {_short(num_bytes / 1e6)} MB"
+def _needs(known: Sequence[Measured]) -> tuple[str, str] | None:
+    """Return the minutes and the MB that cells took together; None without cells."""
+    seconds, num_bytes = sum(k.duration_s for k in known), sum(k.num_bytes for k in known)
+    return (_short(seconds / 60), _short(num_bytes / 1e6)) if known else None
 
 
 def _short(value: float) -> str:
