@@ -24,6 +24,7 @@ from lab.simulate.predict import (
     groups_of,
     machines,
     plain,
+    profile_on,
     sources_of,
     strategy_of,
 )
@@ -132,7 +133,8 @@ def advised(advice: Advice) -> dict[str, Any]:
     kept = [each for each in options if not limit_bytes or not each.memory_bytes > limit_bytes]
     ordered = sorted(kept, key=lambda option: option.forecast.costs()[0])
     profiles = {
-        profile.name: profile for profile in (source.on(group.hardware) for source in sources)
+        profile.name: profile
+        for profile in (profile_on(source, group.hardware) for source in sources)
     }
     fitting = {option.forecast.name for option in kept}
     return {
@@ -273,7 +275,7 @@ def _option(advice: Advice, group: Group, name: str, cell: Cell, source: Source)
     strategy, size = strategy_of(cell, source), cell.world_size
     weak, per_rank = cell.config.scaling == "weak", cell.batch_size // size
     hardware = group.hardware
-    profile = source.on(hardware)
+    profile = profile_on(source, hardware)
     steps_s = steps_on(group, source, strategy, size, per_rank)
     weight = advice.target.weight(size, hardware.ranks_per_node)
     return Option(

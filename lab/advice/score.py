@@ -35,7 +35,6 @@ from lab.draw.chart import Chart
 from lab.draw.text import markdown
 from lab.measure.statistics import UNKNOWN, Interval, wilson
 from lab.settings.storage import write_json
-from lab.simulate.predict import Measured
 from lab.simulate.score import NONE, Group, Observation
 
 WHERE = ("model", "N", "batch", "links")
@@ -163,7 +162,7 @@ def _single(cells: Sequence[Observation]) -> list[Observation]:
 
 def _forecast(group: Group, cell: Observation, name: str) -> Forecast:
     """Predict a cell under a name."""
-    point = Measured(cell.profile), cell.strategy, cell.world_size, cell.per_rank_batch_size
+    point = cell.profile, cell.strategy, cell.world_size, cell.per_rank_batch_size
     return Forecast(name, cell.strategy.lossy, cell.batch_size, 1, steps_on(group, *point))
 
 

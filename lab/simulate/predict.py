@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -197,18 +197,6 @@ def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Ma
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A profile, which holds on any hardware that it is predicted on."""
-
-    basis: ClassVar[str] = "profile"
-    profile: Profile
-
-    def on(self, hardware: Hardware) -> Profile:
-        """Return the profile."""
-        return self.profile
-
-
-@dataclass(frozen=True)
 class Estimate:
     """Counted work, whose times follow from the hardware's device.
 
@@ -219,7 +207,6 @@ class Estimate:
         name: of its profiles.
     """
 
-    basis: ClassVar[str] = ESTIMATE
     work: Work
     precision: str
     batches: tuple[int, int]
@@ -310,7 +297,12 @@ def _milliseconds(
     return 1000 * sum(seconds)
 
 
-Source = Measured | Estimate
+Source = Profile | Estimate  # a measured profile holds on any hardware
+
+
+def profile_on(source: Source, hardware: Hardware) -> Profile:
+    """Return the profile that holds on some hardware. ValueError as in `Estimate.on`."""
+    return source if isinstance(source, Profile) else source.on(hardware)
 
 
 def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, int]) -> Source:
@@ -325,7 +317,7 @@ def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, i
         ConfigError: the model cannot be built or counted.
     """
     if profile:
-        return Measured(profile)
+        return profile
     work = work_of(config)
     model = class_name(config.model["_target_"])
     name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
@@ -393,7 +385,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     for group in groups:
         scored = []
         for name, (cell, source, strategy) in zip(names, points, strict=True):
-            profile = source.on(group.hardware)
+            profile = profile_on(source, group.hardware)
             known[profile.name] = profile
             prediction, row = _predict(group, cell, source, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
@@ -454,8 +446,8 @@ def machines(group: Group, source: Source) -> list[tuple[Profile, Hardware]]:
     """Return a group's hardware, then each of its draws, with the profile that holds on it."""
     drawn = zip(places(len(group.draws)), group.draws, strict=True)
     return [
-        (source.on(group.hardware), group.hardware),
-        *((source.on(each).drawn(place), each) for place, each in drawn),
+        (profile_on(source, group.hardware), group.hardware),
+        *((profile_on(source, each).drawn(place), each) for place, each in drawn),
     ]
 
 
@@ -474,7 +466,7 @@ def _predict(
     exposed = sorted(each.exposed_s for each in every)
     return prediction, {
         "conditions": group.conditions,
-        "basis": source.basis,
+        "basis": "profile" if isinstance(source, Profile) else ESTIMATE,
         "strategy": cell.strategy,
         "world_size": cell.world_size,
         "batch_size": cell.batch_size,
