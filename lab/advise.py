@@ -45,7 +45,7 @@ def _advise(line: CommandLine) -> int:
 
     result = {"command": line.text, **advised(advice)}
     print(view.text(result))
-    if out := advice.prediction.out:
+    if out := advice.prediction.own.out:
         figure = view.chart(result) if result["rows"] else None
         print(f"wrote {', '.join(map(str, write(out, result, figure)))}")
     return 0

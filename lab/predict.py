@@ -49,8 +49,9 @@ def _predict(line: CommandLine) -> int:
     result, spans = predicted(request)
     result = {"command": line.text, **result}
     print(view.table(result))
-    written = view.write(request.out, result, view.chart(result)) if request.out else []
-    written += view.write_timeline(request.trace, result, spans) if request.trace else []
+    own = request.own
+    written = view.write(own.out, result, view.chart(result)) if own.out else []
+    written += view.write_timeline(own.trace, result, spans) if own.trace else []
     if written:
         print(f"wrote {', '.join(map(str, written))}")
     return 0

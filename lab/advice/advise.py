@@ -18,12 +18,20 @@ from typing import Any
 from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
-from lab.simulate.hardware import Hardware, Link, places
-from lab.simulate.predict import Source, groups_of, plain, series_of, sources_of, strategy_of
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.predict import (
+    Source,
+    groups_of,
+    machines,
+    plain,
+    profile_on,
+    sources_of,
+    strategy_of,
+)
 from lab.simulate.score import Group, held_out, score, scored_cell, skill
 from lab.simulate.step import predict, simulate
 from lab.simulate.strategy import Strategy, rank_bytes
-from lab.study.grid import Cell
+from lab.study.grid import Cell, series_of
 
 Row = dict[str, Any]
 KINDS = ("exact", "lossy")
@@ -74,13 +82,8 @@ def steps_on(
     Raises:
         ValueError: the hardware has too few ranks.
     """
-    drawn = zip(places(len(group.draws)), group.draws, strict=True)
-    machines = [
-        (source.on(group.hardware), group.hardware),
-        *((source.on(each).drawn(place), each) for place, each in drawn),
-    ]
     point = strategy, world_size, per_rank_batch_size
-    return tuple(simulate(model, hardware, *point).step_s for model, hardware in machines)
+    return tuple(simulate(*machine, *point).step_s for machine in machines(group, source))
 
 
 def ranked(forecasts: Iterable[Forecast]) -> list[Forecast]:
@@ -118,7 +121,8 @@ def advised(advice: Advice) -> dict[str, Any]:
     request = advice.prediction
     try:
         group = _group(advice)
-        cells = list(zip(request.cells, sources_of(request), strict=True))
+        sources, names = sources_of(request), series_of(request.cells)
+        cells = zip(names, request.cells, sources, strict=True)
         options = [_option(advice, group, *cell) for cell in cells]
         errors = score(held_out(scored_cell(group, cell) for cell in group.observations))
     except (ValueError, OSError) as error:
@@ -129,7 +133,8 @@ def advised(advice: Advice) -> dict[str, Any]:
     kept = [each for each in options if not limit_bytes or not each.memory_bytes > limit_bytes]
     ordered = sorted(kept, key=lambda option: option.forecast.costs()[0])
     profiles = {
-        profile.name: profile for profile in (source.on(group.hardware) for _, source in cells)
+        profile.name: profile
+        for profile in (profile_on(source, group.hardware) for source in sources)
     }
     fitting = {option.forecast.name for option in kept}
     return {
@@ -142,7 +147,7 @@ def advised(advice: Advice) -> dict[str, Any]:
         "too_large": sorted({one.forecast.name for one in options} - fitting),
         "profiles": {name: asdict(profile) for name, profile in profiles.items()},
         "hardware": {"conditions": group.conditions, **asdict(group.hardware)},
-        "fit": str(request.fit) if request.fit else None,
+        "fit": str(request.own.fit) if request.own.fit else None,
         "errors": str(errors) if errors.num_cells else None,
     }
 
@@ -236,8 +241,8 @@ def _group(advice: Advice) -> Group:
     if len(named) != 1:
         known = "; ".join(group.conditions for group in groups)
         raise ValueError(
-            f"fit={advice.prediction.fit}: its cells were measured in several conditions; add the "
-            f"settings of one of them: {known}"
+            f"fit={advice.prediction.own.fit}: its cells were measured in several conditions; add "
+            f"the settings of one of them: {known}"
         )
     return named[0]
 
@@ -266,14 +271,13 @@ class Option:
         return 1 / self.forecast.seconds_per_sample
 
 
-def _option(advice: Advice, group: Group, cell: Cell, source: Source) -> Option:
+def _option(advice: Advice, group: Group, name: str, cell: Cell, source: Source) -> Option:
     strategy, size = strategy_of(cell, source), cell.world_size
     weak, per_rank = cell.config.scaling == "weak", cell.batch_size // size
     hardware = group.hardware
-    profile = source.on(hardware)
+    profile = profile_on(source, hardware)
     steps_s = steps_on(group, source, strategy, size, per_rank)
     weight = advice.target.weight(size, hardware.ranks_per_node)
-    name = series_of(cell, advice.prediction.cells)
     return Option(
         cell,
         Forecast(name, strategy.lossy, cell.batch_size, weight, steps_s),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from lab.draw.chart import Chart
 from lab.draw.text import markdown
 from lab.measure.statistics import UNKNOWN, Interval, wilson
 from lab.settings.storage import write_json
-from lab.simulate.predict import Measured
 from lab.simulate.score import NONE, Group, Observation
 
 WHERE = ("model", "N", "batch", "links")
@@ -51,32 +50,34 @@ class Choice:
     """The first choice among the strategies measured in one scenario.
 
     Attributes:
-        conditions: as in Group. profile: name of the model's.
+        conditions: as in Group.
         kind: "any" if all strategies could be chosen, "exact" if only those.
-        chosen, best: names of the first choice, and of the strategy that was measured fastest.
-        predicted_s, measured_s: step time of the first choice. best_s: measured step of the best.
+        cells: those of the scenario.
+        chosen: the first choice. predicted_s: its step time.
         num_close: how many others advice cannot tell apart from its first choice.
-        regrets: of every strategy that was measured with one setting, by name.
     """
 
     conditions: str
-    profile: str
-    world_size: int
-    batch_size: int
     kind: str
-    num_strategies: int
-    chosen: str
+    cells: Sequence[Observation]
+    chosen: Observation
     predicted_s: float
-    measured_s: float
-    best: str
-    best_s: float
     num_close: int
-    regrets: Mapping[str, float]
+
+    @property
+    def best(self) -> Observation:
+        """The cells that were measured to be the fastest."""
+        return min(self.cells, key=lambda cell: cell.step_s)
 
     @property
     def regret(self) -> float:
         """How much longer the choice's step takes than the best one, measured, relative."""
-        return self.measured_s / self.best_s - 1
+        return self.chosen.step_s / self.best.step_s - 1
+
+    @property
+    def regrets(self) -> dict[str, float]:
+        """Regret of every strategy that was measured with one setting, by name."""
+        return {cell.name: cell.step_s / self.best.step_s - 1 for cell in _single(self.cells)}
 
 
 def choices(groups: Iterable[Group]) -> list[Choice]:
@@ -118,13 +119,14 @@ def report(found: Sequence[Choice]) -> list[str]:
             constant = constant_of(regrets, [choice.regrets for choice in chosen])
             lines.append(f"- {verdict('The first choice', constant)}")
     for one in found:
-        among = f"{one.num_strategies}{' exact' if one.kind == 'exact' else ''}"
-        steps = (f"{1e3 * s:.1f}" for s in (one.predicted_s, one.measured_s, one.best_s))
-        predicted, measured, best = steps
+        chosen, best = one.chosen, one.best
+        among = f"{len(one.cells)}{' exact' if one.kind == 'exact' else ''}"
         rows.append(
             [
-                *(one.conditions, one.profile, str(one.world_size), str(one.batch_size), among),
-                *(one.chosen, predicted, measured, one.best, best),
+                *(one.conditions, chosen.profile.name),
+                *(str(chosen.world_size), str(chosen.batch_size), among),
+                *(chosen.name, f"{1e3 * one.predicted_s:.1f}", f"{1e3 * chosen.step_s:.1f}"),
+                *(best.name, f"{1e3 * best.step_s:.1f}"),
                 *(f"{100 * one.regret:.1f} %", str(one.num_close)),
             ]
         )
@@ -148,30 +150,20 @@ def scenarios(group: Group) -> list[list[Observation]]:
 def _choose(group: Group, kind: str, cells: Sequence[Observation]) -> Choice:
     forecasts = ranked(_forecast(group, cell, str(place)) for place, cell in enumerate(cells))
     # Their names are places, as one strategy may have been measured twice.
-    first, best = cells[int(forecasts[0].name)], min(cells, key=lambda cell: cell.step_s)
+    chosen, num_close = cells[int(forecasts[0].name)], len(contenders(forecasts))
+    return Choice(group.conditions, kind, cells, chosen, forecasts[0].steps_s[0], num_close)
+
+
+def _single(cells: Sequence[Observation]) -> list[Observation]:
+    """Return the cells of strategies that were measured with one setting."""
     counts = Counter(cell.name for cell in cells)
-    return Choice(
-        group.conditions,
-        first.profile.name,
-        first.world_size,
-        first.world_size * first.per_rank_batch_size,
-        kind,
-        len(cells),
-        first.name,
-        forecasts[0].steps_s[0],
-        first.step_s,
-        best.name,
-        best.step_s,
-        len(contenders(forecasts)),
-        {c.name: c.step_s / best.step_s - 1 for c in cells if counts[c.name] == 1},
-    )
+    return [cell for cell in cells if counts[cell.name] == 1]
 
 
 def _forecast(group: Group, cell: Observation, name: str) -> Forecast:
     """Predict a cell under a name."""
-    point = Measured(cell.profile), cell.strategy, cell.world_size, cell.per_rank_batch_size
-    batch_size = cell.world_size * cell.per_rank_batch_size
-    return Forecast(name, cell.strategy.lossy, batch_size, 1, steps_on(group, *point))
+    point = cell.profile, cell.strategy, cell.world_size, cell.per_rank_batch_size
+    return Forecast(name, cell.strategy.lossy, cell.batch_size, 1, steps_on(group, *point))
 
 
 @dataclass(frozen=True)
@@ -226,15 +218,14 @@ def map_of(places: Sequence[Place], groups: Iterable[Group], floor: float) -> Ma
     cells: dict[Where, tuple[Group, list[Observation]]] = {}
     for group in groups:
         for observed in scenarios(group):
-            profile, size = observed[0].profile.name, observed[0].world_size
-            batch_size = size * observed[0].per_rank_batch_size
-            cells[Where(profile, group.conditions, size, batch_size)] = group, observed
+            one = observed[0]
+            where = Where(one.profile.name, group.conditions, one.world_size, one.batch_size)
+            cells[where] = group, observed
     answers = []
     for place in places:
         group, observed = cells.get(place.where, (None, []))
         # Comparable are fixed strategies that were measured with one setting.
-        counts = Counter(cell.name for cell in observed)
-        comparable = [c for c in observed if c.name in place.fixed() and counts[c.name] == 1]
+        comparable = [cell for cell in _single(observed) if cell.name in place.fixed()]
         if group and len(comparable) > 1:
             answers.append(Answer(place, place.lead(floor), _predicted(group, comparable)))
     return Map(tuple(answers), floor, summaries([one.place for one in answers], floor))

@@ -66,7 +66,7 @@ from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.files import read_file
 from lab.settings.storage import write_atomically
 from lab.simulate import calibration
-from lab.simulate.calibration import Place, Steps
+from lab.simulate.calibration import Place
 from lab.simulate.costs import stages_of
 from lab.simulate.hardware import parse
 from lab.simulate.network import Network
@@ -348,7 +348,7 @@ def _concluded(
     places = [Place(each.link, len(each.members), each.rows) for each in found.pop("places")]
     configs = found.pop("configs")
     steps = [
-        Steps(name, ranks, plain(configs[name]), seconds)
+        calibration.observation(name, ranks, plain(configs[name]), seconds)
         for ranks, of_ranks in found.pop("steps").items()
         for name, seconds in zip(configs, of_ranks, strict=True)
     ]
@@ -357,7 +357,7 @@ def _concluded(
         "nccl" if world.device.type == "cuda" else "gloo", EMULATION in os.environ
     )
     node = calibration.hardware_of(base, _about(world, found, base), values, places, exchanges)
-    of_two = [each for each in steps if each.ranks == NUM_RANKS]
+    of_two = [each for each in steps if each.world_size == NUM_RANKS]
     calibration.put_overhead(node, next(each for each in of_two if each.name == NONE))
     # Collectives repeated alone are compared with the fit to such; steps then correct it.
     rows = calibration.predicted_rows(places, exchanges, parse(node))

@@ -84,11 +84,6 @@ class EventPool:
         return event
 
 
-def marker(pool: EventPool) -> Callable[[], Mark]:
-    """Return what marks the current moment on the pool's device; a CPU's is no Python function."""
-    return time.perf_counter if pool.device.type == "cpu" else pool.mark
-
-
 @dataclass
 class Pass:
     """Marks of one forward and backward.
@@ -263,7 +258,8 @@ class Clock:
     ) -> None:
         self._device, self._pool = device, EventPool(device)
         self.on_gpu = device.type == "cuda"  # marks are events in a stream
-        self._mark = marker(self._pool)
+        # What marks the current moment; a CPU's is no Python function.
+        self._mark: Callable[[], Mark] = self._pool.mark if self.on_gpu else time.perf_counter
         self.passes: list[Pass] = []
         self._breakdown, self._own = breakdown, own
         self._current = StepMarks(None, 0.0)
@@ -390,7 +386,7 @@ class Clock:
         """
         if not (self._breakdown or self._own):
             return job
-        note = self._current.exchanges.append if self._breakdown else _drop
+        note = self._current.exchanges.append if self._breakdown else lambda _span: None
 
         def run() -> Iterator[Stage]:
             mark = self._mark
@@ -510,10 +506,6 @@ class Clock:
     def _synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self._device)
-
-
-def _drop(_span: tuple[str, str, Mark, Mark]) -> None:
-    """Keep no span."""
 
 
 def _shared(spans: Sequence[Ends], inside: Sequence[Ends]) -> float:

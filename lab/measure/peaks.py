@@ -11,7 +11,7 @@ torch is imported only to ask or measure this machine.
 from __future__ import annotations
 
 import re
-import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -180,13 +180,8 @@ def copy_rate(num_bytes: int, num_threads: int) -> float:
     a = torch.ones(num_bytes // 8)  # half of the bytes are read, half are written
     b = torch.empty_like(a)
     repeats = max(1, COPIED_AT_ONCE // num_bytes)
-
-    def copy() -> None:
-        for _ in range(repeats):
-            b.copy_(a)
-
     with _threads(num_threads):
-        return repeats * (a.nbytes + b.nbytes) / _fastest_s(copy)
+        return repeats * (a.nbytes + b.nbytes) / _fastest_s(lambda: b.copy_(a), repeats)
 
 
 @contextmanager
@@ -201,10 +196,6 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _fastest_s(compute: Callable[[], object]) -> float:
-    times = []
-    for _ in range(TRIALS):
-        begin = time.perf_counter()
-        compute()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def _fastest_s(compute: Callable[[], object], repeats: int = 1) -> float:
+    """Return the seconds of so many calls together, in the fastest trial."""
+    return min(timeit.repeat(compute, number=repeats, repeat=TRIALS))

@@ -91,7 +91,7 @@ def student(values: NDArray[np.float64], level: float = LEVEL) -> Interval:
     return Interval(middle - half, middle, middle + half)
 
 
-def wilson(count: int, total: int, level: float = LEVEL) -> dict[str, float | None]:
+def wilson(count: int, total: int) -> dict[str, float | None]:
     """Compute a share with Wilson's score interval (Wilson 1927), which holds near 0 and 1 too.
 
     Returns:
@@ -99,7 +99,7 @@ def wilson(count: int, total: int, level: float = LEVEL) -> dict[str, float | No
     """
     if total == 0:
         return {"median": None, "low": None, "high": None}
-    z, share = float(ndtri((1 + level) / 2)), count / total
+    z, share = float(ndtri((1 + LEVEL) / 2)), count / total
     middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z / (1 + z**2 / total) * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
     return {"median": share, "low": max(0.0, middle - half), "high": min(1.0, middle + half)}

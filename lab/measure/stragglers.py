@@ -8,12 +8,12 @@ changes in the course of the run. A persistent excess must stand out from it in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import bdtrc
 
 from lab.measure import OWN
 
@@ -132,16 +132,11 @@ def _intermittent(times: Times, step_s: float, phase: str, num_phases: int) -> I
     begins = stalled & ~np.roll(stalled, 1, axis=1)
     counts = begins.sum(axis=1)
     for rank in range(size):
-        by_chance = _at_least(int(counts[rank]), int(counts.sum()), 1 / size)
+        # The probability of so many stalls or more.
+        by_chance = bdtrc(counts[rank] - 1, counts.sum(), 1 / size)
         if by_chance > CHANCE / (size * num_phases):
             continue
         delay_s = float(np.median(excess[rank, stalled[rank]]))
         slow = Slow(rank, phase, delay_s, float(stalled[rank].mean()), noise_s)
         if slow.mean_s >= LEAST_LOSS * step_s:
             yield slow
-
-
-def _at_least(count: int, total: int, chance: float) -> float:
-    """Return the probability of `count` successes or more in `total` trials."""
-    rest = range(count, total + 1)
-    return sum(math.comb(total, k) * chance**k * (1 - chance) ** (total - k) for k in rest)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lab.model import require_dropout, require_size, require_widths
+from lab.model import require_size, require_widths
 from lab.model.convnet import ConvNet, initialise_for_relu, stacked, with_fc_head
 from lab.settings import checks
 
@@ -59,7 +59,6 @@ def alexnet_mxnet(*, input_shape: Sequence[int], output_size: int, dropout: floa
     Args:
         dropout: probability that an output of a hidden FC layer is dropped.
     """
-    require_dropout(dropout)
     require_size("alexnet_mxnet", input_shape, MXNET_SMALLEST_PX)
     first, second, *others = FIRST
     features = stacked(
@@ -77,7 +76,6 @@ def overfeat(*, input_shape: Sequence[int], output_size: int, dropout: float = 0
 
     145,920,872 parameters for 3x231x231 images and 1000 classes, 89.0 % of them in the head.
     """
-    require_dropout(dropout)
     require_size("overfeat", input_shape, OVERFEAT_SMALLEST_PX)
     features = stacked(
         input_shape[0],
@@ -107,8 +105,6 @@ def alexnet_small(
         dropout: probability that an input of a hidden FC layer is dropped.
     """
     checks.whole("model.width", width, 1)
-    checks.whole("model.hidden", hidden, 1)
-    require_dropout(dropout)
     require_size("alexnet_small", input_shape, SMALL_SMALLEST_PX)
     features = stacked(
         input_shape[0],
@@ -136,7 +132,6 @@ def alexnet_cifar(*, input_shape: Sequence[int], output_size: int) -> ConvNet:
 def _for_imagenet(
     name: str, widths: Sequence[int], input_shape: Sequence[int], output_size: int, dropout: float
 ) -> ConvNet:
-    require_dropout(dropout)
     require_size(name, input_shape, SMALLEST_PX)
     first, second, *others = widths
     features = stacked(

@@ -80,16 +80,19 @@ def with_fc_head(
         hidden: widths of the hidden layers.
         dropout: probability that an input of a hidden layer is dropped; 0 adds no such layer.
         dropout_after: drop outputs of a hidden layer instead of inputs.
+
+    Raises:
+        ValueError: a width or the dropout is out of range.
     """
+    require_dropout(dropout)
     shape = output_shape(features, input_shape)
     head: list[nn.Module] = [nn.Flatten()]
     width = math.prod(shape)
     for hidden_width in hidden:
-        if dropout and not dropout_after:
-            head.append(nn.Dropout(dropout))
-        head += [nn.Linear(width, hidden_width), nn.ReLU()]
-        if dropout and dropout_after:
-            head.append(nn.Dropout(dropout))
+        checks.whole("model.hidden", hidden_width, 1)
+        layers = [nn.Linear(width, hidden_width), nn.ReLU()]
+        dropped = [nn.Dropout(dropout)] if dropout else []
+        head += [*layers, *dropped] if dropout_after else [*dropped, *layers]
         width = hidden_width
     head.append(nn.Linear(width, output_size))
     return ConvNet(features, nn.Sequential(*head), shape)
@@ -136,6 +139,7 @@ def with_pooled_head(
     layers: OrderedDict[str, nn.Module], channels: int, output_size: int, dropout: float = 0.0
 ) -> nn.Sequential:
     """Put `layers`, which end with so many channels, under their mean pixel and one FC layer."""
+    require_dropout(dropout)
     layers["pool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
     if dropout:
@@ -210,8 +214,6 @@ def _vgg(
     Weights are He's (2015), not the paper's: it had to train VGG-11 first, and begin the deeper
     ones with its layers (section 3.1).
     """
-    checks.whole("model.hidden", hidden, 1)
-    require_dropout(dropout)
     require_size(name, input_shape, VGG_SMALLEST_PX)
     layers = list[Stacked]()
     for width, depth in zip(VGG_WIDTHS, depths, strict=True):
@@ -246,9 +248,7 @@ def keras_cnn(
         raise ValueError(f"model.blocks={blocks}: must be a list of blocks such as [[32,32],[64]]")
     for block in blocks:
         require_widths("model.blocks", block)
-    checks.whole("model.hidden", hidden, 1)
     require_dropout(block_dropout, "model.block_dropout")
-    require_dropout(dropout)
     smallest = 1  # one pixel is left after the last block
     for block in reversed(blocks):
         smallest = 2 * smallest + 2 * len(block)  # a 3x3 convolution without padding takes two

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lab.model import require_dropout, require_size
+from lab.model import require_size
 from lab.model.convnet import initialise_for_relu, normalised, with_pooled_head
 
 SMALLEST_PX = 32  # five layers halve it to one
@@ -53,7 +53,6 @@ def googlenet(
     Args:
         dropout: probability that an input of the last layer is dropped.
     """
-    require_dropout(dropout)
     require_size("googlenet", input_shape, SMALLEST_PX)
     layers = OrderedDict[str, nn.Module](
         conv1=_convolution(input_shape[0], 64, 7, 2),

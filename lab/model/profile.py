@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from typing import Annotated, Any
 
 from lab.settings import checks
+from lab.settings.checks import AtLeast0, Count, made
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
@@ -18,10 +19,7 @@ COLUMNS = range(1024, 2049)
 ALL, REST = "(all layers)", "(rest)"
 BOTH, STEP = "forward and backward", "step"
 ENDS = ("median", "low", "high")
-COUNTED = ("num_threads", "num_kernels")
 Interval = dict[str, float | None]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,9 @@ class Layer:
     """
 
     name: str
-    parameters: int
-    forward_ms: float
-    backward_ms: float
+    parameters: Annotated[int, partial(checks.whole, at_least=0)]
+    forward_ms: AtLeast0
+    backward_ms: AtLeast0
     fixed_forward_ms: float = 0.0
     fixed_backward_ms: float = 0.0
 
@@ -95,15 +93,15 @@ class Profile:
 
     name: str
     source: str
-    reference_batch: int
+    reference_batch: Count
     layers: tuple[Layer, ...]
-    bytes_scale: float = 1.0
+    bytes_scale: Annotated[float, partial(checks.number, above=0)] = 1.0
     fixed_share: tuple[float, float] | None = None
-    rest_ms: float | None = None
+    rest_ms: AtLeast0 | None = None
     fixed_rest_ms: float = 0.0
-    step_ms: float | None = None
-    num_threads: int | None = None
-    num_kernels: int | None = None
+    step_ms: AtLeast0 | None = None
+    num_threads: Count | None = None
+    num_kernels: Count | None = None
     fits: tuple[Fit, ...] = ()
 
     @classmethod
@@ -116,11 +114,11 @@ class Profile:
         if not node:
             raise ValueError("profile=none: must be a file in conf/profile")
         where = f"profile={node.get('name') if isinstance(node, Mapping) else node}"
-        profile = _make(cls, node, where)
+        profile = made(cls, node, f"{where}: ")
         if not isinstance(profile.layers, Sequence) or isinstance(profile.layers, str):
             raise ValueError(f"{where}: layers={profile.layers}: must be a list")
         layers = tuple(
-            _make(Layer, layer, f"{where}: layers[{index}]")
+            made(Layer, layer, f"{where}: layers[{index}].")
             for index, layer in enumerate(profile.layers)
         )
         _check_profile(where, profile, layers)
@@ -167,7 +165,7 @@ class Profile:
         for key in ("rest_ms", "fixed_rest_ms", "step_ms"):
             if getattr(self, key) is not None:
                 head += f"{key}: {getattr(self, key):.4f}\n"
-        for key in COUNTED:
+        for key in ("num_threads", "num_kernels"):
             if getattr(self, key) is not None:
                 head += f"{key}: {getattr(self, key)}\n"
         head += "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
@@ -251,20 +249,6 @@ TIMES = ("forward_ms", "backward_ms")
 FIXED_TIMES = tuple(f"fixed_{key}" for key in TIMES)
 
 
-def _make(kind: type[T], node: Any, where: str) -> T:
-    """Build a `kind` from `node`, which must have exactly its attributes."""
-    required = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(node, Mapping):
-        raise ValueError(f"{where}: must have the keys {', '.join(required)}")
-    for key in node:
-        if key not in required:
-            raise ValueError(f"{where}: {key}: no such key; allowed: {', '.join(required)}")
-    for key, is_required in required.items():
-        if is_required and node.get(key) is None:
-            raise ValueError(f"{where}: {key}: is missing")
-    return kind(**node)
-
-
 def _fit_of(where: str, node: Any) -> Fit:
     """Parse one line of a profile's `fits`.
 
@@ -313,38 +297,24 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
     for key in ("name", "source"):
         if not isinstance(text := getattr(profile, key), str):
             raise ValueError(f"{where}: {key}={text}: must be text")
-    checks.number(f"{where}: bytes_scale", profile.bytes_scale, above=0)
-    checks.whole(f"{where}: reference_batch", profile.reference_batch, 1)
-    _check_rest(where, profile)
+    _check_fixed(
+        f"{where}: fixed_rest_ms", profile.fixed_rest_ms, "rest_ms", profile.rest_ms or 0.0
+    )
     for index, layer in enumerate(layers):
+        place = f"{where}: layers[{index}]"
         if not isinstance(layer.name, str) or not re.fullmatch(r"\w+", layer.name):
-            raise ValueError(
-                f"{where}: layers[{index}].name={layer.name}: use only letters, digits and _"
-            )
+            raise ValueError(f"{place}.name={layer.name}: use only letters, digits and _")
         if layer.name in {other.name for other in layers[:index]}:
-            raise ValueError(f"{where}: layers[{index}].name={layer.name}: appears twice")
-        _check_layer(f"{where}: {layer.name}", layer)
+            raise ValueError(f"{place}.name={layer.name}: appears twice")
+        for key, fixed_key in zip(TIMES, FIXED_TIMES, strict=True):
+            whole, fixed = getattr(layer, key), getattr(layer, fixed_key)
+            _check_fixed(f"{place}.{fixed_key}", fixed, key, whole)
 
 
-def _check_rest(where: str, profile: Profile) -> None:
-    for key in ("rest_ms", "step_ms"):
-        if (value := getattr(profile, key)) is not None:
-            checks.number(f"{where}: {key}", value, at_least=0)
-    fixed, rest = profile.fixed_rest_ms, profile.rest_ms or 0.0
-    if not checks.is_number(fixed) or not 0 <= fixed <= rest:
-        raise ValueError(f"{where}: fixed_rest_ms={fixed}: must be from 0 to rest_ms={rest}")
-    for key in COUNTED:
-        if (count := getattr(profile, key)) is not None:
-            checks.whole(f"{where}: {key}", count, 1)
-
-
-def _check_layer(where: str, layer: Layer) -> None:
-    checks.whole(f"{where}.parameters", layer.parameters, 0)
-    for key, fixed_key in zip(TIMES, FIXED_TIMES, strict=True):
-        whole, fixed = getattr(layer, key), getattr(layer, fixed_key)
-        checks.number(f"{where}.{key}", whole, at_least=0)
-        if not checks.is_number(fixed) or not 0 <= fixed <= whole:
-            raise ValueError(f"{where}.{fixed_key}={fixed}: must be from 0 to {key}={whole}")
+def _check_fixed(where: str, fixed: Any, key: str, whole: float) -> None:
+    """Refuse a fixed part that is not within its whole, the value of `key`."""
+    if not checks.is_number(fixed) or not 0 <= fixed <= whole:
+        raise ValueError(f"{where}={fixed}: must be from 0 to {key}={whole}")
 
 
 def shapes(values: int) -> dict[str, tuple[int, ...]]:

@@ -135,14 +135,6 @@ class ReplayedLayer(nn.Module):
         """Return the activations [batch, output_size] unchanged, after the layer's time."""
         return _Wait.apply(activations, self, *self.parameters())  # type: ignore[return-value]
 
-    def forward_s(self, per_rank_batch_size: int) -> float:
-        """Return the seconds that a rank's batch takes forward."""
-        return self.profile.forward_s(self.layer, per_rank_batch_size)
-
-    def backward_s(self, per_rank_batch_size: int) -> float:
-        """Return the seconds that a rank's batch takes backward."""
-        return self.profile.backward_s(self.layer, per_rank_batch_size)
-
 
 class _Wait(torch.autograd.Function):
     """The identity for activations and their gradients, which takes a layer's time.
@@ -157,12 +149,13 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, activations: Tensor, layer: ReplayedLayer, *parameters: Tensor) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(*parameters)
-        with layer.pace.work(layer.forward_s(len(activations))):
+        with layer.pace.work(layer.profile.forward_s(layer.layer, len(activations))):
             return activations.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients  # of the activations
-        with ctx.layer.pace.work(ctx.layer.backward_s(len(gradient))):
+        layer: ReplayedLayer = ctx.layer
+        with layer.pace.work(layer.profile.backward_s(layer.layer, len(gradient))):
             factor = gradient[:, 0].sum()
             return gradient, None, *(parameter * factor for parameter in ctx.saved_tensors)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache, partial
+from types import NoneType
+from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_type_hints
 
 from lab.settings.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,3 +108,43 @@ def as_text(value: Any) -> str:
         return ",".join(map(as_text, value))
     known = {None: "null", True: "true", False: "false"}
     return known[value] if value is None or isinstance(value, bool) else str(value)
+
+
+# Types of a dataclass' fields, with the checks that `made` calls.
+AtLeast0 = Annotated[float, partial(number, at_least=0)]
+AtLeast1 = Annotated[float, partial(number, at_least=1)]
+Count = Annotated[int, partial(whole, at_least=1)]
+Flag = Annotated[bool, truth]
+
+
+def made(kind: type[T], node: Any, prefix: str, apart: Collection[str] = ()) -> T:
+    """Make a dataclass from a mapping of its fields, and check values whose types have checks.
+
+    Args:
+        prefix: of a key in messages, such as "hardware=x: host.".
+        apart: fields that are no keys.
+
+    Raises:
+        ConfigError: it is no mapping, a key is unknown or missing, or a value fails its check.
+    """
+    known = {each.name: each for each in fields(kind) if each.name not in apart}  # pyright: ignore[reportArgumentType]
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.: ')}: must have the keys {', '.join(known)}")
+    for key, value in node.items():
+        if key not in known:
+            raise ConfigError(f"{prefix}{key}={value}: no such key; allowed: {', '.join(known)}")
+    for key, field in known.items():
+        hint, is_null = _hints(kind)[key], node.get(key) is None
+        is_refused = is_null and NoneType not in get_args(hint)
+        if field.default is MISSING and (key not in node or is_refused):
+            raise ConfigError(f"{prefix}{key}: is missing")
+        if key in node and (is_refused or not is_null):
+            for part in (hint, *get_args(hint)):  # a member of a union may have the checks
+                for check in getattr(part, "__metadata__", ()):
+                    check(f"{prefix}{key}", node[key])
+    return kind(**node)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)

@@ -17,8 +17,8 @@ from typing import Any
 from lab.model.profile import replayed
 from lab.settings.files import read_file
 from lab.simulate.costs import stages_of
-from lab.simulate.fit import CODEC, collective_s, fit, fit_collectives, get
-from lab.simulate.hardware import CODEC_RATES, LINK, Hardware, draws, parse
+from lab.simulate.fit import collective_s, fit, fit_collectives, get, link_keys
+from lab.simulate.hardware import CODEC_RATES, Hardware, draws, parse
 from lab.simulate.network import Network
 from lab.simulate.score import (
     LARGEST_FITTED,
@@ -123,21 +123,18 @@ def _fitted(
     """Fit a pair's link, and with the first one sums and codecs too; write them into `node`."""
     pair = replace(hardware, ranks_per_node=2 if place.link == "intra" else 1)
     rows = [row for row in place.rows if row["algorithm"] in exchanges or _is_long_send(row)]
-    names = [*LINK]
+    keys = link_keys(pair)
     if first:
         codecs = _codecs(rows, exchanges, Network(pair, LARGEST_FITTED))
-        names += ["reduce_bytes_per_s"] if hardware.reduce_bytes_per_s else []
-        names += ["codec_s", *(CODEC + name for name in codecs)] if codecs else []
-    found = fit_collectives(rows, exchanges, LARGEST_FITTED, pair, names)
-    for name in names:
-        key = f"{place.link}.{name}" if name in LINK else name
-        if name.startswith(CODEC):
-            key = f"{CODEC_RATES}.{name.removeprefix(CODEC)}"
-        factor = math.exp(NORMAL_95 * min(found.errors[name], LARGEST_ERROR))
-        value = get(found.hardware, name)
+        keys += ["reduce_bytes_per_s"] if hardware.reduce_bytes_per_s else []
+        keys += ["codec_s", *(f"{CODEC_RATES}.{name}" for name in codecs)] if codecs else []
+    found, errors = fit_collectives(rows, exchanges, LARGEST_FITTED, pair, keys)
+    for key, error in errors.items():
+        factor = math.exp(NORMAL_95 * min(error, LARGEST_ERROR))
+        value = get(found, key)
         assert value is not None  # it was fitted
         _put(node, key, value, (value / factor, value * factor))
-    return replace(found.hardware, ranks_per_node=hardware.ranks_per_node)
+    return replace(found, ranks_per_node=hardware.ranks_per_node)
 
 
 def _is_long_send(row: Mapping[str, Any]) -> bool:
@@ -191,17 +188,16 @@ def _plausible(node: Node) -> Node:
     return {**node, "assumed": kept}
 
 
-def put_overhead(node: Node, steps: Steps) -> None:
+def put_overhead(node: Node, steps: Observation) -> None:
     """Write the time of a step beside its layers, of steps that exchange nothing."""
-    none = replace(waiting(parse(node)), overhead_s=0.0)
-    predicted_s = steps.observation().predicted_s(none)
+    predicted_s = steps.predicted_s(replace(waiting(parse(node)), overhead_s=0.0))
     found = sorted(max(0.0, seconds - predicted_s) for seconds in steps.steps_s)
     middle = median(found)
     spread = max(found[-1] - found[0], LEAST_SPREAD * middle)
     _put(node, "overhead_s", middle, (max(0.0, found[0] - spread), found[-1] + spread))
 
 
-def refine(node: Node, steps: Sequence[Steps], link: str) -> None:
+def refine(node: Node, steps: Sequence[Observation], link: str) -> None:
     """Fit anew to steps of two ranks, where an exchange meets more than a collective alone.
 
     Ranges stay as wide as the fit to collectives left them.
@@ -212,12 +208,10 @@ def refine(node: Node, steps: Sequence[Steps], link: str) -> None:
     """
     hardware = waiting(parse(node))
     start = replace(hardware, ranks_per_node=2 if link == "intra" else 1)
-    cells = [each.observation() for each in steps if each.ranks == LARGEST_FITTED]
-    found, _ = fit(start, cells, COLLECTIVES_PRIOR)
+    found, _ = fit(start, steps, COLLECTIVES_PRIOR)
     codecs = (f"{CODEC_RATES}.{name}" for name, _ in found.codec_rates)
-    for key in [*(f"{link}.{name}" for name in LINK), *TOLD_BY_STEPS, *codecs]:
-        way, _, name = key.rpartition(".")
-        value = get(found, CODEC + name if way == CODEC_RATES else name)
+    for key in [*link_keys(start), *TOLD_BY_STEPS, *codecs]:
+        value = get(found, key)
         if key not in node["assumed"] or value is None:
             continue
         low, high = node["assumed"][key]
@@ -245,28 +239,20 @@ def predicted_rows(
     return found
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The steps of one strategy on one number of ranks.
+def observation(
+    name: str, ranks: int, settings: Mapping[str, Any], steps_s: Sequence[float]
+) -> Observation:
+    """Return the steps of one strategy on one number of ranks, as cells that are predicted.
 
-    Attributes:
+    Args:
         name: "none", or the exchange and how it runs.
         settings: of the run, composed, whose model is a replay.
         steps_s: median of each repeat.
     """
-
-    name: str
-    ranks: int
-    settings: Mapping[str, Any]
-    steps_s: Sequence[float]
-
-    def observation(self) -> Observation:
-        """Return these steps as cells that a prediction is scored on."""
-        profile = replayed(self.settings)
-        assert profile  # its model is a replay
-        size = self.settings["batch_size"]
-        strategy = Strategy.of(self.settings)
-        return Observation(self.name, profile, strategy, self.ranks, size, tuple(self.steps_s))
+    profile = replayed(settings)
+    assert profile  # its model is a replay
+    point = ranks, settings["batch_size"], tuple(steps_s)
+    return Observation(name, profile, Strategy.of(settings), *point)
 
 
 def waiting(hardware: Hardware) -> Hardware:
@@ -275,12 +261,11 @@ def waiting(hardware: Hardware) -> Hardware:
     return replace(hardware, contention=0.0, jitter=0.0, assumed=assumed)
 
 
-def predicted_steps(steps: Iterable[Steps], hardware: Hardware) -> list[Node]:
+def predicted_steps(steps: Iterable[Observation], hardware: Hardware) -> list[Node]:
     """Return a row for each strategy and number of ranks: measured, predicted, and intervals."""
     own = waiting(hardware)
-    observations = tuple(each.observation() for each in steps)
-    group = Group("", observations, own, tuple(draws(own)), fitted=False)
-    return [_row(group, each) for each in observations]
+    group = Group("", tuple(steps), own, tuple(draws(own)), fitted=False)
+    return [_row(group, each) for each in group.observations]
 
 
 def _row(group: Group, each: Observation) -> Node:
@@ -291,13 +276,12 @@ def _row(group: Group, each: Observation) -> Node:
         level: [min(drawn[beyond - 1], middle), max(drawn[-beyond], middle)]
         for level, beyond in BEYOND.items()
     }
-    exposed_s = cell.exposed_s
     return {
         **asdict(cell),
         "measured_s": each.step_s,
         "repeats_s": list(each.steps_s),
         "error": cell.error,
-        "exposed_s": exposed_s,
+        "exposed_s": cell.exposed_s,
         "exposed_error": cell.exposed_error,
         "intervals": ends,
         "inside": {level: low <= each.step_s <= high for level, (low, high) in ends.items()},
@@ -312,13 +296,11 @@ def scored(rows: Iterable[Mapping[str, Any]], held: bool, least_exposed: float) 
     """
     chosen = [row for row in rows if (row["world_size"] > LARGEST_FITTED) == held]
     names = ScoredCell.__dataclass_fields__
-    cells = held_out(
-        ScoredCell(
-            **{k: v for k, v in row.items() if k in names} | {"measured_s": row["repeats_s"]}
-        )
+    cells = (
+        ScoredCell(**{key: row[key] for key in names} | {"measured_s": row["repeats_s"]})
         for row in chosen
     )
-    found = score(cells, least_exposed)
+    found = score(held_out(cells), least_exposed)
     with_exchange = [row for row in chosen if row["strategy"] != NONE]
     coverage = {
         level: sum(row["inside"][level] for row in with_exchange) / max(1, len(with_exchange))

@@ -12,7 +12,8 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,62 +102,59 @@ def read_log(path: Path) -> tuple[Curve, ...]:
 
 
 def _of_text(text: str) -> Iterator[Curve]:
-    rows = [tuple(map(float, row)) for row in ROW.findall(text)]
-    if rows:
-        program = PROGRAM.search(text)
-        ranks = {int(rank) for rank in RANK.findall(text)}
-        times = [(size, MICRO * us) for size, us, _, _ in rows]
-        rates = [(algbw, busbw) for *_, algbw, busbw in rows]
-        operation = program[1] if program else OPERATIONS[0]
-        yield _curve(operation, len(ranks) or _ranks(operation, rates), times)
-    by_operation: dict[str, list[list[float]]] = {}
-    for operation, columns in PARAM.findall(text):
-        by_operation.setdefault(operation, []).append([*map(float, columns.split())])
-    for operation, lines in by_operation.items():
-        whole = [columns for columns in lines if len(columns) >= FULL]
-        times = [(columns[0], MICRO * columns[2]) for columns in whole]
-        rates = [(columns[FULL - 2], columns[FULL - 1]) for columns in whole]
-        if whole:
-            yield _curve(operation, _ranks(operation, rates), times)
+    if rows := [[*map(float, row)] for row in ROW.findall(text)]:
+        yield _curve(_operation(text), len(set(RANK.findall(text))), rows)
+    by_operation = defaultdict[str, list[list[float]]](list)
+    for operation, numbers in PARAM.findall(text):
+        columns = [*map(float, numbers.split())]
+        if len(columns) >= FULL:
+            by_operation[operation].append([columns[0], columns[2], *columns[FULL - 2 : FULL]])
+    for operation, rows in by_operation.items():
+        yield _curve(operation, 0, rows)
 
 
 def _of_json(where: str, text: str) -> list[Curve]:
     try:
         node = json.loads(text)
-        words = " ".join(map(str, node.get("args", [])))
-        program = PROGRAM.search(words)
-        times, rates = list[tuple[float, float]](), list[tuple[float, float]]()
+        operation = _operation(" ".join(map(str, node.get("args", []))))
+        rows = list[list[float]]()
         for row in node["results"]:
             measured: dict[str, Any] = row["out_of_place"] or row["in_place"]
             us = measured["time"] if "time" in measured else measured["cpu_time"]
-            times.append((float(row["size"]), MICRO * float(us)))
-            rates.append((float(measured["alg_bw"]), float(measured["bus_bw"])))
-        operation = program[1] if program else OPERATIONS[0]
+            rows.append([*map(float, (row["size"], us, measured["alg_bw"], measured["bus_bw"]))])
         devices = len(node.get("config", {}).get("devices", []))
-        return [_curve(operation, devices or _ranks(operation, rates), times)] if times else []
+        return [_curve(operation, devices, rows)] if rows else []
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: not JSON from nccl-tests ({error})") from None
 
 
-def _curve(operation: str, ranks: int, times: Iterable[tuple[float, float]]) -> Curve:
-    known = {size: seconds for size, seconds in times if size > 0 and seconds > 0}
+def _operation(text: str) -> str:
+    """Return the operation that the program of nccl-tests in a text measures."""
+    program = PROGRAM.search(text)
+    return program[1] if program else OPERATIONS[0]
+
+
+def _curve(operation: str, ranks: int, rows: Sequence[Sequence[float]]) -> Curve:
+    """Make a curve.
+
+    Args:
+        ranks: 0: as many as the largest bandwidths imply. That of the bus is 2(N-1)/N times that of
+            the algorithm of an all-reduce, (N-1)/N times of others (nccl-tests,
+            doc/PERFORMANCE.md).
+        rows: bytes, microseconds, and both bandwidths: of the algorithm and of the bus.
+    """
+    if not ranks:
+        algorithm, bus = max((algorithm, bus) for *_, algorithm, bus in rows)
+        passes = 2 if operation == "all_reduce" else 1
+        left = 1 - bus / algorithm / passes if algorithm else 0.0
+        ranks = round(1 / left) if left > 0 else 0
+    known = {size: MICRO * us for size, us, *_ in rows if size > 0 and us > 0}
     if ranks < 2 or not known:
         raise ValueError(
             f"{operation}: needs at least 2 ranks and 1 size; found ranks={ranks} and "
             f"sizes={len(known)}"
         )
     return Curve(operation, ranks, tuple(sorted(known.items())))
-
-
-def _ranks(operation: str, rates: Iterable[tuple[float, float]]) -> int:
-    """Return the number of ranks that the largest bandwidths imply: bus over algorithm's.
-
-    It is 2(N-1)/N of an all-reduce, (N-1)/N of the others (nccl-tests, doc/PERFORMANCE.md).
-    """
-    algorithm, bus = max(rates)
-    passes = 2 if operation == "all_reduce" else 1
-    left = 1 - bus / algorithm / passes if algorithm else 0.0
-    return round(1 / left) if left > 0 else 0
 
 
 def _size(num_bytes: float) -> str:

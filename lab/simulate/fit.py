@@ -6,8 +6,8 @@ A study's cells are divided by machine and links, each group of which gets hardw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lab.settings.config import choices_of, load
 from lab.settings.overrides import own_choices
 from lab.settings.storage import read_json
 from lab.simulate.costs import exchange_of, longest_phase, stages_of
-from lab.simulate.hardware import DRAWS, LINK, Hardware
+from lab.simulate.hardware import CODEC_RATES, DRAWS, LINK, Hardware, with_value
 from lab.simulate.hardware import draws as draws_of
 from lab.simulate.network import Network
 from lab.simulate.score import LARGEST_FITTED, Group, Observation, used_by_fit
@@ -43,9 +43,8 @@ START = {
     "jitter": 0.01,
     "input_samples_per_s": 1e4,
 }
-NAMES = (*LINK, "reduce_bytes_per_s", "contention", "overhead_s", "crowding", "codec_s")
+NAMES = ("reduce_bytes_per_s", "contention", "overhead_s", "crowding", "codec_s")
 MEASURED_CODEC = "onebit"  # codec_bytes_per_s is the rate of this codec
-CODEC = "codec of "  # and an exchange's class: its rate
 
 
 def fit(
@@ -54,7 +53,7 @@ def fit(
     """Fit the hardware to cells of at most two ranks.
 
     Least squares of predicted - measured over the logarithms of the values in NAMES that the preset
-    has. The fitted link joins the first two ranks.
+    has, and of the link that joins the first two ranks.
 
     Args:
         prior: share of a step by which a prediction may miss before a value of the preset changes
@@ -73,57 +72,73 @@ def fit(
         )
     measured = np.array([cell.step_s for cell in used])
     typical = np.median(measured)
-    names = [name for name in NAMES if get(preset, name) is not None]
-    names += sorted({CODEC + name for cell in used for name in _codecs(cell, preset)})
-    start = np.log([get(preset, name) or START[name] for name in names])
+    keys = [key for key in (*link_keys(preset), *NAMES) if get(preset, key) is not None]
+    names = {key.rpartition(".")[2] for key in keys}
+    keys += sorted(f"{CODEC_RATES}.{name}" for name in _codecs(used, preset))
 
-    def residuals(x: np.ndarray) -> np.ndarray:
-        tried = np.exp(np.clip(x, start - FARTHEST, start + FARTHEST))
-        hardware = with_values(preset, names, tried)
-        predicted = [cell.predicted_s(hardware) for cell in used]
-        return np.concatenate([(predicted - measured) / typical, prior * (x - start)])
+    def errors(hardware: Hardware) -> np.ndarray:
+        return ([cell.predicted_s(hardware) for cell in used] - measured) / typical
 
-    best, covariance = least_squares(residuals, start)
+    best, covariance = _search(preset, keys, errors, prior)
     chance = np.random.default_rng(0)
     drawn = chance.multivariate_normal(best, covariance, DRAWS, method="eigh")
     drawn = np.clip(drawn, best - 1, best + 1)  # at most a factor of e away
     assumed = (each for each in preset.assumed if each.key.rpartition(".")[2] not in names)
     known = replace(preset, assumed=tuple(assumed))
-    return with_values(known, names, np.exp(best)), tuple(
-        with_values(machine, names, np.exp(x))
+    return with_values(known, keys, np.exp(best)), tuple(
+        with_values(machine, keys, np.exp(x))
         for machine, x in zip(draws_of(known), drawn, strict=True)
     )
 
 
-def _codecs(cell: Observation, hardware: Hardware) -> set[str]:
-    """Name the codecs of a cell that delay backward, one of each level of its exchange."""
-    if not exchange_of(cell.strategy.exchange).staged:
-        return set()
-    network = Network(hardware, cell.world_size)
-    stages = stages_of_step(cell.profile, cell.strategy, network)
-    return {stage.codec for stage in stages if stage.codec}
+def _codecs(cells: Iterable[Observation], hardware: Hardware) -> set[str]:
+    """Name the codecs of cells that delay backward, one of each level of an exchange."""
+    return {
+        stage.codec
+        for cell in cells
+        if exchange_of(cell.strategy.exchange).staged
+        for stage in stages_of_step(cell.profile, cell.strategy, Network(hardware, cell.world_size))
+        if stage.codec
+    }
 
 
-def get(hardware: Hardware, name: str) -> float | None:
-    """Return one of NAMES, or a codec's rate; None: this hardware has no such limit."""
-    if name.startswith(CODEC):
-        return hardware.codec_rate(name.removeprefix(CODEC))
-    return getattr(getattr(hardware, _pair(hardware)) if name in LINK else hardware, name)
+def get(hardware: Hardware, key: str) -> float | None:
+    """Return the value of a dotted key; None: this hardware has no such limit."""
+    way, _, name = key.rpartition(".")
+    if way == CODEC_RATES:
+        return hardware.codec_rate(name)
+    return getattr(getattr(hardware, way) if way else hardware, name)
 
 
-def with_values(hardware: Hardware, names: Sequence[str], values: np.ndarray) -> Hardware:
-    """Return the hardware with new values for `names`."""
-    changes = dict(zip(names, map(float, values), strict=True))
-    fitted = {n.removeprefix(CODEC): changes.pop(n) for n in names if n.startswith(CODEC)}
-    rates = tuple(sorted({**dict(hardware.codec_rates), **fitted}.items()))
-    pair = _pair(hardware)
-    link = replace(getattr(hardware, pair), **{n: changes.pop(n) for n in LINK if n in changes})
-    return replace(hardware, codec_rates=rates, **{pair: link}, **changes)
+def with_values(hardware: Hardware, keys: Sequence[str], values: Iterable[float]) -> Hardware:
+    """Return the hardware with new values of dotted keys."""
+    for key, value in zip(keys, values, strict=True):
+        hardware = with_value(hardware, key, float(value))
+    return replace(hardware, codec_rates=tuple(sorted(hardware.codec_rates)))
 
 
-def _pair(hardware: Hardware) -> str:
-    """Name the link between the first two ranks."""
-    return "intra" if hardware.ranks_per_node > 1 else "inter"
+def link_keys(hardware: Hardware) -> list[str]:
+    """Return the keys of the link between the first two ranks."""
+    way = "intra" if hardware.ranks_per_node > 1 else "inter"
+    return [f"{way}.{name}" for name in LINK]
+
+
+def _search(
+    preset: Hardware, keys: Sequence[str], errors: Callable[[Hardware], np.ndarray], prior: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the logarithms of values by least squares of `errors`, and their covariance.
+
+    Args:
+        keys: of the values, as `get` takes them.
+        prior: an error that weighs as much as a change of a preset's value by a factor of e.
+    """
+    start = np.log([get(preset, key) or START[key.rpartition(".")[2]] for key in keys])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        near = np.exp(np.clip(x, start - FARTHEST, start + FARTHEST))
+        return np.concatenate([errors(with_values(preset, keys, near)), prior * (x - start)])
+
+    return least_squares(residuals, start)
 
 
 def least_squares(
@@ -171,19 +186,8 @@ def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
     known = [row for row in result["rows"] if row["algorithm"] in choices_of("exchange")]
     names = {row["algorithm"] for row in known}
     exchanges = {name: load(own_choices([f"exchange={name}"])).exchange for name in names}
-    return fit_collectives(known, exchanges, result["world_size"], preset, LINK).hardware
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """Hardware fitted to times of collectives.
-
-    Attributes:
-        errors: of the logarithm of each value that was fitted, by name: its standard deviation.
-    """
-
-    hardware: Hardware
-    errors: Mapping[str, float]
+    keys = link_keys(preset)
+    return fit_collectives(known, exchanges, result["world_size"], preset, keys)[0]
 
 
 def fit_collectives(
@@ -191,32 +195,29 @@ def fit_collectives(
     exchanges: Mapping[str, Mapping[str, Any]],
     world_size: int,
     preset: Hardware,
-    names: Sequence[str],
-) -> Collectives:
+    keys: Sequence[str],
+) -> tuple[Hardware, dict[str, float]]:
     """Fit values of the hardware to rows of lab.bench collective.
 
     Least squares of the logarithm of predicted / measured, because sizes span orders of magnitude.
 
     Args:
         exchanges: settings of each row's algorithm; of SEND_RECV there are none.
-        names: of the values, as `get` takes them.
+        keys: of the values, as `get` takes them.
+
+    Returns:
+        The best, and the standard deviation of the logarithm of each value, by key.
     """
     measured = np.log([row["time_s"]["median"] for row in rows])
-    start = np.log([get(preset, name) or START[name] for name in names])
 
-    def errors(x: np.ndarray) -> np.ndarray:
-        network = Network(with_values(preset, names, np.exp(x)), world_size)
+    def errors(hardware: Hardware) -> np.ndarray:
+        network = Network(hardware, world_size)
         predicted = [collective_s(row, exchanges.get(row["algorithm"]), network) for row in rows]
         return np.log(predicted) - measured
 
-    def residuals(x: np.ndarray) -> np.ndarray:
-        near = np.clip(x, start - FARTHEST, start + FARTHEST)
-        return np.concatenate([errors(near), PRIOR * (x - start)])
-
-    best, covariance = least_squares(residuals, start)
+    best, covariance = _search(preset, keys, errors, PRIOR)
     spread = np.sqrt(np.diag(covariance)).tolist()
-    errors_of = dict(zip(names, spread, strict=True))
-    return Collectives(with_values(preset, names, np.exp(best)), errors_of)
+    return with_values(preset, keys, np.exp(best)), dict(zip(keys, spread, strict=True))
 
 
 def collective_s(

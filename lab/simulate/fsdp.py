@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lab.exchange.cost import Shape
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
@@ -12,7 +13,8 @@ from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import FSDP, Load, Stage, add_scatter, class_of
 from lab.simulate.network import Network
 from lab.simulate.step import Compute, Rank
-from lab.simulate.strategy import Bucket, Strategy, divisor, parameters, ranks_of_a_copy
+from lab.simulate.strategy import Bucket, Strategy, parameters, ranks_of_a_copy
+from lab.sync.pattern import ranks_of_second_shard
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ class Groups:
         sharers = ranks_of_a_copy(strategy.pattern, network)
         sharing = network.neighbours(sharers)
         copies = network.across(sharers) if sharers < network.size else None
-        second, levels = _ranks_of_a_second_shard(strategy.sharding.reshard, network), False
+        reshard, levels = strategy.sharding.reshard, False
+        node = partial(_ranks_of_a_node, f"sync.reshard={reshard}", network)
+        second = ranks_of_second_shard(reshard, network.size, node)
         if strategy.sharding.reduce_scatter == "two_levels":
             key = "sync.reduce_scatter=two_levels"
             levels = 1 < _ranks_of_a_node(key, sharing) < sharers
@@ -168,20 +172,6 @@ class Groups:
     def inside(self, group: Network) -> bool:
         """Return whether a group leaves the links between nodes alone, where there are some."""
         return group.size <= self.world.local < self.world.size
-
-
-def _ranks_of_a_second_shard(setting: int | str | None, network: Network) -> int | None:
-    """Return the number of ranks that keep a second shard; None: nothing does."""
-    if setting is None:
-        return None
-    key = f"sync.reshard={setting}"
-    size = _ranks_of_a_node(key, network) if setting == "node" else setting
-    size = divisor("reshard", size, setting, network)
-    if size == network.size:
-        return None
-    if size == 1:
-        raise ValueError(f"{key}: each rank would store all weights; use groups of 2 or more ranks")
-    return size
 
 
 def _ranks_of_a_node(key: str, network: Network) -> int:

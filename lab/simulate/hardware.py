@@ -6,11 +6,13 @@ import math
 import os
 import random
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any
 
 from lab.measure.peaks import gpu_peak
 from lab.settings import checks
+from lab.settings.checks import AtLeast0, AtLeast1, Count, Flag, made
 from lab.simulate.collectives import Curve
 from lab.simulate.nccl import GENERATIONS
 
@@ -18,26 +20,16 @@ THIS_CPU = "this CPU"
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %
 HERE = "here"  # num_cores: those that this process may use
 LIBRARIES = ("gloo", "nccl")
-OPTIONAL = ("reduce_bytes_per_s", "update_bytes_per_s", "input_samples_per_s", "memory_bytes")
-LEAST = {
-    **dict.fromkeys(("codec_bytes_per_s", *OPTIONAL), 1),
-    **dict.fromkeys(("codec_s", "contention", "overhead_s", "overhead_s_per_rank", "burst_s"), 0),
-    **{"jitter": 0, "num_slow": 0, "slow_factor": 1, "codec_contention": 0},
-    **{"engage": 0, "incast": 0, "wire_passes": 0, "message_cpu": 0},
-    **{"send_buffer_bytes": 0, "step_cpu_s": 0},
-}
 NOT_OF_A_FILE = ("learned", "measured")
 CODEC_RATES = "codec_rates"
 LINK = ("latency_s", "bandwidth_bytes_per_s")  # what a fit finds of a link
-LEAST_OF_LINK = {"latency_s": 0, "bandwidth_bytes_per_s": 1, "duplex": 0.1}
 RENAMED = {"alpha_s": "latency_s", "beta_bytes_per_s": "bandwidth_bytes_per_s"}  # of a link
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 MAPPINGS = {"peak_flops_per_s": 1.0, "op_efficiency": 1e-3, "op_rates": 1.0}  # least values
 CONVOLUTIONS = ("convolution", "convolution_backward")
-LEAST_OF_DEVICE = {
-    **dict.fromkeys(("compute_efficiency", "memory_efficiency"), 1e-3),
-    **dict.fromkeys(("bandwidth_bytes_per_s", "op_s", "cache_bytes", "cache_bytes_per_s"), 0.0),
-}
+
+Efficiency = Annotated[float, partial(checks.number, at_least=1e-3)]
+Duplex = Annotated[float, partial(checks.number, at_least=0.1, at_most=1)]
 
 
 @dataclass(frozen=True)
@@ -77,10 +69,10 @@ class Link:
             travel against the data.
     """
 
-    latency_s: float
-    bandwidth_bytes_per_s: float
+    latency_s: AtLeast0
+    bandwidth_bytes_per_s: AtLeast1
     num_links: int | tuple[tuple[int, int], ...] = 1
-    duplex: float = 1.0
+    duplex: Duplex = 1.0
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds of one message over one link."""
@@ -134,15 +126,15 @@ class Device:
     name: str
     source: str = ""
     peak_flops_per_s: tuple[tuple[str, float], ...] = ()
-    bandwidth_bytes_per_s: float = 0.0
-    compute_efficiency: float = 0.5
-    memory_efficiency: float = 0.7
-    op_s: float = 0.0
-    cache_bytes: float = 0.0
-    cache_bytes_per_s: float = 0.0
+    bandwidth_bytes_per_s: AtLeast0 = 0.0
+    compute_efficiency: Efficiency = 0.5
+    memory_efficiency: Efficiency = 0.7
+    op_s: AtLeast0 = 0.0
+    cache_bytes: AtLeast0 = 0.0
+    cache_bytes_per_s: AtLeast0 = 0.0
     op_efficiency: tuple[tuple[str, float], ...] = ()
     op_rates: tuple[tuple[str, float], ...] = ()
-    num_threads: int | None = None
+    num_threads: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -156,10 +148,10 @@ class Host:
         codec_s: of each call of a codec.
     """
 
-    kernel_s: float = 0.0
-    parameter_s: float = 0.0
-    bucket_s: float = 0.0
-    codec_s: float = 0.0
+    kernel_s: AtLeast0 = 0.0
+    parameter_s: AtLeast0 = 0.0
+    bucket_s: AtLeast0 = 0.0
+    codec_s: AtLeast0 = 0.0
 
 
 @dataclass(frozen=True)
@@ -252,41 +244,41 @@ class Hardware:
 
     name: str
     source: str
-    library: str
-    ranks_per_node: int
+    library: Annotated[str, partial(checks.one_of, allowed=LIBRARIES)]
+    ranks_per_node: Count
     intra: Link | None
     inter: Link | None
-    codec_bytes_per_s: float
+    codec_bytes_per_s: AtLeast1
     codec_rates: tuple[tuple[str, float], ...] = ()
-    codec_s: float = 0.0
-    reduce_bytes_per_s: float | None = None
-    contention: float = 0.0
-    codec_contention: float = 0.0
-    overhead_s: float = 0.0
-    overhead_s_per_rank: float = 0.0
-    update_bytes_per_s: float | None = None
-    input_samples_per_s: float | None = None
-    burst_s: float = 0.0
-    engage: float = 0.0
-    wire_passes: float = 0.0
-    incast: float = 0.0
+    codec_s: AtLeast0 = 0.0
+    reduce_bytes_per_s: AtLeast1 | None = None
+    contention: AtLeast0 = 0.0
+    codec_contention: AtLeast0 = 0.0
+    overhead_s: AtLeast0 = 0.0
+    overhead_s_per_rank: AtLeast0 = 0.0
+    update_bytes_per_s: AtLeast1 | None = None
+    input_samples_per_s: AtLeast1 | None = None
+    burst_s: AtLeast0 = 0.0
+    engage: AtLeast0 = 0.0
+    wire_passes: AtLeast0 = 0.0
+    incast: AtLeast0 = 0.0
     server: Link | None = None
-    jitter: float = 0.0
-    num_slow: int = 0
-    slow_factor: float = 1.0
+    jitter: AtLeast0 = 0.0
+    num_slow: AtLeast0 = 0
+    slow_factor: AtLeast1 = 1.0
     node_rates: tuple[float, ...] = ()
     protocols: tuple[str, ...] = ("LL", "Simple")
-    nccl: str | None = None
+    nccl: Annotated[str, partial(checks.one_of, allowed=GENERATIONS)] | None = None
     host: Host | None = None
-    num_cores: int | None = None
-    message_cpu: float = 1.0
-    send_buffer_bytes: float = 0.0
-    step_cpu_s: float = 0.0
-    crowding: float | None = None
-    memory_bytes: float | None = None
+    num_cores: Count | None = None
+    message_cpu: AtLeast0 = 1.0
+    send_buffer_bytes: AtLeast0 = 0.0
+    step_cpu_s: AtLeast0 = 0.0
+    crowding: AtLeast0 | None = None
+    memory_bytes: AtLeast1 | None = None
     device: Device | None = None
     assumed: tuple[Range, ...] = ()
-    published_terms: bool = True
+    published_terms: Flag = True
     learned: Learned | None = None
     measured: tuple[Curve, ...] = ()
 
@@ -306,16 +298,6 @@ class Hardware:
         busy = min(1.0, num_ranks / self.num_cores)
         return max(1.0, num_ranks / self.num_cores) * (1 + busy * (self.crowding or 0.0))
 
-    def compute_factor(self, num_ranks: int, num_threads: int | None) -> float:
-        """Return the factor by which ranks slow each other that compute on shared cores.
-
-        Args:
-            num_threads: of one rank; None: each has a device of its own.
-        """
-        if num_threads is None or num_ranks == 1:
-            return 1.0
-        return self.host_factor(num_ranks * num_threads)
-
 
 def parse(node: Mapping[str, Any]) -> Hardware:
     """Parse the content of a file of conf/hardware.
@@ -324,18 +306,18 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         ValueError: a value that is missing, unknown or out of range.
     """
     name = f"hardware={node.get('name')}"
-    _check_keys(name, node, Hardware)
     try:
         given = {key: value for key, value in node.items() if key != "assumed"}
         for way in ("intra", "inter", "server"):
-            given[way] = _link(f"{name}: {way}", node[way]) if node.get(way) else None
+            if node.get(way):
+                given[way] = _link(f"{name}: {way}", node[way])
         given |= {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
         given[CODEC_RATES] = _pairs(f"{name}: {CODEC_RATES}", node.get(CODEC_RATES, {}), 1)
         if given.get("num_cores") == HERE:
             given["num_cores"] = len(os.sched_getaffinity(0))
         given["device"] = parse_device(name, node["device"]) if node.get("device") else None
-        given["host"] = _host(name, node["host"]) if node.get("host") else None
-        hardware = Hardware(**given)
+        given["host"] = made(Host, node["host"], f"{name}: host.") if node.get("host") else None
+        hardware = made(Hardware, given, f"{name}: ", apart=NOT_OF_A_FILE)
         _check_hardware(name, hardware)
         assumed = tuple(
             _range(f"{name}: assumed.{key}", hardware, key, ends)
@@ -395,35 +377,7 @@ def with_rate(hardware: Hardware, rate: float) -> Hardware:
     return with_value(hardware, f"{kind}.bandwidth_bytes_per_s", rate)
 
 
-def _host(name: str, node: Mapping[str, Any]) -> Host:
-    _check_keys(f"{name}: host", node, Host)
-    for key, value in node.items():
-        checks.number(f"{name}: host.{key}", value, 0)
-    return Host(**node)
-
-
-Kind = type[Hardware] | type[Link] | type[Host]
-
-
-def _check_keys(where: str, node: Mapping[str, Any], kind: Kind) -> None:
-    known = {each.name: each.default for each in fields(kind) if each.name not in NOT_OF_A_FILE}
-    for key, value in node.items():
-        if key not in known:
-            raise ValueError(f"{where}: {key}={value}: no such key; allowed: {', '.join(known)}")
-    for key, default in known.items():
-        if default is MISSING and key not in node:
-            raise ValueError(f"{where}: {key}: is missing")
-
-
 def _check_hardware(name: str, hardware: Hardware) -> None:
-    checks.one_of(f"{name}: library", hardware.library, LIBRARIES)
-    for key, least in LEAST.items():
-        if getattr(hardware, key) is not None or key not in OPTIONAL:
-            checks.number(f"{name}: {key}", getattr(hardware, key), least)
-    checks.whole(f"{name}: ranks_per_node", hardware.ranks_per_node, 1)
-    checks.truth(f"{name}: published_terms", hardware.published_terms)
-    if hardware.num_cores is not None:
-        checks.whole(f"{name}: num_cores", hardware.num_cores, 1)
     if hardware.ranks_per_node > 1 and hardware.intra is None:
         raise ValueError(
             f"{name}: intra=null: must be the link between the {hardware.ranks_per_node} ranks of "
@@ -436,8 +390,6 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
         raise ValueError(
             f"{name}: protocols={hardware.protocols}: must be one or more of {allowed}"
         )
-    if hardware.nccl is not None:
-        checks.one_of(f"{name}: nccl", hardware.nccl, GENERATIONS)
 
 
 def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
@@ -458,20 +410,14 @@ def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
 def _link(where: str, figures: Mapping[str, Any]) -> Link:
     for key in figures.keys() & RENAMED.keys():
         raise ValueError(f"{where}.{key}={figures[key]} has been renamed to {RENAMED[key]}")
-    _check_keys(where, figures, Link)
     links = figures.get("num_links", 1)
     if isinstance(links, Mapping):
         links = tuple(sorted((int(ranks), count) for ranks, count in links.items()))
         if not links or links[0][0] != 2:
             raise ValueError(f"{where}.num_links={dict(links)}: must begin with 2 ranks")
-    link = Link(**{**figures, "num_links": links})
-    for key, least in LEAST_OF_LINK.items():
-        checks.number(f"{where}.{key}", getattr(link, key), least)
-    if link.duplex > 1:
-        raise ValueError(f"{where}.duplex={link.duplex}: must be at most 1")
-    for count in (links,) if isinstance(links, int) else (count for _, count in links):
+    for count in [count for _, count in links] if isinstance(links, tuple) else [links]:
         checks.whole(f"{where}.num_links", count, 1)
-    return link
+    return made(Link, {**figures, "num_links": links}, f"{where}.")
 
 
 def parse_device(name: str, node: Mapping[str, Any]) -> Device:
@@ -479,27 +425,14 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
 
     Peaks that it leaves out are those of lab/measure/peaks.py.
     """
-    known = [field.name for field in fields(Device)]
-    allowed = ", ".join(known)
-    if not isinstance(node, Mapping) or "name" not in node:
-        raise ValueError(f"{name}: device={node}: must have a name; allowed keys: {allowed}")
-    for key in node:
-        if key not in known:
-            raise ValueError(f"{name}: device.{key}: no such key; allowed: {allowed}")
     pairs = {
         key: _pairs(f"{name}: device.{key}", node[key], least)
         for key, least in MAPPINGS.items()
-        if key in node
+        if isinstance(node, Mapping) and key in node
     }
-    device = Device(**{**node, **pairs})
+    device = made(Device, {**node, **pairs} if pairs else node, f"{name}: device.")
     for precision, _ in device.peak_flops_per_s:
-        if precision not in PRECISIONS:
-            raise ValueError(
-                f"{name}: device.peak_flops_per_s.{precision}: no such precision; allowed: "
-                f"{', '.join(PRECISIONS)}"
-            )
-    for key, least in LEAST_OF_DEVICE.items():
-        checks.number(f"{name}: device.{key}", getattr(device, key), least)
+        checks.one_of(f"{name}: device.peak_flops_per_s", precision, PRECISIONS)
     if peak := gpu_peak(device.name):
         return replace(
             device,

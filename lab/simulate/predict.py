@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,7 +20,7 @@ from lab.model.work import Line, Operation, Work
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, file_setting, parsed, setting, split
 from lab.settings.files import read_file
-from lab.settings.names import AXES, class_name, root_of
+from lab.settings.names import class_name, root_of
 from lab.settings.overrides import config_dir_of
 from lab.settings.storage import escaped
 from lab.simulate.collectives import read_log
@@ -32,7 +32,7 @@ from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.terms import LEVELS, drawn, interval, learned
 from lab.simulate.traced import KEY as TRACED
 from lab.simulate.traced import Traced, read_profile
-from lab.study.grid import Cell
+from lab.study.grid import Cell, series_of
 from lab.study.grid import read as read_grid
 
 if TYPE_CHECKING:
@@ -89,8 +89,6 @@ class Request:
         profiles: one for each cell; None: its model has none, and is estimated.
         by_default: neither a model nor a profile was given.
         traced: the trace that gave all profiles, and its own step.
-        fit: a study's folder or a benchmark's JSON; the hardware is fitted to it.
-        measured: a study's folder, to compare with.
     """
 
     cells: list[Cell]
@@ -98,10 +96,7 @@ class Request:
     by_default: bool
     traced: Traced | None
     hardware: Hardware
-    fit: Path | None
-    measured: Path | None
-    out: Path | None
-    trace: Path | None
+    own: OwnSettings
 
 
 def read(arguments: Sequence[str]) -> Request:
@@ -113,10 +108,10 @@ def read(arguments: Sequence[str]) -> Request:
     traced, others = _traced(arguments)
     texts, run = split(others, fields_of(OwnSettings))
     own = parsed(OwnSettings, texts)
-    fit, trace = own.fit, own.trace
+    fit = own.fit
     cells = [cell for cell in read_grid([*run, "baselines=all"]).cells if cell.repeat == 0]
-    if trace and len(cells) > 1:
-        raise ConfigError(f"trace={trace}: needs one cell, but there are {len(cells)}")
+    if own.trace and len(cells) > 1:
+        raise ConfigError(f"trace={own.trace}: needs one cell, but there are {len(cells)}")
     config_dir = config_dir_of(run)
     try:
         hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
@@ -138,7 +133,7 @@ def read(arguments: Sequence[str]) -> Request:
             "only one of them"
         )
     by_default = not traced and not any(map(_is_given, cells))
-    return Request(cells, profiles, by_default, traced, hardware, fit, own.measured, own.out, trace)
+    return Request(cells, profiles, by_default, traced, hardware, own)
 
 
 def _traced(arguments: Sequence[str]) -> tuple[Traced | None, list[str]]:
@@ -202,18 +197,6 @@ def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Ma
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A profile, which holds on any hardware that it is predicted on."""
-
-    basis: ClassVar[str] = "profile"
-    profile: Profile
-
-    def on(self, hardware: Hardware) -> Profile:
-        """Return the profile."""
-        return self.profile
-
-
-@dataclass(frozen=True)
 class Estimate:
     """Counted work, whose times follow from the hardware's device.
 
@@ -224,7 +207,6 @@ class Estimate:
         name: of its profiles.
     """
 
-    basis: ClassVar[str] = ESTIMATE
     work: Work
     precision: str
     batches: tuple[int, int]
@@ -262,25 +244,25 @@ class Estimate:
             )
         fewer, more = min(batches), max(*batches, RATIO * min(batches))
 
-        def ms(operations: Iterable[Operation], batch: int) -> float:
-            return _milliseconds(device, precision, operations, batch)
+        def times(operations: Sequence[Operation]) -> tuple[float, float]:
+            """Return the ms at the larger batch, and the part that does not depend on it."""
+            at_more = _milliseconds(device, precision, operations, more)
+            at_fewer = _milliseconds(device, precision, operations, fewer)
+            return at_more, fixed_part(at_more, at_fewer, more / fewer)
 
-        layers, layers_of_fewer = (
-            [
-                Layer(each.name, each.parameters, ms(each.forward, batch), ms(each.backward, batch))
-                for each in work.layers
-            ]
-            for batch in (more, fewer)
-        )
-        rest_ms, rest_of_fewer = ms(_rest(work), more), ms(_rest(work), fewer)
+        layers = list[Layer]()
+        for each in work.layers:
+            whole, fixed = zip(times(each.forward), times(each.backward), strict=True)
+            layers.append(Layer(each.name, each.parameters, *whole, *fixed))
+        rest_ms, fixed_rest_ms = times(_rest(work))
         return Profile(
             self.name,
             f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
             f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
             more,
-            tuple(with_fixed_parts(layers, layers_of_fewer, more / fewer)),
+            tuple(layers),
             rest_ms=rest_ms,
-            fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
+            fixed_rest_ms=fixed_rest_ms,
             num_threads=device.num_threads,
             num_kernels=sum(len(each.forward) + len(each.backward) for each in work.layers),
         )
@@ -315,7 +297,12 @@ def _milliseconds(
     return 1000 * sum(seconds)
 
 
-Source = Measured | Estimate
+Source = Profile | Estimate  # a measured profile holds on any hardware
+
+
+def profile_on(source: Source, hardware: Hardware) -> Profile:
+    """Return the profile that holds on some hardware. ValueError as in `Estimate.on`."""
+    return source if isinstance(source, Profile) else source.on(hardware)
 
 
 def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, int]) -> Source:
@@ -330,7 +317,7 @@ def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, i
         ConfigError: the model cannot be built or counted.
     """
     if profile:
-        return Measured(profile)
+        return profile
     work = work_of(config)
     model = class_name(config.model["_target_"])
     name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
@@ -367,23 +354,6 @@ def _work(parts: str) -> Work:
         ) from None
 
 
-def with_fixed_parts(whole: Sequence[Layer], fewer: Sequence[Layer], ratio: float) -> list[Layer]:
-    """Add to each layer of `whole` the part of its time that does not depend on the batch size.
-
-    Args:
-        whole: layers at the reference batch size.
-        fewer: the same layers at a batch size `ratio` times smaller.
-    """
-    return [
-        replace(
-            layer,
-            fixed_forward_ms=fixed_part(layer.forward_ms, less.forward_ms, ratio),
-            fixed_backward_ms=fixed_part(layer.backward_ms, less.backward_ms, ratio),
-        )
-        for layer, less in zip(whole, fewer, strict=True)
-    ]
-
-
 def fixed_part(at_whole: float, at_fewer: float, ratio: float) -> float:
     """Return the value at batch size 0 of a line through two batches, the second smaller.
 
@@ -408,18 +378,19 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     sources = zip(request.cells, sources_of(request), strict=True)
     points = [(cell, source, strategy_of(cell, source)) for cell, source in sources]
-    groups = groups_of(request)
+    names = series_of(request.cells)
+    own, groups = request.own, groups_of(request)
     known: dict[str, Profile] = {}
     rows, scores, spans = [], [], ()
     for group in groups:
         scored = []
-        for cell, source, strategy in points:
-            profile = source.on(group.hardware)
+        for name, (cell, source, strategy) in zip(names, points, strict=True):
+            profile = profile_on(source, group.hardware)
             known[profile.name] = profile
             prediction, row = _predict(group, cell, source, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []
-            series = " ".join([series_of(cell, request.cells), *group.conditions.split()])
+            series = " ".join([name, *group.conditions.split()])
             rows.append({"series": series, **row, **_measured(scored[-1] if observed else None)})
             rows[-1].update(_of_trace(request.traced, cell, prediction))
             spans = prediction.step.spans
@@ -434,11 +405,11 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         + [f"from the trace: {traced}" for traced in (request.traced,) if traced],
         "hardware": [{"conditions": g.conditions, **asdict(g.hardware)} for g in groups],
         "scores": scores,
-        "fit": str(request.fit) if request.fit else None,
-        "measured": str(request.measured) if request.measured else None,
+        "fit": str(own.fit) if own.fit else None,
+        "measured": str(own.measured) if own.measured else None,
     }
-    if request.measured:
-        steps = measured_steps(request.measured, request.cells)
+    if own.measured:
+        steps = measured_steps(own.measured, request.cells)
         for row, seconds in zip(rows, steps, strict=True):
             row.update(comparison(seconds, row["step_s"]) if seconds else {})
     return result, spans
@@ -460,17 +431,24 @@ def strategy_of(cell: Cell, source: Source) -> Strategy:
 
 def groups_of(request: Request) -> tuple[Group, ...]:
     """Return the hardware to predict on: as its file says, or fitted."""
-    if request.fit and request.fit.suffix != ".json":
-        from lab.simulate.fit import fitted_groups  # imports pandas
-
-        assert request.profiles[0]  # or the request would have been refused
-        return fitted_groups(request.fit, request.profiles[0], request.hardware)
     hardware = request.hardware
-    if request.fit:
-        from lab.simulate.fit import fit_result
+    if fit := request.own.fit:
+        from lab.simulate.fit import fit_result, fitted_groups  # imports pandas
 
-        hardware = fit_result(request.fit, hardware)
+        if fit.suffix != ".json":
+            assert request.profiles[0]  # or the request would have been refused
+            return fitted_groups(fit, request.profiles[0], hardware)
+        hardware = fit_result(fit, hardware)
     return (Group("", (), hardware, tuple(drawn(draws(hardware))), fitted=False),)
+
+
+def machines(group: Group, source: Source) -> list[tuple[Profile, Hardware]]:
+    """Return a group's hardware, then each of its draws, with the profile that holds on it."""
+    drawn = zip(places(len(group.draws)), group.draws, strict=True)
+    return [
+        (profile_on(source, group.hardware), group.hardware),
+        *((profile_on(source, each).drawn(place), each) for place, each in drawn),
+    ]
 
 
 def _predict(
@@ -478,18 +456,17 @@ def _predict(
 ) -> tuple[Prediction, dict[str, Any]]:
     """Predict a cell, and what the hardware's open values make of it."""
     point = strategy, cell.world_size, cell.batch_size, cell.config.scaling == "weak"
-    prediction = predict(source.on(group.hardware), group.hardware, *point)
-    drawn = zip(places(len(group.draws)), group.draws, strict=True)
-    others = [predict(source.on(each).drawn(place), each, *point) for place, each in drawn]
+    every = [predict(*machine, *point) for machine in machines(group, source)]
+    prediction = every[0]
     across_bytes = prediction.step.across_bytes
     exchanging = cell.world_size > 1 and strategy != CEILING
     prior = group.hardware.learned if exchanging else None
     residual = prior.residual if prior else None
-    steps = [each.step.step_s for each in (prediction, *others)]
-    exposed = sorted(each.exposed_s for each in (prediction, *others))
+    steps = [each.step.step_s for each in every]
+    exposed = sorted(each.exposed_s for each in every)
     return prediction, {
         "conditions": group.conditions,
-        "basis": source.basis,
+        "basis": "profile" if isinstance(source, Profile) else ESTIMATE,
         "strategy": cell.strategy,
         "world_size": cell.world_size,
         "batch_size": cell.batch_size,
@@ -500,7 +477,7 @@ def _predict(
         "exposed_s": prediction.exposed_s,
         "exposed_s_interval": (exposed[0], exposed[-1]),
         "speedup": prediction.speedup,
-        **_intervals("speedup", [each.speedup for each in (prediction, *others)], residual),
+        **_intervals("speedup", [each.speedup for each in every], residual),
         "efficiency": prediction.efficiency,
         "payload_bytes": prediction.step.payload_bytes,
         "across_bytes": None if math.isnan(across_bytes) else across_bytes,
@@ -551,16 +528,6 @@ def _of_trace(traced: Traced | None, cell: Cell, prediction: Prediction) -> dict
 
 def _per_rank(cell: Cell) -> int:
     return cell.batch_size // cell.world_size
-
-
-def series_of(cell: Cell, cells: list[Cell]) -> str:
-    """Name the series: the strategy, and the settings in which cells differ."""
-    varying = [
-        f"{key}={value}"
-        for key, value in cell.variant.items()
-        if key not in AXES and any(other.variant.get(key) != value for other in cells)
-    ]
-    return " ".join([cell.strategy, *varying])
 
 
 def measured_steps(folder: Path, cells: Sequence[Cell]) -> list[tuple[float, ...]]:

@@ -51,6 +51,11 @@ class Observation:
     steps_s: tuple[float, ...]
 
     @property
+    def batch_size(self) -> int:
+        """Samples of a step on all ranks."""
+        return self.world_size * self.per_rank_batch_size
+
+    @property
     def step_s(self) -> float:
         """The median over repeats."""
         return median(self.steps_s)
@@ -235,7 +240,7 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
         strategy=cell.name,
         profile=cell.profile.name,
         world_size=cell.world_size,
-        batch_size=cell.world_size * cell.per_rank_batch_size,
+        batch_size=cell.batch_size,
         measured_s=cell.steps_s,
         predicted_s=cell.predicted_s(group.hardware),
         alone_s=(
@@ -250,10 +255,9 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
 
 
 def _linear_s(group: Group, cell: Observation) -> float:
-    batch_size = cell.world_size * cell.per_rank_batch_size
-    if alone := group.observed(cell.profile, NONE, 1, batch_size):
+    if alone := group.observed(cell.profile, NONE, 1, cell.batch_size):
         return alone.step_s / cell.world_size
-    alone_s = simulate(cell.profile, group.hardware, CEILING, 1, batch_size).step_s
+    alone_s = simulate(cell.profile, group.hardware, CEILING, 1, cell.batch_size).step_s
     return alone_s / cell.world_size
 
 

@@ -241,10 +241,10 @@ class Step:
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, step_s: float, stages: Iterable[Stage], spans: Iterable[Span]) -> Step:
+    def of(cls, step_s: float, stages: Sequence[Stage], spans: Iterable[Span]) -> Step:
         """Add up what the stages of a step send."""
-        sent = [(stage.payload_bytes, stage.across_bytes) for stage in stages]
-        payload_bytes, across_bytes = map(sum, zip(*sent, strict=True)) if sent else (0.0, 0.0)
+        payload_bytes = sum((stage.payload_bytes for stage in stages), 0.0)
+        across_bytes = sum((stage.across_bytes for stage in stages), 0.0)
         return cls(step_s, payload_bytes, across_bytes, tuple(spans))
 
 
@@ -299,10 +299,10 @@ def simulate(
     per_rank_batch_size: int,
 ) -> Step:
     """Simulate the mean step of a run on `world_size` ranks. ValueError as in `predict`."""
-    network = Network(hardware, world_size)
+    scene = _Scene(profile, Network(hardware, world_size), strategy, per_rank_batch_size)
     if strategy.pattern.gathers_units:
-        return _sharded_step(profile, network, strategy, per_rank_batch_size)
-    ways = [_mean_step(profile, network, way, per_rank_batch_size) for way in _tried(strategy)]
+        return _sharded_step(scene)
+    ways = [_mean_step(replace(scene, strategy=way)) for way in _tried(strategy)]
     return min(ways, key=lambda step: step.step_s)
 
 
@@ -316,11 +316,100 @@ def _tried(strategy: Strategy) -> list[Strategy]:
     return [strategy]
 
 
-def _mean_step(
-    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
-) -> Step:
+@dataclass(frozen=True)
+class _Scene:
+    """A model on a rank, among others that exchange with it."""
+
+    profile: Profile
+    network: Network
+    strategy: Strategy
+    per_rank_batch_size: int
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether anything is exchanged."""
+        strategy = self.strategy
+        return self.network.size > 1 and (
+            strategy.pattern.gathers_units or strategy.exchange != CEILING.exchange
+        )
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels on the device exchange gradients: copies to servers need none."""
+        served = self.network.hardware.server is not None and self.network.num_nodes == 1
+        copied = served and class_of(self.strategy.exchange) == "Star"
+        return self.exchanges and not copied
+
+    def rank(self) -> Rank:
+        """Return a rank at time 0, whose compute an exchange beside it slows."""
+        hardware = self.network.hardware
+        contention = (self.network if self.by_kernels else hardware).contention
+        return Rank(contention, hardware.burst_s, hardware.codec_contention)
+
+    def layers(self) -> list[Compute]:
+        """Return the layers' times on the slowest rank, of one micro-batch."""
+        profile, network, hardware = self.profile, self.network, self.network.hardware
+        micro_batch_size = self.per_rank_batch_size // self.strategy.accumulate
+        # Without a device of their own, ranks slow each other.
+        shared, threads = 1.0, profile.num_threads
+        if threads is not None and network.size > 1:
+            shared = hardware.host_factor(network.size * threads)
+        engaged = hardware.engage / self.strategy.pattern.every if self.by_kernels else 0.0
+        slowest = network.slowest_factor * shared * (1 + engaged)
+        return [
+            Compute(
+                layer.name,
+                slowest * profile.forward_s(layer, micro_batch_size),
+                slowest * profile.backward_s(layer, micro_batch_size),
+            )
+            for layer in profile.layers
+        ]
+
+    @property
+    def besides_s(self) -> float:
+        """Time of a step besides forward, backward and exchange.
+
+        A profile that has it includes the update, of all weights even if each rank updates its part
+        alone; `overhead_s` comes on top.
+        """
+        network, hardware = self.network, self.network.hardware
+        rest_s = self.profile.rest_s(self.per_rank_batch_size)
+        if rest_s is None:
+            pattern = self.strategy.pattern
+            sharers = ranks_of_a_copy(pattern, network) if pattern.parts_the_update else 1
+            updated = UPDATE_PASSES * self.profile.gradient_bytes / sharers
+            rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
+        rest_s *= hardware.host_factor(network.size)
+        if self.exchanges and hardware.num_cores and self.profile.num_threads is None:
+            rest_s += max(0.0, network.size / hardware.num_cores - 1) * hardware.step_cpu_s
+        return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)
+
+    def least_s(self, stages: Iterable[Stage], num_buckets: int) -> float:
+        """Return the seconds in which a node prepares samples or a host launches: the longer.
+
+        Both go on while the devices work; see Hardware and Host.
+
+        Args:
+            num_buckets: of the step's exchanges; 0: gradients have no hooks either.
+        """
+        rate, host = self.network.hardware.input_samples_per_s, self.network.hardware.host
+        input_s = self.network.local * self.per_rank_batch_size / rate if rate else 0.0
+        if host is None:
+            return input_s
+        hooked = len(parameters(self.profile)) if num_buckets else 0
+        launching_s = (
+            host.kernel_s * self.strategy.accumulate * (self.profile.num_kernels or 0)
+            + host.parameter_s * hooked
+            + host.bucket_s * num_buckets
+            + host.codec_s * sum(stage.calls for stage in stages)
+        )
+        return max(input_s, launching_s)
+
+
+def _mean_step(scene: _Scene) -> Step:
+    profile, strategy, network = scene.profile, scene.strategy, scene.network
     kinds = [
-        (of_run * share, _step(profile, network, strategy, planned, per_rank_batch_size))
+        (of_run * share, _step(scene, planned))
         for of_run, exchange in phases_of(strategy.exchange)
         for share, planned in kinds_of_steps(profile, replace(strategy, exchange=exchange), network)
     ]
@@ -331,23 +420,15 @@ def _mean_step(
     return Step(step_s, payload_bytes, across_bytes, kinds[0][1].spans)
 
 
-def _step(
-    profile: Profile,
-    network: Network,
-    strategy: Strategy,
-    planned: Sequence[Exchange],
-    per_rank_batch_size: int,
-) -> Step:
+def _step(scene: _Scene, planned: Sequence[Exchange]) -> Step:
     """Simulate one step with the exchanges that run in it."""
-    hardware, pattern = network.hardware, strategy.pattern
-    layers = _layers(profile, network, strategy, per_rank_batch_size)
-    in_turns = hardware.library == "gloo" and exchange_of(strategy.exchange).staged
+    profile, strategy, network = scene.profile, scene.strategy, scene.network
+    pattern = strategy.pattern
+    in_turns = network.hardware.library == "gloo" and exchange_of(strategy.exchange).staged
     schedule = Turns() if in_turns and pattern.overlaps else Beside()
-    rank = _rank(network, strategy)
-    besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
+    rank, layers, besides_s = scene.rank(), scene.layers(), scene.besides_s
     stages = [stage for each in planned for stage in each.stages]
-    num_buckets = sum(bool(each.stages) for each in planned)
-    least_s = _least_s(profile, network, strategy, per_rank_batch_size, stages, num_buckets)
+    least_s = scene.least_s(stages, num_buckets=sum(bool(each.stages) for each in planned))
     if pattern.waits_in_forward:
         passes_s, spans = steady(layers, planned, schedule, rank, besides_s, strategy.accumulate)
         return Step.of(max(passes_s, least_s), stages, spans)
@@ -357,7 +438,7 @@ def _step(
     if Leg.WEIGHTS_FROM_ROOT in pattern.legs:  # the way that gradients came
         back = planned
     elif Leg.PARTS_OF_WEIGHTS in pattern.legs:  # in full, whatever type gradients had
-        (buckets,) = messages_of_fragments(profile, strategy, hardware.on_gpu)
+        (buckets,) = messages_of_fragments(profile, strategy, network.hardware.on_gpu)
         back = exchanges(profile, replace(strategy, exchange=EXACT), network, buckets)
     for exchange in back:
         schedule.submit(exchange, rank)
@@ -366,108 +447,17 @@ def _step(
     return Step.of(max(rank.now_s + besides_s, least_s), stages, rank.spans)
 
 
-def _sharded_step(
-    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
-) -> Step:
+def _sharded_step(scene: _Scene) -> Step:
     from lab.simulate.fsdp import Sharded, costs_of_units  # which is made of ranks as here
 
-    layers = _layers(profile, network, strategy, per_rank_batch_size)
-    rank, units = _rank(network, strategy), costs_of_units(profile, strategy, network)
-    sharded = Sharded(layers, units, rank, blocks=network.hardware.library == "gloo")
-    sharded.run(strategy.accumulate)
-    besides_s = _besides_s(profile, network, strategy, per_rank_batch_size)
-    stages = sharded.stages(strategy.accumulate)
-    collectives = sum(stage.row == "exchange" for stage in stages)
-    least_s = _least_s(profile, network, strategy, per_rank_batch_size, stages, collectives)
-    return Step.of(max(rank.now_s + besides_s, least_s), stages, rank.spans)
-
-
-def _by_kernels(network: Network, strategy: Strategy) -> bool:
-    """Return whether kernels on the device exchange gradients: copies to servers need none."""
-    served = network.hardware.server is not None and network.num_nodes == 1
-    copied = served and class_of(strategy.exchange) == "Star"
-    return _exchanges(network, strategy) and not copied
-
-
-def _exchanges(network: Network, strategy: Strategy) -> bool:
-    return network.size > 1 and (
-        strategy.pattern.gathers_units or strategy.exchange != CEILING.exchange
-    )
-
-
-def _rank(network: Network, strategy: Strategy) -> Rank:
-    """Return a rank at time 0, whose compute an exchange beside it slows."""
-    hardware = network.hardware
-    contention = (network if _by_kernels(network, strategy) else hardware).contention
-    return Rank(contention, hardware.burst_s, hardware.codec_contention)
-
-
-def _layers(
-    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
-) -> list[Compute]:
-    """Return the layers' times on the slowest rank, of one micro-batch."""
-    hardware, pattern = network.hardware, strategy.pattern
-    micro_batch_size = per_rank_batch_size // strategy.accumulate
-    shared = hardware.compute_factor(network.size, profile.num_threads)
-    engaged = hardware.engage / pattern.every if _by_kernels(network, strategy) else 0.0
-    slowest = network.slowest_factor * shared * (1 + engaged)
-    return [
-        Compute(
-            layer.name,
-            slowest * profile.forward_s(layer, micro_batch_size),
-            slowest * profile.backward_s(layer, micro_batch_size),
-        )
-        for layer in profile.layers
-    ]
-
-
-def _besides_s(
-    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
-) -> float:
-    """Return the time of a step besides forward, backward and exchange.
-
-    A profile that has it includes the update, of all weights even if each rank updates its part
-    alone; `overhead_s` comes on top.
-    """
-    hardware, rest_s = network.hardware, profile.rest_s(per_rank_batch_size)
-    if rest_s is None:
-        pattern = strategy.pattern
-        sharers = ranks_of_a_copy(pattern, network) if pattern.parts_the_update else 1
-        updated = UPDATE_PASSES * profile.gradient_bytes / sharers
-        rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
-    rest_s *= hardware.host_factor(network.size)
-    if _exchanges(network, strategy) and hardware.num_cores and profile.num_threads is None:
-        rest_s += max(0.0, network.size / hardware.num_cores - 1) * hardware.step_cpu_s
-    return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)
-
-
-def _least_s(
-    profile: Profile,
-    network: Network,
-    strategy: Strategy,
-    per_rank_batch_size: int,
-    stages: Iterable[Stage],
-    num_buckets: int,
-) -> float:
-    """Return the seconds in which a node prepares samples or a host launches a step: the longer.
-
-    Both go on while the devices work; see Hardware and Host.
-
-    Args:
-        num_buckets: of the step's exchanges; 0: gradients have no hooks either.
-    """
-    rate, host = network.hardware.input_samples_per_s, network.hardware.host
-    input_s = network.local * per_rank_batch_size / rate if rate else 0.0
-    if host is None:
-        return input_s
-    hooked = len(parameters(profile)) if num_buckets else 0
-    launching_s = (
-        host.kernel_s * strategy.accumulate * (profile.num_kernels or 0)
-        + host.parameter_s * hooked
-        + host.bucket_s * num_buckets
-        + host.codec_s * sum(stage.calls for stage in stages)
-    )
-    return max(input_s, launching_s)
+    rank, accumulate = scene.rank(), scene.strategy.accumulate
+    units = costs_of_units(scene.profile, scene.strategy, scene.network)
+    blocks = scene.network.hardware.library == "gloo"
+    sharded = Sharded(scene.layers(), units, rank, blocks)
+    sharded.run(accumulate)
+    stages = sharded.stages(accumulate)
+    least_s = scene.least_s(stages, num_buckets=sum(each.row == "exchange" for each in stages))
+    return Step.of(max(rank.now_s + scene.besides_s, least_s), stages, rank.spans)
 
 
 def stages_of_step(profile: Profile, strategy: Strategy, network: Network) -> list[Stage]:

@@ -20,7 +20,7 @@ from lab.simulate.costs import Settings, exchange_of, extra_bytes, in_shares, ph
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 from lab.sync import pattern as rules
-from lab.sync.pattern import Pattern, class_of, fragments, gradsync, pattern_of
+from lab.sync.pattern import Pattern, class_of, fragments, gradsync, pattern_of, sharing_ranks
 
 if TYPE_CHECKING:
     from lab.exchange.base import Exchange
@@ -196,18 +196,7 @@ def ranks_of_a_copy(pattern: Pattern, network: Network) -> int:
     Raises:
         ValueError: it does not divide all ranks.
     """
-    setting = pattern.shard_size
-    size = {None: network.size, "node": network.local}.get(setting, setting)
-    return divisor("shard_size", size, setting, network)
-
-
-def divisor(key: str, size: object, setting: object, network: Network) -> int:
-    """Return `size`, a number of ranks. ValueError: it does not divide all of `network`."""
-    if not isinstance(size, int) or size < 1 or network.size % size:
-        raise ValueError(
-            f"sync.{key}={setting}: must be node, null, or a divisor of the {network.size} ranks"
-        )
-    return size
+    return sharing_ranks("shard_size", pattern.shard_size, network.size, lambda: network.local)
 
 
 def _local(s: Sizes, sync: Settings, e: Settings) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +13,7 @@ from lab.draw.text import aligned, number_of
 from lab.measure import Span
 from lab.record.trace import read_trace, write_trace
 from lab.settings.storage import write_json
-from lab.simulate.hardware import LINK, Hardware
+from lab.simulate.hardware import LINK
 from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE
 from lab.simulate.score import NONE
 
@@ -225,17 +224,13 @@ def _fitted(result: Row) -> list[str]:
         ]
     cells = "" if result["fit"].endswith(".json") else "the cells on 1 and 2 ranks in "
     return [
-        f"fitted to {cells}{result['fit']}{at(hardware['conditions'])}: {_values(hardware)}"
+        f"fitted to {cells}{result['fit']}{at(hardware['conditions'])}: {values_of(hardware)}"
         for hardware in result["hardware"]
     ]
 
 
-def fitted_values(hardware: Hardware) -> str:
+def values_of(hardware: Row) -> str:
     """Write the values that a fit may change."""
-    return _values(asdict(hardware))
-
-
-def _values(hardware: Row) -> str:
     pair = hardware["intra"] if hardware["ranks_per_node"] > 1 else hardware["inter"]
     values = {name: {**hardware, **pair}[name] for name in FITTED}
     values |= {f"codec of {name}": rate for name, rate in hardware["codec_rates"]}

@@ -11,7 +11,7 @@ from typing import Any
 from lab.draw.text import aligned, number_of
 from lab.record.schema import Record, read_record
 from lab.settings.names import root_of
-from lab.study.grid import Cell, Study
+from lab.study.grid import Cell, Study, series_of
 from lab.study.launch import recorded
 
 UNKNOWN = "time unknown, because no cell with the same model, data and steps is done"
@@ -29,11 +29,10 @@ def lines(study: Study) -> Iterator[str]:
         ConfigError: a file in the study's folder is no record.
     """
     root = Path(study.runs_dir) / study.name
-    measured, differs = measured_in(root), _differing(study.cells)
+    measured = measured_in(root)
     likes, parts = list[Measured | None](), defaultdict[str, _Part](_Part)
-    for cell in study.cells:
-        own = [f"{key}={value}" for key, value in cell.variant.items() if key in differs]
-        part, record = parts[" ".join([cell.strategy, *own])], recorded(root, cell, study.retries)
+    for cell, series in zip(study.cells, series_of(study.cells), strict=True):
+        part, record = parts[series], recorded(root, cell, study.retries)
         part.cells.append(cell)
         if record:
             part.outcomes[record.status] += 1
@@ -60,38 +59,29 @@ class _Part:
     def row(self, name: str) -> list[str]:
         ranks = sorted({cell.world_size for cell in self.cells})
         batches = sorted({cell.batch_size for cell in self.cells})
-        known, asked = [like for like in self.likes if like], len(self.likes)
-        minutes, megabytes = "", ""
-        if asked:
-            minutes = _short(sum(like.duration_s for like in known) / 60) if known else "?"
-            megabytes = _short(sum(like.num_bytes for like in known) / 1e6) if known else "?"
-        counts = [str(len(self.cells)), str(self.outcomes["done"]), str(asked)]
+        needed = _needs([like for like in self.likes if like]) or ("?", "?")
+        counts = [str(len(self.cells)), str(self.outcomes["done"]), str(len(self.likes))]
         axes = [",".join(map(str, values)) for values in (ranks, batches)]
-        return [name, *axes, *counts, minutes, megabytes]
-
-
-def _differing(cells: Sequence[Cell]) -> set[str]:
-    """Return the settings, other than a study's axes, in which cells differ."""
-    variants = [cell.variant for cell in cells]
-    keys = {key for variant in variants for key in variant}
-    return {key for key in keys if len({variant.get(key) for variant in variants}) > 1}
+        return [name, *axes, *counts, *(needed if self.likes else ("", ""))]
 
 
 def _sum(likes: list[Measured | None]) -> str:
     known = [like for like in likes if like]
     if not likes:
         return "nothing to run"
-    if not known:
+    if not (needed := _needs(known)):
         return UNKNOWN
-    total = needs(sum(k.duration_s for k in known), sum(k.num_bytes for k in known))
+    minutes, megabytes = needed
     rest = len(likes) - len(known)
     alike = "estimated from the most similar cells that are done, without start-up"
-    return f"{total}, {alike}" + (f"; for {number_of(rest, 'cell')}, {UNKNOWN}" if rest else "")
+    text = f"about {minutes} min, {megabytes} MB, {alike}"
+    return text + (f"; for {number_of(rest, 'cell')}, {UNKNOWN}" if rest else "")
 
 
-def needs(seconds: float, num_bytes: int) -> str:
-    """Describe a time and a size on disk, in minutes and MB."""
-    return f"about {_short(seconds / 60)} min, {_short(num_bytes / 1e6)} MB"
+def _needs(known: Sequence[Measured]) -> tuple[str, str] | None:
+    """Return the minutes and the MB that cells took together; None without cells."""
+    seconds, num_bytes = sum(k.duration_s for k in known), sum(k.num_bytes for k in known)
+    return (_short(seconds / 60), _short(num_bytes / 1e6)) if known else None
 
 
 def _short(value: float) -> str:

@@ -134,21 +134,29 @@ class Study:
     Attributes:
         cells: repeats are the outermost loop; see lab.study.run.shuffled for the order of a run.
         grids: the arguments of each of its grids, without those of the sweep itself.
-        retries: whether cells that failed run again.
-        live: whether the study's page is served while cells run.
-        turns: steps of a turn, of cells that share a start; None: each has its own.
     """
 
     name: str
     runs_dir: str
-    launcher: str
     cells: list[Cell]
-    cell_timeout_s: float
     grids: tuple[tuple[str, ...], ...]
-    retries: bool
-    live: bool
-    dry_run: bool
-    turns: int | None
+    own: SweepSettings
+
+    @property
+    def retries(self) -> bool:
+        """Whether cells that failed run again."""
+        return self.own.retry == "failed"
+
+
+def series_of(cells: Sequence[Cell]) -> list[str]:
+    """Name the series of each cell: its strategy, and the settings in which the cells differ."""
+    variants = [cell.variant for cell in cells]
+    keys = {key for variant in variants for key in variant}
+    differ = {key for key in keys if len({variant.get(key) for variant in variants}) > 1}
+    return [
+        " ".join([cell.strategy, *(f"{key}={v}" for key, v in variant.items() if key in differ)])
+        for cell, variant in zip(cells, variants, strict=True)
+    ]
 
 
 def read(arguments: Sequence[str]) -> Study:
@@ -185,18 +193,8 @@ def read(arguments: Sequence[str]) -> Study:
         for point in points
     ]
     of_grid = (f"{key}={text}" for key, text in given.items() if key not in NOT_OF_GRID)
-    return Study(
-        name,
-        runs_dir,
-        own.launcher,
-        cells,
-        own.cell_timeout_s,
-        grids=((*of_grid, *run, *(condition.text for condition in conditions)),),
-        retries=own.retry == "failed",
-        live=own.report == "live",
-        dry_run=own.dry_run,
-        turns=own.turns,
-    )
+    grid = (*of_grid, *run, *(condition.text for condition in conditions))
+    return Study(name, runs_dir, cells, (grid,), own)
 
 
 def refuse_bare_study(arguments: Sequence[str]) -> None:

@@ -42,12 +42,6 @@ def recorded(root: Path, cell: Cell, retries: bool) -> Record | None:
     return None if record is None or record.status in again else record
 
 
-def already(record: Record) -> str:
-    """Describe a cell that is not run again."""
-    again = "" if record.status == "done" else " (retry=failed runs it again)"
-    return f"{record.status} already{again}"
-
-
 def make_directory(root: Path, cell: Cell) -> Path:
     """Make a cell's directory empty, but for its earlier attempts that failed.
 

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -63,7 +63,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     if line.shows_settings:
         show((cell.config for cell in study.cells), line.flags)
         return 0
-    if study.dry_run:
+    if study.own.dry_run:
         from lab.study import dry_run  # records need numpy: a wrong setting is answered without it
 
         print(source)
@@ -74,9 +74,10 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     study = dataclasses.replace(study, cells=shuffled(study.cells))
     root = _make_root(study)
     print(source, flush=True)
-    run_missing = _run_here if study.launcher == "local" else _run_by_scheduler
+    run_missing = _run_here if study.own.launcher == "local" else _run_by_scheduler
+    page = serve(study, root) if study.own.report == "live" else _unseen()
     try:
-        with _alone(root) as lock, serve(study, root) if study.live else _unseen() as ended:
+        with _alone(root) as lock, page as ended:
             save(root, study)
             statuses = list(run_missing(study, root, lock, ended))
     except KeyboardInterrupt:
@@ -92,44 +93,55 @@ def _unseen() -> Iterator[CellEnded]:
     yield lambda _was_run: None
 
 
+def _without_record(
+    study: Study, root: Path, cells: Sequence[Cell], label: Callable[[Cell], str], ended: CellEnded
+) -> Generator[str, None, list[Cell]]:
+    """Tell of the cells that need not run again, and yield their status; return the others."""
+    from lab.study.launch import recorded  # imports torch
+
+    known = [(cell, recorded(root, cell, study.retries)) for cell in cells]
+    for cell, record in known:
+        if record is not None:
+            again = "" if record.status == "done" else " (retry=failed runs it again)"
+            print(label(cell), f"{record.status} already{again}", flush=True)
+            ended(False)
+            yield record.status
+    return [cell for cell, record in known if record is None]
+
+
 def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator[str]:
     """Run every cell that has no record yet, in order; yield the status of each."""
-    from lab.study.launch import already, recorded, run_cells  # imports torch
+    from lab.study.launch import recorded, run_cells  # imports torch
 
     groups = starts(study)
-    total = len(study.cells)
-    labels = {cell.name: f"[{at}/{total}] {cell.name}:" for at, cell in enumerate(study.cells, 1)}
+    positions = {cell.name: position for position, cell in enumerate(study.cells, start=1)}
+
+    def label(cell: Cell) -> str:
+        return f"[{positions[cell.name]}/{len(study.cells)}] {cell.name}:"
+
     durations: list[float] = []
     for number, cells in enumerate(groups, start=1):
-        known = [(cell, recorded(root, cell, study.retries)) for cell in cells]
-        for cell, record in known:
-            if record is not None:
-                print(labels[cell.name], already(record), flush=True)
-                ended(False)
-                yield record.status
-        missing = [cell for cell, record in known if record is None]
+        missing = yield from _without_record(study, root, cells, label, ended)
         if not missing:
             continue
         several = len(missing) > 1
-        begins = f"{len(missing)} cells take turns:\n" if several else labels[missing[0].name]
+        begins = f"{len(missing)} cells take turns:\n" if several else label(missing[0])
         print(begins, end="" if several else " ", flush=True)
         began = time.monotonic()
-        records = run_cells(root, missing, study.turns, study.cell_timeout_s, lock)
+        records = run_cells(root, missing, study.own.turns, study.own.cell_timeout_s, lock)
         durations.append((time.monotonic() - began) / len(missing))
         later = (recorded(root, each, study.retries) for each in itertools.chain(*groups[number:]))
         eta = timedelta(seconds=round([*later].count(None) * sum(durations) / len(durations)))
         for cell, record in zip(missing, records, strict=True):
-            label = f"{labels[cell.name]} " if several else ""
-            print(f"{label}{_outcome(record)}, ETA {eta}", flush=True)
+            print(f"{label(cell)} " if several else "", end="")
+            print(f"{_outcome(record)}, ETA {eta}", flush=True)
             ended(True)
             yield record.status
 
 
 def _run_by_scheduler(study: Study, root: Path, _lock: int, ended: CellEnded) -> Iterator[str]:
     """Submit every cell that has no record yet; yield the status of each as it ends."""
-    from lab.study.launch import already, recorded
-
-    if study.launcher == "ray":
+    if study.own.launcher == "ray":
         from lab.study.ray import run_cells
     else:
         from lab.study.slurm import run_cells
@@ -139,15 +151,9 @@ def _run_by_scheduler(study: Study, root: Path, _lock: int, ended: CellEnded) ->
     def label(cell: Cell) -> str:
         return f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
 
-    known = [(cell, recorded(root, cell, study.retries)) for cell in study.cells]
-    missing = [cell for cell, record in known if record is None]
-    for cell, record in known:
-        if record is not None:
-            print(label(cell), already(record), flush=True)
-            ended(False)
-            yield record.status
+    missing = yield from _without_record(study, root, study.cells, label, ended)
     began = time.monotonic()
-    with contextlib.closing(run_cells(root, missing, study.cell_timeout_s)) as jobs:
+    with contextlib.closing(run_cells(root, missing, study.own.cell_timeout_s)) as jobs:
         for num_ended, (cell, record) in enumerate(jobs, start=1):
             remaining_s = (time.monotonic() - began) / num_ended * (len(missing) - num_ended)
             eta = timedelta(seconds=round(remaining_s))
@@ -165,7 +171,7 @@ def _outcome(record: Record) -> str:
 
 def _check_launcher(study: Study) -> None:
     """Refuse cells that cannot be started, for lack of a program or of GPUs, before any runs."""
-    launcher = study.launcher
+    launcher, turns = study.own.launcher, study.own.turns
     if any(cell.over_horovod for cell in study.cells):
         if launcher == "slurm":
             raise ConfigError(
@@ -174,9 +180,9 @@ def _check_launcher(study: Study) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigError("comm=horovod: Horovod is not installed; run make horovod")
     clusters = set(filter(None, (cell.cluster for cell in study.cells)))
-    if study.turns and launcher != "local":
+    if turns and launcher != "local":
         raise ConfigError(
-            f"turns={study.turns}: launcher={launcher} starts each cell alone; set turns=null"
+            f"turns={turns}: launcher={launcher} starts each cell alone; set turns=null"
         )
     if clusters and launcher != "local":
         raise ConfigError(
@@ -248,7 +254,7 @@ def shuffled(cells: Sequence[Cell]) -> list[Cell]:
 
 def starts(study: Study) -> list[list[Cell]]:
     """Group the cells in order: each by itself, or if they take turns those of the same work."""
-    if study.turns is None:
+    if study.own.turns is None:
         return [[cell] for cell in study.cells]
     groups: defaultdict[object, list[Cell]] = defaultdict(list)
     for cell in study.cells:

@@ -47,7 +47,7 @@ from lab.sync.fsdp_units import (
     units,
 )
 from lab.sync.library import LibrarySync
-from lab.sync.pattern import GATHERS, SCATTERS, fsdp
+from lab.sync.pattern import GATHERS, SCATTERS, fsdp, ranks_of_second_shard, sharing_ranks
 from lab.sync.reads import Reads
 
 
@@ -305,10 +305,7 @@ class SecondShards:
 
 def _copies(shard_size: int | str | None, comm: TorchComm) -> Levels | None:
     """Return the groups that hold a copy of the weights each; None: there is one copy."""
-    size = shard_size if shard_size is not None else comm.size
-    if shard_size == "node":
-        size = launcher.local_size()
-    size = _divisor("shard_size", size, shard_size, comm.size)
+    size = sharing_ranks("shard_size", shard_size, comm.size, launcher.local_size)
     return None if size == comm.size else Levels.of(comm, size)
 
 
@@ -316,21 +313,14 @@ def _second_shards(
     reshard: int | str | None, shard_size: int | str | None, comm: TorchComm
 ) -> Levels | None:
     """Return the groups that keep a second shard; None: nothing does."""
-    if reshard is None:
-        return None
     key = f"sync.reshard={reshard}"
-    if shard_size is not None:
+    if reshard is not None and shard_size is not None:
         raise ValueError(
             f"{key}: sync.shard_size={shard_size} already gathers within groups; "
             "set only one of them"
         )
-    size = ranks_of_a_host(key, comm.nodes) if reshard == "node" else reshard
-    size = _divisor("reshard", size, reshard, comm.size)
-    if size == comm.size:
-        return None
-    if size == 1:
-        raise ValueError(f"{key}: each rank would store all weights; use groups of 2 or more ranks")
-    return Levels.of(comm, size)
+    size = ranks_of_second_shard(reshard, comm.size, partial(ranks_of_a_host, key, comm.nodes))
+    return Levels.of(comm, size) if size else None
 
 
 def ranks_of_a_host(key: str, nodes: Nodes) -> int:
@@ -341,15 +331,6 @@ def ranks_of_a_host(key: str, nodes: Nodes) -> int:
         raise ValueError(
             f"{key}: hosts have the ranks {listed}; every host needs the same number of ranks, "
             "and ranks must be numbered host by host"
-        )
-    return size
-
-
-def _divisor(key: str, size: object, setting: object, ranks: int) -> int:
-    if not checks.is_whole(size) or size < 1 or ranks % size:
-        raise ValueError(
-            f"sync.{key}={setting}: must be node, null, or a divisor of the number of ranks, "
-            f"{ranks}"
         )
     return size
 

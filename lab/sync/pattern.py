@@ -437,3 +437,38 @@ def _targets(exchange: Mapping[str, Any]) -> Iterator[str]:
     for part in exchange.values():
         if isinstance(part, Mapping):
             yield from _targets(cast(Mapping[str, Any], part))
+
+
+def sharing_ranks(
+    key: str, setting: int | str | None, ranks: int, of_a_node: Callable[[], int]
+) -> int:
+    """Return how many ranks share what FSDP shards: so many, those of a "node", or None, all.
+
+    Raises:
+        ValueError: the number does not divide `ranks`.
+    """
+    size = of_a_node() if setting == "node" else ranks if setting is None else setting
+    if not checks.is_whole(size) or size < 1 or ranks % size:
+        raise ValueError(
+            f"sync.{key}={setting}: must be node, null, or a divisor of the {ranks} ranks"
+        )
+    return size
+
+
+def ranks_of_second_shard(
+    reshard: int | str | None, ranks: int, of_a_node: Callable[[], int]
+) -> int | None:
+    """Return how many ranks keep a second shard of gathered weights; None: nothing does.
+
+    Raises:
+        ValueError: the number does not divide `ranks`, or leaves all weights on each.
+    """
+    size = sharing_ranks("reshard", reshard, ranks, of_a_node)
+    if size == ranks:
+        return None
+    if size == 1:
+        raise ValueError(
+            f"sync.reshard={reshard}: each rank would store all weights; use groups of 2 or more "
+            "ranks"
+        )
+    return size

@@ -49,12 +49,12 @@ def test_regret_is_of_measured_steps() -> None:
     )  # fmt: skip
     found = choices([Group("rate=1", cells, slow, (replace(slow, contention=0.2),))])
     every, exact = found  # fitted cells, `none`, and a single strategy are no choice
-    assert (every.kind, every.num_strategies, every.chosen, every.best) == (
+    assert (every.kind, len(every.cells), every.chosen.name, every.best.name) == (
         *("any", 3),
         *("onebit", "tree"),
     )
     assert every.regret == pytest.approx(0.2)
-    assert (exact.kind, exact.chosen, exact.best) == ("exact", "overlap", "tree")
+    assert (exact.kind, exact.chosen.name, exact.best.name) == ("exact", "overlap", "tree")
     assert exact.regret == pytest.approx(0.6)
     lines = report(found)
     assert lines[0].startswith("- A scenario is one model")

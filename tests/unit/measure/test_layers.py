@@ -26,7 +26,7 @@ from lab.model.inception import googlenet
 from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
 from lab.settings.files import choices_of
-from lab.simulate.predict import with_fixed_parts
+from lab.simulate.predict import fixed_part
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.unit.model.test_replay import PROFILE, Time, replay, train
 
@@ -197,11 +197,9 @@ def test_kernels_of_a_step_are_counted_once_and_without_the_optimizer() -> None:
 
 
 def test_the_fixed_part_is_what_a_line_has_at_no_images() -> None:
-    whole = [Layer("a", 1, 10.0, 4.0), Layer("b", 1, 3.0, 1.0)]
-    fewer = [Layer("a", 1, 4.0, 0.5), Layer("b", 1, 3.5, 0.25)]
-    fixed = with_fixed_parts(whole, fewer, 4)
-    assert [layer.fixed_forward_ms for layer in fixed] == [2.0, 3.0]  # 3.5 of 3 is noise
-    assert [layer.fixed_backward_ms for layer in fixed] == [0.0, 0.0]
+    assert fixed_part(10.0, 4.0, 4) == 2.0
+    assert fixed_part(3.0, 3.5, 4) == 3.0  # 3.5 of 3 is noise
+    assert fixed_part(4.0, 0.5, 4) == fixed_part(1.0, 0.25, 4) == 0.0
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:

@@ -119,21 +119,21 @@ def test_fits_are_written_and_read() -> None:
             {"fits": [{**FIT, "fixed_ms": {**ENDS, "low": -1}}]},
             "fits[0].fixed_ms.low=-1: must be null or a number of at least 0",
         ),
-        ({"colour": 1}, "colour: no such key; allowed: name, source, reference_batch,"),
+        ({"colour": 1}, "colour=1: no such key; allowed: name, source, reference_batch,"),
         ({"layers": [*LAYERS, LAYERS[0]]}, "layers[2].name=conv: appears twice"),
         ({"layers": [{**LAYERS[0], "name": "a.b"}]}, "layers[0].name=a.b: use only letters"),
-        ({"layers": [{"name": "a"}]}, "layers[0]: parameters: is missing"),
+        ({"layers": [{"name": "a"}]}, "layers[0].parameters: is missing"),
         (
             {"layers": [{**LAYERS[0], "parameters": 1.5}]},
-            "conv.parameters=1.5: must be an integer of at least 0",
+            "layers[0].parameters=1.5: must be an integer of at least 0",
         ),
         (
             {"layers": [{**LAYERS[0], "backward_ms": -1}]},
-            "conv.backward_ms=-1: must be a number of at least 0",
+            "layers[0].backward_ms=-1: must be a number of at least 0",
         ),
         (
             {"layers": [{**LAYERS[0], "fixed_forward_ms": 5}]},
-            "conv.fixed_forward_ms=5: must be from 0 to forward_ms=4.0",
+            "layers[0].fixed_forward_ms=5: must be from 0 to forward_ms=4.0",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from lab.settings.files import read_file
 from lab.simulate.calibration import (
     SEND_RECV,
     Place,
-    Steps,
     base_of,
     hardware_of,
+    observation,
     predicted_rows,
     predicted_steps,
     put_overhead,
@@ -28,11 +29,12 @@ from lab.simulate.fit import collective_s, with_values
 from lab.simulate.hardware import Hardware, parse
 from lab.simulate.network import Network
 from lab.simulate.predict import plain, read
+from lab.simulate.score import Observation
 
 EXCHANGES: dict[str, Any] = {
     name: read_file("exchange", name) for name in ("allreduce", "ring", "onebit")
 }
-TRUE = {"latency_s": 2e-4, "bandwidth_bytes_per_s": 4e7, "reduce_bytes_per_s": 5e8}
+TRUE = {"inter.latency_s": 2e-4, "inter.bandwidth_bytes_per_s": 4e7, "reduce_bytes_per_s": 5e8}
 VALUES = {
     "contention": {"median": 0.1, "low": 0.05, "high": 0.2},
     "jitter": {"median": 0.01, "low": 0.008, "high": 0.012},
@@ -50,8 +52,8 @@ STEPS = [
 @pytest.fixture(scope="module")
 def truth() -> Hardware:
     preset = parse(base_of("gloo", emulated=True))
-    names = [*TRUE, "codec of OneBit", "codec_s"]
-    return with_values(preset, names, [*TRUE.values(), 2e9, 1e-4])  # type: ignore[arg-type]
+    keys = [*TRUE, "codec_rates.OneBit", "codec_s"]
+    return with_values(preset, keys, [*TRUE.values(), 2e9, 1e-4])
 
 
 def measured(truth: Hardware, ranks: int) -> Place:
@@ -65,13 +67,13 @@ def measured(truth: Hardware, ranks: int) -> Place:
     return Place("inter", ranks, rows)
 
 
-def steps_on(hardware: Hardware, ranks: int) -> list[Steps]:
+def steps_on(hardware: Hardware, ranks: int) -> list[Observation]:
     """Return steps as they would be measured on such hardware: without exchange, and with one."""
-    found: list[Steps] = []
+    found: list[Observation] = []
     for name in ("none", "allreduce"):
         settings = plain(load([*STEPS, f"exchange={name}", "model.bytes_scale=0.01"]))
-        seconds = Steps(name, ranks, settings, (1.0,)).observation().predicted_s(hardware)
-        found.append(Steps(name, ranks, settings, (seconds,)))
+        steps = observation(name, ranks, settings, (1.0,))
+        found.append(replace(steps, steps_s=(steps.predicted_s(hardware),)))
     return found
 
 
@@ -109,7 +111,7 @@ def test_steps_of_more_ranks_are_scored_and_counted_inside_their_intervals(
     assert of_more["step"] == pytest.approx((0, 0)) and of_more["exposed"] == pytest.approx((0, 0))
     assert of_more["skill"] == pytest.approx(1)
     assert of_more["coverage"] == {"95": 1, "80": 1}
-    slower = [Steps(one.name, one.ranks, one.settings, (9.0,)) for one in steps]
+    slower = [replace(one, steps_s=(9.0,)) for one in steps]
     missed = scored(predicted_steps(slower, truth), held=True, least_exposed=0.02)
     assert missed["coverage"] == {"95": 0, "80": 0} and missed["step"][0] > 0.5
 
@@ -132,7 +134,7 @@ def test_steps_of_two_ranks_correct_what_their_collectives_told(truth: Hardware)
     node = hardware_of(base, about, VALUES, [measured(truth, 2)], EXCHANGES)
     low, high = node["assumed"]["inter.bandwidth_bytes_per_s"]
     node["crowding"] = 0.0  # as idle cores may show; a fit must begin somewhere all the same
-    slower = with_values(truth, ["bandwidth_bytes_per_s"], [2e7])  # type: ignore[arg-type]
+    slower = with_values(truth, ["inter.bandwidth_bytes_per_s"], [2e7])
     steps = steps_on(waiting(slower), 2)
     put_overhead(node, steps[0])
     refine(node, steps, "inter")

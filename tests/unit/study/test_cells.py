@@ -79,7 +79,7 @@ def test_a_dry_run_estimates_by_the_most_similar_cell_that_is_done(tmp_path: Pat
     ]
     assert failed == "1 failed already (retry=failed runs it again)"
     assert total.startswith("would run 1 of 4 cells: about 1.5 min, 5 MB, estimated from the")
-    *_, total = dry_run.lines(replace(study, retries=True))
+    *_, total = dry_run.lines(replace(study, own=replace(study.own, retry="failed")))
     assert total.startswith("would run 2 of 4 cells: about 3.5 min, 5 MB")
 
 

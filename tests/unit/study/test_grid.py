@@ -142,7 +142,7 @@ def test_a_study_alone_goes_on_with_its_saved_grids(tmp_path: Path) -> None:
     again, source = run.read([*place, "retry=failed"])
     assert source == f"study=mine: the 2 grids saved in {tmp_path}/mine/study.json"
     assert names(again.cells) == names(first.cells) + names(second.cells)
-    assert (again.launcher, again.retries) == ("local", True)
+    assert (again.own.launcher, again.retries) == ("local", True)
     longer, _ = run.read([*place, "repeats=2"])
     assert len(longer.cells) == 2 * len(again.cells)
     assert run.load(tmp_path / "mine") == [
@@ -193,6 +193,6 @@ def test_a_study_keeps_its_turns(tmp_path: Path) -> None:
     given = read([f"runs_dir={tmp_path}", "study=s", "strategy=none,onebit", "turns=4"])
     run.save(tmp_path / "s", given)
     again, _ = run.read([f"runs_dir={tmp_path}", "study=s"])
-    assert again.turns == 4
+    assert again.own.turns == 4
     other, _ = run.read([f"runs_dir={tmp_path}", "study=s", "turns=2"])
-    assert other.turns == 2
+    assert other.own.turns == 2
