@@ -50,7 +50,7 @@ from lab.settings.files import (
 )
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_numbers
 from lab.settings.own_code import check_choices, names_code
-from lab.settings.storage import escaped, read_yaml
+from lab.settings.storage import escaped, nested, read_yaml
 
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
@@ -219,7 +219,8 @@ def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictC
     _refuse_resolvers(OmegaConf.to_container(config), lines)
     for group, name in data.items():
         content = read_file(group, name, config_dir)
-        if call := _call_in(content):
+        call = next((key for key, _ in nested(content) if key.startswith("_")), None)
+        if call:  # by it Hydra would call something
             raise ConfigError(
                 f"{group}={name}: {call}: keys that begin with _ are not allowed in a {group}"
             )
@@ -266,32 +267,19 @@ def _check(files: Mapping[str, str], overrides: Sequence[Override], config_dir: 
             read_file(group, name, config_dir)
 
 
-def _refuse_resolvers(value: Any, lines: Sequence[str]) -> None:
+def _refuse_resolvers(content: Any, lines: Sequence[str]) -> None:
     """Refuse ${oc.env:…} and the like in what files set: they read the environment.
 
     Args:
         lines: of the command line, where they may stand.
     """
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            _refuse_resolvers(each, lines)
-    elif isinstance(value, str) and "${" in REFERENCE.sub("", value):
-        if any(value in line for line in lines):
-            return
-        raise ConfigError(
-            f"{value}: a file may refer only to other settings, as in ${{optim.lr}}; write "
-            "anything else on the command line"
-        )
-
-
-def _call_in(value: Any) -> str | None:
-    """Return a key by which Hydra would call something, at any depth; None: there is none."""
-    if isinstance(value, dict):
-        own = next((str(key) for key in value if str(key).startswith("_")), None)
-        return own or _call_in(list(value.values()))
-    return next(filter(None, map(_call_in, value)), None) if isinstance(value, list) else None
+    for _, value in nested(content):
+        resolves = isinstance(value, str) and "${" in REFERENCE.sub("", value)
+        if resolves and not any(value in line for line in lines):
+            raise ConfigError(
+                f"{value}: a file may refer only to other settings, as in ${{optim.lr}}; write "
+                "anything else on the command line"
+            )
 
 
 def _name(file: str) -> str:

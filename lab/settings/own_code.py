@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import conf_dir, standing_here
+from lab.settings.storage import nested
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -125,13 +126,7 @@ def check_choices(
 
 def targets(value: Any) -> Iterator[str]:
     """Yield all paths that instantiating a group's settings would import, at any depth."""
-    if isinstance(value, dict):
-        if "_target_" in value:
-            yield str(value["_target_"])
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            yield from targets(each)
+    return (str(each) for key, each in nested(value) if key == "_target_")
 
 
 @cache

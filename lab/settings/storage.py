@@ -148,7 +148,11 @@ def read_yaml(path: Path) -> Any:
         for found in SURPRISE.finditer(text):
             if isinstance(value := yaml.safe_load(found[1]), int):
                 raise ValueError(f"{found[1]} would be read as {value}; write a plain number")
-        return _bounded(OmegaConf.to_container(OmegaConf.load(io.StringIO(text))))
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        for _, value in nested(content):
+            if isinstance(value, int):
+                _whole(str(int(value)))  # True is an int too
+        return content
     except RecursionError:
         raise DamagedFile(f"{path}: not YAML: nested too deeply") from None
     # OSError: OmegaConf's word on numbers that stand alone.
@@ -167,14 +171,15 @@ def escaped(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
 
-def _bounded(value: Any) -> Any:
-    """Return a value of YAML after checking its whole numbers, at any depth."""
-    for each in value.values() if isinstance(value, dict) else value:
-        if isinstance(each, dict | list):
-            _bounded(each)
-        elif isinstance(each, int):
-            _whole(str(int(each)))  # True is an int too
-    return value
+def nested(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a value of JSON or YAML and all values in it, each with its key; "" in a list."""
+    yield key, value
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from nested(each, str(name))
+    elif isinstance(value, list):
+        for each in value:
+            yield from nested(each)
 
 
 def _whole(digits: str) -> int:
