@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lab.benchmarks.catalogue import BENCHES, OwnSettings
-from lab.benchmarks.request import REFUSED, RanksFailed, hand_over, measure, read, was_asked
+from lab.benchmarks.request import REFUSED, hand_over, measure, read, was_asked
 from lab.distributed.launcher import let_first_rank_report, run_as_process
 from lab.settings.command import Command, CommandLine, answer, report_error, show
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, Failed
 
 COMMAND = Command(
     "lab.bench",
@@ -45,21 +45,16 @@ def _bench(line: CommandLine) -> int:
     if line.shows_settings:
         show((variant.config for variant in request.variants), line.flags)
         return 0
-    try:
-        result = measure(request)
-    except RanksFailed as error:
-        report_error(COMMAND.name, error)
-        return 1
+    result = measure(request)
     if result is None:
         return 0
     if was_asked():
         return hand_over(result)
     from lab.benchmarks.present import present  # imports Altair
 
-    if present(request, result):
-        return 0
-    report_error(COMMAND.name, ValueError("the benchmark gave wrong values: see #wrong above"))
-    return 1
+    if not present(request, result):
+        raise Failed("the benchmark gave wrong values: see #wrong above")
+    return 0
 
 
 def _refuse(error: ConfigError) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.benchmarks.request import RanksFailed, measure, read
+from lab.benchmarks.request import measure, read
 from lab.distributed.launcher import let_first_rank_report, run_as_process
 from lab.settings.command import Command, CommandLine, answer, report_error, show
 from lab.settings.errors import ConfigError
@@ -58,11 +58,7 @@ def _calibrate(line: CommandLine) -> int:
     if line.shows_settings:
         show((variant.config for variant in request.variants), line.flags)
         return 0
-    try:
-        result = measure(request)
-    except RanksFailed as error:
-        report_error(COMMAND.name, error)
-        return 1
+    result = measure(request)
     if result is not None:
         from lab.benchmarks.calibrate import present  # imports Altair
 

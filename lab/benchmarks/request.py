@@ -22,7 +22,7 @@ from lab.cluster.settings import Cluster, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
 from lab.settings.checks import as_text
 from lab.settings.config import check_batch, load
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, Failed
 from lab.settings.fields import parsed, split
 from lab.settings.overrides import config_dir_of, listed, parse_overrides
 from lab.settings.storage import write_json
@@ -216,16 +216,12 @@ def _set(text: str) -> list[str]:
     return shlex.split(text[2:]) if LETTERED.match(text) else [text]
 
 
-class RanksFailed(RuntimeError):
-    """Raised if the ranks ended without a result; their output says why."""
-
-
 def measure(request: Request) -> dict[str, Any] | None:
     """Measure; return the result on rank 0, or in the process that started the ranks.
 
     Raises:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
-        RanksFailed: a rank failed, or this one ran out of memory.
+        Failed: a rank failed, or this one ran out of memory.
     """
     request = request if is_rank() else with_world_size(request)
     reason = BENCHES[request.bench].one_rank
@@ -247,7 +243,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         failure = failure_of(error, int(os.environ.get("RANK", "0")))
         if failure.status != "oom":
             raise
-        raise RanksFailed(failure.error) from None
+        raise Failed(failure.error) from None
 
 
 def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:
@@ -307,7 +303,7 @@ def ask_ranks(
 
     Raises:
         ConfigError: the ranks refused a setting.
-        RanksFailed: a rank failed.
+        Failed: a rank failed.
     """
     from lab.study.launch import end_with_parent, starter, stop  # imports torch
 
@@ -332,7 +328,7 @@ def ask_ranks(
             stop(process)
             raise
         if process.returncode or not answer.exists():
-            raise RanksFailed(f"the ranks ended with exit code {process.returncode}; see above")
+            raise Failed(f"the ranks ended with exit code {process.returncode}; see above")
         result: dict[str, Any] = json.loads(answer.read_text())
     if REFUSED in result:
         raise ConfigError(result[REFUSED])

@@ -14,6 +14,10 @@ class SharedError(ConfigError):
     """A wrong setting that all ranks know, as they have compared theirs: one of a host says it."""
 
 
+class Failed(RuntimeError):
+    """A command could not do its work, though its settings are right. The message is one line."""
+
+
 @contextmanager
 def as_config_error(prefix: str = "") -> Iterator[None]:
     """Turn a ValueError, of code that knows no settings, into a ConfigError."""
