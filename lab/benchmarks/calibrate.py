@@ -406,17 +406,15 @@ def _ranks_of_node(world: World, base: dict[str, Any]) -> int:
     return max(here, could)
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each group of ranks, size and algorithm."""
-    return {
-        "link": text("link"),
-        "ranks": text("ranks"),
-        "algorithm": text("algorithm"),
-        "size (B)": text("size_bytes"),
-        "time (us)": number("time_s.median", 1e6, 1),
-        "predicted": number("predicted_s", 1e6, 1),
-        "error (%)": number("error", 100, 1),
-    }
+COLUMNS: dict[str, Column] = {
+    "link": text("link"),
+    "ranks": text("ranks"),
+    "algorithm": text("algorithm"),
+    "size (B)": text("size_bytes"),
+    "time (us)": number("time_s.median", 1e6, 1),
+    "predicted": number("predicted_s", 1e6, 1),
+    "error (%)": number("error", 100, 1),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:

@@ -250,7 +250,6 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     rows, columns = result["shape"]
     return [
         f"{result['num_values']} float32 values, {rows} rows of {columns}; {_engine(result)}",

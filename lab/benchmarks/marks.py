@@ -86,7 +86,6 @@ def columns(result: dict[str, Any]) -> dict[str, Column]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the figures."""
     share = 100 * result["marks_s"] / result["rows"][1]["step_s"]["median"]
     return [
         f"medians of {result['num_pairs']} turns of each {on_ranks_of(result)}, by the slowest "

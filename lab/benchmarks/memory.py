@@ -139,30 +139,24 @@ def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
     return world.gather(torch.tensor(peaks))
 
 
-def columns(_result: dict[str, Any]) -> dict[str, present.Column]:
-    """Return the columns, of a row for each strategy."""
-
-    def state(row: present.Row) -> str:  # results of earlier versions do not have it
-        return present.decimals(max(row.get("optimizer_bytes", []), default=None), MB, 2)
-
-    return {
-        "": present.text("name"),
-        "peak (MB)": present.number("total_bytes", MB),
-        "mad": lambda row: present.decimals(row["peak_bytes"][row["rank"]]["mad"], MB),
-        "theory (MB)": present.number("theory_bytes", MB),
-        "peak/theory": present.number("of_theory", digits=3),
-        "extra (MB)": present.number("extra_bytes", MB),
-        "extra, theory (MB)": lambda row: present.decimals(
-            row["extra_theory_bytes"][row["rank"]], MB
-        ),
-        "rank": present.text("rank"),
-        "optimizer (MB)": state,
-        "share of none": present.number("optimizer_share", digits=4),
-    }
+COLUMNS: dict[str, present.Column] = {
+    "": present.text("name"),
+    "peak (MB)": present.number("total_bytes", MB),
+    "mad": lambda row: present.decimals(row["peak_bytes"][row["rank"]]["mad"], MB),
+    "theory (MB)": present.number("theory_bytes", MB),
+    "peak/theory": present.number("of_theory", digits=3),
+    "extra (MB)": present.number("extra_bytes", MB),
+    "extra, theory (MB)": lambda row: present.decimals(row["extra_theory_bytes"][row["rank"]], MB),
+    "rank": present.text("rank"),
+    # Results of earlier versions do not have it.
+    "optimizer (MB)": lambda row: present.decimals(
+        max(row.get("optimizer_bytes", []), default=None), MB, 2
+    ),
+    "share of none": present.number("optimizer_share", digits=4),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     parameters = result["rows"][0]["num_parameters"]
     return [
         f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "

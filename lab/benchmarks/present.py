@@ -3,8 +3,9 @@
 A benchmark's file has `measure(request)`, which returns a result, to be written as JSON, and raises
 ConfigError if a setting does not fit the model, data, devices and ranks at hand. To show a result:
 
-* `columns(result)`: a cell's text by the title of its column, for each of `result["rows"]`; or
-  `table(result)`, a header and lines of cells, where lines are no such rows;
+* `COLUMNS`, or `columns(result)` if they depend on it: what writes a cell, by the title of its
+  column, for each of `result["rows"]`; or `table(result)`, a header and lines of cells, where lines
+  are no such rows;
 * `notes(result)`: lines that explain the columns;
 * mostly `chart(result)`: see `Drawn`.
 
@@ -64,7 +65,8 @@ def table_of(result: Result) -> list[list[str]]:
     module = module_of(result["bench"])
     if hasattr(module, "table"):
         return module.table(result)
-    return tabulate(result["rows"], module.columns(result))
+    columns = module.COLUMNS if hasattr(module, "COLUMNS") else module.columns(result)
+    return tabulate(result["rows"], columns)
 
 
 def tabulate(rows: Iterable[Row], columns: Mapping[str, Column]) -> list[list[str]]:

@@ -150,17 +150,15 @@ def _with(config: DictConfig, planted: Straggler | None) -> DictConfig:
     return changed
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each phase and for all."""
-    return {
-        "delayed phase": text("name"),
-        "runs": text("runs"),
-        **{outcome: text(outcome) for outcome in OUTCOMES},
-        "% found": lambda row: _percent(row["share"]),
-        "within 10 %": text("close"),
-        "error (%)": number("error.median", 100, 2),
-        "most": number("error.most", 100, 2),
-    }
+COLUMNS: dict[str, Column] = {
+    "delayed phase": text("name"),
+    "runs": text("runs"),
+    **{outcome: text(outcome) for outcome in OUTCOMES},
+    "% found": lambda row: _percent(row["share"]),
+    "within 10 %": text("close"),
+    "error (%)": number("error.median", 100, 2),
+    "most": number("error.most", 100, 2),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:

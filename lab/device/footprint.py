@@ -329,7 +329,6 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     measured = (
         "measured: the peak of resident memory that Linux reports, less that before the model was "
         "built; on one thread, with a fresh process for each row"

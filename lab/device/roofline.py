@@ -162,20 +162,18 @@ def roofs_of(config: DictConfig, device: torch.device) -> Roofs:
     return Roofs(rate, {0: found.bandwidth_bytes_per_s}, found.source)
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each layer and direction."""
-    return {
-        "layer": text("layer"),
-        "": text("way"),
-        "GFLOP": number("flops", G, 3),
-        "MB": number("num_bytes", MB, 2),
-        "FLOP/byte": number("flops_per_byte"),
-        "ms": number("seconds", 1e3, 3),
-        "GFLOP/s": lambda row: decimals(_rate(row)),
-        "bound by": text("bound"),
-        "of the roof %": number("of_roof", 100, 0),
-        "fusable MB": number("loose_bytes", MB, 2),
-    }
+COLUMNS: dict[str, Column] = {
+    "layer": text("layer"),
+    "": text("way"),
+    "GFLOP": number("flops", G, 3),
+    "MB": number("num_bytes", MB, 2),
+    "FLOP/byte": number("flops_per_byte"),
+    "ms": number("seconds", 1e3, 3),
+    "GFLOP/s": lambda row: decimals(_rate(row)),
+    "bound by": text("bound"),
+    "of the roof %": number("of_roof", 100, 0),
+    "fusable MB": number("loose_bytes", MB, 2),
+}
 
 
 def _rate(row: Row) -> float | None:

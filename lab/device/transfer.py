@@ -43,8 +43,8 @@ Copy = tuple[str, int, int, float]  # device, begin and length in ps, bytes
 Span = tuple[int, int]  # begin and length in ps
 CALL = re.compile(r"(?:cuda|cu|hip)Memcpy\w*")
 MB, GB, MS = 1e-6, 1e-9, 1e3
-COLUMNS = ("< 1 kB", "< 10 kB", "< 100 kB", "< 1 MB", "< 10 MB", "more")
-HEADER = ["", "memories", "copies", "MB", "kB each", "GB/s", "ms", "hidden %", *COLUMNS]
+BINS = ("< 1 kB", "< 10 kB", "< 100 kB", "< 1 MB", "< 10 MB", "more")
+HEADER = ["", "memories", "copies", "MB", "kB each", "GB/s", "ms", "hidden %", *BINS]
 # Review of frameworks by NVIDIA (2017), slides 12 and 13: ten iterations on CIFAR-10. Slide 12
 # prints 3.005 MB/s for the copies on the device; its own bytes over its time are 3.005 GB/s.
 PUBLISHED = (
@@ -117,7 +117,6 @@ def _figures(invocations: int, num_bytes: float, seconds: float) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     events, *skipped = about_trace(result)
     return [
         f"{events}; hidden: while a kernel ran on the same device",
@@ -152,11 +151,11 @@ def _counts(names: Sequence[str], rows: Sequence[Row]) -> Any:
     data = pd.DataFrame(
         {"name": name, "size": size, "copies": copies}
         for name, row in zip(names, rows, strict=True)
-        for size, copies in zip(COLUMNS, row["sizes"], strict=True)
+        for size, copies in zip(BINS, row["sizes"], strict=True)
         if copies
     )
-    sizes, kinds = alt.Scale(domain=list(COLUMNS)), alt.Scale(domain=list(names))
-    x = alt.X("size:N", title="size of a copy, and how many", sort=COLUMNS, scale=sizes)
+    sizes, kinds = alt.Scale(domain=list(BINS)), alt.Scale(domain=list(names))
+    x = alt.X("size:N", title="size of a copy, and how many", sort=BINS, scale=sizes)
     x = x.axis(labelAngle=0)
     y = alt.Y("name:N", title=None, sort=list(names), scale=kinds, axis=alt.Axis(ticks=False))
     base = alt.Chart(data).encode(x, y)
