@@ -15,14 +15,13 @@ import torch
 from lab.benchmarks import present
 from lab.benchmarks.harness import middle, on_ranks
 from lab.benchmarks.request import Request
-from lab.benchmarks.step import BASELINE
+from lab.benchmarks.step import BASELINE, warm_up
 from lab.distributed.replicas import local
 from lab.distributed.world import World
 from lab.draw.chart import SKY
 from lab.draw.plots import bars
 from lab.exchange.cost import Sizes
 from lab.measure.memory import CLEAR, STATUS, peak_bytes, reset_peak
-from lab.measure.statistics import least_warmup
 from lab.settings.config import ConfigError
 from lab.simulate.predict import plain
 from lab.simulate.strategy import sync_bytes
@@ -122,10 +121,8 @@ def sizes_of(sync: Any, world: World) -> Sizes:
 
 def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
     """Measure the peak bytes of each step after the warm-up and any trials: [ranks, steps]."""
-    loop, warmup = trainer.steps(), least_warmup(trainer.config.warmup_steps)
-    while trainer.progress.step < warmup or trainer.settled_at is None:
-        if next(loop, None) is None:
-            break
+    loop = trainer.steps()
+    warm_up(trainer, loop)
     peaks = []
     for _ in range(NUM_STEPS):
         world.barrier()

@@ -149,7 +149,7 @@ def in_turns(
     trainers = [part.trainer for part in parts]
     loops = [trainer.steps() for trainer in trainers]
     for trainer, loop in zip(trainers, loops, strict=True):
-        _warm_up(trainer, loop)
+        warm_up(trainer, loop)
     num_turns, turns = _planned(trainers)
     for trainer, loop in zip(trainers, loops, strict=True):
         _advance(loop, turns.alone - trainer.progress.step)
@@ -177,10 +177,10 @@ def in_turns(
     return turns, of_turns.numpy(), np.array([turns.seconds(each) for each in rounds])
 
 
-def _warm_up(trainer: Trainer, loop: Iterator[object]) -> None:
-    """Train until the warm-up is over and no exchange tries others any more."""
+def warm_up(trainer: Trainer, loop: Iterator[object]) -> None:
+    """Train until the warm-up is over, and steps are made as all later ones will be."""
     progress, warmup = trainer.progress, least_warmup(trainer.config.warmup_steps)
-    while progress.step < warmup or trainer.sync.settled_at is None:
+    while progress.step < warmup or trainer.settled_at is None:
         if next(loop, None) is None:
             raise ConfigError(
                 f"steps={trainer.total_steps}: too few: strategy={trainer.config.strategy} is not "
