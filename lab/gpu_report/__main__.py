@@ -62,16 +62,12 @@ def _report(line: CommandLine) -> int:
         todo = run.left(items, report, settings.again)
         from lab.gpu_report.measuring import measure  # imports torch
 
-        if not run.measure(todo, report, path, 60 * settings.minutes, _tell, measure):
-            _tell("this process has lost the GPU; start the same command again to continue")
+        if not run.measure(todo, report, path, 60 * settings.minutes, measure):
+            print("this process has lost the GPU; start the same command again to continue")
     from lab.gpu_report import page  # imports torch
 
     print("\n".join(page.write(path.with_suffix(".md"), report)))
     return int(any(entry["status"] == run.FAILED for entry in report["items"].values()))
-
-
-def _tell(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":
