@@ -5,7 +5,7 @@ from __future__ import annotations
 from lab.benchmarks.catalogue import BENCHES, OwnSettings
 from lab.benchmarks.request import REFUSED, hand_over, measure, read, was_asked
 from lab.distributed.launcher import let_first_rank_report, run_as_process
-from lab.settings.command import Command, CommandLine, answer, report_error, show
+from lab.settings.command import Command, CommandLine, answers, report_error, show
 from lab.settings.errors import ConfigError, Failed
 
 COMMAND = Command(
@@ -30,17 +30,22 @@ It compares the values of the setting that has a list, or sets of settings: a='.
 )
 
 
-def main(arguments: list[str]) -> int:
+def _refuse(error: ConfigError) -> int:
+    if was_asked():
+        return hand_over({REFUSED: str(error)})
+    let_first_rank_report()
+    report_error(COMMAND.name, error)
+    return 2
+
+
+@answers(COMMAND, _refuse)
+def main(line: CommandLine) -> int:
     """Run one benchmark; print its table, and write the result and a figure to `out=FILE.json`.
 
     Returns:
         0; 1 if a rank failed, or the benchmarked operation gave wrong values; 2 for a wrong
         setting; 130 after Ctrl-C.
     """
-    return answer(COMMAND, arguments, _bench, _refuse)
-
-
-def _bench(line: CommandLine) -> int:
     request = read([line.word, *line.settings])
     if line.shows_settings:
         show((variant.config for variant in request.variants), line.flags)
@@ -55,14 +60,6 @@ def _bench(line: CommandLine) -> int:
     if not present(request, result):
         raise Failed("the benchmark gave wrong values: see #wrong above")
     return 0
-
-
-def _refuse(error: ConfigError) -> int:
-    if was_asked():
-        return hand_over({REFUSED: str(error)})
-    let_first_rank_report()
-    report_error(COMMAND.name, error)
-    return 2
 
 
 if __name__ == "__main__":

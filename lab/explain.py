@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine, answers
 from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, own_settings
 
@@ -35,16 +35,13 @@ Rules and thresholds: lab/diagnosis/rules.py and docs/slow_steps.md.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Explain one cell, or each multi-rank point of a study in a line.
 
     Returns:
         0, or 2 after one line on stderr for a run that cannot be explained.
     """
-    return answer(COMMAND, arguments, _explain)
-
-
-def _explain(line: CommandLine) -> int:
     out = own_settings(Settings, line.settings).out
     # Imported here: help and a wrong setting are answered before pandas loads.
     from lab.diagnosis.view import explained

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine, answers
 from lab.settings.errors import ConfigError
 from lab.settings.fields import own_settings, setting
 
@@ -58,12 +58,9 @@ cell). Several studies, such as those of several machines, are shown as one.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Plot studies; the exit code is 2 for an input that cannot be plotted."""
-    return answer(COMMAND, arguments, _plot)
-
-
-def _plot(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.analysis.results import Sink, report

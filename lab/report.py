@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine, answers
 from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, own_settings
 
@@ -36,12 +36,9 @@ also shows results of lab.bench, FILE.json.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Write the page; the exit code is 2 for an input that cannot be shown."""
-    return answer(COMMAND, arguments, _report)
-
-
-def _report(line: CommandLine) -> int:
     out = own_settings(Settings, line.settings).out
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.web.page import parts_of, render, write

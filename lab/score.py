@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine, answers
 from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import read_file
@@ -40,12 +40,9 @@ scores the advice where several strategies were measured in the same conditions.
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Print the scores; write the page to `out=`. The exit code is 2 for bad input."""
-    return answer(COMMAND, arguments, _score)
-
-
-def _score(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
     if line.word == "published":
         from lab.claims import published_page

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine, answers
 from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import choices_of
@@ -40,15 +40,12 @@ COMMAND = Command(
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Print the table of claims.
 
     Returns: 0 if no claim fails, by measurements or else predictions; 1; 2 for a wrong setting.
     """
-    return answer(COMMAND, arguments, _verify)
-
-
-def _verify(line: CommandLine) -> int:
     own, words = own_settings(Settings, line.settings), line.words
     out, folder = own.out, own.config_dir
     if ALL in words and (out or len(words) > 1):

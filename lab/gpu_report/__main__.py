@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lab.gpu_report import run
 from lab.gpu_report.items import Sizes, chosen, items_of
-from lab.settings.command import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine, answers
 from lab.settings.fields import file_setting, own_settings, setting
 
 
@@ -42,16 +42,13 @@ with each item. Run it again to measure what is missing.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Measure, and write a page.
 
     Returns:
         0; 1 if an item failed; 2 for a wrong setting, or without a GPU; 130 after Ctrl-C.
     """
-    return answer(COMMAND, arguments, _report)
-
-
-def _report(line: CommandLine) -> int:
     settings = own_settings(Settings, line.settings)
     path = settings.page or settings.out or Path("gpu_report.json")
     if settings.page:

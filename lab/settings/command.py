@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import Field, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +191,13 @@ def answer(
         if command.stopped:
             print(f"\n{command.stopped}", file=sys.stderr)
         return 130
+
+
+def answers(
+    command: Command, refuse: Callable[[ConfigError], int] | None = None
+) -> Callable[[Callable[[CommandLine], int]], Callable[[Sequence[str]], int]]:
+    """Make the `main` of a command, which takes words, of what it does with them; see `answer`."""
+    return lambda act: partial(answer, command, act=act, refuse=refuse)
 
 
 def _about(command: Command, line: CommandLine) -> str:
