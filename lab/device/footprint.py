@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -97,7 +97,7 @@ def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) 
         "num_parameters": sum(each.numel() for each in parts.model.parameters()),
         "bytes": dict(found.kinds),
         "total_bytes": found.total_bytes,
-        "modules": [asdict(each) for each in found.modules],
+        "modules": found.modules,
         "measured_bytes": None,
         "largest_batch": most,
     }
@@ -201,25 +201,17 @@ class Step:
 
 
 @dataclass(frozen=True)
-class ModuleBytes:
-    """The bytes that one call of an innermost module holds: its parameters, and its outputs."""
-
-    name: str
-    parameters: int
-    outputs: int
-
-
-@dataclass(frozen=True)
 class Footprint:
     """Memory of a step.
 
     Attributes:
         kinds: bytes of each of KINDS at the moment that needs most.
-        modules: those that hold anything, in the order of forward.
+        modules: name of each innermost module that holds anything, in the order of forward, and
+            bytes of its parameters and of the outputs of one call.
     """
 
     kinds: Mapping[str, int]
-    modules: tuple[ModuleBytes, ...]
+    modules: list[dict[str, Any]]
 
     @property
     def total_bytes(self) -> int:
@@ -270,23 +262,23 @@ def largest_batch(model: nn.Module, step: Step, num_bytes: float, exchange_bytes
 
 def _peak(
     model: nn.Module, step: Step, batch: int
-) -> tuple[Mapping[str, int], tuple[ModuleBytes, ...]]:
+) -> tuple[Mapping[str, int], list[dict[str, Any]]]:
     fake = model.to_empty(device="cpu")
     optimizer = step.optimizer(fake)
     tracker = MemTracker()
     tracker.track_external(fake, optimizer)
-    modules: tuple[ModuleBytes, ...] = ()
+    modules = list[dict[str, Any]]()
     with tracker:
         inputs = torch.empty(batch, *step.input_shape, dtype=step.input_dtype)
         targets = torch.empty(batch, *step.target.shape, dtype=step.target.dtype)
         for _ in range(NUM_STEPS):
             _train(fake, optimizer, step, inputs, targets)
-            modules = tuple(
-                ModuleBytes(name or "model", held.parameter_mem, held.output_mem)
+            modules = [
+                {"name": name or "model", "parameters": h.parameter_mem, "outputs": h.output_mem}
                 for name, module in fake.named_modules()
                 if not any(True for _ in module.children())
-                and (held := tracker.memory_tracking.get(module))
-            )
+                and (h := tracker.memory_tracking.get(module))
+            ]
             tracker.reset_mod_stats()
     return _by_kind(tracker.get_tracker_snapshot("peak")), modules
 

@@ -23,6 +23,7 @@ from lab.device.profile import measured
 from lab.distributed.world import World
 from lab.draw.chart import BLACK, BLUE, LABEL_PX, VERMILLION, alt
 from lab.draw.plots import Axis
+from lab.draw.text import number_of
 from lab.measure.operations import Uncountable, count
 from lab.measure.peaks import arithmetic_of, copy_rate, gpu_peak, measured_rates
 from lab.model.profile import Layer
@@ -152,7 +153,7 @@ def roofs_of(config: DictConfig, device: torch.device) -> Roofs:
         threads = torch.get_num_threads()
         rates = measured_rates(threads)
         copies = {size: copy_rate(size, threads) for size in COPIES}
-        source = f"measured, {threads} thread{'s' if threads > 1 else ''}"
+        source = f"measured, {number_of(threads, 'thread')}"
         return Roofs(max(rates.product, rates.convolution), copies, source)
     name = torch.cuda.get_device_name(device)
     found = gpu_peak(name)
