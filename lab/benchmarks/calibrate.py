@@ -416,7 +416,6 @@ COLUMNS: dict[str, Column] = {
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Say what was measured, and how well it predicts."""
     told = [
         f"collectives: used in the fit on {NUM_RANKS} ranks, held out on more ranks",
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}",

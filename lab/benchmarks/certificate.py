@@ -95,7 +95,6 @@ COLUMNS: dict[str, Column] = {
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and show what was certified."""
     return [
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}: a run's first three "
         "steps, with the check and without it",

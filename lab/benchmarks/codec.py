@@ -78,7 +78,6 @@ class Operation:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure the requested codecs, and return the result."""
     settings, wanted = request.own, request.variants[0].config.device
     names = settings["codec"] or list(CODECS)
     for name in names:

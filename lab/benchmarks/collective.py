@@ -78,7 +78,6 @@ class Candidate:
 
 @harness.on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all candidates by size."""
     exchanges = {v.label: build(v.config.exchange) for v in request.variants}
     candidates = make_candidates(exchanges, world.comm)
     found = by_size(request, world, partial(measure_size, candidates=candidates))
@@ -263,7 +262,6 @@ def _row(
 
 
 def columns(result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each size and algorithm."""
     rows = result["rows"]
 
     def ratio_to(reference: str, key: str) -> Column:

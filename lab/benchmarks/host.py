@@ -113,7 +113,6 @@ def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine a strategy's rows of all starts."""
     keys = ("added_s", "over_ddp")
     combined = {key: across_starts([row[key] for row in rows], positive=False) for key in keys}
     return {"name": rows[0]["name"], **combined}

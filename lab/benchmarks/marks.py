@@ -75,7 +75,6 @@ def _empty_step_s(own: bool, num_buckets: int) -> float:
 
 
 def columns(result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row with and one without marks."""
     sides = ranged(result["ratio"]), ranged(result["added_s"], 1e6)
     return {
         "": text("name"),

@@ -35,7 +35,6 @@ MB = 1e-6
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure the peaks of one strategy."""
     if len(request.variants) > 1:
         raise ConfigError(
             "memory: lab.bench must start new ranks for each strategy; leave the launcher out, as "

@@ -86,7 +86,6 @@ def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine a candidate's rows of all starts."""
     found = {**rows[0], "step_s": harness.middle([row["step_s"]["median"] for row in rows])}
     for key in ("ratio", "wall_ratio", "exposed_exchange_s", "exposed_to_ddp"):
         of_starts = [row[key] for row in rows]
@@ -212,7 +211,6 @@ def _advance(loop: Iterator[object], num_steps: int) -> None:
 
 
 def columns(result: dict[str, Any]) -> dict[str, present.Column]:
-    """Return the columns, of a row for each set of settings; exposed communication if known."""
     rows = result["rows"]
     found = {
         "": present.text("name"),
@@ -228,7 +226,6 @@ def columns(result: dict[str, Any]) -> dict[str, present.Column]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and say what one rank alone leaves out."""
     every, size = result["steps_per_round"], result.get("steps_per_turn")
     first = "first" if every == 1 else f"first {every}"
     turn = f"a round has a turn of {size} steps for each row, without the {first}"

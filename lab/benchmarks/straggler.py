@@ -57,7 +57,6 @@ class Trial:
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Run all trials, and count their outcomes."""
     config = request.only_config
     can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
     phases = [phase for phase in PHASES if phase in can and phase in alike(config)]
@@ -162,7 +161,6 @@ COLUMNS: dict[str, Column] = {
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and tell of the clean runs."""
     clean, low, high = result["clean"], *(1e3 * each for each in DELAYS_S)
     return [
         f"{clean['accused']} of {clean['runs']} clean runs accuse a rank: "

@@ -175,7 +175,6 @@ def _hit(row: Row, level: str, kind: str) -> str:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and say what counting costs."""
     if "trace" in result:
         return _notes_on_kernels(result)
     return [

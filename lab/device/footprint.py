@@ -64,7 +64,6 @@ COLOURS = dict(zip(KINDS, (BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, BROWN),
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Compute the footprint of every variant."""
     memory_gb, measured = request.own["memory_gb"], request.own["measured"]
     num_ranks = request.own["num_ranks"]
     if measured and num_ranks > 1:

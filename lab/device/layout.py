@@ -247,7 +247,6 @@ def _line(first: list[str], row: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Name the layers, and explain the columns."""
     reorders = "reorders: by oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
     if result["device"] == "cuda":
         reorders = (

@@ -183,7 +183,6 @@ def _rate(row: Row) -> float | None:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Name the roofs, and what fusing could save."""
     roofs, rows = result["roofs"], result["rows"]
     copies = ", ".join(
         f"{f'of {size_name(size)} ' if size else ''}{G * rate:.1f} GB/s"

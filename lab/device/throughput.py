@@ -57,7 +57,6 @@ TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² per module"
 
 @harness.on_one_rank
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all variants in turns, on one rank."""
     configs, num_rounds = [each.config for each in request.variants], request.own["rounds"]
     for config in configs:
         config.steps = WARMUP + num_rounds
@@ -258,7 +257,6 @@ def transformer_module(length: int, width: int, heads: int) -> float:
 
 
 def columns(result: dict[str, Any]) -> dict[str, present.Column]:
-    """Return the columns, of a row for each batch or set of settings."""
     return {
         **({"": _name} if _is_named(result) else {}),
         "batch": present.text("batch_size"),
@@ -272,7 +270,6 @@ def columns(result: dict[str, Any]) -> dict[str, present.Column]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Name the knees, hold formulae to counts, and explain the columns."""
     peaks = [row["peak"] for row in result["rows"] if row["peak"]]
     texts = [f"{G * peak['flops_per_s']:.4g} GFLOP/s, {peak['source']}" for peak in peaks]
     rate = f" ({'; '.join(dict.fromkeys(texts))})" if texts else ""

@@ -112,7 +112,7 @@ def _is_open(number: int) -> bool:
 def _told() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # whoever reads has enough, which is no failure
+    except (BrokenPipeError, OutputLost):  # whoever reads has enough, which is no failure
         raise
     except OSError as error:
         raise OutputLost(f"standard output: {error.strerror}") from None
@@ -123,17 +123,11 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class VisibleOutput:
-    """A stream of text that shows controls instead of passing them on."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+class VisibleOutput(Output):
+    """Standard output that shows controls instead of passing them on."""
 
     def write(self, text: str) -> int:
-        return self._stream.write(visible(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return super().write(visible(text))
 
 
 @contextmanager
