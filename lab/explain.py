@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.settings.command import Command, CommandLine, answers
-from lab.settings.errors import ConfigError
+from lab.settings.errors import as_config_error
 from lab.settings.fields import file_setting, own_settings
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.explain."""
-
     out: Path | None = file_setting(
         "FILE.txt or FILE.md for the text; null: no file", ".txt", ".md"
     )
@@ -46,10 +44,8 @@ def main(line: CommandLine) -> int:
     # Imported here: help and a wrong setting are answered before pandas loads.
     from lab.diagnosis.view import explained
 
-    try:
+    with as_config_error("", OSError):
         _, text = explained(Path(line.word))
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
     print(text)
     if out:
         out.write_text(text + "\n", encoding="utf-8")

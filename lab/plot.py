@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.settings.command import Command, CommandLine, answers
-from lab.settings.errors import ConfigError
+from lab.settings.errors import as_config_error
 from lab.settings.fields import own_settings, setting
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.plot."""
-
     out: Path | None = setting(None, "folder to write to; null: STUDY/figures, or A+B of several")
     format: tuple[str, ...] = setting(("png", "svg"), "list of formats", ("png", "svg", "pdf"))
     only: tuple[str, ...] | None = setting(
@@ -66,10 +64,8 @@ def main(line: CommandLine) -> int:
     from lab.analysis.results import Sink, report
 
     sink = Sink(own.out, own.format, own.only or (), own.width_in, own.title, own.recorder)
-    try:
+    with as_config_error("", OSError):
         report([Path(word) for word in line.words], sink, own.baseline, own.target)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
     return 0
 
 

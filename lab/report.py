@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.settings.command import Command, CommandLine, answers
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.fields import file_setting, own_settings
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.report."""
-
     out: Path | None = file_setting("FILE.html; null: report.html of the first study", ".html")
 
 
@@ -44,14 +42,13 @@ def main(line: CommandLine) -> int:
     from lab.web.page import parts_of, render, write
 
     paths = [Path(word) for word in line.words]
-    try:
-        target = out or next(p for p in paths if p.suffix != ".json") / "report.html"
+    studies = [path for path in paths if path.suffix != ".json"]
+    if not (out or studies):
+        raise ConfigError("out=null: no study is given; set out=FILE.html")
+    target = out or studies[0] / "report.html"
+    with as_config_error("", OSError):
         page = render(parts_of(paths, line.text))
         write(page, target)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
-    except StopIteration:
-        raise ConfigError("out=null: no study is given; set out=FILE.html") from None
     print(f"wrote {target}, {len(page.encode()):,} bytes")
     return 0
 

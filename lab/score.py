@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.settings.command import Command, CommandLine, answers
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import read_file
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.score."""
-
     hardware: str = setting("emulated_1gbit", "a file in conf/hardware, from which the fit starts")
     profile: str = setting("alexnet_titanx", "a file in conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
@@ -56,7 +54,7 @@ def main(line: CommandLine) -> int:
     from lab.advice import score as advice
     from lab.simulate import scorecard
 
-    try:
+    with as_config_error("", OSError):
         card = scorecard.of_study(Path(line.word), profile, hardware)
         advised = advice.report(advice.choices(card.groups))
         sections = ["## Advice", "", *advised, ""] if advised else []
@@ -68,8 +66,6 @@ def main(line: CommandLine) -> int:
             pictures = [f"![map]({path.name})" for path in drawn if path.suffix == ".png"]
             scorecard.write(card, out, line.text, [*sections, *pictures, ""])
             print(f"wrote {', '.join(map(str, [out, *drawn]))}")
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
     return 0
 
 

@@ -39,6 +39,7 @@ from lab.exchange.cost import Sizes
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.problem import Blueprint, blueprint
 from lab.settings.config import ConfigError, check_batch, load
+from lab.settings.errors import as_config_error
 from lab.settings.names import class_name
 from lab.simulate.strategy import sync_bytes
 from lab.training.optim import make_optim
@@ -83,11 +84,9 @@ def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) 
     step = _step_of(config, parts)
     per_rank = config.batch_size // (num_ranks if config.scaling == "strong" else 1)
     exchange = exchange_bytes(parts.model, config, num_ranks)
-    try:
+    with as_config_error(f"model={config.model['_target_']}: "):
         found = footprint(parts.model, step, per_rank, exchange)
         most = largest_batch(parts.model, step, 1e9 * memory_gb, exchange) if memory_gb else None
-    except ValueError as error:
-        raise ConfigError(f"model={config.model['_target_']}: {error}") from None
     return {
         "name": label if "=" in label else f"batch_size={label}",
         "model": class_name(config.model["_target_"]),

@@ -14,8 +14,6 @@ from lab.settings.fields import file_setting, own_settings, setting
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.gpu_report."""
-
     minutes: float = setting(15, "time budget; items that would exceed it are skipped", above=0)
     items: tuple[str, ...] | None = setting(None, "items, by key or its first letters; null: all")
     again: bool = setting(False, "true: repeat items that the file already contains")

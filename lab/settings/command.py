@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lab
-from lab.settings.errors import ConfigError, Failed, one_line
+from lab.settings.errors import ConfigError, Failed, OutputLost, one_line
 from lab.settings.fields import columns, fields_of
 from lab.settings.hints import OF_HYDRA, hint
 from lab.settings.own_code import blame
 from lab.settings.secrets import kept_words, without_secrets
-from lab.settings.streams import OutputLost, drop_output, safe_streams, visible, visible_output
+from lab.settings.streams import drop_output, safe_streams, visible, visible_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, Any
 
+from lab.settings.errors import OutputLost
+
 # Halves of surrogate pairs too, which JSON may hold and no file can.
 CONTROL = re.compile(
     r"[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-
-
-class OutputLost(OSError):
-    """Standard output cannot be written, as its disk is full."""
 
 
 class Output:
