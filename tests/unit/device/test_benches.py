@@ -319,7 +319,7 @@ def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
 
     def operation(which: Pass, seconds: float, count: int, is_needed: bool) -> Operation:
         times = Times("NCHW", [moved] * NUM_LOGGED, [seconds, 2 * seconds])
-        return Operation(times, "a", "", count, which, is_needed, None)
+        return Operation(times, {"count": count, "pass": which, "is_needed": is_needed})
 
     operations = [
         operation(Pass.FORWARD, 1.0, 3, True),
