@@ -57,9 +57,9 @@ def main(line: CommandLine) -> int:
     # torch is imported only here: help and wrong settings are answered without it.
     from lab.device.profile import measure, present
 
-    measured = measure(configs, out.stem if out else "measured", settings)
+    profile, notes = measure(configs, out.stem if out else "measured", settings)
     try:
-        present(measured, out)
+        present(profile, notes, out)
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written: {error.strerror}") from None
     return 0
