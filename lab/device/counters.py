@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -110,7 +109,7 @@ def _counted(request: Request) -> list[dict[str, Any]]:
             "name": request.variants[row["variant"]].label,
             "batch_size": request.variants[row["variant"]].config.batch_size,
             **{key: row[key] for key in ("layer", "kind", "pass")},
-            **asdict(found.less(empty)),
+            **{name: max(0, count - empty[name]) for name, count in found.items()},
             "counted_s": row["seconds"],
             "plain_s": timed["seconds"],
         }
