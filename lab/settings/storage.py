@@ -16,10 +16,10 @@ import re
 import socket
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from lab.settings.errors import ConfigError, one_line
 
@@ -162,13 +162,11 @@ def read_yaml(path: Path) -> Any:
 
 def escaped(value: Any) -> Any:
     """Escape what OmegaConf would take for an interpolation: in data it is text."""
-    if isinstance(value, dict):
-        return {key: escaped(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [escaped(each) for each in value]
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+
+    def escape(_: str, each: Any) -> Any:
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", each) if isinstance(each, str) else each
+
+    return mapped(value, escape)
 
 
 def nested(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -180,6 +178,15 @@ def nested(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for each in value:
             yield from nested(each)
+
+
+def mapped(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
+    """Change each value, at any depth, that holds no others, by its key; "" in a list."""
+    if isinstance(value, Mapping):
+        return {name: mapped(each, change, str(name)) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(each, change) for each in value]
+    return change(key, value)
 
 
 def _whole(digits: str) -> int:
@@ -205,15 +212,11 @@ def _size(node: Node | None, known: dict[int, float]) -> float:
 
 def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
     """Write `value` as readable JSON. A non-finite number becomes null: JSON has none."""
-    text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(mapped(value, _finite), indent=2, allow_nan=False) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in cast(dict[str, Any], value).items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in cast(list[Any], value)]
+def _finite(_: str, value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
