@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -92,6 +92,7 @@ LEAST_SCALE = 1e-3  # of the model's gradients
 LEAST_EXPOSED = 0.02  # share of a step below which its exposed exchange is not scored
 MODULES = 24  # of a model, for the host's time: enough to tell a bucket's from a parameter's
 SOURCE = "measured by lab.calibrate"
+T = TypeVar("T")
 
 
 def measure(request: Request) -> dict[str, Any] | None:
@@ -121,13 +122,16 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     share_s = COLLECTIVES_SHARE * seconds / len(groups)
     measure = partial(_collectives, exchanges, share_s)
     places = [
-        Place(group.link, len(group.members), _among(group.members, world, measure))
+        Place(group.link, len(group.members), _among(group.members, world, measure) or [])
         for group in groups
     ]
     size, all_reduce_s = json.loads(world.broadcast_text(json.dumps(largest(places))))
     contended = compute.contention(world, size, all_reduce_s)
     on_cpu = world.device.type == "cpu"
-    beside = _of_hosts(world, groups) if on_cpu else {}
+    beside = dict[str, IntervalJson]()
+    for group in groups if on_cpu else ():
+        if group.link == "inter" and len(group.members) == NUM_RANKS:
+            beside |= _among(group.members, world, compute.of_hosts) or {}
     if shared := on_cpu and (world.num_hosts == 1 or EMULATION in os.environ):
         beside["crowding"] = compute.crowding(world)
     spread = compute.spread(world, SPREAD_SHARE * seconds)
@@ -139,11 +143,11 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     checked = [*pairs[-1:], *(group for group in groups if group not in pairs)]
     if shared:
         step_cpu = partial(compute.step_cpu, configs[NONE])
-        for measured in _among(pairs[-1].members, world, lambda pair: [step_cpu(pair)]):
+        if measured := _among(pairs[-1].members, world, step_cpu):
             beside["step_cpu_s"] = measured
     share_s = STEPS_SHARE * seconds / len(checked)
     steps = {
-        len(group.members): _among(group.members, world, partial(_steps, configs, share_s))
+        len(group.members): _among(group.members, world, partial(_steps, configs, share_s)) or []
         for group in checked
     }
     return {
@@ -154,16 +158,6 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
         "num_cores": num_cores() if shared else None,
         **{"spread": spread, "rates": rates, "factors": factors},
     }
-
-
-def _of_hosts(world: World, groups: Sequence[Group]) -> dict[str, IntervalJson]:
-    """Measure what messages between two hosts take of these; nothing on other ranks."""
-    found = dict[str, IntervalJson]()
-    for group in groups:
-        if group.link == "inter" and len(group.members) == NUM_RANKS:
-            for values in _among(group.members, world, lambda pair: [compute.of_hosts(pair)]):
-                found |= values
-    return found
 
 
 @dataclass(frozen=True)
@@ -194,12 +188,10 @@ def groups_of(nodes: Nodes) -> list[Group]:
     return found
 
 
-def _among(
-    members: Sequence[int], world: World, measure: Callable[[World], list[Any]]
-) -> list[Any]:
-    """Measure among some of the ranks, while the others wait; these return nothing."""
+def _among(members: Sequence[int], world: World, measure: Callable[[World], T]) -> T | None:
+    """Measure among some of the ranks, while the others wait; these return None."""
     part = part_of(world, members)
-    found = measure(part) if part else []
+    found = measure(part) if part else None
     _make_as_many_groups(world)
     return found
 
