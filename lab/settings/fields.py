@@ -67,10 +67,14 @@ def columns(fields: Iterable[Field[Any]]) -> list[str]:
     lines = list[str]()
     for field in fields:
         about, notes = field.metadata, allowed(field)
-        default = {} if field.default is dataclasses.MISSING else field.default
-        shown = f"{field.name}={as_text(default)}"
+        shown = f"{field.name}={default_text(field)}"
         lines.append(f"  {shown:<28} {about['help']}" + (f" ({notes})" if notes else ""))
     return ["", "settings, with their defaults:", *lines] if lines else []
+
+
+def default_text(field: Field[Any]) -> str:
+    """Return the default of a setting, as it is written on a command line."""
+    return as_text({} if field.default is dataclasses.MISSING else field.default)
 
 
 def allowed(field: Field[Any]) -> str:
