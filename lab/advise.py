@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lab.advice.request import OF_PREDICTION, OwnSettings, read
-from lab.settings.command import Command, CommandLine, answer, show
+from lab.settings.command import Command, CommandLine, answers, show
 from lab.study.grid import WORLD_SIZE
 
 COMMAND = Command(
@@ -28,12 +28,9 @@ strategies with a cost model that fit the other settings, and ranks up to the ha
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Print the advice; write it to `out=`. The exit code is 2 for bad input."""
-    return answer(COMMAND, arguments, _advise)
-
-
-def _advise(line: CommandLine) -> int:
     advice = read(line.settings)
     if line.shows_settings:
         show((cell.config for cell in advice.prediction.cells), line.flags)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lab.benchmarks.catalogue import BENCHES, OwnSettings
-from lab.benchmarks.request import REFUSED, RanksFailed, hand_over, measure, read, was_asked
+from lab.benchmarks.request import REFUSED, hand_over, measure, read, was_asked
 from lab.distributed.launcher import let_first_rank_report, run_as_process
-from lab.settings.command import Command, CommandLine, answer, report_error, show
-from lab.settings.errors import ConfigError
+from lab.settings.command import Command, CommandLine, answers, report_error, show
+from lab.settings.errors import ConfigError, Failed
 
 COMMAND = Command(
     "lab.bench",
@@ -30,44 +30,36 @@ It compares the values of the setting that has a list, or sets of settings: a='.
 )
 
 
-def main(arguments: list[str]) -> int:
-    """Run one benchmark; print its table, and write the result and a figure to `out=FILE.json`.
-
-    Returns:
-        0; 1 if a rank failed, or the benchmarked operation gave wrong values; 2 for a wrong
-        setting; 130 after Ctrl-C.
-    """
-    return answer(COMMAND, arguments, _bench, _refuse)
-
-
-def _bench(line: CommandLine) -> int:
-    request = read([line.word, *line.settings])
-    if line.shows_settings:
-        show((variant.config for variant in request.variants), line.flags)
-        return 0
-    try:
-        result = measure(request)
-    except RanksFailed as error:
-        report_error(COMMAND.name, error)
-        return 1
-    if result is None:
-        return 0
-    if was_asked():
-        return hand_over(result)
-    from lab.benchmarks.present import present  # imports Altair
-
-    if present(request, result):
-        return 0
-    report_error(COMMAND.name, ValueError("the benchmark gave wrong values: see #wrong above"))
-    return 1
-
-
 def _refuse(error: ConfigError) -> int:
     if was_asked():
         return hand_over({REFUSED: str(error)})
     let_first_rank_report()
     report_error(COMMAND.name, error)
     return 2
+
+
+@answers(COMMAND, _refuse)
+def main(line: CommandLine) -> int:
+    """Run one benchmark; print its table, and write the result and a figure to `out=FILE.json`.
+
+    Returns:
+        0; 1 if a rank failed, or the benchmarked operation gave wrong values; 2 for a wrong
+        setting; 130 after Ctrl-C.
+    """
+    request = read([line.word, *line.settings])
+    if line.shows_settings:
+        show((variant.config for variant in request.variants), line.flags)
+        return 0
+    result = measure(request)
+    if result is None:
+        return 0
+    if was_asked():
+        return hand_over(result)
+    from lab.benchmarks.present import present  # imports Altair
+
+    if not present(request, result):
+        raise Failed("the benchmark gave wrong values: see #wrong above")
+    return 0
 
 
 if __name__ == "__main__":

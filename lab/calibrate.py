@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.benchmarks.request import RanksFailed, measure, read
+from lab.benchmarks.request import measure, read
 from lab.distributed.launcher import let_first_rank_report, run_as_process
-from lab.settings.command import Command, CommandLine, answer, report_error, show
+from lab.settings.command import Command, CommandLine, answers, report_error, show
 from lab.settings.errors import ConfigError
 from lab.settings.fields import file_setting, parsed, setting, split
 
@@ -42,38 +42,31 @@ exchange=A,B, codecs are measured and steps are checked.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+def _refuse(error: ConfigError) -> int:
+    let_first_rank_report()
+    report_error(COMMAND.name, error)
+    return 2
+
+
+@answers(COMMAND, _refuse)
+def main(line: CommandLine) -> int:
     """Measure, print a table, and write the files of `out=`.
 
     Returns:
         0; 1 if a rank failed; 2 for a wrong setting; 130 after Ctrl-C.
     """
-    return answer(COMMAND, arguments, _calibrate, _refuse)
-
-
-def _calibrate(line: CommandLine) -> int:
     texts, words = split(line.settings, ("out",))
     out = parsed(OwnSettings, texts).out
     request = read(["calibrate", *words])
     if line.shows_settings:
         show((variant.config for variant in request.variants), line.flags)
         return 0
-    try:
-        result = measure(request)
-    except RanksFailed as error:
-        report_error(COMMAND.name, error)
-        return 1
+    result = measure(request)
     if result is not None:
         from lab.benchmarks.calibrate import present  # imports Altair
 
         present({"bench": request.bench, "command": line.text, **result}, out)
     return 0
-
-
-def _refuse(error: ConfigError) -> int:
-    let_first_rank_report()
-    report_error(COMMAND.name, error)
-    return 2
 
 
 if __name__ == "__main__":

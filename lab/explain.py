@@ -6,15 +6,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
-from lab.settings.errors import ConfigError
+from lab.settings.command import Command, CommandLine, answers
+from lab.settings.errors import as_config_error
 from lab.settings.fields import file_setting, own_settings
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.explain."""
-
     out: Path | None = file_setting(
         "FILE.txt or FILE.md for the text; null: no file", ".txt", ".md"
     )
@@ -35,24 +33,19 @@ Rules and thresholds: lab/diagnosis/rules.py and docs/slow_steps.md.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Explain one cell, or each multi-rank point of a study in a line.
 
     Returns:
         0, or 2 after one line on stderr for a run that cannot be explained.
     """
-    return answer(COMMAND, arguments, _explain)
-
-
-def _explain(line: CommandLine) -> int:
     out = own_settings(Settings, line.settings).out
     # Imported here: help and a wrong setting are answered before pandas loads.
     from lab.diagnosis.view import explained
 
-    try:
+    with as_config_error("", OSError):
         _, text = explained(Path(line.word))
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
     print(text)
     if out:
         out.write_text(text + "\n", encoding="utf-8")

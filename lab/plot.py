@@ -6,15 +6,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
-from lab.settings.errors import ConfigError
+from lab.settings.command import Command, CommandLine, answers
+from lab.settings.errors import as_config_error
 from lab.settings.fields import own_settings, setting
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.plot."""
-
     out: Path | None = setting(None, "folder to write to; null: STUDY/figures, or A+B of several")
     format: tuple[str, ...] = setting(("png", "svg"), "list of formats", ("png", "svg", "pdf"))
     only: tuple[str, ...] | None = setting(
@@ -58,21 +56,16 @@ cell). Several studies, such as those of several machines, are shown as one.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Plot studies; the exit code is 2 for an input that cannot be plotted."""
-    return answer(COMMAND, arguments, _plot)
-
-
-def _plot(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.analysis.results import Sink, report
 
     sink = Sink(own.out, own.format, own.only or (), own.width_in, own.title, own.recorder)
-    try:
+    with as_config_error("", OSError):
         report([Path(word) for word in line.words], sink, own.baseline, own.target)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lab.settings.command import Command, CommandLine, answer, show
+from lab.settings.command import Command, CommandLine, answers, show
 from lab.simulate.predict import OwnSettings, predicted, read
 from lab.study.grid import WORLD_SIZE
 
@@ -33,12 +33,9 @@ torch.profiler of several GPUs. With neither, the profile is alexnet_titanx.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Print the table of predictions; write them to `out=`. The exit code is 2 for bad input."""
-    return answer(COMMAND, arguments, _predict)
-
-
-def _predict(line: CommandLine) -> int:
     request = read(line.settings)
     if line.shows_settings:
         show((cell.config for cell in request.cells), line.flags)

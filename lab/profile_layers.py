@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.device.profile_request import profile_file, read
-from lab.settings.command import Command, CommandLine, answer, show
+from lab.settings.command import Command, CommandLine, answers, show
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 
@@ -41,16 +41,13 @@ single batch size is measured together with a quarter of it.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Measure one model; print a table, and write the profile to `out=FILE.yaml` or print it too.
 
     Returns:
         0; 2 for a wrong setting; 130 after Ctrl-C.
     """
-    return answer(COMMAND, arguments, _profile)
-
-
-def _profile(line: CommandLine) -> int:
     texts, settings = split(line.settings, fields_of(Settings))
     out = parsed(Settings, texts).out
     configs = read(settings)
@@ -60,9 +57,9 @@ def _profile(line: CommandLine) -> int:
     # torch is imported only here: help and wrong settings are answered without it.
     from lab.device.profile import measure, present
 
-    measured = measure(configs, out.stem if out else "measured", settings)
+    profile, notes = measure(configs, out.stem if out else "measured", settings)
     try:
-        present(measured, out)
+        present(profile, notes, out)
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written: {error.strerror}") from None
     return 0

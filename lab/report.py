@@ -6,15 +6,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
-from lab.settings.errors import ConfigError
+from lab.settings.command import Command, CommandLine, answers
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.fields import file_setting, own_settings
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.report."""
-
     out: Path | None = file_setting("FILE.html; null: report.html of the first study", ".html")
 
 
@@ -36,25 +34,21 @@ also shows results of lab.bench, FILE.json.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Write the page; the exit code is 2 for an input that cannot be shown."""
-    return answer(COMMAND, arguments, _report)
-
-
-def _report(line: CommandLine) -> int:
     out = own_settings(Settings, line.settings).out
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.web.page import parts_of, render, write
 
     paths = [Path(word) for word in line.words]
-    try:
-        target = out or next(p for p in paths if p.suffix != ".json") / "report.html"
+    studies = [path for path in paths if path.suffix != ".json"]
+    if not (out or studies):
+        raise ConfigError("out=null: no study is given; set out=FILE.html")
+    target = out or studies[0] / "report.html"
+    with as_config_error("", OSError):
         page = render(parts_of(paths, line.text))
         write(page, target)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
-    except StopIteration:
-        raise ConfigError("out=null: no study is given; set out=FILE.html") from None
     print(f"wrote {target}, {len(page.encode()):,} bytes")
     return 0
 

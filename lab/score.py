@@ -6,16 +6,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
-from lab.settings.errors import ConfigError
+from lab.settings.command import Command, CommandLine, answers
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import read_file
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.score."""
-
     hardware: str = setting("emulated_1gbit", "a file in conf/hardware, from which the fit starts")
     profile: str = setting("alexnet_titanx", "a file in conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
@@ -40,12 +38,9 @@ scores the advice where several strategies were measured in the same conditions.
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Print the scores; write the page to `out=`. The exit code is 2 for bad input."""
-    return answer(COMMAND, arguments, _score)
-
-
-def _score(line: CommandLine) -> int:
     own = own_settings(Settings, line.settings)
     if line.word == "published":
         from lab.claims import published_page
@@ -59,7 +54,7 @@ def _score(line: CommandLine) -> int:
     from lab.advice import score as advice
     from lab.simulate import scorecard
 
-    try:
+    with as_config_error("", OSError):
         card = scorecard.of_study(Path(line.word), profile, hardware)
         advised = advice.report(advice.choices(card.groups))
         sections = ["## Advice", "", *advised, ""] if advised else []
@@ -71,8 +66,6 @@ def _score(line: CommandLine) -> int:
             pictures = [f"![map]({path.name})" for path in drawn if path.suffix == ".png"]
             scorecard.write(card, out, line.text, [*sections, *pictures, ""])
             print(f"wrote {', '.join(map(str, [out, *drawn]))}")
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
     return 0
 
 

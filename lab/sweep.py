@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lab.settings.command import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine, answers
 from lab.study.grid import SweepSettings
 from lab.study.run import sweep
 
@@ -24,12 +24,9 @@ COMMAND = Command(
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Run the missing cells of a study; the exit code is 1 if none of its cells is done."""
-    return answer(COMMAND, arguments, _sweep)
-
-
-def _sweep(line: CommandLine) -> int:
     from lab.web.live import served  # after wrong settings: Python's HTTP server is slow to import
 
     return sweep(line, served)

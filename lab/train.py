@@ -5,7 +5,7 @@ from __future__ import annotations
 from lab.cluster import sandbox
 from lab.cluster.settings import adopt_ranks, cluster_of, num_launched, straggler_of
 from lab.distributed import launcher
-from lab.settings.command import Command, CommandLine, answer, report_error, show
+from lab.settings.command import Command, CommandLine, answers, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
 from lab.settings.errors import SharedError
 from lab.settings.streams import output_as_messages
@@ -28,16 +28,23 @@ COMMAND = Command(
 )
 
 
-def main(arguments: list[str]) -> int:
+def _refuse(error: ConfigError) -> int:
+    if isinstance(error, SharedError):
+        if launcher.reports_for_host():
+            report_error(COMMAND.name, error)
+        return 2
+    launcher.let_first_rank_report()
+    report_error(COMMAND.name, error)
+    return 2
+
+
+@answers(COMMAND, _refuse)
+def main(line: CommandLine) -> int:
     """Run one rank, or with `--multirun` a grid, as lab.sweep does.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 a wrong setting, 75 stopped by a signal after steps.
     """
-    return answer(COMMAND, arguments, _train, _refuse)
-
-
-def _train(line: CommandLine) -> int:
     # torch is imported only where it is needed: wrong settings are answered without it.
     adopt_ranks()
     if line.is_multirun:
@@ -64,16 +71,6 @@ def _train(line: CommandLine) -> int:
 
     with output_as_messages():
         return start(config, line.settings)
-
-
-def _refuse(error: ConfigError) -> int:
-    if isinstance(error, SharedError):
-        if launcher.reports_for_host():
-            report_error(COMMAND.name, error)
-        return 2
-    launcher.let_first_rank_report()
-    report_error(COMMAND.name, error)
-    return 2
 
 
 if __name__ == "__main__":

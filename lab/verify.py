@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine, answer
-from lab.settings.errors import ConfigError
+from lab.settings.command import Command, CommandLine, answers
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import choices_of
 
@@ -16,8 +16,6 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.verify."""
-
     runs: Path | None = setting(None, "the study of measured cells; with all, a folder of studies")
     benches: Path | None = setting(None, "results of lab.bench, for claims about one device")
     out: Path | None = file_setting("FILE.md for the page; figures go into the folder FILE", ".md")
@@ -40,15 +38,12 @@ COMMAND = Command(
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Print the table of claims.
 
     Returns: 0 if no claim fails, by measurements or else predictions; 1; 2 for a wrong setting.
     """
-    return answer(COMMAND, arguments, _verify)
-
-
-def _verify(line: CommandLine) -> int:
     own, words = own_settings(Settings, line.settings), line.words
     out, folder = own.out, own.config_dir
     if ALL in words and (out or len(words) > 1):
@@ -57,7 +52,7 @@ def _verify(line: CommandLine) -> int:
     from lab.claims import page
     from lab.claims.findings import verify, verify_all
 
-    try:
+    with as_config_error("", OSError):
         if ALL in words or len(words) > 1:
             names = choices_of("claims", folder) if ALL in words else words
             every = verify_all(names, own.runs, own.benches, folder)
@@ -69,8 +64,6 @@ def _verify(line: CommandLine) -> int:
             print("\n".join(page.summary(every[line.word])))
             if out:
                 page.write(every[line.word], out, out.with_suffix(""), line.text)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
     if out:
         print(f"wrote {out}")
     return int(any(findings.any_claim_fails for findings in every.values()))

@@ -108,16 +108,14 @@ def _counts(held: dict[float, list[bool]], half_widths: list[float]) -> dict[str
     }
 
 
-def columns(_result: dict[str, Any]) -> dict[str, present.Column]:
-    """Return the columns, of a row for each candidate and kind of interval."""
-    return {
-        "": present.text("name"),
-        "intervals of 95 %": present.text("kind"),
-        "pairs": present.text("num_pairs"),
-        "called different": present.text("num_different"),
-        "contain 1 (%)": lambda row: present.ranged(_at_level(row), 100),
-        "half width (%)": present.number("half_width", 100, 1),
-    }
+COLUMNS: dict[str, present.Column] = {
+    "": present.text("name"),
+    "intervals of 95 %": present.text("kind"),
+    "pairs": present.text("num_pairs"),
+    "called different": present.text("num_different"),
+    "contain 1 (%)": lambda row: present.ranged(_at_level(row), 100),
+    "half width (%)": present.number("half_width", 100, 1),
+}
 
 
 def _at_level(row: present.Row) -> dict[str, float | None]:
@@ -125,7 +123,6 @@ def _at_level(row: present.Row) -> dict[str, float | None]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     seeds = present.span([start["order_seed"] for start in result["starts"]], "d")
     return [
         f"pairs of equal candidates {present.on_ranks_of(result)}, so each difference found is a "

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -42,6 +42,7 @@ from lab.benchmarks.harness import joined
 from lab.benchmarks.present import (
     Column,
     Drawn,
+    IntervalJson,
     machine,
     number,
     on_ranks_of,
@@ -91,7 +92,7 @@ LEAST_SCALE = 1e-3  # of the model's gradients
 LEAST_EXPOSED = 0.02  # share of a step below which its exposed exchange is not scored
 MODULES = 24  # of a model, for the host's time: enough to tell a bucket's from a parameter's
 SOURCE = "measured by lab.calibrate"
-Interval = dict[str, float | None]  # median, low, high
+T = TypeVar("T")
 
 
 def measure(request: Request) -> dict[str, Any] | None:
@@ -119,14 +120,18 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     groups = groups_of(world.comm.nodes)
     exchanges = {each.label: build(each.config.exchange) for each in request.variants}
     share_s = COLLECTIVES_SHARE * seconds / len(groups)
+    measure = partial(_collectives, exchanges, share_s)
     places = [
-        replace(group, rows=_among(group.members, world, partial(_collectives, exchanges, share_s)))
+        Place(group.link, len(group.members), _among(group.members, world, measure) or [])
         for group in groups
     ]
     size, all_reduce_s = json.loads(world.broadcast_text(json.dumps(largest(places))))
     contended = compute.contention(world, size, all_reduce_s)
     on_cpu = world.device.type == "cpu"
-    beside = _of_hosts(world, groups) if on_cpu else {}
+    beside = dict[str, IntervalJson]()
+    for group in groups if on_cpu else ():
+        if group.link == "inter" and len(group.members) == NUM_RANKS:
+            beside |= _among(group.members, world, compute.of_hosts) or {}
     if shared := on_cpu and (world.num_hosts == 1 or EMULATION in os.environ):
         beside["crowding"] = compute.crowding(world)
     spread = compute.spread(world, SPREAD_SHARE * seconds)
@@ -138,11 +143,11 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     checked = [*pairs[-1:], *(group for group in groups if group not in pairs)]
     if shared:
         step_cpu = partial(compute.step_cpu, configs[NONE])
-        for measured in _among(pairs[-1].members, world, lambda pair: [step_cpu(pair)]):
+        if measured := _among(pairs[-1].members, world, step_cpu):
             beside["step_cpu_s"] = measured
     share_s = STEPS_SHARE * seconds / len(checked)
     steps = {
-        len(group.members): _among(group.members, world, partial(_steps, configs, share_s))
+        len(group.members): _among(group.members, world, partial(_steps, configs, share_s)) or []
         for group in checked
     }
     return {
@@ -155,28 +160,16 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     }
 
 
-def _of_hosts(world: World, groups: Sequence[Group]) -> dict[str, Interval]:
-    """Measure what messages between two hosts take of these; nothing on other ranks."""
-    found = dict[str, Interval]()
-    for group in groups:
-        if group.link == "inter" and len(group.members) == NUM_RANKS:
-            for values in _among(group.members, world, lambda pair: [compute.of_hosts(pair)]):
-                found |= values
-    return found
-
-
 @dataclass(frozen=True)
 class Group:
     """Ranks that measure together.
 
     Attributes:
         link: "intra" or "inter", the slowest that they use.
-        rows: of lab.bench collective; empty on other ranks.
     """
 
     link: str
     members: Sequence[int]
-    rows: Sequence[dict[str, Any]] = ()
 
 
 def groups_of(nodes: Nodes) -> list[Group]:
@@ -195,12 +188,10 @@ def groups_of(nodes: Nodes) -> list[Group]:
     return found
 
 
-def _among(
-    members: Sequence[int], world: World, measure: Callable[[World], list[Any]]
-) -> list[Any]:
-    """Measure among some of the ranks, while the others wait; these return nothing."""
+def _among(members: Sequence[int], world: World, measure: Callable[[World], T]) -> T | None:
+    """Measure among some of the ranks, while the others wait; these return None."""
     part = part_of(world, members)
-    found = measure(part) if part else []
+    found = measure(part) if part else None
     _make_as_many_groups(world)
     return found
 
@@ -253,13 +244,13 @@ def _collectives(
     return rows
 
 
-def largest(groups: Sequence[Group]) -> tuple[int, float]:
+def largest(places: Sequence[Place]) -> tuple[int, float]:
     """Return the bytes and the seconds of the largest all-reduce of the library, of most ranks."""
-    rows = [row for row in groups[-1].rows if row["algorithm"] == LIBRARY]
+    rows = [row for row in places[-1].rows if row["algorithm"] == LIBRARY]
     return (rows[-1]["size_bytes"], rows[-1]["time_s"]["median"]) if rows else (0, 0.0)
 
 
-def _host_seconds(device: str) -> dict[str, Interval]:
+def _host_seconds(device: str) -> dict[str, IntervalJson]:
     """Measure the host's time of a parameter, a bucket and a codec's call, by lab.bench host.
 
     Two runs of one exchange have one bucket and one for each module; a third one has a codec too.
@@ -287,7 +278,7 @@ def _host_seconds(device: str) -> dict[str, Interval]:
     return values
 
 
-def _less(first: Interval, second: Interval, count: float) -> Interval:
+def _less(first: IntervalJson, second: IntervalJson, count: float) -> IntervalJson:
     """Return (first - second) / count, at least 0, with the widest interval that theirs allow."""
     ends = {"median": ("median", "median"), "low": ("low", "high"), "high": ("high", "low")}
     return {
@@ -340,13 +331,12 @@ def _steps(configs: dict[str, DictConfig], seconds: float, world: World) -> list
 
 
 def _concluded(
-    request: Request, world: World, found: dict[str, Any], host_s: dict[str, Interval]
+    request: Request, world: World, found: dict[str, Any], host_s: dict[str, IntervalJson]
 ) -> dict[str, Any]:
     """Make the hardware of what was measured, and compare its predictions with the rest."""
     names = {each.label: plain(each.config.exchange) for each in request.variants}
     exchanges = {LIBRARY: dict(read_file("exchange", LIBRARY)), **names}
-    places = [Place(each.link, len(each.members), each.rows) for each in found.pop("places")]
-    configs = found.pop("configs")
+    places, configs = found.pop("places"), found.pop("configs")
     steps = [
         calibration.observation(name, ranks, plain(configs[name]), seconds)
         for ranks, of_ranks in found.pop("steps").items()
@@ -404,21 +394,18 @@ def _ranks_of_node(world: World, base: dict[str, Any]) -> int:
     return max(here, could)
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each group of ranks, size and algorithm."""
-    return {
-        "link": text("link"),
-        "ranks": text("ranks"),
-        "algorithm": text("algorithm"),
-        "size (B)": text("size_bytes"),
-        "time (us)": number("time_s.median", 1e6, 1),
-        "predicted": number("predicted_s", 1e6, 1),
-        "error (%)": number("error", 100, 1),
-    }
+COLUMNS: dict[str, Column] = {
+    "link": text("link"),
+    "ranks": text("ranks"),
+    "algorithm": text("algorithm"),
+    "size (B)": text("size_bytes"),
+    "time (us)": number("time_s.median", 1e6, 1),
+    "predicted": number("predicted_s", 1e6, 1),
+    "error (%)": number("error", 100, 1),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Say what was measured, and how well it predicts."""
     told = [
         f"collectives: used in the fit on {NUM_RANKS} ranks, held out on more ranks",
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}",
@@ -427,18 +414,13 @@ def notes(result: dict[str, Any]) -> list[str]:
         ("two_ranks", f"steps on {NUM_RANKS} ranks, used in the fit"),
         ("held_out", "steps on more ranks, held out"),
     ):
-        if result["scores"][name]["num_cells"]:
-            told.append(f"{words}: {told_score(result['scores'][name])}")
+        if (score := result["scores"][name])["num_cells"]:
+            inside = [
+                f"{100 * share:.0f} % inside the {level} % interval"
+                for level, share in sorted(score["coverage"].items())
+            ]
+            told.append(f"{words}: {score['text']}; {', '.join(inside)}")
     return told
-
-
-def told_score(score: dict[str, Any]) -> str:
-    """Write a score of steps and the coverage of their intervals."""
-    inside = ", ".join(
-        f"{100 * share:.0f} % inside the {level} % interval"
-        for level, share in sorted(score["coverage"].items())
-    )
-    return f"{score['text']}; {inside}"
 
 
 def chart(result: dict[str, Any]) -> Drawn:

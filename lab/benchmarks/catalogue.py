@@ -139,12 +139,12 @@ class Bench:
 
     Attributes:
         text: describes it in a line.
-        own_words: settings of OwnSettings that it takes, besides out.
+        own: settings of OwnSettings that it takes, besides out.
         group: the setting that it compares, unless another setting has the list.
         default: choices of that group, if none are given.
         num_variants: least number of variants.
-        only_words: settings of a run that it uses; empty: all of them.
-        fixed_words: settings that all its runs have.
+        only: settings of a run that it uses; empty: all of them.
+        fixed: settings that all its runs have.
         apart: each variant has fresh ranks of its own.
         environment: variables set for its ranks.
         sets: sets of settings that it compares, unless others are given.
@@ -156,12 +156,12 @@ class Bench:
     """
 
     text: str
-    own_words: str
+    own: str
     group: str = "strategy"
     default: str = ""
     num_variants: int = 1
-    only_words: str = ""
-    fixed_words: str = ""
+    only: str = ""
+    fixed: str = ""
     apart: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     sets: tuple[str, ...] = ()
@@ -170,21 +170,13 @@ class Bench:
     num_ranks: int = 0
     one_rank: str = ""
 
-    @property
-    def own(self) -> tuple[str, ...]:
-        return tuple(self.own_words.split())
-
-    @property
-    def only(self) -> tuple[str, ...]:
-        return tuple(self.only_words.split())
-
 
 def _of_device(text: str, own: str, only: str, **rest: str) -> Bench:
     """Describe a benchmark of one device: nothing is exchanged, or copied into buckets."""
     if rest.get("group") == "batch_size":
-        rest["fixed_words"] = "strategy=none"
+        rest["fixed"] = "strategy=none"
     named: dict[str, Any] = {"default": "none"} | rest
-    return Bench(text, own, only_words=only, package="lab.device", **named)
+    return Bench(text, own, only=only, package="lab.device", **named)
 
 
 BENCHES = {
@@ -193,7 +185,7 @@ BENCHES = {
         "sizes rounds world_size",
         group="exchange",
         default="allreduce,ring,tree",
-        only_words=f"exchange {TALKING}",
+        only=f"exchange {TALKING}",
         one_rank=f"{NOTHING_SENT}. With one GPU, set device=cpu, or world_size=2 share_gpus=true "
         "backend=gloo exchange=bf16 (Gloo has no send and recv on GPUs)",
     ),
@@ -201,14 +193,14 @@ BENCHES = {
         "the lab's reduce-scatter by size, compared with torch's, and the bytes sent",
         "sizes rounds world_size",
         default="none",
-        only_words=TALKING,
+        only=TALKING,
         one_rank=NOTHING_SENT,
     ),
     "codec": Bench(
         "encode and decode, compared with torch.add on the same tensors",
         "codec num_values columns threads rounds",
         default="none",
-        only_words="device",
+        only="device",
     ),
     "step": Bench(
         "step times of strategy=A,B,... in turns, as ratios to the last",
@@ -246,7 +238,7 @@ BENCHES = {
         "DDP",
         "rounds starts order_seed",
         default="overlap,onebit,int8,topk,powersgd",
-        only_words=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
+        only=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
     ),
     "recording": Bench(
         "what the lab's own bookkeeping adds to a step", "world_size", default="none", num_ranks=1
@@ -255,7 +247,7 @@ BENCHES = {
         "delays injected into phases of ranks, and how many of them are found",
         "runs world_size",
         default="overlap",
-        fixed_words="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
+        fixed="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
         "model.bytes_scale=0.002 model.time_scale=0.3 batch_size=1024 steps=30",
         num_ranks=4,
     ),
@@ -270,9 +262,9 @@ BENCHES = {
         "minutes world_size",
         group="exchange",
         default="allreduce,ring,tree,onebit,int8",
-        only_words=f"exchange {TALKING}",
+        only=f"exchange {TALKING}",
         # The steps whose predictions are checked: layers that wait, so only the exchange is tested.
-        fixed_words="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
+        fixed="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
         "batch_size=32 scaling=weak optim.lr=0.0",
         one_rank=NOTHING_SENT,
     ),

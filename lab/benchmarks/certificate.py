@@ -86,18 +86,15 @@ def _steps(parts: Assembly, check: Check) -> None:
     steps.close()
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each strategy."""
-    return {
-        "": text("name"),
-        **medians("step (ms)", "step_s", 1e3, 2),
-        "check adds (ms)": intervals("added_s", 1e3),
-        "in steps": intervals("added_steps"),
-    }
+COLUMNS: dict[str, Column] = {
+    "": text("name"),
+    **medians("step (ms)", "step_s", 1e3, 2),
+    "check adds (ms)": intervals("added_s", 1e3),
+    "in steps": intervals("added_steps"),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and show what was certified."""
     return [
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}: a run's first three "
         "steps, with the check and without it",

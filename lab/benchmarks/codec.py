@@ -78,7 +78,6 @@ class Operation:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure the requested codecs, and return the result."""
     settings, wanted = request.own, request.variants[0].config.device
     names = settings["codec"] or list(CODECS)
     for name in names:
@@ -250,7 +249,6 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     rows, columns = result["shape"]
     return [
         f"{result['num_values']} float32 values, {rows} rows of {columns}; {_engine(result)}",

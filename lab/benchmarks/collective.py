@@ -57,7 +57,7 @@ from lab.simulate.calibration import SEND_RECV
 
 LIBRARY = "allreduce"
 CALLS_BYTES = 2**22  # most bytes timed together where the host waits for each call
-COLUMNS = 1024  # values that share the scales of 1-bit SGD
+ROW_VALUES = 1024  # that share the scales of 1-bit SGD
 PANEL_PX = 300, 220
 LARGEST_SUM = 256  # whole numbers up to this are exact even in bfloat16
 
@@ -78,7 +78,6 @@ class Candidate:
 
 @harness.on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all candidates by size."""
     exchanges = {v.label: build(v.config.exchange) for v in request.variants}
     candidates = make_candidates(exchanges, world.comm)
     found = by_size(request, world, partial(measure_size, candidates=candidates))
@@ -188,8 +187,8 @@ def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
 
 
 def shape_of(num_values: int) -> tuple[int, ...]:
-    """Return the shape of the parameter that a tensor stands for: rows of COLUMNS, if it can be."""
-    return (num_values // COLUMNS, COLUMNS) if num_values % COLUMNS == 0 else (num_values,)
+    """Return the shape of a parameter that a tensor stands for: rows of ROW_VALUES, if possible."""
+    return (num_values // ROW_VALUES, ROW_VALUES) if num_values % ROW_VALUES == 0 else (num_values,)
 
 
 def _result_of(exchange: Exchange) -> Callable[[list[Tensor], int], Tensor] | None:
@@ -263,7 +262,6 @@ def _row(
 
 
 def columns(result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each size and algorithm."""
     rows = result["rows"]
 
     def ratio_to(reference: str, key: str) -> Column:
@@ -288,7 +286,6 @@ def columns(result: dict[str, Any]) -> dict[str, Column]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     return [
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "
         "on its slowest rank",

@@ -16,14 +16,8 @@ import torch
 from omegaconf import DictConfig
 
 from lab.benchmarks import codec
-from lab.benchmarks.harness import (
-    Call,
-    Times,
-    aligner,
-    per_call,
-    ratio,
-    take_turns,
-)
+from lab.benchmarks.harness import Call, Times, aligner, per_call, ratio, take_turns
+from lab.benchmarks.present import IntervalJson
 from lab.benchmarks.request import read
 from lab.distributed.world import World
 from lab.measure.environment import num_cores
@@ -37,15 +31,13 @@ SIDES = {"cpu": 512, "cuda": 4096}  # of square matrices, for rates and their sp
 SMALL_SIDES = {"cpu": 256, "cuda": 1024}  # of those beside an all-reduce, which may be short
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {"cpu": ("bf16",), "cuda": ("fp32", "tf32", "bf16", "fp16")}
-ROUNDS = 8
+ROUNDS, RESAMPLES = 8, 500
 FEWEST, MOST = 50, 2000  # products whose spread is measured
 CODEC_VALUES = {"cpu": 2**22, "cuda": 2**26}
 BESIDE = 0.7  # of an all-reduce's time, in which the products beside it should end
 PASSED = 2**20  # float32 values of each tensor of a pass over memory
 SENT = (2**20, 2**21)  # float32 values of messages that are larger than what a host holds of them
 QUANTILES = (5, 50, 95, 99)
-
-Interval = dict[str, float | None]
 
 
 def product(device: torch.device, side: int, dtype: torch.dtype = torch.float32) -> Call:
@@ -116,15 +108,15 @@ def spread(world: World, seconds: float) -> dict[str, Any]:
     }
 
 
-def deviation(values: Times, num_resamples: int = 500) -> Interval:
+def deviation(values: Times) -> IntervalJson:
     """Compute a standard deviation with its percentile bootstrap interval of 95 %."""
     values = np.asarray(values)
-    picks = np.random.default_rng(0).integers(len(values), size=(num_resamples, len(values)))
+    picks = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.percentile(values[picks].std(axis=1), [2.5, 97.5])
     return {"median": float(values.std()), "low": float(low), "high": float(high)}
 
 
-def contention(world: World, size: int, all_reduce_s: float) -> Interval:
+def contention(world: World, size: int, all_reduce_s: float) -> IntervalJson:
     """Measure how much longer compute takes beside an all-reduce, as a share.
 
     Args:
@@ -167,7 +159,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def crowding(world: World) -> Interval:
+def crowding(world: World) -> IntervalJson:
     """Measure how much longer a pass over memory takes while ranks on the same cores make one.
 
     It is the share that remains after ranks have taken turns, where they are more than the cores,
@@ -191,12 +183,12 @@ def crowding(world: World) -> Interval:
     return {key: value and value / min(1.0, loaded) for key, value in excess(times).items()}
 
 
-def of_hosts(world: World) -> dict[str, Interval]:
+def of_hosts(world: World) -> dict[str, IntervalJson]:
     """Measure what messages between two hosts take of these, on CPUs."""
     return {"message_cpu": message_cpu(world), "send_buffer_bytes": send_buffer_bytes(world)}
 
 
-def message_cpu(world: World) -> Interval:
+def message_cpu(world: World) -> IntervalJson:
     """Measure for which share of a short all-reduce a rank keeps a core busy, in user or kernel."""
     flat = torch.ones(1)
 
@@ -210,7 +202,7 @@ def message_cpu(world: World) -> Interval:
     return {"median": float(np.median(shares)), "low": shares[0], "high": shares[-1]}
 
 
-def send_buffer_bytes(world: World) -> Interval:
+def send_buffer_bytes(world: World) -> IntervalJson:
     """Measure how much of a message a host still holds when its send has returned.
 
     A send of S bytes over a link of r bytes/s returns after (S - held) / r seconds. Two sizes show
@@ -237,7 +229,7 @@ def send_buffer_bytes(world: World) -> Interval:
     return {"median": float(np.median(held)), "low": float(held[1]), "high": float(held[-2])}
 
 
-def step_cpu(config: DictConfig, world: World) -> Interval:
+def step_cpu(config: DictConfig, world: World) -> IntervalJson:
     """Measure how long a rank keeps a core busy in a step that exchanges nothing.
 
     Args:
@@ -252,7 +244,7 @@ def step_cpu(config: DictConfig, world: World) -> Interval:
     return {"median": float(middle), "low": float(low), "high": float(high)}
 
 
-def codec_rates(device: torch.device) -> dict[str, Interval]:
+def codec_rates(device: torch.device) -> dict[str, IntervalJson]:
     """Measure the rate of a codec's and of plain passes over memory, by lab.bench codec."""
     words = ["codec", f"codec={MEASURED_CODEC}", f"num_values={CODEC_VALUES[device.type]}"]
     words += [f"threads={torch.get_num_threads()}", f"rounds={ROUNDS}", f"device={device.type}"]
@@ -277,7 +269,7 @@ def _slowest(world: World, takes: list[Callable[[], float]]) -> np.ndarray:
     return world.gather(torch.tensor(taken, dtype=torch.float64)).numpy().max(axis=0)
 
 
-def excess(times: np.ndarray) -> Interval:
+def excess(times: np.ndarray) -> IntervalJson:
     """Return by which share the first row of times exceeds the second, at least none."""
     found = ratio(times[0], times[1])
     return {key: None if value is None else max(0.0, value - 1) for key, value in found.items()}

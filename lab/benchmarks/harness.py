@@ -33,7 +33,7 @@ from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit
 from lab.measure.layers import spin_stream
 from lab.measure.statistics import Interval, of_level, order, student
-from lab.settings.errors import ConfigError
+from lab.settings.errors import as_config_error
 from lab.training.assemble import join
 from lab.training.recording import surroundings
 
@@ -246,10 +246,8 @@ def seconds_of(call: Call, device: torch.device) -> float:
 
 def device_for(wanted: str) -> torch.device:
     """Return the device of one rank. ConfigError: GPUs are wanted, and there is none."""
-    try:
+    with as_config_error():
         return torch.device("cuda" if worlds.check_gpus(wanted, 1) else "cpu")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def wait_for(device: torch.device) -> None:

@@ -113,7 +113,6 @@ def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine a strategy's rows of all starts."""
     keys = ("added_s", "over_ddp")
     combined = {key: across_starts([row[key] for row in rows], positive=False) for key in keys}
     return {"name": rows[0]["name"], **combined}
@@ -277,17 +276,14 @@ def _in_turns(candidates: list[Candidate], num_rounds: int, device: torch.device
     return times.reshape(len(candidates), 2, num_rounds)
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each strategy."""
-    return {
-        "": text("name"),
-        "added (us)": intervals("added_s", 1e6),
-        "x DDP": intervals("over_ddp"),
-    }
+COLUMNS: dict[str, Column] = {
+    "": text("name"),
+    "added (us)": intervals("added_s", 1e6),
+    "x DDP": intervals("over_ddp"),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the figures."""
     threads = "all threads" if result.get("device") == "cuda" else "the training thread"
     return [
         f"processor time of {threads} in a step of {result['num_parameters']} "

@@ -75,7 +75,6 @@ def _empty_step_s(own: bool, num_buckets: int) -> float:
 
 
 def columns(result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row with and one without marks."""
     sides = ranged(result["ratio"]), ranged(result["added_s"], 1e6)
     return {
         "": text("name"),
@@ -86,7 +85,6 @@ def columns(result: dict[str, Any]) -> dict[str, Column]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the figures."""
     share = 100 * result["marks_s"] / result["rows"][1]["step_s"]["median"]
     return [
         f"medians of {result['num_pairs']} turns of each {on_ranks_of(result)}, by the slowest "

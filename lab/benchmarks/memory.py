@@ -15,14 +15,13 @@ import torch
 from lab.benchmarks import present
 from lab.benchmarks.harness import middle, on_ranks
 from lab.benchmarks.request import Request
-from lab.benchmarks.step import BASELINE
+from lab.benchmarks.step import BASELINE, warm_up
 from lab.distributed.replicas import local
 from lab.distributed.world import World
 from lab.draw.chart import SKY
 from lab.draw.plots import bars
 from lab.exchange.cost import Sizes
 from lab.measure.memory import CLEAR, STATUS, peak_bytes, reset_peak
-from lab.measure.statistics import least_warmup
 from lab.settings.config import ConfigError
 from lab.simulate.predict import plain
 from lab.simulate.strategy import sync_bytes
@@ -36,7 +35,6 @@ MB = 1e-6
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure the peaks of one strategy."""
     if len(request.variants) > 1:
         raise ConfigError(
             "memory: lab.bench must start new ranks for each strategy; leave the launcher out, as "
@@ -122,10 +120,8 @@ def sizes_of(sync: Any, world: World) -> Sizes:
 
 def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
     """Measure the peak bytes of each step after the warm-up and any trials: [ranks, steps]."""
-    loop, warmup = trainer.steps(), least_warmup(trainer.config.warmup_steps)
-    while trainer.progress.step < warmup or trainer.settled_at is None:
-        if next(loop, None) is None:
-            break
+    loop = trainer.steps()
+    warm_up(trainer, loop)
     peaks = []
     for _ in range(NUM_STEPS):
         world.barrier()
@@ -139,30 +135,24 @@ def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
     return world.gather(torch.tensor(peaks))
 
 
-def columns(_result: dict[str, Any]) -> dict[str, present.Column]:
-    """Return the columns, of a row for each strategy."""
-
-    def state(row: present.Row) -> str:  # results of earlier versions do not have it
-        return present.decimals(max(row.get("optimizer_bytes", []), default=None), MB, 2)
-
-    return {
-        "": present.text("name"),
-        "peak (MB)": present.number("total_bytes", MB),
-        "mad": lambda row: present.decimals(row["peak_bytes"][row["rank"]]["mad"], MB),
-        "theory (MB)": present.number("theory_bytes", MB),
-        "peak/theory": present.number("of_theory", digits=3),
-        "extra (MB)": present.number("extra_bytes", MB),
-        "extra, theory (MB)": lambda row: present.decimals(
-            row["extra_theory_bytes"][row["rank"]], MB
-        ),
-        "rank": present.text("rank"),
-        "optimizer (MB)": state,
-        "share of none": present.number("optimizer_share", digits=4),
-    }
+COLUMNS: dict[str, present.Column] = {
+    "": present.text("name"),
+    "peak (MB)": present.number("total_bytes", MB),
+    "mad": lambda row: present.decimals(row["peak_bytes"][row["rank"]]["mad"], MB),
+    "theory (MB)": present.number("theory_bytes", MB),
+    "peak/theory": present.number("of_theory", digits=3),
+    "extra (MB)": present.number("extra_bytes", MB),
+    "extra, theory (MB)": lambda row: present.decimals(row["extra_theory_bytes"][row["rank"]], MB),
+    "rank": present.text("rank"),
+    # Results of earlier versions do not have it.
+    "optimizer (MB)": lambda row: present.decimals(
+        max(row.get("optimizer_bytes", []), default=None), MB, 2
+    ),
+    "share of none": present.number("optimizer_share", digits=4),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     parameters = result["rows"][0]["num_parameters"]
     return [
         f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "

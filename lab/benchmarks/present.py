@@ -3,8 +3,9 @@
 A benchmark's file has `measure(request)`, which returns a result, to be written as JSON, and raises
 ConfigError if a setting does not fit the model, data, devices and ranks at hand. To show a result:
 
-* `columns(result)`: a cell's text by the title of its column, for each of `result["rows"]`; or
-  `table(result)`, a header and lines of cells, where lines are no such rows;
+* `COLUMNS`, or `columns(result)` if they depend on it: what writes a cell, by the title of its
+  column, for each of `result["rows"]`; or `table(result)`, a header and lines of cells, where lines
+  are no such rows;
 * `notes(result)`: lines that explain the columns;
 * mostly `chart(result)`: see `Drawn`.
 
@@ -23,7 +24,7 @@ from typing import Any
 from lab.benchmarks.catalogue import BENCHES, module_of
 from lab.benchmarks.request import Request
 from lab.draw.chart import Chart
-from lab.draw.text import aligned
+from lab.draw.text import aligned, number_of
 from lab.measure.statistics import Interval
 from lab.settings.storage import write_json
 
@@ -64,7 +65,8 @@ def table_of(result: Result) -> list[list[str]]:
     module = module_of(result["bench"])
     if hasattr(module, "table"):
         return module.table(result)
-    return tabulate(result["rows"], module.columns(result))
+    columns = module.COLUMNS if hasattr(module, "COLUMNS") else module.columns(result)
+    return tabulate(result["rows"], columns)
 
 
 def tabulate(rows: Iterable[Row], columns: Mapping[str, Column]) -> list[list[str]]:
@@ -176,16 +178,15 @@ def fastest(ratios: Mapping[str, IntervalJson | None], reference: str, what: str
 def machine(result: Result) -> str:
     """Write the ranks, the device and the torch version of a result in a line."""
     where = result["environment"]
-    cores = f"{where['num_cores']} core{'s' if where['num_cores'] > 1 else ''}"
-    device = ", ".join(sorted(set(where["gpus"]))) or f"{where['cpu']}, {cores}"
+    cpu = f"{where['cpu']}, {number_of(where['num_cores'], 'core')}"
+    device = ", ".join(sorted(set(where["gpus"]))) or cpu
     ranks = f"{ranks_of(result)} over {result['backend']} · " if "backend" in result else ""
     return f"{ranks}{device} · torch {where['torch']}"
 
 
 def threaded(result: Result) -> str:
     """Write the machine and its threads in a line."""
-    threads = result["environment"]["num_threads"]
-    return f"{machine(result)}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{machine(result)}, {number_of(result['environment']['num_threads'], 'thread')}"
 
 
 def medians_of(result: Result) -> str:
@@ -195,7 +196,7 @@ def medians_of(result: Result) -> str:
 
 def ranks_of(result: Result) -> str:
     """Write the number of ranks: 1 rank, 2 ranks."""
-    return f"{result['world_size']} rank{'s' if result['world_size'] > 1 else ''}"
+    return number_of(result["world_size"], "rank")
 
 
 def intervals_of(result: Result) -> str:

@@ -84,20 +84,17 @@ def count_wrong(run: Callable[[], None], output: Tensor, tensor: Tensor, world: 
     return int(world.gather((output != expected).sum()).sum())
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each size and algorithm."""
-    return {
-        "reduce-scatter": text("algorithm"),
-        "size (B)": text("size_bytes"),
-        **medians("time (us)", "time_s", 1e6, 1),
-        "ratio to torch": intervals("ratio_to_torch"),
-        "sent": number("crossed_share", digits=3),
-        "#wrong": text("wrong"),
-    }
+COLUMNS: dict[str, Column] = {
+    "reduce-scatter": text("algorithm"),
+    "size (B)": text("size_bytes"),
+    **medians("time (us)", "time_s", 1e6, 1),
+    "ratio to torch": intervals("ratio_to_torch"),
+    "sent": number("crossed_share", digits=3),
+    "#wrong": text("wrong"),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     least = (result["world_size"] - 1) / result["world_size"]
     return [
         f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "

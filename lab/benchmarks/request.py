@@ -22,7 +22,7 @@ from lab.cluster.settings import Cluster, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
 from lab.settings.checks import as_text
 from lab.settings.config import check_batch, load
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, Failed, as_config_error
 from lab.settings.fields import parsed, split
 from lab.settings.overrides import config_dir_of, listed, parse_overrides
 from lab.settings.storage import write_json
@@ -83,11 +83,6 @@ class Request:
             raise ConfigError(f"{labels}: {self.bench} measures only one set of settings")
         return self.variants[0].config
 
-    @property
-    def over_horovod(self) -> bool:
-        """Tell whether only horovodrun can start the ranks."""
-        return any("horovod" in variant.config.comm["_target_"] for variant in self.variants)
-
 
 def read(arguments: list[str]) -> Request:
     """Parse the words after `lab.bench`.
@@ -101,7 +96,7 @@ def read(arguments: list[str]) -> Request:
             f"{name or '(nothing)'}: the first word must be one of {', '.join(BENCHES)}"
         )
     bench = BENCHES[name]
-    keys = ("out", *bench.own)
+    keys, only = ("out", *bench.own.split()), bench.only.split()
     texts, others = split(settings, keys)
     num_ranks = num_launched() if was_launched() else bench.num_ranks
     given = parsed(OwnSettings, ({"world_size": str(num_ranks)} if num_ranks else {}) | texts)
@@ -119,14 +114,14 @@ def read(arguments: list[str]) -> Request:
             f"world_size={as_text(given.world_size)}: the launcher has started {num_ranks} ranks; "
             "leave world_size out"
         )
-    for part in (part for each in others for part in _set(each)) if bench.only else ():
-        if re.split(r"[.=]", part)[0] not in bench.only:
-            allowed = ", ".join((*bench.own, "out", *bench.only))
+    for part in (part for each in others for part in _set(each)) if only else ():
+        if re.split(r"[.=]", part)[0] not in only:
+            allowed = ", ".join((*keys[1:], "out", *only))
             raise ConfigError(f"{part} is not used by {name}; allowed: {allowed}")
     variants = _variants(bench, others)
     if {"aa", "step"} & {name, bench.runs}:
         _refuse_incomparable(variants)
-    for variant in () if bench.only else variants:
+    for variant in () if only else variants:
         check_batch(variant.config, given.world_size or NUM_RANKS)
     request = Request(bench.runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
@@ -152,7 +147,7 @@ def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
         )
     if bench.apart and not was_launched() and ["strategy=none"] not in sets:
         sets = [["strategy=none"], *sets]  # the baseline of the others
-    common = [*bench.fixed_words.split(), *common]
+    common = [*bench.fixed.split(), *common]
     variants = [
         Variant(
             " ".join(each).removeprefix(f"{bench.group}="), (*common, *each), load([*common, *each])
@@ -216,16 +211,12 @@ def _set(text: str) -> list[str]:
     return shlex.split(text[2:]) if LETTERED.match(text) else [text]
 
 
-class RanksFailed(RuntimeError):
-    """Raised if the ranks ended without a result; their output says why."""
-
-
 def measure(request: Request) -> dict[str, Any] | None:
     """Measure; return the result on rank 0, or in the process that started the ranks.
 
     Raises:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
-        RanksFailed: a rank failed, or this one ran out of memory.
+        Failed: a rank failed, or this one ran out of memory.
     """
     request = request if is_rank() else with_world_size(request)
     reason = BENCHES[request.bench].one_rank
@@ -247,7 +238,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         failure = failure_of(error, int(os.environ.get("RANK", "0")))
         if failure.status != "oom":
             raise
-        raise RanksFailed(failure.error) from None
+        raise Failed(failure.error) from None
 
 
 def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:
@@ -286,10 +277,8 @@ def with_world_size(request: Request) -> Request:
     from lab.distributed.world import check_gpus
 
     config = request.variants[0].config
-    try:
+    with as_config_error():
         alone = check_gpus(config.device, 1) and not config.share_gpus
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     most = torch.cuda.device_count() if alone else NUM_RANKS
     return replace(request, own={**request.own, "world_size": min(NUM_RANKS, most)})
 
@@ -307,7 +296,7 @@ def ask_ranks(
 
     Raises:
         ConfigError: the ranks refused a setting.
-        RanksFailed: a rank failed.
+        Failed: a rank failed.
     """
     from lab.study.launch import end_with_parent, starter, stop  # imports torch
 
@@ -316,7 +305,8 @@ def ask_ranks(
         arguments = [*arguments, "starts=1", f"order_seed={order_seed}"]
     defaults = {"OMP_NUM_THREADS": "1", **dict(BENCHES[request.bench].environment)}
     cluster = request.cluster(alone)
-    launcher = starter(request.own.get("world_size", 1), request.over_horovod, cluster)
+    over_horovod = any("horovod" in each.config.comm["_target_"] for each in request.variants)
+    launcher = starter(request.own.get("world_size", 1), over_horovod, cluster)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         process = subprocess.Popen(
@@ -332,7 +322,7 @@ def ask_ranks(
             stop(process)
             raise
         if process.returncode or not answer.exists():
-            raise RanksFailed(f"the ranks ended with exit code {process.returncode}; see above")
+            raise Failed(f"the ranks ended with exit code {process.returncode}; see above")
         result: dict[str, Any] = json.loads(answer.read_text())
     if REFUSED in result:
         raise ConfigError(result[REFUSED])

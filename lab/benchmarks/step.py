@@ -86,7 +86,6 @@ def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine a candidate's rows of all starts."""
     found = {**rows[0], "step_s": harness.middle([row["step_s"]["median"] for row in rows])}
     for key in ("ratio", "wall_ratio", "exposed_exchange_s", "exposed_to_ddp"):
         of_starts = [row[key] for row in rows]
@@ -149,7 +148,7 @@ def in_turns(
     trainers = [part.trainer for part in parts]
     loops = [trainer.steps() for trainer in trainers]
     for trainer, loop in zip(trainers, loops, strict=True):
-        _warm_up(trainer, loop)
+        warm_up(trainer, loop)
     num_turns, turns = _planned(trainers)
     for trainer, loop in zip(trainers, loops, strict=True):
         _advance(loop, turns.alone - trainer.progress.step)
@@ -177,10 +176,10 @@ def in_turns(
     return turns, of_turns.numpy(), np.array([turns.seconds(each) for each in rounds])
 
 
-def _warm_up(trainer: Trainer, loop: Iterator[object]) -> None:
-    """Train until the warm-up is over and no exchange tries others any more."""
+def warm_up(trainer: Trainer, loop: Iterator[object]) -> None:
+    """Train until the warm-up is over, and steps are made as all later ones will be."""
     progress, warmup = trainer.progress, least_warmup(trainer.config.warmup_steps)
-    while progress.step < warmup or trainer.sync.settled_at is None:
+    while progress.step < warmup or trainer.settled_at is None:
         if next(loop, None) is None:
             raise ConfigError(
                 f"steps={trainer.total_steps}: too few: strategy={trainer.config.strategy} is not "
@@ -212,7 +211,6 @@ def _advance(loop: Iterator[object], num_steps: int) -> None:
 
 
 def columns(result: dict[str, Any]) -> dict[str, present.Column]:
-    """Return the columns, of a row for each set of settings; exposed communication if known."""
     rows = result["rows"]
     found = {
         "": present.text("name"),
@@ -228,7 +226,6 @@ def columns(result: dict[str, Any]) -> dict[str, present.Column]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and say what one rank alone leaves out."""
     every, size = result["steps_per_round"], result.get("steps_per_turn")
     first = "first" if every == 1 else f"first {every}"
     turn = f"a round has a turn of {size} steps for each row, without the {first}"

@@ -57,7 +57,6 @@ class Trial:
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Run all trials, and count their outcomes."""
     config = request.only_config
     can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
     phases = [phase for phase in PHASES if phase in can and phase in alike(config)]
@@ -150,21 +149,18 @@ def _with(config: DictConfig, planted: Straggler | None) -> DictConfig:
     return changed
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each phase and for all."""
-    return {
-        "delayed phase": text("name"),
-        "runs": text("runs"),
-        **{outcome: text(outcome) for outcome in OUTCOMES},
-        "% found": lambda row: _percent(row["share"]),
-        "within 10 %": text("close"),
-        "error (%)": number("error.median", 100, 2),
-        "most": number("error.most", 100, 2),
-    }
+COLUMNS: dict[str, Column] = {
+    "delayed phase": text("name"),
+    "runs": text("runs"),
+    **{outcome: text(outcome) for outcome in OUTCOMES},
+    "% found": lambda row: _percent(row["share"]),
+    "within 10 %": text("close"),
+    "error (%)": number("error.median", 100, 2),
+    "most": number("error.most", 100, 2),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and tell of the clean runs."""
     clean, low, high = result["clean"], *(1e3 * each for each in DELAYS_S)
     return [
         f"{clean['accused']} of {clean['runs']} clean runs accuse a rank: "

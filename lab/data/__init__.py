@@ -137,6 +137,13 @@ class GlobalSampler:
         return self._permutation
 
 
+def rank_batches(num_samples: int, rank: int, world_size: int, batch_size: int) -> Iterator[range]:
+    """Yield the samples rank::world_size, at most `batch_size` at a time: see Data.test_batches."""
+    own = range(rank, num_samples, world_size)
+    for start in range(0, len(own), batch_size):
+        yield own[start : start + batch_size]
+
+
 def existing(path: str | None, layout: str) -> Path:
     """Return the file or folder of `data.path`.
 

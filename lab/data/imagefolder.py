@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lab.data import GlobalSampler
+from lab.data import GlobalSampler, rank_batches
 from lab.settings import checks
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -104,9 +104,8 @@ class ImageFolder:
         Raises:
             CorruptImage: a file cannot be decoded.
         """
-        keys = [(0, index) for index in range(rank, self.num_test, world_size)]
-        starts = range(0, len(keys), batch_size)
-        batches = [keys[start : start + batch_size] for start in starts]
+        shares = rank_batches(self.num_test, rank, world_size, batch_size)
+        batches = [[(0, index) for index in own] for own in shares]
         return self._batches(self._loader(self.test_images, batches))
 
     def _loader(self, images: ImageFiles, batches: Iterable[list[tuple[int, int]]]) -> DataLoader:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lab.data import Data, GlobalSampler
+from lab.data import Data, GlobalSampler, rank_batches
 from lab.data.tensors import TensorData
 
 HOLD_OUT = 10  # without a test part, one sample in this many is for testing
@@ -91,9 +91,8 @@ class DataSetData:
 
     def test_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Pair]:
         """See lab.data.Data."""
-        stride = world_size * batch_size
-        for start in range(rank, self.num_test, stride):
-            yield self._load(1, range(start, min(start + stride, self.num_test), world_size))
+        for own in rank_batches(self.num_test, rank, world_size, batch_size):
+            yield self._load(1, own)
 
     def _load(self, part: int, indices: Sequence[int] | np.ndarray) -> Pair:
         data, places = self._parts[part], self._places[part]
@@ -151,7 +150,7 @@ def _unit(inputs: Tensor, vocabulary: int | None) -> str:
 
 
 def _pair(value: Any) -> Pair:
-    inputs, targets = (_usual(torch.as_tensor(each)) for each in value)
+    inputs, targets = map(_usual, value)
     return inputs, targets
 
 

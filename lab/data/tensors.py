@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.data import GlobalSampler
+from lab.data import GlobalSampler, rank_batches
 
 
 class TensorData:
@@ -56,9 +56,8 @@ class TensorData:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """See lab.data.Data."""
         inputs, targets = self._test
-        stride = world_size * batch_size
-        for start in range(rank, self.num_test, stride):
-            part = slice(start, start + stride, world_size)
+        for own in rank_batches(self.num_test, rank, world_size, batch_size):
+            part = slice(own.start, own.stop, own.step)
             yield inputs[part], targets[part]
 
 
@@ -66,11 +65,10 @@ def image_data(
     images: Tensor, targets: Tensor, num_test: int, device: torch.device, num_classes: int | None
 ) -> TensorData:
     """Place images and their targets on the device, the last `num_test` of them to test on."""
-    train, test = (
-        (images[part].to(device), targets[part].to(device))
-        for part in (slice(None, -num_test), slice(-num_test, None))
-    )
-    return TensorData(train, test, unit="image", num_classes=num_classes)
+    images, targets = images.to(device), targets.to(device)
+    train, test = slice(None, -num_test), slice(-num_test, None)
+    parts = (images[train], targets[train]), (images[test], targets[test])
+    return TensorData(*parts, unit="image", num_classes=num_classes)
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.data import GlobalSampler, existing, held_out, reading
+from lab.data import GlobalSampler, existing, held_out, rank_batches, reading
 from lab.data.tensors import to_device
 from lab.settings import checks
 
@@ -86,10 +86,8 @@ class Windows:
         self, rank: int, world_size: int, batch_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """See lab.data.Data. ValueError: an id is not below the vocabulary."""
-        stride = world_size * batch_size
-        for start in range(rank, self.num_test, stride):
-            indices = np.arange(start, min(start + stride, self.num_test), world_size)
-            yield _shifted(to_device(self._gather(self._test, indices), self._device))
+        for own in rank_batches(self.num_test, rank, world_size, batch_size):
+            yield _shifted(to_device(self._gather(self._test, np.array(own)), self._device))
 
     def _some(self, ids: np.ndarray, num_windows: int) -> Tensor:
         indices = np.linspace(0, num_windows - 1, min(num_windows, NUM_CHECKED)).astype(np.int64)

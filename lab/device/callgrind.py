@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,33 +37,15 @@ MARKS = """
 void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_TOGGLE_COLLECT; }
 void end(void) { CALLGRIND_TOGGLE_COLLECT; CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STATS; }
 """
-EVENTS = ("Ir", "Dr", "Dw", "D1mr", "D1mw", "DLmr", "DLmw")  # in the order of Counts
+# By callgrind's names, what is counted. Instructions that read or write memory are loads and
+# stores; some are not found in the first level of data cache, and of these some not in the second.
+EVENTS = {
+    **{"Ir": "instructions", "Dr": "loads", "Dw": "stores"},
+    **{"D1mr": "l1_load_misses", "D1mw": "l1_store_misses"},
+    **{"DLmr": "l2_load_misses", "DLmw": "l2_store_misses"},
+}
 VALUE = 0.01  # drawing values would take minutes under callgrind
 EMPTY = ""  # the name of a call that does nothing
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Events in one piece of a program.
-
-    Attributes:
-        instructions: executed. loads, stores: instructions that read or write memory.
-        l1_load_misses, l1_store_misses: of these, not found in the first level of data cache.
-        l2_load_misses, l2_store_misses: nor in the second one.
-    """
-
-    instructions: int
-    loads: int
-    stores: int
-    l1_load_misses: int
-    l1_store_misses: int
-    l2_load_misses: int
-    l2_store_misses: int
-
-    def less(self, base: Counts) -> Counts:
-        """Subtract what calling costs; never below 0."""
-        pairs = zip(vars(self).values(), vars(base).values(), strict=True)
-        return Counts(*(max(0, mine - other) for mine, other in pairs))
 
 
 def build_marks(folder: Path) -> Path:
@@ -122,18 +103,18 @@ def output_of(program: Sequence[str], variables: Mapping[str, str], what: str) -
     return done.stdout
 
 
-def read(path: Path) -> Counts:
-    """Read the totals of one of callgrind's files.
+def read(path: Path) -> dict[str, int]:
+    """Read the totals of one of callgrind's files, by the names of EVENTS.
 
     Raises:
         ConfigError: it is no such file, or it was counted without caches.
     """
     lines = dict(re.findall(r"^(events|totals): (.*)$", path.read_text(), re.MULTILINE))
     names = lines.get("events", "").split()
-    if "totals" not in lines or not set(EVENTS) <= set(names):
+    if "totals" not in lines or not EVENTS.keys() <= set(names):
         raise ConfigError(f"{path}: not a callgrind file with cache counts")
     totals = dict(zip(names, map(int, lines["totals"].split()), strict=False))
-    return Counts(*(totals.get(name, 0) for name in EVENTS))
+    return {name: totals.get(event, 0) for event, name in EVENTS.items()}
 
 
 def filled(plan: Blueprint, batch_size: int) -> tuple[nn.Module, Tensor]:

@@ -258,7 +258,6 @@ def _sum(each: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and name the layers."""
     best, library = (_seconds_of(result, name) for name in (BEST, LIBRARY.name))
     factors = [f"library {library / best:.2f}"]
     if any(each["algorithm"] == "gemm" for each in result["sums"]):

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -110,7 +109,7 @@ def _counted(request: Request) -> list[dict[str, Any]]:
             "name": request.variants[row["variant"]].label,
             "batch_size": request.variants[row["variant"]].config.batch_size,
             **{key: row[key] for key in ("layer", "kind", "pass")},
-            **asdict(found.less(empty)),
+            **{name: max(0, count - empty[name]) for name, count in found.items()},
             "counted_s": row["seconds"],
             "plain_s": timed["seconds"],
         }
@@ -132,18 +131,14 @@ def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
     events = read_events(path)
     skipped: Counter[str] = Counter()
     found = kernels_of(events, skipped)
-    if not found or not found[0].metrics:
+    if not found or not found[0]["metrics"]:
         without = f"; left out: {left_out(skipped)}" if skipped else ""
         raise ConfigError(
             f"trace={path} contains no metrics of kernels (events of category cuda_profiler_range)"
             f"{without}; to record them: {RECORDING}"
         )
     total, *kernels = found
-    return {
-        "rows": [asdict(kernel) for kernel in kernels],
-        "total": asdict(total),
-        **read_from(path, events, skipped),
-    }
+    return {"rows": kernels, "total": total, **read_from(path, events, skipped)}
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
@@ -175,7 +170,6 @@ def _hit(row: Row, level: str, kind: str) -> str:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns, and say what counting costs."""
     if "trace" in result:
         return _notes_on_kernels(result)
     return [
@@ -241,23 +235,7 @@ def chart(result: dict[str, Any]) -> Drawn:
     return message, about, (body, width + 220)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """All launches of one kernel, on all GPUs.
-
-    Attributes:
-        name: demangled, with its template's arguments; a user's range has the range's name.
-        metrics: of all launches, by name; without those that no launch has.
-    """
-
-    name: str
-    num_launches: int
-    metrics: dict[str, float]
-
-
-def kernels_of(
-    events: Iterable[dict[str, Any]], skipped: Counter[str] | None = None
-) -> list[Kernel]:
+def kernels_of(events: Iterable[dict[str, Any]], skipped: Counter[str] | None = None) -> list[Row]:
     """Combine the metrics of a trace by kernel.
 
     Args:
@@ -266,7 +244,9 @@ def kernels_of(
 
     Returns:
         The sum of all kernels first, named "all"; then each, by its largest share of any metric
-        that adds up. Nothing if the trace has no such events.
+        that adds up. Nothing if the trace has no such events. A row has all launches of a kernel on
+        all GPUs: name, demangled, with its template's arguments, or that of a user's range;
+        num_launches; metrics by name, without those that no launch has.
     """
     launches: dict[str, list[dict[str, float]]] = {}
     skipped = Counter() if skipped is None else skipped
@@ -281,13 +261,13 @@ def kernels_of(
         return []
     total = _kernel("all", [launch for each in launches.values() for launch in each])
 
-    def rank(kernel: Kernel) -> tuple[float, int]:
+    def rank(kernel: Row) -> tuple[float, int]:
         shares = (
-            value / total.metrics[metric]
-            for metric, value in kernel.metrics.items()
-            if adds_up(metric) and total.metrics[metric]
+            value / whole
+            for metric, value in kernel["metrics"].items()
+            if adds_up(metric) and (whole := total["metrics"][metric])
         )
-        return -max(shares, default=0.0), -kernel.num_launches
+        return -max(shares, default=0.0), -kernel["num_launches"]
 
     return [total, *sorted((_kernel(name, each) for name, each in launches.items()), key=rank)]
 
@@ -305,7 +285,7 @@ def _metrics(args: dict[str, Any], skipped: Counter[str]) -> dict[str, float]:
     return found
 
 
-def _kernel(name: str, launches: Sequence[dict[str, float]]) -> Kernel:
+def _kernel(name: str, launches: Sequence[dict[str, float]]) -> Row:
     values: dict[str, list[float]] = {}
     for launch in launches:
         for metric, value in launch.items():
@@ -314,7 +294,7 @@ def _kernel(name: str, launches: Sequence[dict[str, float]]) -> Kernel:
         metric: ROLLUPS.get(metric.rpartition(".")[2], fmean)(each)
         for metric, each in values.items()
     }
-    return Kernel(name, len(launches), combined)
+    return {"name": name, "num_launches": len(launches), "metrics": combined}
 
 
 def _table_of_kernels(result: dict[str, Any]) -> list[list[str]]:

@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -39,6 +39,7 @@ from lab.exchange.cost import Sizes
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.problem import Blueprint, blueprint
 from lab.settings.config import ConfigError, check_batch, load
+from lab.settings.errors import as_config_error
 from lab.settings.names import class_name
 from lab.simulate.strategy import sync_bytes
 from lab.training.optim import make_optim
@@ -64,7 +65,6 @@ COLOURS = dict(zip(KINDS, (BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, BROWN),
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Compute the footprint of every variant."""
     memory_gb, measured = request.own["memory_gb"], request.own["measured"]
     num_ranks = request.own["num_ranks"]
     if measured and num_ranks > 1:
@@ -84,11 +84,9 @@ def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) 
     step = _step_of(config, parts)
     per_rank = config.batch_size // (num_ranks if config.scaling == "strong" else 1)
     exchange = exchange_bytes(parts.model, config, num_ranks)
-    try:
+    with as_config_error(f"model={config.model['_target_']}: "):
         found = footprint(parts.model, step, per_rank, exchange)
         most = largest_batch(parts.model, step, 1e9 * memory_gb, exchange) if memory_gb else None
-    except ValueError as error:
-        raise ConfigError(f"model={config.model['_target_']}: {error}") from None
     return {
         "name": label if "=" in label else f"batch_size={label}",
         "model": class_name(config.model["_target_"]),
@@ -97,7 +95,7 @@ def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) 
         "num_parameters": sum(each.numel() for each in parts.model.parameters()),
         "bytes": dict(found.kinds),
         "total_bytes": found.total_bytes,
-        "modules": [asdict(each) for each in found.modules],
+        "modules": found.modules,
         "measured_bytes": None,
         "largest_batch": most,
     }
@@ -201,25 +199,17 @@ class Step:
 
 
 @dataclass(frozen=True)
-class ModuleBytes:
-    """The bytes that one call of an innermost module holds: its parameters, and its outputs."""
-
-    name: str
-    parameters: int
-    outputs: int
-
-
-@dataclass(frozen=True)
 class Footprint:
     """Memory of a step.
 
     Attributes:
         kinds: bytes of each of KINDS at the moment that needs most.
-        modules: those that hold anything, in the order of forward.
+        modules: name of each innermost module that holds anything, in the order of forward, and
+            bytes of its parameters and of the outputs of one call.
     """
 
     kinds: Mapping[str, int]
-    modules: tuple[ModuleBytes, ...]
+    modules: list[dict[str, Any]]
 
     @property
     def total_bytes(self) -> int:
@@ -270,23 +260,23 @@ def largest_batch(model: nn.Module, step: Step, num_bytes: float, exchange_bytes
 
 def _peak(
     model: nn.Module, step: Step, batch: int
-) -> tuple[Mapping[str, int], tuple[ModuleBytes, ...]]:
+) -> tuple[Mapping[str, int], list[dict[str, Any]]]:
     fake = model.to_empty(device="cpu")
     optimizer = step.optimizer(fake)
     tracker = MemTracker()
     tracker.track_external(fake, optimizer)
-    modules: tuple[ModuleBytes, ...] = ()
+    modules = list[dict[str, Any]]()
     with tracker:
         inputs = torch.empty(batch, *step.input_shape, dtype=step.input_dtype)
         targets = torch.empty(batch, *step.target.shape, dtype=step.target.dtype)
         for _ in range(NUM_STEPS):
             _train(fake, optimizer, step, inputs, targets)
-            modules = tuple(
-                ModuleBytes(name or "model", held.parameter_mem, held.output_mem)
+            modules = [
+                {"name": name or "model", "parameters": h.parameter_mem, "outputs": h.output_mem}
                 for name, module in fake.named_modules()
                 if not any(True for _ in module.children())
-                and (held := tracker.memory_tracking.get(module))
-            )
+                and (h := tracker.memory_tracking.get(module))
+            ]
             tracker.reset_mod_stats()
     return _by_kind(tracker.get_tracker_snapshot("peak")), modules
 
@@ -329,7 +319,6 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     measured = (
         "measured: the peak of resident memory that Linux reports, less that before the model was "
         "built; on one thread, with a fresh process for each row"

@@ -58,7 +58,6 @@ Values = NDArray[np.float64]
 
 @on_one_rank
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all variants in turns, on one rank."""
     configs = [variant.config for variant in request.variants]
     rounds, input_grad = request.own["rounds"], request.own["input_grad"]
     for config in configs:
@@ -266,7 +265,6 @@ def _whole(name: str, value: dict[str, float], step_s: float) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Compare sums with steps, and explain the columns."""
     several = len(result["rows"]) > 1
     named = [(f"{_label(result, row)}: " if several else "", row) for row in result["rows"]]
     return [

@@ -69,18 +69,13 @@ class Operation:
     """One pass of a layer in one layout.
 
     Attributes:
-        count: layers of the model with these shapes.
-        is_needed: steps compute it: all but backward data of the first layer.
-        ran: which of its implementations oneDNN chose; None: it was not asked.
+        about: layer, shape, pass; count: layers of the model with these shapes; is_needed: steps
+            compute it: all but backward data of the first layer; ran: which of its implementations
+            oneDNN chose; None: it was not asked.
     """
 
     times: Times
-    layer: str
-    shape: str
-    count: int
-    which: Pass
-    is_needed: bool
-    ran: str | None
+    about: dict[str, Any]
 
 
 @harness.on_one_rank
@@ -91,7 +86,10 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     layers = _layers(config, world.device, num_rounds)
     return {
         "rows": [row for layer in layers for row in _rows(layer)],
-        "sums": [*(sums(each[0].layer, each) for each in layers), sums("all", sum(layers, []))],
+        "sums": [
+            *(sums(each[0].about["layer"], each) for each in layers),
+            sums("all", sum(layers, [])),
+        ],
         "steps": _compared(_steps(config, world, num_rounds)),
         "model": class_name(config.model["_target_"]),
         "batch_size": config.batch_size,
@@ -102,19 +100,19 @@ def measure(request: Request, world: World) -> dict[str, Any]:
 
 def sums(name: str, operations: Sequence[Operation]) -> dict[str, Any]:
     """Add up what a step needs, round by round, times the number of layers of the same shapes."""
-    needed = [each for each in operations if each.is_needed]
+    needed = [each for each in operations if each.about["is_needed"]]
     totals = []
     for layout in dict.fromkeys(each.times.layout for each in needed):
         of_layout = [each for each in needed if each.times.layout == layout]
-        call_s = np.sum([each.count * np.array(each.times.call_s) for each in of_layout], axis=0)
+        counted = [each.about["count"] * np.array(each.times.call_s) for each in of_layout]
         logs = [_joined(of_layout, number) for number in range(NUM_LOGGED)]
-        totals.append(Times(layout, logs, call_s.tolist()))
+        totals.append(Times(layout, logs, np.sum(counted, axis=0).tolist()))
     return {"layer": name, "layouts": _compared(totals)}
 
 
 def _joined(operations: Sequence[Operation], number: int) -> Moves:
     """Return what all operations move in their logged call of this number."""
-    moved = [each.times.logs[number] for each in operations for _ in range(each.count)]
+    moved = [each.times.logs[number] for each in operations for _ in range(each.about["count"])]
     return Moves(
         tuple(reorder for each in moved for reorder in each.reorders),
         tuple(seconds for each in moved for seconds in each.copy_s),
@@ -136,15 +134,13 @@ def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[l
             [(layout, partial(seconds, c), partial(moves, c, device)) for layout, _, c in calls],
             num_rounds,
         )
-        layers.append(
-            [
-                Operation(
-                    *(one, names[0], described(problem), len(names), which),
-                    *(place > 0 or which != Pass.BACKWARD_DATA, by),
-                )
-                for one, (_, which, _), by in zip(times, calls, ran, strict=True)
-            ]
-        )
+        about = {"layer": names[0], "shape": described(problem), "count": len(names)}
+        operations = []
+        for one, (_, which, _), by in zip(times, calls, ran, strict=True):
+            is_needed = place > 0 or which != Pass.BACKWARD_DATA
+            own = {"pass": str(which), "is_needed": is_needed, "ran": by}
+            operations.append(Operation(one, about | own))
+        layers.append(operations)
     return layers
 
 
@@ -194,11 +190,9 @@ def _rows(operations: Sequence[Operation]) -> list[dict[str, Any]]:
     """Return a row for each pass and layout of a layer."""
     rows = []
     for which in Pass:
-        of_pass = [each for each in operations if each.which == which]
-        for one, compared in zip(of_pass, _compared([each.times for each in of_pass]), strict=True):
-            named = {"layer": one.layer, "shape": one.shape, "count": one.count}
-            named |= {"pass": str(which), "is_needed": one.is_needed, "ran": one.ran}
-            rows.append(named | compared)
+        of_pass = [each for each in operations if each.about["pass"] == which]
+        compared = _compared([each.times for each in of_pass])
+        rows += [one.about | row for one, row in zip(of_pass, compared, strict=True)]
     return rows
 
 
@@ -247,7 +241,6 @@ def _line(first: list[str], row: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Name the layers, and explain the columns."""
     reorders = "reorders: by oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
     if result["device"] == "cuda":
         reorders = (

@@ -65,23 +65,10 @@ class Measured:
         return list(map(Layer, self.sizes, self.sizes.values(), forward, backward))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A profile, and what was measured besides it.
-
-    Attributes:
-        steps_ms: median of a whole step, by batch size.
-        kernels_ms: of a step's kernels, without the optimizer's, by torch.profiler at the reference
-            batch; None: not on a GPU.
-    """
-
-    profile: Profile
-    steps_ms: dict[int, float]
-    kernels_ms: float | None
-
-
-def measure(configs: Sequence[DictConfig], name: str, settings: list[str]) -> Measurement:
-    """Measure a model's profile on the device at hand.
+def measure(
+    configs: Sequence[DictConfig], name: str, settings: list[str]
+) -> tuple[Profile, list[str]]:
+    """Measure a model's profile on the device at hand; return it, and lines about it.
 
     Args:
         configs: settings of the run at several batches, the largest first: it is the reference.
@@ -104,9 +91,9 @@ def measure(configs: Sequence[DictConfig], name: str, settings: list[str]) -> Me
             kernels = kernels_ms(profiler.key_averages(), num_steps)
         command = shlex.join(["python", "-m", "lab.profile_layers", *settings])
         source = f"measured on {device_and_torch(world.device)}: {command}"
-    steps_ms = {each.batch_size: float(np.median(each.step_ms)) for each in found}
     threads = None if on_gpu else torch.get_num_threads()
-    return Measurement(profile_of(found, name, source, threads), steps_ms, kernels)
+    profile = profile_of(found, name, source, threads)
+    return profile, _notes(profile, found, kernels)
 
 
 def profile_of(
@@ -248,15 +235,14 @@ def scaled_to(pass_ms: float, layers_ms: Values) -> Values:
     return pass_ms / np.median(layers_ms, axis=0).sum() * layers_ms
 
 
-def present(measured: Measurement, out: Path | None) -> None:
+def present(profile: Profile, notes: list[str], out: Path | None) -> None:
     """Print a table of the layers, and write the profile to `out`, or print it too.
 
     Raises:
         OSError: the file cannot be written.
     """
-    profile = measured.profile
     print(table(profile))
-    print("\n".join(["", *_notes(measured)]))
+    print("\n".join(["", *notes]))
     if out is None:
         print(f"\n{profile.to_yaml()}", end="")
         return
@@ -284,21 +270,22 @@ def _parts(fit: Fit) -> tuple[str, str]:
     return ranged(fit.fixed_ms), ranged(fit.per_sample_ms, US_PER_MS)
 
 
-def _notes(measured: Measurement) -> list[str]:
-    profile = measured.profile
+def _notes(profile: Profile, found: Sequence[Measured], kernels: float | None) -> list[str]:
+    """Write the lines of the profile, and how they compare with steps and, on a GPU, kernels."""
     lines = []
     for fit in profile.fits:
         if (fit.layer, fit.way) in ((ALL, BOTH), (REST, STEP)):
             fixed, per_sample = _parts(fit)
             lines.append(f"{fit.layer}: {fixed} ms fixed, {per_sample} us per sample")
-    for batch, step_ms in measured.steps_ms.items():
+    for each in found:
+        batch, step_ms = each.batch_size, float(np.median(each.step_ms))
         by_lines = 1000 * (profile.compute_s(batch) + (profile.rest_s(batch) or 0.0))
         lines.append(
             f"batch {batch}: step {step_ms:.3f} ms without clocks on its layers; the lines give "
             f"{by_lines:.3f} ({100 * (by_lines / step_ms - 1):+.1f} %)"
         )
     lines.append("(rest): optimizer, data, host; [95 % intervals]")
-    if measured.kernels_ms is not None:
+    if kernels is not None:
         whole_ms = sum(layer.forward_ms + layer.backward_ms for layer in profile.layers)
-        lines.append(f"layers {whole_ms:.3f} ms; {KERNELS} {measured.kernels_ms:.3f} ms")
+        lines.append(f"layers {whole_ms:.3f} ms; {KERNELS} {kernels:.3f} ms")
     return lines

@@ -23,6 +23,7 @@ from lab.device.profile import measured
 from lab.distributed.world import World
 from lab.draw.chart import BLACK, BLUE, LABEL_PX, VERMILLION, alt
 from lab.draw.plots import Axis
+from lab.draw.text import number_of
 from lab.measure.operations import Uncountable, count
 from lab.measure.peaks import arithmetic_of, copy_rate, gpu_peak, measured_rates
 from lab.model.profile import Layer
@@ -55,39 +56,21 @@ class Roofs:
     source: str
 
 
-@dataclass(frozen=True)
-class RooflinePoint:
-    """Forward or backward of one layer.
-
-    Attributes:
-        flops, num_bytes: counted; bytes as if no cache kept any.
-        seconds: measured.
-        loose_bytes: of these, moved by operations without products, such as ReLU and pooling:
-            fused into the product before them, they would not go to memory.
-    """
-
-    layer: str
-    way: str
-    flops: float
-    num_bytes: float
-    seconds: float
-    loose_bytes: float
-
-    def bound_s(self, roofs: Roofs) -> tuple[float, float]:
-        """Return the least seconds that products and memory take."""
-        memory = roofs.bytes_per_s[max(roofs.bytes_per_s)]
-        return self.flops / roofs.flops_per_s, self.num_bytes / memory
-
-
-def spots(work: Work, layers: Iterable[Layer], batch: int) -> list[RooflinePoint]:
-    """Join counted work and measured times of the same layers.
+def rows_of(work: Work, layers: Iterable[Layer], batch: int, roofs: Roofs) -> list[dict[str, Any]]:
+    """Join counted work and measured times of the same layers: a row for each, forward or backward.
 
     Args:
         layers: measured at `batch`, in any order.
+
+    Returns:
+        flops, num_bytes: counted; bytes as if no cache kept any. seconds: measured. loose_bytes: of
+        num_bytes, moved by operations without products, such as ReLU and pooling: fused into the
+        product before them, they would not go to memory. of_roof: the least seconds that products
+        and memory take, whichever take longer, over the measured ones.
     """
     measured = {layer.name: layer for layer in layers}
     return [
-        _spot(counted.name, way, operations, took_ms / 1000, batch)
+        {"layer": counted.name, "way": way, **_under(roofs, operations, took_ms / 1000, batch)}
         for counted in work.layers
         for way, operations, took_ms in (
             ("forward", counted.forward, measured[counted.name].forward_ms),
@@ -96,13 +79,23 @@ def spots(work: Work, layers: Iterable[Layer], batch: int) -> list[RooflinePoint
     ]
 
 
-def _spot(
-    layer: str, way: str, operations: tuple[Operation, ...], seconds: float, batch: int
-) -> RooflinePoint:
+def _under(
+    roofs: Roofs, operations: Iterable[Operation], seconds: float, batch: int
+) -> dict[str, Any]:
     counts = [(each.flops.at(batch), each.num_bytes.at(batch)) for each in operations]
     flops, num_bytes = (sum(values) for values in zip((0.0, 0.0), *counts, strict=True))
-    loose = sum(num_bytes for flops, num_bytes in counts if not flops)
-    return RooflinePoint(layer, way, flops, num_bytes, seconds, loose if flops else 0.0)
+    loose = sum(moved for products, moved in counts if not products)
+    products_s = flops / roofs.flops_per_s
+    memory_s = num_bytes / roofs.bytes_per_s[max(roofs.bytes_per_s)]
+    return {
+        "flops": flops,
+        "num_bytes": num_bytes,
+        "seconds": seconds,
+        "loose_bytes": loose if flops else 0.0,
+        "flops_per_byte": flops / num_bytes if num_bytes else None,
+        "bound": "products" if products_s >= memory_s else "memory",
+        "of_roof": max(products_s, memory_s) / seconds if seconds else None,
+    }
 
 
 @on_one_rank
@@ -123,22 +116,11 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     roofs = roofs_of(config, world.device)
     (at_batch,) = measured([config], world)
     return {
-        "rows": [_row(s, roofs) for s in spots(work, at_batch.layers, config.batch_size)],
+        "rows": rows_of(work, at_batch.layers, config.batch_size, roofs),
         "roofs": {**asdict(roofs), "bytes_per_s": list(map(list, roofs.bytes_per_s.items()))},
         "model": class_name(config.model["_target_"]),
         "batch_size": config.batch_size,
         "unit": data.unit,
-    }
-
-
-def _row(spot: RooflinePoint, roofs: Roofs) -> dict[str, Any]:
-    products_s, memory_s = spot.bound_s(roofs)
-    least_s = max(products_s, memory_s)
-    return {
-        **asdict(spot),
-        "flops_per_byte": spot.flops / spot.num_bytes if spot.num_bytes else None,
-        "bound": "products" if products_s >= memory_s else "memory",
-        "of_roof": least_s / spot.seconds if spot.seconds else None,
     }
 
 
@@ -152,7 +134,7 @@ def roofs_of(config: DictConfig, device: torch.device) -> Roofs:
         threads = torch.get_num_threads()
         rates = measured_rates(threads)
         copies = {size: copy_rate(size, threads) for size in COPIES}
-        source = f"measured, {threads} thread{'s' if threads > 1 else ''}"
+        source = f"measured, {number_of(threads, 'thread')}"
         return Roofs(max(rates.product, rates.convolution), copies, source)
     name = torch.cuda.get_device_name(device)
     found = gpu_peak(name)
@@ -162,20 +144,18 @@ def roofs_of(config: DictConfig, device: torch.device) -> Roofs:
     return Roofs(rate, {0: found.bandwidth_bytes_per_s}, found.source)
 
 
-def columns(_result: dict[str, Any]) -> dict[str, Column]:
-    """Return the columns, of a row for each layer and direction."""
-    return {
-        "layer": text("layer"),
-        "": text("way"),
-        "GFLOP": number("flops", G, 3),
-        "MB": number("num_bytes", MB, 2),
-        "FLOP/byte": number("flops_per_byte"),
-        "ms": number("seconds", 1e3, 3),
-        "GFLOP/s": lambda row: decimals(_rate(row)),
-        "bound by": text("bound"),
-        "of the roof %": number("of_roof", 100, 0),
-        "fusable MB": number("loose_bytes", MB, 2),
-    }
+COLUMNS: dict[str, Column] = {
+    "layer": text("layer"),
+    "": text("way"),
+    "GFLOP": number("flops", G, 3),
+    "MB": number("num_bytes", MB, 2),
+    "FLOP/byte": number("flops_per_byte"),
+    "ms": number("seconds", 1e3, 3),
+    "GFLOP/s": lambda row: decimals(_rate(row)),
+    "bound by": text("bound"),
+    "of the roof %": number("of_roof", 100, 0),
+    "fusable MB": number("loose_bytes", MB, 2),
+}
 
 
 def _rate(row: Row) -> float | None:
@@ -184,7 +164,6 @@ def _rate(row: Row) -> float | None:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Name the roofs, and what fusing could save."""
     roofs, rows = result["roofs"], result["rows"]
     copies = ", ".join(
         f"{f'of {size_name(size)} ' if size else ''}{G * rate:.1f} GB/s"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,7 +57,6 @@ TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² per module"
 
 @harness.on_one_rank
 def measure(request: Request, world: World) -> dict[str, Any]:
-    """Measure all variants in turns, on one rank."""
     configs, num_rounds = [each.config for each in request.variants], request.own["rounds"]
     for config in configs:
         config.steps = WARMUP + num_rounds
@@ -180,9 +178,7 @@ def _operations(config: DictConfig) -> dict[str, Any]:
     found |= {"forward_flops": work.forward_flops_per_sample}
     plan = blueprint(config)
     if next(plan.model.parameters()).is_meta:
-        by_formula = estimate(plan.model, plan.data.input_shape, plan.data.input_dtype)
-        if by_formula:
-            found |= {"formula_flops": by_formula.flops, "formula": by_formula.formula}
+        found |= estimate(plan.model, plan.data.input_shape, plan.data.input_dtype)
     return found
 
 
@@ -190,7 +186,7 @@ def _peak(config: DictConfig, device: torch.device) -> dict[str, Any] | None:
     """Return the rate that utilisation is a share of: a GPU's datasheet, or measured on a CPU."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        source = f"measured: a large matrix product, {threads} thread{'s' if threads > 1 else ''}"
+        source = f"measured: a large matrix product, {number_of(threads, 'thread')}"
         return {"flops_per_s": measured_rates(threads).product, "source": source}
     found = gpu_peak(torch.cuda.get_device_name(device))
     rate = found and found.flops_per_s.get(arithmetic_of(config.precision, config.tf32))
@@ -214,36 +210,28 @@ def share_of_products(averages: Iterable[Any], on_gpu: bool) -> float | None:
     return products_us / all_us if all_us else None
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The operations of one sample's forward by a published formula.
-
-    Attributes:
-        formula: in words; it leaves out layers of other kinds.
-    """
-
-    flops: float
-    formula: str
-
-
 def estimate(
     model: nn.Module, input_shape: tuple[int, ...], input_dtype: torch.dtype
-) -> Estimate | None:
-    """Estimate a model of a published kind; None: there is no formula for it.
+) -> dict[str, Any]:
+    """Estimate the operations of one sample's forward by a published formula.
 
     Args:
         model: on the meta device.
         input_shape, input_dtype: of one sample.
+
+    Returns:
+        formula_flops, and the formula, which leaves out layers of other kinds; {}: there is none.
     """
     if isinstance(model, LSTM):
         layers, hidden = model.lstm.num_layers, model.lstm.hidden_size
-        return Estimate(input_shape[0] * layers * cell(hidden), CELL)
+        return {"formula_flops": input_shape[0] * layers * cell(hidden), "formula": CELL}
     if isinstance(model, Transformer):
         layers, heads, width = model.size
-        return Estimate(layers * transformer_module(input_shape[0], width, heads), TRANSFORMER)
+        flops = layers * transformer_module(input_shape[0], width, heads)
+        return {"formula_flops": flops, "formula": TRANSFORMER}
     problems = convolutions_of(model, input_shape, input_dtype, SAMPLES).values()
     flops = sum(problem.operations for problem in problems) / SAMPLES
-    return Estimate(flops, CONVOLUTION) if flops else None
+    return {"formula_flops": flops, "formula": CONVOLUTION} if flops else {}
 
 
 def cell(hidden: int) -> int:
@@ -269,7 +257,6 @@ def transformer_module(length: int, width: int, heads: int) -> float:
 
 
 def columns(result: dict[str, Any]) -> dict[str, present.Column]:
-    """Return the columns, of a row for each batch or set of settings."""
     return {
         **({"": _name} if _is_named(result) else {}),
         "batch": present.text("batch_size"),
@@ -283,7 +270,6 @@ def columns(result: dict[str, Any]) -> dict[str, present.Column]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Name the knees, hold formulae to counts, and explain the columns."""
     peaks = [row["peak"] for row in result["rows"] if row["peak"]]
     texts = [f"{G * peak['flops_per_s']:.4g} GFLOP/s, {peak['source']}" for peak in peaks]
     rate = f" ({'; '.join(dict.fromkeys(texts))})" if texts else ""

@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,8 @@ Copy = tuple[str, int, int, float]  # device, begin and length in ps, bytes
 Span = tuple[int, int]  # begin and length in ps
 CALL = re.compile(r"(?:cuda|cu|hip)Memcpy\w*")
 MB, GB, MS = 1e-6, 1e-9, 1e3
-COLUMNS = ("< 1 kB", "< 10 kB", "< 100 kB", "< 1 MB", "< 10 MB", "more")
-HEADER = ["", "memories", "copies", "MB", "kB each", "GB/s", "ms", "hidden %", *COLUMNS]
+BINS = ("< 1 kB", "< 10 kB", "< 100 kB", "< 1 MB", "< 10 MB", "more")
+HEADER = ["", "memories", "copies", "MB", "kB each", "GB/s", "ms", "hidden %", *BINS]
 # Review of frameworks by NVIDIA (2017), slides 12 and 13: ten iterations on CIFAR-10. Slide 12
 # prints 3.005 MB/s for the copies on the device; its own bytes over its time are 3.005 GB/s.
 PUBLISHED = (
@@ -71,7 +70,7 @@ def measure(request: Request) -> dict[str, Any]:
         raise ConfigError(
             f"trace={path} contains no copies between host and device{_why(events, skipped)}"
         )
-    return {"rows": [asdict(each) for each in found], **read_from(path, events, skipped)}
+    return {"rows": found, **read_from(path, events, skipped)}
 
 
 def _why(events: Sequence[Mapping[str, Any]], skipped: Mapping[str, int]) -> str:
@@ -117,7 +116,6 @@ def _figures(invocations: int, num_bytes: float, seconds: float) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     events, *skipped = about_trace(result)
     return [
         f"{events}; hidden: while a kernel ran on the same device",
@@ -152,11 +150,11 @@ def _counts(names: Sequence[str], rows: Sequence[Row]) -> Any:
     data = pd.DataFrame(
         {"name": name, "size": size, "copies": copies}
         for name, row in zip(names, rows, strict=True)
-        for size, copies in zip(COLUMNS, row["sizes"], strict=True)
+        for size, copies in zip(BINS, row["sizes"], strict=True)
         if copies
     )
-    sizes, kinds = alt.Scale(domain=list(COLUMNS)), alt.Scale(domain=list(names))
-    x = alt.X("size:N", title="size of a copy, and how many", sort=COLUMNS, scale=sizes)
+    sizes, kinds = alt.Scale(domain=list(BINS)), alt.Scale(domain=list(names))
+    x = alt.X("size:N", title="size of a copy, and how many", sort=BINS, scale=sizes)
     x = x.axis(labelAngle=0)
     y = alt.Y("name:N", title=None, sort=list(names), scale=kinds, axis=alt.Axis(ticks=False))
     base = alt.Chart(data).encode(x, y)
@@ -222,28 +220,9 @@ def about_trace(result: Mapping[str, Any]) -> list[str]:
     return [events, *([f"left out: {skipped}"] if skipped else [])]
 
 
-@dataclass(frozen=True)
-class Copies:
-    """All copies of one kind.
-
-    Attributes:
-        direction: HtoD, DtoH, DtoD, … kind: the memories, as "Pinned -> Device".
-        seconds: sum of their times. hidden_s: of these, while kernels ran on the same device.
-        sizes: how many copies are below each edge of SIZES and above the last.
-    """
-
-    direction: str
-    kind: str
-    invocations: int
-    num_bytes: int
-    seconds: float
-    hidden_s: float
-    sizes: tuple[int, ...]
-
-
 def copies_of(
     events: Iterable[Mapping[str, Any]], skipped: Counter[str] | None = None
-) -> list[Copies]:
+) -> list[Row]:
     """Add up the copies of a trace by direction and kind, the most bytes first.
 
     A copy is hidden while any kernel runs on its device, on whichever stream.
@@ -251,6 +230,11 @@ def copies_of(
     Args:
         skipped: counts the copies and kernels that are left out, by reason: a number is missing,
             negative, not finite or too large.
+
+    Returns:
+        direction: HtoD, DtoH, DtoD, … kind: the memories, as "Pinned -> Device". seconds: sum of
+        their times. hidden_s: of these, while kernels ran on the same device. sizes: how many
+        copies are below each edge of SIZES and above the last. And invocations, num_bytes.
     """
     events, skipped = list(events), Counter() if skipped is None else skipped
     streams = {
@@ -278,7 +262,7 @@ def copies_of(
     origin = min((begin for of_kind in copies.values() for _, begin, *_ in of_kind), default=0)
     busy = {device: _busy_until(spans, origin) for device, spans in kernels.items()}
     found = [_added(*key, of_kind, busy, origin) for key, of_kind in copies.items()]
-    return sorted(found, key=lambda each: -each.num_bytes)
+    return sorted(found, key=lambda each: -each["num_bytes"])
 
 
 def _span(event: Mapping[str, Any], in_ns: bool) -> Span:
@@ -318,7 +302,7 @@ def _added(
     copies: Sequence[Copy],
     busy: Mapping[str, Callable[[Floats], Floats]],
     origin: int,
-) -> Copies:
+) -> Row:
     hidden_ps = 0.0
     for device in {device for device, *_ in copies} & busy.keys():
         spans = [(begin - origin, ps) for place, begin, ps, _ in copies if place == device]
@@ -327,11 +311,15 @@ def _added(
     sizes = [num_bytes for *_, num_bytes in copies]
     bins = np.bincount(np.digitize(sizes, SIZES), minlength=len(SIZES) + 1)
     seconds = sum(ps for _, _, ps, _ in copies) / PS_PER_S
-    return Copies(
-        *(direction, kind, len(copies), int(math.fsum(sizes)), seconds),
-        min(seconds, hidden_ps / PS_PER_S),
-        tuple(bins.tolist()),
-    )
+    return {
+        "direction": direction,
+        "kind": kind,
+        "invocations": len(copies),
+        "num_bytes": int(math.fsum(sizes)),
+        "seconds": seconds,
+        "hidden_s": min(seconds, hidden_ps / PS_PER_S),
+        "sizes": bins.tolist(),
+    }
 
 
 def _what(event: Mapping[str, Any], streams: set[Place]) -> str | None:

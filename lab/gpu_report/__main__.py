@@ -8,14 +8,12 @@ from pathlib import Path
 
 from lab.gpu_report import run
 from lab.gpu_report.items import Sizes, chosen, items_of
-from lab.settings.command import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine, answers
 from lab.settings.fields import file_setting, own_settings, setting
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of lab.gpu_report."""
-
     minutes: float = setting(15, "time budget; items that would exceed it are skipped", above=0)
     items: tuple[str, ...] | None = setting(None, "items, by key or its first letters; null: all")
     again: bool = setting(False, "true: repeat items that the file already contains")
@@ -42,16 +40,13 @@ with each item. Run it again to measure what is missing.""",
 )
 
 
-def main(arguments: list[str]) -> int:
+@answers(COMMAND)
+def main(line: CommandLine) -> int:
     """Measure, and write a page.
 
     Returns:
         0; 1 if an item failed; 2 for a wrong setting, or without a GPU; 130 after Ctrl-C.
     """
-    return answer(COMMAND, arguments, _report)
-
-
-def _report(line: CommandLine) -> int:
     settings = own_settings(Settings, line.settings)
     path = settings.page or settings.out or Path("gpu_report.json")
     if settings.page:
@@ -62,16 +57,12 @@ def _report(line: CommandLine) -> int:
         todo = run.left(items, report, settings.again)
         from lab.gpu_report.measuring import measure  # imports torch
 
-        if not run.measure(todo, report, path, 60 * settings.minutes, _tell, measure):
-            _tell("this process has lost the GPU; start the same command again to continue")
+        if not run.measure(todo, report, path, 60 * settings.minutes, measure):
+            print("this process has lost the GPU; start the same command again to continue")
     from lab.gpu_report import page  # imports torch
 
     print("\n".join(page.write(path.with_suffix(".md"), report)))
     return int(any(entry["status"] == run.FAILED for entry in report["items"].values()))
-
-
-def _tell(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

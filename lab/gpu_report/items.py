@@ -61,10 +61,6 @@ class Figure:
 Figures = Callable[[Result], Iterator[Figure]]
 
 
-def _none(_result: Result) -> Iterator[Figure]:
-    yield from ()
-
-
 @dataclass(frozen=True)
 class Item:
     """A part of the report.
@@ -81,7 +77,7 @@ class Item:
     seconds: float
     kind: str
     words: tuple[str, ...]
-    figures: Figures = _none
+    figures: Figures = lambda _result: iter(())
     draws: bool = True
 
 

@@ -41,7 +41,7 @@ def bench(words: Sequence[str], pretended: bool) -> Result:
     """Run a benchmark in this process; return what lab.bench would write to its JSON."""
     if pretended:  # beside other work, threads that wait for each other take seconds
         torch.set_num_threads(1)
-        words = [*words, *(["threads=1"] if "threads" in BENCHES[words[0]].own else [])]
+        words = [*words, *(["threads=1"] if "threads" in BENCHES[words[0]].own.split() else [])]
     request = read([*words])
     found = module_of(request.bench).measure(request)
     if pretended:

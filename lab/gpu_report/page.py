@@ -18,6 +18,7 @@ PRETENDED = (
     "only shows what a report looks like.**"
 )
 MODELS = ("alexnet", "resnet50", "vgg16", "gpt2")
+Table = tuple[list[str], list[list[str]]]  # a header, and lines of its length
 
 
 def write(path: Path, report: Report) -> list[str]:
@@ -75,9 +76,10 @@ def _parts(
     yield "```text\n" + "\n".join(report["commands"]) + "\n```"
     yield from _bounds(report)
     for title, table in TABLES.items():
-        if rows := [row for row in table(report) if any(row[1][1:])]:
+        header, rows = table(report)
+        if known := [row for row in rows if any(row[1:])]:
             yield f"## {title}{_mark(report)}"
-            yield "\n".join(markdown(rows[0][0], [row for _, row in rows]))
+            yield "\n".join(markdown(header, known))
     yield from _not_measured(report)
     yield "## All benchmarks" + (f"\n\nThis page is {missing}." if missing else "")
     for key, entry in _done(report):
@@ -127,67 +129,60 @@ def _benches(
     yield from (f"![{key}]({each.relative_to(path.parent)})" for each in pictures)
 
 
-Row = tuple[list[str], list[str]]  # the header, and a line of the same length
+def _found(report: Report, key: str) -> list[dict[str, Any]]:
+    """Return the benchmarks of an item; none if it was not measured."""
+    entry = dict(_done(report)).get(key)
+    return entry["result"]["benches"] if entry else []
 
 
-def _result(report: Report, key: str) -> dict[str, Any] | None:
-    entry = report["items"].get(key)
-    return entry["result"] if entry and entry["status"] == DONE else None
-
-
-def _keys(report: Report, start: str) -> list[str]:
-    return [key for key in report["items"] if key.startswith(start)]
-
-
-def _steps(report: Report) -> Iterator[Row]:
+def _steps(report: Report) -> Table:
     """Return a row for each strategy, plain and as one graph: milliseconds of a step by model."""
-    keys = [key.removeprefix("steps-") for key in _keys(report, "steps-")]
+    keys = [key.removeprefix("steps-") for key in report["items"] if key.startswith("steps-")]
+    lines = list[list[str]]()
     for strategy in STRATEGIES:
         plain, graphs = [strategy], [f"{strategy}, graph"]
         for key in keys:
-            found = (_result(report, f"steps-{key}") or {"benches": [{"rows": []}]})["benches"]
-            rows = {row["name"]: row for row in found[0]["rows"]}
-            plain.append(_ms(rows.get(strategy)))
-            ways = (_result(report, f"graph-{key}") or {"benches": []})["benches"]
-            captured = {way["strategy"]: way["rows"][1] for way in ways}
-            graphs.append(_ms(captured.get(strategy)))
-        header = ["ms a step", *keys]
-        yield header, plain
-        yield header, graphs
+            of_steps = [row for found in _found(report, f"steps-{key}") for row in found["rows"]]
+            plain.append(_ms({row["name"]: row for row in of_steps}.get(strategy)))
+            ways = _found(report, f"graph-{key}")
+            graphs.append(_ms({way["strategy"]: way["rows"][1] for way in ways}.get(strategy)))
+        lines += [plain, graphs]
+    return ["ms a step", *keys], lines
 
 
 def _ms(row: dict[str, Any] | None) -> str:
     return "" if row is None else f"{1e3 * row['step_s']['median']:.3g}"
 
 
-def _codecs(report: Report) -> Iterator[Row]:
+def _codecs(report: Report) -> Table:
     """Return a row for each codec and operation: shares of a copy's rate by length of rows."""
-    shares = dict[tuple[str, str], dict[int, str]]()
+    lengths = sorted(LENGTHS)
+    shares = dict[str, dict[int, str]]()
     for length in LENGTHS:
-        for found in (_result(report, f"codecs-{length}") or {"benches": []})["benches"]:
-            for row in found["rows"]:
-                share = f"{row['of_bandwidth']['median']:.2f}"
-                shares.setdefault((row["codec"], row["operation"]), {})[length] = share
-    header = ["share of a copy's rate", *(f"rows of {length}" for length in sorted(LENGTHS))]
-    for (codec, operation), of in shares.items():
-        yield header, [f"{codec} {operation}", *(of.get(length, "") for length in sorted(LENGTHS))]
+        for row in (row for found in _found(report, f"codecs-{length}") for row in found["rows"]):
+            of_lengths = shares.setdefault(f"{row['codec']} {row['operation']}", {})
+            of_lengths[length] = f"{row['of_bandwidth']['median']:.2f}"
+    return ["share of a copy's rate", *(f"rows of {length}" for length in lengths)], [
+        [name, *(of.get(length, "") for length in lengths)] for name, of in shares.items()
+    ]
 
 
-def _utilisations(report: Report) -> Iterator[Row]:
+def _utilisations(report: Report) -> Table:
     """Return a row for each model: its share of the peak by precision, and compiled."""
     ways = [*PRECISIONS, "compiled"]
-    for model in MODELS:
-        cells = list[str]()
-        for way in ways:
-            found = _result(report, f"mfu-{model}-{way}")
-            row = found["benches"][0]["rows"][0] if found else {}
-            share, rate = row.get("utilisation"), row.get("flops_per_s")
-            of_peak = f" ({100 * share:.2g} %)" if share else ""
-            cells.append(f"{1e-12 * rate:.3g}{of_peak}" if rate else "")
-        yield ["TFLOP/s (of the peak)", *PRECISIONS, "bf16, compiled"], [model, *cells]
+    return ["TFLOP/s (of the peak)", *PRECISIONS, "bf16, compiled"], [
+        [model, *(_rate(_found(report, f"mfu-{model}-{way}")) for way in ways)] for model in MODELS
+    ]
 
 
-TABLES: dict[str, Callable[[Report], Iterator[Row]]] = {
+def _rate(benches: Sequence[dict[str, Any]]) -> str:
+    row = benches[0]["rows"][0] if benches else {}
+    share, rate = row.get("utilisation"), row.get("flops_per_s")
+    of_peak = f" ({100 * share:.2g} %)" if share else ""
+    return f"{1e-12 * rate:.3g}{of_peak}" if rate else ""
+
+
+TABLES: dict[str, Callable[[Report], Table]] = {
     "Steps": _steps,
     "Codecs": _codecs,
     "Utilisation of the peak": _utilisations,

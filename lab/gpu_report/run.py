@@ -92,22 +92,21 @@ def measure(
     report: Report,
     path: Path,
     budget_s: float,
-    tell: Callable[[str], None],
     take: Callable[[Item, bool], Result],
-    now: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Measure items while the budget lasts, and write the report after each.
+    """Measure items while the budget lasts, print how, and write the report after each.
 
     Args:
-        tell: prints a line. take: lab.gpu_report.measuring.measure.
+        take: lab.gpu_report.measuring.measure.
 
     Returns:
         Whether the device is still there: after some errors a process can use a GPU no more.
     """
-    ends_at = now() + budget_s
+    ends_at = time.monotonic() + budget_s
     for number, item in enumerate(items, start=1):
-        remaining_s = ends_at - now()
-        tell(f"[{number}/{len(items)}] {item.key}: {item.about}; {remaining_s:.0f} s left")
+        remaining_s = ends_at - (began := time.monotonic())
+        what = f"[{number}/{len(items)}] {item.key}: {item.about}"
+        print(f"{what}; {remaining_s:.0f} s left", flush=True)
         before = report["items"].get(item.key)
         if item.seconds > remaining_s:
             left = f"{remaining_s:.0f} of {budget_s:g} s were left"
@@ -115,14 +114,15 @@ def measure(
             entry = before or {"status": SKIPPED, "line": line}
         else:
             # Stands there if the process ends meanwhile.
-            began, report["items"][item.key] = now(), _failed("the process ended during this item")
+            report["items"][item.key] = _failed("the process ended during this item")
             write_json(path, report)
-            entry = {**_entry(item, report["pretended"], take), "seconds": now() - began}
+            entry = _entry(item, report["pretended"], take)
+            entry["seconds"] = time.monotonic() - began
         commit = report["git_commit"]["commit"]
         report["items"][item.key] = {"about": item.about, "commit": commit, **entry}
         write_json(path, report)
         for text in said(report["items"][item.key], report["pretended"]):
-            tell(f"    {text}")
+            print(f"    {text}", flush=True)
         if entry["status"] == FAILED and not _is_alive():
             return False
     return True

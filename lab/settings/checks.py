@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, partial
+from operator import ge, gt, le, lt
 from types import NoneType
 from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_type_hints
 
@@ -25,27 +26,18 @@ class Limits:
 
     def hold(self, value: float) -> bool:
         """Return whether a finite number is in the range."""
-        lower = (self.at_least is None or value >= self.at_least) and (
-            self.above is None or value > self.above
-        )
-        upper = (self.at_most is None or value <= self.at_most) and (
-            self.below is None or value < self.below
-        )
-        return lower and upper
+        ends = ((ge, self.at_least), (gt, self.above), (lt, self.below), (le, self.at_most))
+        return all(end is None or holds(value, end) for holds, end in ends)
 
     def __str__(self) -> str:
         """Return " of at least 1", " of at least 0 and below 1", " from 0 to 1", and so on."""
         low, high = self.at_least, self.at_most
-        if self.above is not None:
-            ends = {"above": self.above, "at most": high, "below": self.below}
-            words = [f"{word} {end:.16g}" for word, end in ends.items() if end is not None]
-            return f" {' and '.join(words)}"
-        if high is None and self.below is None:
-            return "" if low is None else f" of at least {low:.16g}"
-        if self.below is not None:
-            start = "" if low is None else f" of at least {low:.16g} and"
-            return f"{start} below {self.below:.16g}"
-        return f" of at most {high:.16g}" if low is None else f" from {low:.16g} to {high:.16g}"
+        if low is not None and high is not None:
+            return f" from {low:.16g} to {high:.16g}"
+        most = "of at most" if self.above is None else "at most"
+        ends = {"of at least": low, "above": self.above, most: high, "below": self.below}
+        words = [f"{word} {end:.16g}" for word, end in ends.items() if end is not None]
+        return f" {' and '.join(words)}" if words else ""
 
 
 def whole(

@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import Field, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lab
-from lab.settings.errors import ConfigError, one_line
+from lab.settings.errors import ConfigError, Failed, OutputLost, one_line
 from lab.settings.fields import columns, fields_of
 from lab.settings.hints import OF_HYDRA, hint
 from lab.settings.own_code import blame
 from lab.settings.secrets import kept_words, without_secrets
-from lab.settings.streams import OutputLost, drop_output, safe_streams, visible, visible_output
+from lab.settings.streams import drop_output, safe_streams, visible, visible_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,6 +33,10 @@ EXIT_UNREAD = 128 + 13  # as of a program that SIGPIPE ends
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
 LONGEST_ERROR = 2000
 OF_REPORTS = ("pandas", "altair", "vl_convert", "jinja2")  # the extra `report` installs them
+SHORT = {
+    **{"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-p": "--package"},
+    **{"-cd": "--config-dir", "-sc": "--shell-completion"},
+}
 ABOUT = ("--help", "--version", "--shell-completion")  # flags that ask for a text alone
 OF_CFG = ("--resolve", "--package")
 SETTING = re.compile(r"~|\+*[\w.@]+=")  # and not runs/a=b, a folder
@@ -142,9 +146,9 @@ def answer(
         one line on stderr, and exit code 2.
 
     Returns:
-        The exit code: 0 after help and the like, 1 for an error in the user's own code or output
-        that cannot be written, 2 for a wrong setting, 130 after Ctrl-C, 141 if nobody reads the
-        output any more.
+        The exit code: 0 after help and the like, 1 for work that failed, an error in the user's own
+        code or output that cannot be written, 2 for a wrong setting, 130 after Ctrl-C, 141 if
+        nobody reads the output any more.
     """
     _end_quickly()
     try:
@@ -161,6 +165,9 @@ def answer(
         return EXIT_UNREAD
     except OutputLost as error:
         drop_output()
+        report_error(command.name, error)
+        return 1
+    except Failed as error:
         report_error(command.name, error)
         return 1
     except ConfigError as error:
@@ -184,6 +191,13 @@ def answer(
         if command.stopped:
             print(f"\n{command.stopped}", file=sys.stderr)
         return 130
+
+
+def answers(
+    command: Command, refuse: Callable[[ConfigError], int] | None = None
+) -> Callable[[Callable[[CommandLine], int]], Callable[[Sequence[str]], int]]:
+    """Make the `main` of a command, which takes words, of what it does with them; see `answer`."""
+    return lambda act: partial(answer, command, act=act, refuse=refuse)
 
 
 def _about(command: Command, line: CommandLine) -> str:
@@ -293,35 +307,32 @@ def say_error(line: str) -> None:
 def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:
     """Return a flag's long name and its value."""
     name, _, value = argument.partition("=")
-    if name in ("-h", "--help"):
-        return "--help", ""
-    if name == "--version":
-        return "--version", ""
-    if command.runs and name == "--resolve":
-        return "--resolve", ""
-    if command.sweeps and name in ("-m", "--multirun"):
-        return "--multirun", ""
+    flag = SHORT.get(name, name)
+    known = {words[0]: words[1:] for words in map(str.split, command.flag_names)}
+    if flag in known and not known[flag]:
+        return flag, ""
     value = value or next(rest, "")
-    if name in ("-sc", "--shell-completion"):
-        return "--shell-completion", value
+    if flag in known:
+        return flag, _value(name, flag, value)
     if (key := name.lstrip("-").replace("-", "_")) in command.fields:
         raise ConfigError(f"{name} {value}: use {key}={value or '...'}")
-    if command.runs and name in ("-c", "--cfg"):
-        if value != "job":
-            raise ConfigError(f"{name} {value}: use --cfg job")
-        return "--cfg", value
-    if command.runs and name in ("-p", "--package"):
-        return "--package", value
-    if command.runs and name in ("-cd", "--config-dir"):
-        if not Path(value).is_dir() or not value:
-            raise ConfigError(f"{name} {value}: there is no such folder")
-        from lab.settings.overrides import quoted
-
-        return "--config-dir", f"config_dir={quoted(str(Path(value).absolute()))}"
     if command.runs and (setting := _as_setting(name, argument, value)):
         raise ConfigError(f"{name}: {setting}")
     flags = ", ".join(command.flag_names)
     raise ConfigError(f"{name}: no such flag; the flags are {flags}; write settings as key=value")
+
+
+def _value(name: str, flag: str, value: str) -> str:
+    """Return the value of a flag: of --config-dir the setting that does the same."""
+    if flag == "--cfg" and value != "job":
+        raise ConfigError(f"{name} {value}: use --cfg job")
+    if flag != "--config-dir":
+        return value
+    if not Path(value).is_dir() or not value:
+        raise ConfigError(f"{name} {value}: there is no such folder")
+    from lab.settings.overrides import quoted
+
+    return f"config_dir={quoted(str(Path(value).absolute()))}"
 
 
 def _as_setting(name: str, argument: str, value: str) -> str | None:

@@ -32,7 +32,6 @@ from lab.settings.config import (
     DATA,
     FIELDS,
     GROUPS,
-    OFFERED,
     Settings,
     check_batch,
     check_name,
@@ -48,9 +47,9 @@ from lab.settings.files import (
     make_importable,
     read_file,
 )
-from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_numbers
-from lab.settings.own_code import check_choices, names_code
-from lab.settings.storage import escaped, read_yaml
+from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_number
+from lab.settings.own_code import OFFERED, check_choices, names_code
+from lab.settings.storage import escaped, nested, read_yaml
 
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
@@ -64,7 +63,7 @@ ConfigStore.instance().store(name="settings", node=Settings)
 
 def composed(arguments: Sequence[str]) -> DictConfig:
     """Compose, type-check and validate the settings of one run: see lab.settings.config.load."""
-    overrides = parse_overrides(with_numbers(arguments))
+    overrides = parse_overrides(list(map(with_number, arguments)))
     for override in overrides:
         _refuse(override)
     parts, overrides = _parts_apart(overrides)
@@ -75,7 +74,7 @@ def composed(arguments: Sequence[str]) -> DictConfig:
             config.exchange = _exchange_of(parts, config_dir)
         _validate(config)
         make_importable(config_dir)
-        config.code = check_choices(config, OFFERED, arguments)
+        config.code = check_choices(config, arguments)
     except (ConfigAttributeError, ConfigKeyError) as error:
         key = str(getattr(error, "full_key", ""))
         line = next((str(o.input_line) for o in overrides if o.key_or_group == key), key)
@@ -114,7 +113,7 @@ def of_program(config: DictConfig, world_size: int | None) -> tuple[DictConfig, 
         if world_size is not None:
             check_batch(typed, world_size)
         make_importable(typed.config_dir)
-        typed.code = check_choices(typed, OFFERED, words)
+        typed.code = check_choices(typed, words)
     except (ConfigError, OmegaConfBaseException) as error:
         raise ProgramError(one_line(error)) from None
     return typed, words
@@ -199,7 +198,8 @@ def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictC
         ConfigError: a path names no file, or a file does what none may.
         HydraException, OmegaConfBaseException: there is no such choice or key.
     """
-    code = {o.key_or_group: _text(o) for o in overrides if _names_code(o)}
+    own = [o for o in overrides if o.key_or_group in OFFERED and names_code(_text(o))]
+    code = {o.key_or_group: _text(o) for o in own}
     data = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in DATA}
     apart = {*code, *data}
     rest = [o for o in overrides if _root(o) not in apart]
@@ -219,7 +219,8 @@ def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictC
     _refuse_resolvers(OmegaConf.to_container(config), lines)
     for group, name in data.items():
         content = read_file(group, name, config_dir)
-        if call := _call_in(content):
+        call = next((key for key, _ in nested(content) if key.startswith("_")), None)
+        if call:  # by it Hydra would call something
             raise ConfigError(
                 f"{group}={name}: {call}: keys that begin with _ are not allowed in a {group}"
             )
@@ -242,10 +243,6 @@ def _root(override: Override) -> str:
     return override.key_or_group.partition(".")[0]
 
 
-def _names_code(override: Override) -> bool:
-    return override.key_or_group in OFFERED and names_code(_text(override))
-
-
 def _names_group(override: Override, config_dir: str | None, files: Mapping[str, str]) -> bool:
     key = override.key_or_group
     return override.package is not None or key in files or bool(choices_of(key, config_dir))
@@ -266,32 +263,19 @@ def _check(files: Mapping[str, str], overrides: Sequence[Override], config_dir: 
             read_file(group, name, config_dir)
 
 
-def _refuse_resolvers(value: Any, lines: Sequence[str]) -> None:
+def _refuse_resolvers(content: Any, lines: Sequence[str]) -> None:
     """Refuse ${oc.env:…} and the like in what files set: they read the environment.
 
     Args:
         lines: of the command line, where they may stand.
     """
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            _refuse_resolvers(each, lines)
-    elif isinstance(value, str) and "${" in REFERENCE.sub("", value):
-        if any(value in line for line in lines):
-            return
-        raise ConfigError(
-            f"{value}: a file may refer only to other settings, as in ${{optim.lr}}; write "
-            "anything else on the command line"
-        )
-
-
-def _call_in(value: Any) -> str | None:
-    """Return a key by which Hydra would call something, at any depth; None: there is none."""
-    if isinstance(value, dict):
-        own = next((str(key) for key in value if str(key).startswith("_")), None)
-        return own or _call_in(list(value.values()))
-    return next(filter(None, map(_call_in, value)), None) if isinstance(value, list) else None
+    for _, value in nested(content):
+        resolves = isinstance(value, str) and "${" in REFERENCE.sub("", value)
+        if resolves and not any(value in line for line in lines):
+            raise ConfigError(
+                f"{value}: a file may refer only to other settings, as in ${{optim.lr}}; write "
+                "anything else on the command line"
+            )
 
 
 def _name(file: str) -> str:

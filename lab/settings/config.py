@@ -28,14 +28,6 @@ GROUPS = (
 )
 DATA = ("profile",)  # groups whose files are data
 PLAIN = re.compile(r"[\w.+-]+")
-# Groups whose choice may be the path of a callable, and the arguments that it may ask for.
-OFFERED: dict[str, tuple[str, ...]] = {
-    "model": ("input_shape", "image_shape", "output_size", "num_classes", "vocabulary", "context"),
-    "data": ("seed", "device"),
-    "optim": ("params", "batch_size"),
-    "sync": ("parts",),
-    **dict.fromkeys(("exchange", "transform", "task", "comm", "recorder"), ()),
-}
 
 
 @dataclass

@@ -14,14 +14,22 @@ class SharedError(ConfigError):
     """A wrong setting that all ranks know, as they have compared theirs: one of a host says it."""
 
 
+class Failed(RuntimeError):
+    """A command could not do its work, though its settings are right. The message is one line."""
+
+
+class OutputLost(OSError):
+    """Standard output cannot be written, as its disk is full."""
+
+
 @contextmanager
-def as_config_error(prefix: str = "") -> Iterator[None]:
-    """Turn a ValueError, of code that knows no settings, into a ConfigError."""
+def as_config_error(prefix: str = "", *kinds: type[Exception]) -> Iterator[None]:
+    """Turn a ValueError, or an error of further kinds, of code that knows no settings into one."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, BrokenPipeError, OutputLost):
         raise
-    except ValueError as error:
+    except (ValueError, *kinds) as error:
         raise ConfigError(f"{prefix}{error}") from None
 
 

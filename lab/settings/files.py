@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.settings.errors import ConfigError
-from lab.settings.storage import read_yaml
+from lab.settings.storage import mapped, read_yaml
 
 # A group of this name would make Hydra take a run's setting `study` for a choice among its files.
 FOLDERS = {"study": "studies"}
@@ -124,22 +124,13 @@ def located(content: Any, config_dir: str | None) -> Any:
         content: of a YAML file: nested mappings and lists, in which the keys `hardware` and
             `profile` hold names.
     """
-    if isinstance(content, list):
-        return [located(each, config_dir) for each in content]
-    if not isinstance(content, dict):
-        return content
-    return {
-        key: _path_of(key, value, config_dir)
-        if key in ("hardware", "profile") and isinstance(value, str)
-        else located(value, config_dir)
-        for key, value in content.items()
-    }
 
+    def path_of(group: str, name: Any) -> Any:
+        is_name = group in ("hardware", "profile") and isinstance(name, str)
+        file = files_of(group, config_dir).get(name) if is_name else None
+        return str(file) if file and not file.is_relative_to(conf_dir()) else name
 
-def _path_of(group: str, name: str, config_dir: str | None) -> str:
-    file = files_of(group, config_dir).get(name)
-    is_users = file is not None and not file.is_relative_to(conf_dir())
-    return str(file) if is_users else name
+    return mapped(content, path_of)
 
 
 def keys_of(group: str, config_dir: str | None = None) -> dict[str, set[str]]:

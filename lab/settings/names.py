@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from lab.settings.checks import as_text
 from lab.settings.secrets import is_secret, kept_words
+from lab.settings.storage import mapped
 
 AXES = ("strategy", "world_size", "batch_size", "scaling", "repeat", "measure")
 AXIS_LETTERS = {"batch_size": "b", "repeat": "r"}
@@ -52,10 +53,7 @@ def class_name(path: str) -> str:
 
 def by_class(settings: Any) -> Any:
     """Return settings whose every `_target_` is the name by which the lab knows the class."""
-    if isinstance(settings, Mapping):
-        each = cast(Mapping[str, Any], settings).items()
-        return {k: class_name(v) if k == "_target_" else by_class(v) for k, v in each}
-    return [*map(by_class, cast(list[Any], settings))] if isinstance(settings, list) else settings
+    return mapped(settings, lambda key, value: class_name(value) if key == "_target_" else value)
 
 
 def variant(arguments: Sequence[str]) -> dict[str, str]:

@@ -94,15 +94,11 @@ def _put_away(key: str, number: int, text: str) -> str:
     return f"${{oc.env:{name}}}"
 
 
-def with_numbers(arguments: Sequence[str]) -> list[str]:
+def with_number(argument: str) -> str:
     """Have the number that a variable of the environment holds read as one, as if it were typed.
 
     The resolver oc.env gives texts alone: optim.lr='${oc.env:LR,0.1}' would be the word "0.1".
     """
-    return [_with_number(argument) for argument in arguments]
-
-
-def _with_number(argument: str) -> str:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

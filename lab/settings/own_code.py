@@ -17,7 +17,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import conf_dir, standing_here
+from lab.settings.storage import nested
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,6 +50,14 @@ OWN = {
     "recorder": "lab.record.",
     "cluster": "lab.cluster.settings.emulated",
     "straggler": "lab.cluster.settings.planted",
+}
+# Groups whose choice may be the path of a callable, and the arguments that it may ask for.
+OFFERED: dict[str, tuple[str, ...]] = {
+    "model": ("input_shape", "image_shape", "output_size", "num_classes", "vocabulary", "context"),
+    "data": ("seed", "device"),
+    "optim": ("params", "batch_size"),
+    "sync": ("parts",),
+    **dict.fromkeys(("exchange", "transform", "task", "comm", "recorder"), ()),
 }
 HASH_LENGTH = 8  # hexadecimal digits
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -89,14 +98,12 @@ def callable_at(path: str, setting: str) -> Callable[..., Any]:
     return found
 
 
-def check_choices(
-    config: DictConfig, offered: Mapping[str, Collection[str]], arguments: Sequence[str]
-) -> dict[str, str]:
+def check_choices(config: DictConfig, arguments: Sequence[str]) -> dict[str, str]:
     """Check the choices of groups that are not the lab's own; return the hashes of their files.
 
     Args:
-        config: composed settings. offered: for each group, arguments that the lab passes if asked.
-            arguments: the command line; code that only files name is told before it is imported.
+        config: composed settings.
+        arguments: the command line; code that only files name is told before it is imported.
 
     Raises:
         ConfigError: a choice is not found, cannot be imported, or lacks an argument or takes
@@ -107,10 +114,10 @@ def check_choices(
     hashes = dict[str, str]()
     for group in OWN:
         for path in targets(OmegaConf.to_container(config[group], resolve=True)):
-            _check_target(group, path, group in offered)
+            _check_target(group, path)
             if not path.startswith(KNOWN) and not any(path in word for word in arguments):
                 _tell(group, path)
-    for group, names in offered.items():
+    for group, names in OFFERED.items():
         path = str(config[group].get("_target_", ""))
         # What the lab chooses is not imported: torch takes two seconds.
         if path and not path.startswith("lab.") and path not in _chosen(group):
@@ -125,13 +132,7 @@ def check_choices(
 
 def targets(value: Any) -> Iterator[str]:
     """Yield all paths that instantiating a group's settings would import, at any depth."""
-    if isinstance(value, dict):
-        if "_target_" in value:
-            yield str(value["_target_"])
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            yield from targets(each)
+    return (str(each) for key, each in nested(value) if key == "_target_")
 
 
 @cache
@@ -141,13 +142,13 @@ def _chosen(group: str) -> frozenset[str]:
     return frozenset(found for file in files for found in TARGET.findall(file.read_text()))
 
 
-def _check_target(group: str, path: str, may_be_own: bool) -> None:
+def _check_target(group: str, path: str) -> None:
     """Refuse what no choice of a group is: the lab's other functions, or code where none may be."""
     is_labs = path.startswith("lab.")
     if group == "exchange" and path in _chosen("codec"):
         return
     if (is_labs and (not path.startswith(OWN[group]) or "._" in path)) or not (
-        is_labs or may_be_own
+        is_labs or group in OFFERED
     ):
         raise ConfigError(
             f"{group}._target_={path}: not allowed for {group}; use a path in {OWN[group]}…"

@@ -16,10 +16,10 @@ import re
 import socket
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from lab.settings.errors import ConfigError, one_line
 
@@ -148,7 +148,11 @@ def read_yaml(path: Path) -> Any:
         for found in SURPRISE.finditer(text):
             if isinstance(value := yaml.safe_load(found[1]), int):
                 raise ValueError(f"{found[1]} would be read as {value}; write a plain number")
-        return _bounded(OmegaConf.to_container(OmegaConf.load(io.StringIO(text))))
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        for _, value in nested(content):
+            if isinstance(value, int):
+                _whole(str(int(value)))  # True is an int too
+        return content
     except RecursionError:
         raise DamagedFile(f"{path}: not YAML: nested too deeply") from None
     # OSError: OmegaConf's word on numbers that stand alone.
@@ -158,23 +162,31 @@ def read_yaml(path: Path) -> Any:
 
 def escaped(value: Any) -> Any:
     """Escape what OmegaConf would take for an interpolation: in data it is text."""
+
+    def escape(_: str, each: Any) -> Any:
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", each) if isinstance(each, str) else each
+
+    return mapped(value, escape)
+
+
+def nested(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a value of JSON or YAML and all values in it, each with its key; "" in a list."""
+    yield key, value
     if isinstance(value, dict):
-        return {key: escaped(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [escaped(each) for each in value]
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        for name, each in value.items():
+            yield from nested(each, str(name))
+    elif isinstance(value, list):
+        for each in value:
+            yield from nested(each)
 
 
-def _bounded(value: Any) -> Any:
-    """Return a value of YAML after checking its whole numbers, at any depth."""
-    for each in value.values() if isinstance(value, dict) else value:
-        if isinstance(each, dict | list):
-            _bounded(each)
-        elif isinstance(each, int):
-            _whole(str(int(each)))  # True is an int too
-    return value
+def mapped(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
+    """Change each value, at any depth, that holds no others, by its key; "" in a list."""
+    if isinstance(value, Mapping):
+        return {name: mapped(each, change, str(name)) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(each, change) for each in value]
+    return change(key, value)
 
 
 def _whole(digits: str) -> int:
@@ -200,15 +212,11 @@ def _size(node: Node | None, known: dict[int, float]) -> float:
 
 def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
     """Write `value` as readable JSON. A non-finite number becomes null: JSON has none."""
-    text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(mapped(value, _finite), indent=2, allow_nan=False) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in cast(dict[str, Any], value).items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in cast(list[Any], value)]
+def _finite(_: str, value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, Any
 
+from lab.settings.errors import OutputLost
+
 # Halves of surrogate pairs too, which JSON may hold and no file can.
 CONTROL = re.compile(
     r"[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-
-
-class OutputLost(OSError):
-    """Standard output cannot be written, as its disk is full."""
 
 
 class Output:
@@ -112,7 +110,7 @@ def _is_open(number: int) -> bool:
 def _told() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # whoever reads has enough, which is no failure
+    except (BrokenPipeError, OutputLost):  # whoever reads has enough, which is no failure
         raise
     except OSError as error:
         raise OutputLost(f"standard output: {error.strerror}") from None
@@ -123,17 +121,11 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class VisibleOutput:
-    """A stream of text that shows controls instead of passing them on."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+class VisibleOutput(Output):
+    """Standard output that shows controls instead of passing them on."""
 
     def write(self, text: str) -> int:
-        return self._stream.write(visible(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return super().write(visible(text))
 
 
 @contextmanager

@@ -382,7 +382,7 @@ class Loop:
 
     def __init__(self, total_steps: int, every: int, settled_at: int | None = 0) -> None:
         self.total_steps, self.step_s = total_steps, list[float]()
-        self.sync = SimpleNamespace(every=every, settled_at=settled_at)
+        self.sync, self.settled_at = SimpleNamespace(every=every), settled_at
         self.config = SimpleNamespace(warmup_steps=5, strategy="auto")
         self.progress = SimpleNamespace(step=0)
         self.clock = SimpleNamespace(step_seconds=lambda: np.array(self.step_s))

@@ -251,7 +251,9 @@ def test_counts_join_their_layers_less_what_calling_costs(
         if "callgrind" in what:
             out = Path(program[start - 1].removeprefix("--callgrind-out-file="))
             for number in range(1, len(found) + 2):
-                values = f"{100 * number} {30 * number} {20 * number} {3 * number} 2 1 1"
+                values = (
+                    f"{100 * number} {30 * number} {20 * number} {3 * number} 2 1 {99 - number}"
+                )
                 written = f"events: Ir Dr Dw D1mr D1mw DLmr DLmw\ntotals: {values}\n"
                 out.with_name(f"{out.name}.{number}").write_text(written)
         return text.getvalue()
@@ -262,6 +264,7 @@ def test_counts_join_their_layers_less_what_calling_costs(
     assert (first["layer"], first["pass"], first["name"]) == ("features.0", "forward", "2")
     assert (second["layer"], second["pass"]) == ("features.0", "backward")
     assert (first["instructions"], second["instructions"]) == (100, 200)
+    assert {row["l2_store_misses"] for row in rows} == {0}  # of fewer than calling costs
     assert hits(second, "l1", "load") == pytest.approx(1 - 6 / 60)
     assert {row["name"] for row in rows} == {"2", "4"}
     assert "times as long as without callgrind" in capfd.readouterr().out
@@ -319,7 +322,7 @@ def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
 
     def operation(which: Pass, seconds: float, count: int, is_needed: bool) -> Operation:
         times = Times("NCHW", [moved] * NUM_LOGGED, [seconds, 2 * seconds])
-        return Operation(times, "a", "", count, which, is_needed, None)
+        return Operation(times, {"count": count, "pass": which, "is_needed": is_needed})
 
     operations = [
         operation(Pass.FORWARD, 1.0, 3, True),

@@ -100,11 +100,9 @@ def test_a_model_that_needs_values_is_refused_in_a_line() -> None:
 
 
 def test_modules_hold_their_parameters_and_outputs() -> None:
-    found = {each.name: each for each in footprint(small(), STEP, 32).modules}
-    layers = [name for name, each in found.items() if each.parameters]
-    first, last = found[layers[0]], found[layers[-1]]
-    assert (first.parameters, first.outputs) == (4 * 65 * 1024, 4 * 32 * 1024)
-    assert (last.parameters, last.outputs) == (4 * 1025 * 10, 4 * 32 * 10)
+    first, *_, last = (each for each in footprint(small(), STEP, 32).modules if each["parameters"])
+    assert (first["parameters"], first["outputs"]) == (4 * 65 * 1024, 4 * 32 * 1024)
+    assert (last["parameters"], last["outputs"]) == (4 * 1025 * 10, 4 * 32 * 10)
 
 
 def test_checkpointing_keeps_inputs_alone() -> None:

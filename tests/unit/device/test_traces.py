@@ -124,9 +124,9 @@ def test_figures_are_those_of_an_independent_count(name: str, tmp_path: Path) ->
     (found,) = copies_of(read_events(path), skipped)
     number, size, took_ns, hidden_ns = counted(copies, kernels)
     assert not skipped and 0.1 < hidden_ns / took_ns < 0.9
-    assert (found.invocations, found.num_bytes) == (number, size)
-    assert found.seconds == pytest.approx(took_ns / 1e9, rel=WITHIN)
-    assert found.hidden_s == pytest.approx(hidden_ns / 1e9, rel=WITHIN)
+    assert (found["invocations"], found["num_bytes"]) == (number, size)
+    assert found["seconds"] == pytest.approx(took_ns / 1e9, rel=WITHIN)
+    assert found["hidden_s"] == pytest.approx(hidden_ns / 1e9, rel=WITHIN)
 
 
 # From the results.json of `rocprof --sys-trace` on an MI300A in issue 4273 of ROCm/ROCm.

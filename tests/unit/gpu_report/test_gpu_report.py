@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +38,7 @@ class Machine:
 
     def __init__(self, path: Path, **ends: float | Exception) -> None:
         self.path, self.ends, self.now_s = path, ends, 0.0
-        self.taken, self.said = list[str](), list[str]()
+        self.taken, self.said = list[str](), StringIO()
         self.seen = list[list[str]]()  # what the file had when an item began
 
     def take(self, one: Item, _pretended: bool) -> dict[str, Any]:
@@ -47,8 +51,9 @@ class Machine:
         return {"benches": [], "rate": end}
 
     def measure(self, report: run.Report, items: list[Item], budget_s: float) -> bool:
-        work = (items, report, self.path, budget_s, self.said.append, self.take)
-        return run.measure(*work, now=lambda: self.now_s)
+        clock = SimpleNamespace(monotonic=lambda: self.now_s)
+        with patch.object(run, "time", clock), redirect_stdout(self.said):
+            return run.measure(items, report, self.path, budget_s, self.take)
 
 
 def read_items(path: Path) -> dict[str, Any]:
@@ -73,7 +78,7 @@ def test_what_fails_or_is_missing_leaves_its_line_and_the_rest_goes_on(path: Pat
     assert machine.seen[0] == ["failed"] and machine.seen[3] == [
         *("done", "not available", "failed", "failed")
     ]
-    said = "\n".join(machine.said)
+    said = machine.said.getvalue()
     assert "rate: 1.5 GB/s (pretended)  (at least 2: missed by 0.5)" in said
     assert "rate: 3 GB/s (pretended)  (at least 2: met)" in said
     assert "[2/4] b: about b; 90 s left" in said
