@@ -27,6 +27,7 @@ from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
 from lab.settings.files import choices_of
 from lab.simulate.predict import with_fixed_parts
+from tests.support.commands import refusal
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.unit.model.test_replay import PROFILE, Time, replay, train
 
@@ -244,8 +245,5 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refuses_in_one_line(
-    setting: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert profile_layers.main([setting]) == 2
-    assert capsys.readouterr().err == f"lab.profile_layers: error: {message}\n"
+def test_refuses_in_one_line(setting: str, message: str) -> None:
+    assert refusal(profile_layers.main, setting) == message

@@ -23,6 +23,7 @@ from lab.measure.clock import KEPT_STEPS, Clock
 from lab.measure.layers import marked_layers
 from lab.plot import main as plot
 from lab.record.trace import Timeline, lanes, read_trace, write_trace
+from tests.support.commands import refusal
 from tests.support.svg import boxes_of, outside, overlapping
 
 CPU = torch.device("cpu")
@@ -228,13 +229,10 @@ def test_the_figure_names_ranks_and_buckets_and_says_what_is_emulated() -> None:
     assert {"Forward", "Backward", "fc.weight and 1 more", "conv.weight"} <= set(texts)
 
 
-def test_plot_draws_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_draws_a_cell(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text("{}")
-    assert plot([str(tmp_path)]) == 2
-    assert (
-        "and there is no timeline.json, which only runs with measure=breakdown write"
-        in capsys.readouterr().err
-    )
+    why = "and there is no timeline.json, which only runs with measure=breakdown write"
+    assert why in refusal(plot, str(tmp_path))
     write_trace(tmp_path / "timeline.json", [*step(0, 0.0), *step(1, 0.1)], ABOUT)
     assert plot([str(tmp_path), "format=svg"]) == 0
     texts = {box.text for box in boxes_of((tmp_path / "figures" / "timeline.svg").read_text())}

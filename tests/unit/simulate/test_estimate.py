@@ -25,6 +25,7 @@ from lab.simulate.hardware import Device
 from lab.simulate.predict import Estimate, plain, predicted, read
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
+from tests.support.commands import said
 from tests.support.records import leave, make_record
 from tests.support.simulated import FLAT
 
@@ -190,9 +191,7 @@ def test_refuses_in_one_line(words: tuple[str, ...], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_predictions_are_compared_with_measured_cells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_are_compared_with_measured_cells(tmp_path: Path) -> None:
     words = ["strategy=none", "model=mlp", "batch_size=64", "hardware=this_machine"]
     (row,) = result_of(*words)["rows"]
     settings = resolved(plain(load(words[:2])))
@@ -200,8 +199,7 @@ def test_predictions_are_compared_with_measured_cells(
         record = make_record("none", 1, factor * row["step_s"], settings=settings, repeat=repeat)
         leave(tmp_path / str(repeat), record)
     leave(tmp_path / "other", make_record("none", 1, 9.0, settings={**settings, "data.size": 9}))
-    assert predict.main([*words, f"measured={tmp_path}"]) == 0
-    out = capsys.readouterr().out
+    out = said(predict.main, *words, f"measured={tmp_path}")
     assert f"compared with 1 measured cell of {tmp_path}: median error 20.0 %, worst 20.0 %" in out
     assert "-20.0" in out
 
