@@ -182,10 +182,7 @@ def test_runs_without_curves_skip_convergence(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     write_run(tmp_path / "demo", "none", 1)
     monkeypatch.chdir(tmp_path)

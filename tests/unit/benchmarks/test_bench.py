@@ -96,10 +96,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
             ["step", "a=comm.deterministic=true", "b=strategy=ddp"],
             "comm.deterministic: must be the same",
         ),
-        (
-            ["collective", "sizes=[4KiB,6B]"],
-            "'6B' is not a size; give multiples of 4 bytes in KiB",
-        ),
+        (["collective", "sizes=[4KiB,6B]"], "'6B' is not a size; give multiples of 4 bytes in KiB"),
         (
             ["collective", "sizes=[16]"],
             "MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000) or B",

@@ -201,10 +201,7 @@ def test_changes_of_a_link() -> None:
         ([], "(nothing): expected one run|check, as in python -m lab.cluster"),
         (["walk"], "walk: the first word must be run or check"),
         (["run", "hosts=2"], "run needs torchrun's arguments after --"),
-        (
-            ["check", "hosts=2", "--", "-m", "lab.train"],
-            "run needs torchrun's arguments after --",
-        ),
+        (["check", "hosts=2", "--", "-m", "lab.train"], "run needs torchrun's arguments after --"),
         (["check", "rate=2"], "hosts=null: must be a number of hosts, as in hosts=4"),
         (["check", "host=2"], "host=2: no such setting; did you mean hosts?"),
     ],

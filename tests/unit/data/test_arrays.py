@@ -121,11 +121,7 @@ FILES: dict[str, dict[str, Any]] = {
         ("none.npz", {}, "data.path={}/none.npz: no such file or folder; give an .npz file, a"),
         ("broken.npz", {}, "data.path={}/broken.npz: cannot be read: "),
         ("broken.parquet", {}, "data.path={}/broken.parquet: cannot be read: "),
-        (
-            "a.csv",
-            {},
-            "data.path={}/a.csv is not in a supported format; give an .npz file, ",
-        ),
+        ("a.csv", {}, "data.path={}/a.csv is not in a supported format; give an .npz file, "),
         ("", {}, "data.inputs=inputs: {} has no such array; give an .npz file, a folder of .npy"),
         ("good.npz", {"test_share": 0}, "data.test_share=0: must be a number above 0 and below"),
         (
@@ -133,11 +129,7 @@ FILES: dict[str, dict[str, Any]] = {
             {"test_share": 0.01},
             "data.path={}/good.npz: inputs have shape [0, 2] and targets",
         ),
-        (
-            "good.npz",
-            {"targets": "y"},
-            "data.targets=y: {}/good.npz has no such array; its arrays",
-        ),
+        ("good.npz", {"targets": "y"}, "data.targets=y: {}/good.npz has no such array; its arrays"),
         ("good.npz", {"vocabulary": 39}, "data.vocabulary=39: inputs in {}/good.npz are int64 fr"),
         ("good.npz", {"vocabulary": 0}, "data.vocabulary=0: must be an integer of at least 1"),
         (

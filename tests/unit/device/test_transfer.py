@@ -186,10 +186,7 @@ def test_the_table_has_the_published_copies_beside(tmp_path: Path) -> None:
         (b"[1, 2]", "not a trace: it has no list of traceEvents"),
         (b"[]", "contains no copies between host and device"),
         (json.dumps(EVENTS[:6]).encode(), "a run on CPUs makes no such copies"),
-        (
-            b'[{"cat": "gpu_memcpy", "name": "x", "ts": 0, "dur": 1}]',
-            "copies without bytes: 1",
-        ),
+        (b'[{"cat": "gpu_memcpy", "name": "x", "ts": 0, "dur": 1}]', "copies without bytes: 1"),
         (
             b'[{"cat": "kernel", "pid": 0, "ts": "soon", "dur": 1}]',
             "a run on CPUs makes no such copies",

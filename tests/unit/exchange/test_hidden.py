@@ -148,19 +148,10 @@ def test_ones_own_lists_come_first() -> None:
 @pytest.mark.parametrize(
     ("lists", "line"),
     [
-        (
-            (["haed.*"], []),
-            r"^exchange\.adam=haed\.\* matches no trainable parameter; the",
-        ),
+        ((["haed.*"], []), r"^exchange\.adam=haed\.\* matches no trainable parameter; the"),
         (([], ["head.bias"]), r"^exchange\.matrices=head\.bias matches no trainable"),
-        (
-            (["head.*"], ["head.*"]),
-            r"^exchange\.adam and exchange\.matrices: both match",
-        ),
-        (
-            ([], ["blocks.0.out.bias"]),
-            r"^exchange\.matrices: blocks\.0\.out\.bias is not a mat",
-        ),
+        ((["head.*"], ["head.*"]), r"^exchange\.adam and exchange\.matrices: both match"),
+        (([], ["blocks.0.out.bias"]), r"^exchange\.matrices: blocks\.0\.out\.bias is not a mat"),
     ],
 )
 def test_a_list_that_fits_nothing_is_refused_in_a_line(

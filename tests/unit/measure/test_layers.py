@@ -239,10 +239,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("compile=true", "compile=True: layers can be measured only with compile=False"),
         ("measure=noise", "measure=noise: layers can be measured only with measure=breakdown"),
         ("steps=11", "steps=11: must be at least 4 more than warmup_steps=8"),
-        (
-            "model=vgg",
-            f"model=vgg: did you mean vgg19? allowed: {', '.join(choices_of('model'))}",
-        ),
+        ("model=vgg", f"model=vgg: did you mean vgg19? allowed: {', '.join(choices_of('model'))}"),
     ],
 )
 def test_refuses_in_one_line(setting: str, message: str) -> None:

@@ -115,8 +115,7 @@ def test_has_its_published_parameters(
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "classes"),
-    [("alexnet", IMAGENET, 1000), ("alexnet_small", (1, 32, 32), 10)],
+    ("name", "shape", "classes"), [("alexnet", IMAGENET, 1000), ("alexnet_small", (1, 32, 32), 10)]
 )
 def test_most_parameters_are_in_fc_layers(name: str, shape: tuple[int, ...], classes: int) -> None:
     model = made(name, input_shape=shape, output_size=classes)

@@ -37,12 +37,7 @@ from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.view import chart
 from lab.sync.pattern import gradsync
 from tests.conftest import ROOT
-from tests.support.cases import (
-    ALL_STRATEGIES,
-    EXCHANGES,
-    LIBRARIES,
-    exchange_settings,
-)
+from tests.support.cases import ALL_STRATEGIES, EXCHANGES, LIBRARIES, exchange_settings
 from tests.support.commands import refusal, said
 from tests.support.simulated import FLAT, LINKED, TRUE, leave_study, run, strategy
 from tests.support.slow import some_of

@@ -170,10 +170,7 @@ def renamed(old: str, new: str) -> Callable[[list[Event]], list[Event]]:
     ],
 )
 def test_what_a_trace_lacks_is_named_in_one_line(
-    tmp_path: Path,
-    change: Callable[[list[Event]], list[Event]],
-    words: list[str],
-    reason: str,
+    tmp_path: Path, change: Callable[[list[Event]], list[Event]], words: list[str], reason: str
 ) -> None:
     events = change(events_of("trace", MADE, read_trace("trace", MADE)))
     trace = write(tmp_path / "step.json.gz", events)
