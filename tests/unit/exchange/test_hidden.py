@@ -157,9 +157,8 @@ def test_ones_own_lists_come_first() -> None:
 def test_a_list_that_fits_nothing_is_refused_in_a_line(
     lists: tuple[list[str], list[str]], line: str
 ) -> None:
-    with pytest.raises(ValueError, match=line) as refused:
+    with pytest.raises(ValueError, match=rf"{line}.*\Z"):
         Muon(adam=lists[0], matrices=lists[1]).setup(GPT())
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("make", [Muon, Dion])

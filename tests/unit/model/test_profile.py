@@ -9,6 +9,7 @@ import yaml
 
 from lab.model.profile import Profile
 from lab.settings.config import choices_of, load
+from tests.support import refusing
 
 LAYERS = [
     {"name": "conv", "parameters": 10, "forward_ms": 4.0, "backward_ms": 8.0},
@@ -123,14 +124,8 @@ def test_fits_are_written_and_read() -> None:
         ({"layers": [*LAYERS, LAYERS[0]]}, "layers[2].name=conv: appears twice"),
         ({"layers": [{**LAYERS[0], "name": "a.b"}]}, "layers[0].name=a.b: use only letters"),
         ({"layers": [{"name": "a"}]}, "layers[0]: parameters: is missing"),
-        (
-            {"layers": [{**LAYERS[0], "parameters": 1.5}]},
-            "conv.parameters=1.5: must be an integer of at least 0",
-        ),
-        (
-            {"layers": [{**LAYERS[0], "backward_ms": -1}]},
-            "conv.backward_ms=-1: must be a number of at least 0",
-        ),
+        ({"layers": [{**LAYERS[0], "parameters": 1.5}]}, "conv.parameters=1.5: must be an integer"),
+        ({"layers": [{**LAYERS[0], "backward_ms": -1}]}, "conv.backward_ms=-1: must be a number"),
         (
             {"layers": [{**LAYERS[0], "fixed_forward_ms": 5}]},
             "conv.fixed_forward_ms=5: must be from 0 to forward_ms=4.0",
@@ -138,10 +133,8 @@ def test_fits_are_written_and_read() -> None:
     ],
 )
 def test_refuses_in_one_line(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with refusing(f"profile=small: {message}"):
         Profile.parse({**NODE, **change})
-    assert str(caught.value).startswith(f"profile=small: {message}")
-    assert "\n" not in str(caught.value)
 
 
 def test_refuses_what_is_no_profile_at_all() -> None:

@@ -23,6 +23,7 @@ from lab.settings.names import run_name, variant
 from lab.settings.overrides import own_choices
 from lab.study import grid
 from tests.conftest import ROOT
+from tests.support import refusing
 from tests.support.commands import refusal, said
 
 MINE = """\
@@ -106,8 +107,8 @@ def test_cfg_job_prints_settings_that_hold() -> None:
 
 
 def test_cfg_job_refuses_what_a_run_would_refuse() -> None:
-    for refused in (["strategy=diloco", "overlap=true"], ["+exchange.nope=3"], ["batch_size=0"]):
-        assert refusal(train.main, *refused, "device=cpu", "-c", "job")
+    for wrong in (["strategy=diloco", "overlap=true"], ["+exchange.nope=3"], ["batch_size=0"]):
+        assert refusal(train.main, *wrong, "device=cpu", "-c", "job")
 
 
 def test_multirun_is_a_sweep() -> None:
@@ -148,9 +149,8 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
     ],
 )
 def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refusing(message):
         load([argument])
-    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -159,16 +159,8 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
         (plot.COMMAND, ["runs/a", "--out", "figures"], "--out figures: use out=figures"),
         (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: use format=svg"),
         (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: use runs=runs/k"),
-        (
-            explain.COMMAND,
-            ["runs/a", "--why"],
-            "--why: no such flag; the flags are --help, --version, ",
-        ),
-        (
-            plot.COMMAND,
-            [],
-            "(nothing): expected at least one STUDY[/CELL], as in python -m lab.plot",
-        ),
+        (explain.COMMAND, ["runs/a", "--why"], "--why: no such flag; the flags are --help"),
+        (plot.COMMAND, [], "(nothing): expected at least one STUDY[/CELL]"),
         (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: expected one STUDY[/CELL]"),
         (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed: out, format, only"),
         (plot.COMMAND, ["runs/a", "-m"], "-m: no such flag; the flags are --help, --version, "),
@@ -177,9 +169,8 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
 def test_wrong_words_are_answered_in_a_line(
     command: Command, arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refusing(message):
         own_settings(command.settings, read(command, arguments).settings)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_a_command_may_take_several_words_and_a_folder_have_an_equals_sign() -> None:
@@ -199,9 +190,7 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     assert file_to_write("out", "null", ".md") is None
     assert file_to_write("out", f"{tmp_path}/a.md", ".md") == tmp_path / "a.md"
     for wrong in (f"{tmp_path}/no/a.md", f"{tmp_path}/a.txt", f"{tmp_path}/.md"):
-        with pytest.raises(
-            ConfigError, match=f"out={wrong}: must name FILE.md in an existing folder"
-        ):
+        with pytest.raises(ConfigError, match=f"out={wrong}: must name FILE.md in an existing"):
             file_to_write("out", wrong, ".md")
     with pytest.raises(ConfigError, match="out=study.json: runs write a file with this name"):
         file_to_write("out", "study.json", ".json")
@@ -218,9 +207,7 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_data_names_the_labs_own_choices_alone(setting: str) -> None:
-    with pytest.raises(
-        ConfigError, match="a file may set only plain values and the lab's own choices"
-    ):
+    with pytest.raises(ConfigError, match="a file may set only plain values and the lab's own"):
         own_choices([setting])
     others = ["model=alexnet_paper", "data.shape=[3,224,224]", "model.dropout=0.5", "tf32=true"]
     assert own_choices(others) == others
