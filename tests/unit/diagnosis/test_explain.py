@@ -220,16 +220,6 @@ def test_most_repeats_must_show_a_slow_rank(tmp_path: Path) -> None:
     assert [slow.phase for slow in explain(runs[0])[1].slow] == ["forward"]
 
 
-def test_compute_that_does_not_shrink_is_bound_by_launches(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
-    write(folder, "none", 1, 0.4)
-    write(folder, "none", 4, 0.3)
-    verdict, evidence = explain(write(folder, "overlap", 4, 0.31))
-    assert verdict == "launch-bound"
-    assert evidence.fixed_s == pytest.approx(0.2)
-    assert first_remedy(evidence) == "batch_size=256"
-
-
 def test_ranks_that_share_cores_are_bound_by_compute(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     shared = [Emulation("shared_cores", "4 threads of 4 ranks share 2 CPU cores")]
