@@ -41,7 +41,10 @@ QUICK = (True, "normal"), (False, "nan"), (True, "huge")
 CASES = [
     *some_of(
         product(LEVELS, CODECS, FEEDBACK, KINDS),
-        also=((*each, *case) for each in product(LEVELS, CODECS) for case in QUICK),
+        also=[
+            *((HERE, name, *case) for name in CODECS for case in QUICK),
+            *((level, name, *QUICK[0]) for level in LEVELS for name in CODECS),
+        ],
     ),
     *some_of(
         product(["triton"], ALL, FEEDBACK, KINDS),
