@@ -69,16 +69,6 @@ def test_a_record_from_before_buckets_were_recorded_is_read(tmp_path: Path) -> N
     assert (record.buckets, record.idle) == (None, [])
 
 
-def test_a_record_has_all_keys_whatever_became_of_the_run(tmp_path: Path) -> None:
-    for name, record in (("done", full_record()), ("failed", make_record("none", 2, None))):
-        leave(tmp_path / name, record)
-    done, failed = (
-        json.loads((tmp_path / n / "record.json").read_text()) for n in ("done", "failed")
-    )
-    assert list(done) == list(failed)
-    assert failed["step_s"] is None and failed["status"] == "failed"
-
-
 def test_a_number_that_is_not_finite_is_unknown(tmp_path: Path) -> None:
     leave(tmp_path / "a", make_record("none", 1, 0.5, final={"loss": math.nan}))
     assert read_record(tmp_path / "a" / "record.json").final == {"loss": None}

@@ -78,18 +78,6 @@ def test_events_have_what_viewers_need(tmp_path: Path) -> None:
     assert trace["otherData"] == ABOUT
 
 
-def test_no_two_events_of_a_thread_overlap(tmp_path: Path) -> None:
-    spans = [Span(0, "exchange", f"b{i}", 0.1 * i, 0.1 * i + 0.1 * (i % 4)) for i in range(40)]
-    write_trace(tmp_path / "t.json", spans)
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    threads: dict[int, list[tuple[float, float]]] = {}
-    for event in (event for event in events if event["ph"] == "X"):
-        threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(threads) == 3  # as many as overlap at once
-    for times in threads.values():
-        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(sorted(times)))
-
-
 def test_lanes_are_filled_from_the_first() -> None:
     spans = [Span(0, "exchange", name, a, b) for name, a, b in (("a", 0, 2), ("b", 1, 3))]
     later = Span(0, "exchange", "c", 2, 4)
