@@ -165,18 +165,6 @@ def test_exposed_exchange_bandwidth_and_payload(
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-def test_bytes_of_one_bit_and_of_a_round_of_steps(
-    profile: Profile, strategies: dict[str, Strategy]
-) -> None:
-    sent = {
-        name: simulate(profile, FLAT, strategies[name], 4, 64).payload_bytes
-        for name in ("allreduce", "overlap", "onebit", "local_sgd")
-    }
-    assert sent["allreduce"] == sent["overlap"] == pytest.approx(1.5 * profile.gradient_bytes)
-    assert sent["allreduce"] / sent["onebit"] == pytest.approx(32, rel=0.1)
-    assert sent["local_sgd"] == pytest.approx(sent["allreduce"] / 10)
-
-
 def test_weak_scaling_keeps_the_batch_of_a_rank(
     profile: Profile, strategies: dict[str, Strategy]
 ) -> None:
