@@ -31,6 +31,7 @@ from lab.draw.chart import (
     wrap,
 )
 from lab.draw.plots import GAP, Axis, bars, fitted, in_rows, joined, lines
+from lab.draw.text import in_words, number_of
 from lab.measure import PHASES
 from lab.measure.statistics import ENOUGH_REPEATS
 from lab.task import heading
@@ -119,7 +120,7 @@ def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     best = _best(points, "efficiency_mid")
     message = (
         f"{best['label']} keeps {100 * best['efficiency_mid']:.0f} % of each rank's speed on "
-        f"{_ranks(best)}"
+        f"{number_of(best['world_size'], 'rank')}"
     )
     about = [f"Efficiency: speedup / ranks, {_scaling(points)}. {repeats(points)}."]
     drawn = _over_ranks(points, looks, width, "efficiency", ideal="one")
@@ -130,9 +131,10 @@ def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     """Chart samples per second of all ranks."""
     points = _known(_from_one_rank(summary), "samples_per_s_mid", "no record has samples_per_s")
     best, unit = _best(points, "samples_per_s_mid"), _shared(points, "unit", "sample")
+    ranks = number_of(best["world_size"], "rank")
     rate, each = best["samples_per_s_mid"], _shared(points, "predictions_per_sample", 1)
     more = f" ({rate * each:,.0f} {best['prediction']}s)" if each > 1 else ""
-    message = f"{best['label']} trains {rate:,.0f} {unit}s{more} per second on {_ranks(best)}"
+    message = f"{best['label']} trains {rate:,.0f} {unit}s{more} per second on {ranks}"
     about = [f"Throughput of all ranks, {_scaling(points)}. {repeats(points)}."]
     about += [f"A {unit} has {each} {best['prediction']}s."] if each > 1 else []
     drawn = _over_ranks(points, looks, width, "samples_per_s", f"{unit}s per second")
@@ -393,8 +395,9 @@ def _best(points: Frame, column: str) -> Point:
 
 def _fastest(points: Frame) -> str:
     best = _best(points, "speedup_mid")
+    ranks = number_of(best["world_size"], "rank")
     return (
-        f"{_lead(points, best)}: {best['speedup_mid']:.2f} × one rank, on {_ranks(best)} at "
+        f"{_lead(points, best)}: {best['speedup_mid']:.2f} × one rank, on {ranks} at "
         f"{_batch_of(best)} {best['fixed_batch_size']}"
     )
 
@@ -407,8 +410,7 @@ def _lead(points: Frame, best: Point) -> str:
     if not best["leads"] or best["num_repeats"] < ENOUGH_REPEATS or len(others) > 3:
         return f"{best['label']} reaches the most"
     if others:
-        names = f"{', '.join([best['label'], *others[:-1]])} and {others[-1]}"
-        return f"{names} lead, with no significant difference"
+        return f"{in_words([best['label'], *others])} lead, with no significant difference"
     return f"{best['label']} is fastest"
 
 
@@ -437,10 +439,6 @@ def batch_name(scaling: str) -> str:
 
 def _scaling(points: Frame) -> str:
     return f"{points['scaling'].iloc[0]} scaling"
-
-
-def _ranks(point: Point) -> str:
-    return "1 rank" if point["world_size"] == 1 else f"{point['world_size']} ranks"
 
 
 def _label(points: Frame, series: str) -> str:

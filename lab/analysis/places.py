@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.points import CEILING, Times, leaders_of
+from lab.analysis.points import CEILING, Times, leaders_of, paired
 from lab.analysis.records import Cell
 from lab.cluster.settings import RATE, bits_per_s
 from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart, alt, looks_of, order
@@ -26,7 +26,6 @@ from lab.measure.statistics import (
 )
 
 REFERENCE = "overlap"  # exact, and what a trainer does without further thought
-Row = tuple[str, int]  # of a map: model, and global batch
 ADAPTIVE = ("auto",)  # chooses among others as it runs, so it is judged by the best of those
 WITHIN = 0.03  # of the fastest fixed strategy: so close a choice made in a run should be
 SLOWER = 0.02  # by more than this a schedule that should never lose has lost
@@ -101,9 +100,7 @@ class Place:
 
     def ratio(self, slow: str, fast: str) -> Interval:
         """Compute the ratio of two strategies' steps, in pairs; NaN without any."""
-        a, b = (self.steps_s.get(name, {}) for name in (slow, fast))
-        shared = [key for key in a if key in b]
-        return of_ratio([a[r] for r in shared], [b[r] for r in shared])
+        return of_ratio(*paired(*(self.steps_s.get(name, {}) for name in (slow, fast))))
 
     def exposed_ratio(self, one: str, other: str, least: float) -> Interval:
         """Compute the ratio of two strategies' exposed exchange: step less that of none.
@@ -165,11 +162,6 @@ def on_most_ranks(places: Iterable[Place]) -> list[Place]:
     return [place for place in known if place.where.world_size == most]
 
 
-def rows_of(leads: Iterable[Where]) -> list[Row]:
-    """List the rows of a map from top to bottom."""
-    return sorted({(where.model, where.batch_size) for where in leads})
-
-
 def columns_of(leads: Iterable[Where]) -> list[str]:
     """List the links of a map, slow ones first."""
     return sorted({where.links for where in leads}, key=lambda links: (_rate(links), links))
@@ -220,17 +212,19 @@ def behind(place: Place) -> dict[str, Interval]:
     return dict(sorted(found.items(), key=lambda item: item[1].mid))
 
 
-def against_fastest(places: Sequence[Place], name: str, floor: float) -> list[Compared]:
-    """Compare a strategy with the fastest fixed one of each place where it was measured."""
-    return [
-        _compared(place, name, place.fastest(), floor) for place in places if name in place.steps_s
-    ]
+def against(places: Sequence[Place], name: str, other: str | None, floor: float) -> list[Compared]:
+    """Compare two strategies at each place where both were measured.
 
-
-def against(places: Sequence[Place], name: str, other: str, floor: float) -> list[Compared]:
-    """Compare two strategies at each place where both were measured."""
-    both = (place for place in places if {name, other} <= place.steps_s.keys())
-    return [_compared(place, name, other, floor) for place in both]
+    Args:
+        other: None: the fastest fixed one of each place.
+    """
+    least, found = 0.0 if math.isnan(floor) else floor, list[Compared]()
+    for place in places:
+        names = name, other or place.fastest()
+        if place.steps_s.keys() >= {*names}:
+            exposed = place.exposed_ratio(*names, least)
+            found.append(Compared(place.where, names, place.ratio(*names), exposed))
+    return found
 
 
 def summary(compared: Sequence[Compared], limit: float) -> Summary | None:
@@ -253,17 +247,11 @@ def summary(compared: Sequence[Compared], limit: float) -> Summary | None:
 def summaries(places: Sequence[Place], floor: float) -> dict[str, Summary]:
     """Summarise `auto` against the fastest fixed strategy, and `priority` against `overlap`."""
     pairs = {
-        **{name: (against_fastest(places, name, floor), WITHIN) for name in ADAPTIVE},
+        **{name: (against(places, name, None, floor), WITHIN) for name in ADAPTIVE},
         "priority": (against(places, "priority", REFERENCE, floor), SLOWER),
     }
     found = {name: summary(*pair) for name, pair in pairs.items()}
     return {name: each for name, each in found.items() if each}
-
-
-def _compared(place: Place, name: str, other: str, floor: float) -> Compared:
-    least = 0.0 if math.isnan(floor) else floor
-    exposed = place.exposed_ratio(name, other, least)
-    return Compared(place.where, (name, other), place.ratio(name, other), exposed)
 
 
 def map_of_strategies(cells: Iterable[Cell], floor: float, width: int = WIDTH) -> Chart:
@@ -301,7 +289,8 @@ def map_of(
     """
     places = [where for leads in maps.values() for where in leads]
     links = columns_of(places)
-    rows = [f"{model}|batch {batch}" for model, batch in rows_of(places)]
+    kinds = sorted({(where.model, where.batch_size) for where in places})
+    rows = [f"{model}|batch {batch}" for model, batch in kinds]
     data = pd.DataFrame(
         {
             **{"panel": panel, "links": where.links or "all the same", "fastest": lead.name},

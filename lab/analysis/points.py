@@ -26,12 +26,11 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lab.analysis.records import Cell, Study
+from lab.analysis.records import Cell, Study, number
 from lab.analysis.series import CONTEXT
 from lab.draw.chart import order
 from lab.measure import PHASES
 from lab.measure.statistics import (
-    UNKNOWN,
     Interval,
     geometric_mean,
     of_difference,
@@ -40,7 +39,7 @@ from lab.measure.statistics import (
     quantile,
 )
 from lab.record.schema import STATUSES, Scaling, worded
-from lab.settings.names import adds_nothing, idle_groups, root_of
+from lab.settings.names import idle_groups, root_of
 
 CEILING = "none"
 ENOUGH_COPIES = 3  # degrees of freedom; fewer would give a floor of any height
@@ -146,12 +145,12 @@ class Point:
     @cached_property
     def speedups(self) -> Mapping[int, float]:
         """Speedup by repeat."""
-        base, own = self.base.steps_s if self.base else {}, self.steps_s
-        return {r: self._factor * base[r] / own[r] for r in sorted(base.keys() & own.keys())}
+        base_s, own_s = self._steps_of(self.base), self.steps_s
+        return {r: self._factor * base_s[r] / own_s[r] for r in own_s if r in base_s}
 
     @cached_property
     def speedup(self) -> Interval:
-        return _paired(of_ratio, self.base, self).scaled(self._factor)
+        return of_ratio(*paired(self._steps_of(self.base), self.steps_s)).scaled(self._factor)
 
     @property
     def efficiency(self) -> Interval:
@@ -159,11 +158,12 @@ class Point:
 
     @cached_property
     def exposed_exchange_s(self) -> Interval:
-        return _paired(of_difference, self, self.ceiling)
+        return of_difference(*paired(self.steps_s, self._steps_of(self.ceiling)))
 
     @cached_property
     def samples_per_s(self) -> Interval:
-        return of_level(_known(c.samples_per_s for c in self.done("throughput").values()))
+        runs = self.done("throughput").values()
+        return of_level(_known(number(cell.record.wall_samples_per_s) for cell in runs))
 
     @property
     def payload_max_bytes(self) -> float:
@@ -173,14 +173,14 @@ class Point:
     @cached_property
     def final(self) -> dict[str, float]:
         """Means of the metrics of last evaluations, by name."""
-        names = dict.fromkeys(name for cell in self._every for name in cell.final)
-        values = {n: _known(c.final.get(n, math.nan) for c in self._every) for n in names}
+        names = dict.fromkeys(name for cell in self._every for name in cell.record.final)
+        values = {n: _known(number(c.record.final.get(n)) for c in self._every) for n in names}
         return {name: float(np.mean(each)) if each else math.nan for name, each in values.items()}
 
     @property
     def emulation(self) -> str:
         """The clauses of all runs; empty if nothing is emulated."""
-        return "; ".join(sorted({worded(cell.emulation) for cell in self._every} - {""}))
+        return "; ".join(sorted({worded(cell.record.emulation) for cell in self._every} - {""}))
 
     @cached_property
     def phases_s(self) -> dict[str, float]:
@@ -196,6 +196,10 @@ class Point:
     def median(self, value: str) -> float:
         """Return the median over finished runs of a value of Cell."""
         return _median(getattr(cell, value) for cell in self.done("throughput").values())
+
+    @staticmethod
+    def _steps_of(other: Point | None) -> Mapping[int, float]:
+        return other.steps_s if other else {}
 
     @property
     def _every(self) -> list[Cell]:
@@ -223,8 +227,8 @@ class Point:
             "step_mad_s": self.median("step_mad_s"),
             **_ends("samples_per_s", self.samples_per_s),
             **{name: self.median(name) for name in ("flops_per_s", "mfu")},
-            **{"unit": one.unit, "prediction": one.prediction},
-            "predictions_per_sample": one.predictions_per_sample,
+            **{"unit": one.record.unit, "prediction": one.record.prediction},
+            "predictions_per_sample": one.record.predictions_per_sample,
             **{"baseline": self.baseline, "one_rank": self.one_rank},
             **_ends("speedup", self.speedup),
             **_ends("efficiency", self.efficiency),
@@ -265,7 +269,11 @@ def table(study: Study, baseline: str | None = None) -> list[Point]:
             point,
             alone=own_baseline(points, point),
             base=_baseline(points, point, named),
-            ceiling=_ceiling(points, point),
+            ceiling=(
+                same_work(points, point, CEILING, point.world_size)
+                if point.world_size > 1  # one rank exchanges nothing
+                else None
+            ),
         )
         for point in points
     ]
@@ -297,7 +305,7 @@ def together(points: Iterable[Point]) -> list[list[Point]]:
 
 def is_copy(point: Point) -> bool:
     """Return whether this point computes on one rank, and nothing else."""
-    return point.world_size == 1 and adds_nothing(point.one.exchange, point.one.sync)
+    return point.world_size == 1 and point.one.adds_nothing
 
 
 def same_work(points: list[Point], point: Point, strategy: str, world_size: int) -> Point | None:
@@ -321,7 +329,7 @@ def shared_baseline(points: list[Point], point: Point, strategy: str | None = No
     Args:
         strategy: look for a point of this one instead.
     """
-    if strategy is None and not adds_nothing(point.one.exchange, point.one.sync):
+    if strategy is None and not point.one.adds_nothing:
         return None
     idle = idle_groups(point.one.settings.get("compile"))
     copies = [p for p in points if is_copy(p) and p.one.transform == point.one.transform]
@@ -364,21 +372,10 @@ def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point 
     return own_baseline(points, point)
 
 
-def _ceiling(points: list[Point], point: Point) -> Point | None:
-    """Find the point that does the same work without any exchange; one rank exchanges nothing."""
-    if point.world_size == 1:
-        return None
-    return same_work(points, point, CEILING, point.world_size)
-
-
-def _paired(
-    statistic: Callable[..., Interval], first: Point | None, second: Point | None
-) -> Interval:
-    if first is None or second is None:
-        return UNKNOWN
-    a, b = first.steps_s, second.steps_s
-    shared = sorted(a.keys() & b.keys())
-    return statistic([a[r] for r in shared], [b[r] for r in shared])
+def paired(first: Times, second: Times) -> tuple[list[float], list[float]]:
+    """Return the values of the repeats or turns that both have, in the order of the first."""
+    shared = [key for key in first if key in second]
+    return [first[key] for key in shared], [second[key] for key in shared]
 
 
 def _ends(name: str, value: Interval) -> dict[str, float]:
@@ -419,27 +416,24 @@ def leaders_of(steps_s: Mapping[str, Times], floor: float = math.nan) -> list[st
     beaten = {
         slow
         for fast, slow in permutations(steps_s, 2)
-        if _beats(steps_s[fast], steps_s[slow], level, floor)
+        if _finding(of_ratio(*paired(steps_s[fast], steps_s[slow]), level), floor) == "faster"
     }
     return [name for name in steps_s if name not in beaten]
-
-
-def _beats(fast: Times, slow: Times, level: float, floor: float) -> bool:
-    shared = [key for key in fast if key in slow]
-    ratio = of_ratio([fast[r] for r in shared], [slow[r] for r in shared], level)
-    return ratio.hi < 1 and not 1 / ratio.mid - 1 <= floor
 
 
 def noise_floor(points: Iterable[Point]) -> float:
     """Return the relative difference that two copies exceed by chance in 5 % of comparisons.
 
     Copies are one-rank points of the same batch and model; a copy's time is the geometric mean of
-    its repeats. NaN if there are too few copies.
+    its repeats, whose variance is pooled over groups. NaN if there are too few copies.
     """
-    groups = together(point for point in points if is_copy(point) and point.steps_s)
-    return _floor(
-        [[float(np.mean(np.log(list(p.steps_s.values())))) for p in group] for group in groups]
-    )
+    copies = together(point for point in points if is_copy(point) and point.steps_s)
+    groups = [[np.mean(np.log(list(p.steps_s.values()))) for p in group] for group in copies]
+    freedom = sum(len(group) - 1 for group in groups)
+    if freedom < ENOUGH_COPIES:
+        return math.nan
+    squares = sum(float(np.sum((np.array(group) - np.mean(group)) ** 2)) for group in groups)
+    return math.expm1(quantile(freedom) * math.sqrt(2 * squares / freedom))
 
 
 def floor_text(floor: float) -> str:
@@ -450,15 +444,6 @@ def floor_text(floor: float) -> str:
         f"noise floor {100 * floor:.1f} %: repeated one-rank runs differ by this much, so smaller "
         "differences between step times are not significant"
     )
-
-
-def _floor(groups: Sequence[Sequence[float]]) -> float:
-    """Pool the variance of the logarithms over groups."""
-    freedom = sum(len(group) - 1 for group in groups)
-    if freedom < ENOUGH_COPIES:
-        return math.nan
-    squares = sum(float(np.sum((np.array(group) - np.mean(group)) ** 2)) for group in groups)
-    return math.expm1(quantile(freedom) * math.sqrt(2 * squares / freedom))
 
 
 @dataclass(frozen=True)
@@ -489,16 +474,16 @@ def differences(first: Sequence[Point], second: Sequence[Point], floor: float) -
     earlier = {point.place: point for point in first if point.num_repeats}
     shared = [point for point in second if point.num_repeats and point.place in earlier]
     level = 1 - ERRORS / max(1, len(shared))
-    return [_compare(earlier[point.place].steps_s, point, level, floor) for point in shared]
-
-
-def _compare(before: Mapping[int, float], point: Point, level: float, floor: float) -> Difference:
-    pairs = [(time, before[repeat]) for repeat, time in point.steps_s.items() if repeat in before]
-    ratio = of_ratio([a for a, _ in pairs], [b for _, b in pairs], level)
-    return Difference(point, ratio, _finding(ratio, 0.0 if math.isnan(floor) else floor))
+    found: list[Difference] = []
+    for point in shared:
+        ratio = of_ratio(*paired(point.steps_s, earlier[point.place].steps_s), level)
+        found.append(Difference(point, ratio, _finding(ratio, floor)))
+    return found
 
 
 def _finding(ratio: Interval, floor: float) -> Finding:
+    """Judge the ratio of a step to another's."""
+    floor = 0.0 if math.isnan(floor) else floor
     if math.isnan(ratio.lo):
         return "too few repeats"
     if ratio.hi < 1 and 1 / ratio.mid - 1 > floor:

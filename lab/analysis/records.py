@@ -24,10 +24,10 @@ from lab.analysis.series import (
     series_of,
     usual_values,
 )
-from lab.record.schema import Emulation, Record, Scaling, Status, Stretch, read_record
+from lab.record.schema import Record, Scaling, Status, read_record
 from lab.record.steps import read_table
 from lab.settings.errors import one_line
-from lab.settings.names import is_of_strategy, root_of
+from lab.settings.names import adds_nothing, is_of_strategy, root_of
 from lab.settings.storage import DamagedFile
 
 NO_RECORD = "left no record.json"
@@ -35,14 +35,13 @@ NO_RECORD = "left no record.json"
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: the parts of its record that figures and tables need, under the same names.
+    """One run: its record, what tells it from others, and those of its values that many need.
 
-    Values that a run did not measure are NaN or empty, `step_s` is the median alone, and
-    `samples_per_s` counts wall-clock time.
+    Of these, values that a run did not measure are NaN or empty, and `step_s` is the median alone.
 
     Attributes:
         commit: of the lab; empty if it is not known, or its files had been changed.
-        exchange, sync: class names.
+        adds_nothing: its exchange and sync do nothing on one rank (lab.settings.names).
         series: the strategy, and the settings in which runs of the study differ.
         label: the same in short (labels_of_series), for charts: without the values that most
             series share (Study.usual).
@@ -50,19 +49,14 @@ class Cell:
         profile: the one whose layers model=replay waits for; empty for a real model.
         settings: the settings typed or differing, and the context that runs must share to be
             compared.
-        final: metrics of the last evaluation by name.
-        idle: settings that did nothing, a line each.
-        stretches: all steps by how they were made, unless all were made alike.
-        record: the whole record.
     """
 
     folder: Path
+    record: Record
     commit: str
     status: Status
-    error: str
     strategy: str
-    exchange: str
-    sync: str
+    adds_nothing: bool
     series: str
     label: str
     world_size: int
@@ -71,33 +65,18 @@ class Cell:
     scaling: Scaling
     repeat: int
     measure: str
-    started_at: str
-    variant: Mapping[str, str]
     conditions: Mapping[str, str]
     profile: str
     settings: Mapping[str, str]
     transform: str
-    emulation: tuple[Emulation, ...]
     environment: Mapping[str, Any]
     step_s: float
-    turns_s: tuple[float, ...]
     step_mad_s: float
-    samples_per_s: float
     flops_per_s: float
     mfu: float
-    unit: str
-    prediction: str
-    predictions_per_sample: int
     phases_s: Mapping[str, float]
     payload_bytes_per_step: tuple[float, ...]
-    messages_per_step: tuple[float, ...]
-    gradient_bytes: float
     num_parameters: float
-    final: Mapping[str, float]
-    evaluations: tuple[Mapping[str, float | None], ...]
-    idle: tuple[str, ...]
-    stretches: tuple[Stretch, ...]
-    record: Record
 
     @property
     def name(self) -> str:
@@ -112,8 +91,8 @@ class Cell:
     @property
     def paired_s(self) -> dict[Hashable, float]:
         """Seconds of a step by what was measured next to it: a turn of its start, or a repeat."""
-        if self.turns_s:
-            return {(self.started_at, at): time for at, time in enumerate(self.turns_s)}
+        if turns_s := self.record.turns_s:
+            return {(self.record.started_at, at): time for at, time in enumerate(turns_s)}
         return {self.repeat: self.step_s}
 
     @property
@@ -162,6 +141,16 @@ class Study:
         """Name a cell's folder, with its study if there are several."""
         label = self.labels.get(folder.parent)
         return f"{label}/{folder.name}" if label else folder.name
+
+    @property
+    def troubles(self) -> list[tuple[str, str, str]]:
+        """The name of each cell that did not finish, how it ended, and why."""
+        failed = [
+            (self.name_of(cell.folder), cell.status, cell.record.error or "no error was recorded")
+            for cell in self.cells
+            if cell.status != "done"
+        ]
+        return failed + [(name, "missing", why) for name, why in self.missing.items()]
 
 
 def read_steps(path: Path) -> pd.DataFrame:
@@ -263,12 +252,11 @@ def _cell(
     series = series_of(record.strategy, differing)
     return Cell(
         folder=folder,
+        record=record,
         commit="" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",
         status=record.status,
-        error=record.error or "",
         strategy=record.strategy,
-        exchange=who.class_of("exchange"),
-        sync=who.class_of("sync"),
+        adds_nothing=adds_nothing(who.class_of("exchange"), who.class_of("sync")),
         series=" ".join(series),
         label=labels[series],
         world_size=record.world_size,
@@ -277,33 +265,18 @@ def _cell(
         scaling=record.scaling,
         repeat=record.repeat,
         measure=record.measure,
-        started_at=record.started_at or "",
-        variant=record.variant,
         conditions={k: v for k, v in differing.items() if not is_of_strategy(k)},
         profile=who.resolved.get("model.profile.name", ""),
         settings={**differing, **who.typed},
         transform=record.transform or "",
-        emulation=tuple(record.emulation),
         environment=record.environment,
         step_s=number(record.step_s and record.step_s.median),
-        turns_s=tuple(record.turns_s),
         step_mad_s=number(record.step_s and record.step_s.mad),
-        samples_per_s=number(record.wall_samples_per_s),
         flops_per_s=number(record.flops_per_s),
         mfu=number(record.mfu),
-        unit=record.unit,
-        prediction=record.prediction,
-        predictions_per_sample=record.predictions_per_sample,
         phases_s={key: number(value) for key, value in record.phases_s.items()},
         payload_bytes_per_step=tuple(record.payload_bytes_per_step or ()),
-        messages_per_step=tuple(record.messages_per_step or ()),
-        gradient_bytes=number(record.gradient_bytes),
         num_parameters=number(record.num_parameters),
-        final={name: number(value) for name, value in record.final.items()},
-        evaluations=tuple(record.evaluations),
-        idle=tuple(record.idle),
-        stretches=tuple(record.stretches),
-        record=record,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -303,20 +303,18 @@ def _report_study(results: Results, sink: Sink, target: float | None) -> None:
         suffix = "_weak" if scaling == "weak" and len(results.scalings) > 1 else ""
         for name in FIGURES:
             if name != "map_of_strategies" or (results.has_map and scaling == "strong"):
-                sink.draw(name, out / f"{name}{suffix}", _maker(results, name, scaling))
+                sink.draw(name, out / f"{name}{suffix}", partial(_noted, results, name, scaling))
     for cell in study.cells:
         if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
             stem = out / f"{TIMELINES}_{study.name_of(cell.folder).replace('/', '_')}"
-            sink.draw(TIMELINES, stem, lambda width, at=cell.folder: _timeline(at, width))
+            sink.draw(TIMELINES, stem, partial(_timeline, cell.folder))
     sink.keep(out, "+".join(study.labels.values()) or study.folder.name)
 
 
-def _maker(results: Results, name: str, scaling: str) -> Callable[[int], Chart]:
-    def make(width: int) -> Chart:
-        chart = results.chart(name, scaling, width)
-        return replace(chart, notes=[*chart.notes, *results.notes(scaling)])
-
-    return make
+def _noted(results: Results, name: str, scaling: str, width: int) -> Chart:
+    """Return a chart that says itself what a page says once."""
+    chart = results.chart(name, scaling, width)
+    return replace(chart, notes=[*chart.notes, *results.notes(scaling)])
 
 
 def _report_cell(folder: Path, sink: Sink) -> None:
@@ -335,9 +333,9 @@ def _report_cell(folder: Path, sink: Sink) -> None:
     out = _made(sink.out or folder / "figures")
     if steps is not None:
         record = read_record(folder / "record.json")
-        sink.draw(RANKS, out / RANKS, lambda width: own_work_of_ranks(steps, record, width))
+        sink.draw(RANKS, out / RANKS, partial(own_work_of_ranks, steps, record))
     if has_timeline:
-        sink.draw(TIMELINES, out / TIMELINES, lambda width: _timeline(folder, width))
+        sink.draw(TIMELINES, out / TIMELINES, partial(_timeline, folder))
     sink.keep(out, folder.parent.name)
 
 

@@ -24,25 +24,15 @@ from lab.task import LOGARITHMIC, PERCENT, axis, main_metric, metrics_of
 NUM_DRAWN, NUM_SMOOTHED = 400, 50  # points of a curve, and windows that smooth it
 HIGH = 190  # pixels of a panel of curves
 COMPUTE, LAYER, TRANSFER, CODEC = "compute", "layer", "exchange", "codec"
-NAMES = {
-    "data": "Data",
-    "forward": "Forward",
-    "backward": "Backward",
-    LAYER: "Layer",
-    "wait": "Waits",
-    "optimizer": "Update",
-    TRANSFER: "Transfer",
-    CODEC: "Encode, decode",
-}
-COLOURS = {
-    "data": PHASE_LOOKS["data"],
-    "forward": PHASE_LOOKS["forward"],
-    "backward": PHASE_LOOKS["backward"],
-    LAYER: "#F0E442",  # the yellow of Okabe and Ito, which stands out on blue
-    "wait": "white",
-    "optimizer": PHASE_LOOKS["update"],
-    TRANSFER: PHASE_LOOKS["exchange"],
-    CODEC: ORANGE,
+KINDS = {  # of spans: what the legend calls them, and their colours
+    "data": ("Data", PHASE_LOOKS["data"]),
+    "forward": ("Forward", PHASE_LOOKS["forward"]),
+    "backward": ("Backward", PHASE_LOOKS["backward"]),
+    LAYER: ("Layer", "#F0E442"),  # the yellow of Okabe and Ito, which stands out on blue
+    "wait": ("Waits", "white"),
+    "optimizer": ("Update", PHASE_LOOKS["update"]),
+    TRANSFER: ("Transfer", PHASE_LOOKS["exchange"]),
+    CODEC: ("Encode, decode", ORANGE),
 }
 ON_ONE_LINE = ("data", "forward", "backward", "wait", "optimizer")
 DARK = ("data", "backward", "optimizer")  # names inside are white
@@ -71,7 +61,9 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
     known = list(cells)
     runs = _representatives(known, scaling, looks)
     shown = {run.label: looks[run.series] for run in runs}
-    metric = main_metric(name for run in runs for e in run.evaluations for name in metrics_of(e))
+    metric = main_metric(
+        name for run in runs for e in run.record.evaluations for name in metrics_of(e)
+    )
     label, factor = axis(metric)
     try:
         curves = {
@@ -119,7 +111,7 @@ def _representatives(cells: Sequence[Cell], scaling: str, looks: Looks) -> list[
         )
     largest = max((cell.world_size, cell.fixed_batch_size) for cell in done)
     here = [cell for cell in done if (cell.world_size, cell.fixed_batch_size) == largest]
-    here.sort(key=lambda cell: (cell.repeat, cell.started_at))
+    here.sort(key=lambda cell: (cell.repeat, cell.record.started_at or ""))
     first = {cell.series: cell for cell in reversed(here)}
     return [first[name] for name in looks if name in first]
 
@@ -137,7 +129,7 @@ def _losses(cell: Cell) -> Frame:
 
 
 def _evaluated(cell: Cell, metric: str, factor: float) -> Frame:
-    rows = [e for e in cell.evaluations if e.get(metric) is not None]
+    rows = [e for e in cell.record.evaluations if e.get(metric) is not None]
     table = pd.DataFrame(rows, columns=["step", "seconds", metric])
     return table.assign(value=factor * table[metric].astype(float))
 
@@ -234,7 +226,7 @@ def _drawn(spans: list[Span], width: int, pale: bool) -> Any:
 
     Pieces are layers within forward and backward, and encoding and decoding within a transfer.
     """
-    spans = [span for span in spans if span.row in COLOURS]
+    spans = [span for span in spans if span.row in KINDS]
     origin = min(span.start_s for span in spans)
     length_s = max(span.end_s for span in spans) - origin
     placed = tracks_of(spans)
@@ -245,15 +237,16 @@ def _drawn(spans: list[Span], width: int, pale: bool) -> Any:
     pieces = [(span, track, None) for span, track in pieces_of(spans, placed)]
     data = pd.DataFrame(
         {
-            **{"track": names[track], "kind": NAMES[span.row], "name": span.name},
+            **{"track": names[track], "kind": KINDS[span.row][0], "name": span.name},
             **{"start": 1e3 * (span.start_s - origin), "end": 1e3 * (span.end_s - origin)},
             **{"label": text, "thin": text is None, "dark": span.row in DARK},
         }
         for span, track, text in whole + pieces
     )
-    kinds = [row for row in NAMES if any(span.row == row for span in spans)]
-    words = [NAMES[kind] for kind in kinds]
-    colours = alt.Scale(domain=words, range=[COLOURS[kind] for kind in kinds])
+    drawn = {span.row for span in spans}
+    colour_of = dict(KINDS[row] for row in KINDS if row in drawn)
+    words = [*colour_of]
+    colours = alt.Scale(domain=words, range=[*colour_of.values()])
     legend = alt.Legend(columns=legend_columns(words, width), symbolStrokeColor=INK)
     data["time"] = [
         f"{b - a:.4g} ms, from {a:.4g} ms" for a, b in zip(data["start"], data["end"], strict=True)
@@ -319,7 +312,7 @@ def _fitting_name(span: Span, pixels_per_s: float) -> str:
     """Return as much of the name as fits into the bar, possibly nothing."""
     first = span.name.split(" ")[0]  # the first of a bucket's parameters
     names = (span.name, first, first.rpartition(".")[0])
-    names = names if span.row == TRANSFER else (NAMES[span.row],)
+    names = names if span.row == TRANSFER else KINDS[span.row][:1]
     letters = (span.end_s - span.start_s) * pixels_per_s / (LETTER * LABEL_PX) - 1
     return next((name for name in names if len(name) < letters), "")
 

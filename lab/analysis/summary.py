@@ -56,7 +56,10 @@ def records_table(study: Study) -> pd.DataFrame:
         {
             "folder": study.name_of(cell.folder),
             "series": cell.series,
-            **{key: _in_a_column(value) for key, value in flat(cell.record.to_json()).items()},
+            **{
+                key: json.dumps(value) if isinstance(value, list) else value
+                for key, value in flat(cell.record.to_json()).items()
+            },
         }
         for cell in study.cells
     ]
@@ -80,10 +83,6 @@ def _as_text(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
 
 
-def _in_a_column(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list) else value
-
-
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -101,7 +100,7 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
         "\n".join(filter(None, [shared_runs(points), *_advice(points)])),
         "\n".join(_scalability_lines(points)),
         "\n".join(filter(None, [floor_text(floor), *leaders_at])),
-        "\n".join(_trouble(study)),
+        "\n".join(f"{status}: {name}: {why}" for name, status, why in study.troubles),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -120,7 +119,7 @@ def shared_runs(points: Iterable[Point]) -> str:
 
 def unit_of(points: Iterable[Point]) -> str:
     """Return the unit that all measured points share, in the singular, or "sample"."""
-    units = {point.one.unit for point in points if point.num_repeats}
+    units = {point.one.record.unit for point in points if point.num_repeats}
     return units.pop() if len(units) == 1 else "sample"
 
 
@@ -129,7 +128,7 @@ def prediction_of(points: Iterable[Point]) -> tuple[str, int]:
 
     The number is 1 if they differ.
     """
-    measured = [point.one for point in points if point.num_repeats]
+    measured = [point.one.record for point in points if point.num_repeats]
     kinds = {(one.prediction, one.predictions_per_sample) for one in measured}
     return kinds.pop() if len(kinds) == 1 else ("prediction", 1)
 
@@ -190,10 +189,10 @@ def times_to_target(points: Sequence[Point], target: float) -> list[TimeToTarget
 
 
 def _of_point(point: Point, target: float) -> TimeToTarget | None:
-    runs = [cell for cell in point.done("throughput").values() if cell.evaluations]
+    runs = [cell for cell in point.done("throughput").values() if cell.record.evaluations]
     if not runs:
         return None
-    metric = main_metric(metrics_of(runs[0].evaluations[0]))
+    metric = main_metric(metrics_of(runs[0].record.evaluations[0]))
     reached = [when for run in runs if (when := _first(run, metric, target))]
     seconds = of_level([s for s, _ in reached]) if len(reached) == len(runs) else UNKNOWN
     steps = max((step for _, step in reached), default=0)
@@ -202,7 +201,7 @@ def _of_point(point: Point, target: float) -> TimeToTarget | None:
 
 def _first(run: Cell, metric: str, target: float) -> tuple[float, int] | None:
     """Return seconds and step of the first evaluation that reached the target."""
-    for evaluation in run.evaluations:
+    for evaluation in run.record.evaluations:
         value, seconds, step = (evaluation.get(key) for key in (metric, "seconds", "step"))
         if value is None or seconds is None or step is None:
             continue
@@ -308,15 +307,6 @@ def _leader_line(points: list[Point], floor: float) -> str:
     where = "".join(f" {key}={value}" for key, value in one.one.hosts.items())
     place = f"N={one.world_size} {one.scaling} batch {one.fixed_batch_size}{model}{where}"
     return f"{place}: {role}: {', '.join(names)}"
-
-
-def _trouble(study: Study) -> list[str]:
-    failed = [cell for cell in study.cells if cell.status != "done"]
-    lines = [
-        f"{c.status}: {study.name_of(c.folder)}: {c.error or 'no error was recorded'}"
-        for c in failed
-    ]
-    return [*lines, *(f"missing: {name}: {why}" for name, why in study.missing.items())]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lab.advice.advise import advised
 from lab.analysis.results import Results, load
 from lab.diagnosis import view as diagnosis_view
 from lab.draw.chart import Chart
+from lab.settings.checks import as_text
 from lab.settings.command import Command, read
 from lab.settings.errors import ConfigError
 from lab.simulate import predict as prediction
@@ -160,14 +161,7 @@ def explain(path: str | Path) -> Answer:
 
 def _words(settings: Settings) -> list[str]:
     """Write settings as a command line has them."""
-    return [f"{key}={_text(value)}" for key, value in settings.items()]
-
-
-def _text(value: Setting) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str | int | float):
-        return str(value)
-    return ",".join(map(_text, value))
+    return [
+        f"{key}={as_text(value if isinstance(value, str | int | float | None) else tuple(value))}"
+        for key, value in settings.items()
+    ]

@@ -231,9 +231,7 @@ def part_of(world: World, members: Sequence[int]) -> World | None:
     assert isinstance(control, dist.ProcessGroup)  # this rank is one of them
     place = replace(world.place, rank=comm.rank, size=comm.size)
     store = dist.PrefixStore("-".join(map(str, members)), world.store)
-    return replace(
-        world, place=place, comm=comm, control=control, store=store, num_hosts=len(comm.nodes)
-    )
+    return replace(world, place=place, comm=comm, control=control, store=store)
 
 
 def _collectives(

@@ -20,6 +20,7 @@ from torch import Tensor
 from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
 from lab.codec.codecs import Int4, Int8, OneBit, Signs, TopK
+from lab.codec.layout import Draws, Factors
 from lab.exchange import powersgd, randomk
 from lab.exchange.layout import num_sent
 
@@ -142,7 +143,7 @@ class RandomKCodec(Codec):
         self.kernels = randomk.Reference() if in_torch else randomk.kernels(device)
         self.shape = rows, columns, device
         sent = num_sent((rows * columns,), RANDOMK_RATIO)
-        self.draws = randomk.Draws([rows * columns], [sent], [0])
+        self.draws = Draws([rows * columns], [sent], [0])
         self.values, self.probe = torch.zeros(sent, device=device), torch.zeros((), device=device)
         self.payload_bytes = self.values.nbytes + self.probe.nbytes
 
@@ -165,7 +166,7 @@ class PowerSGDCodec(Codec):
 
     def __init__(self, in_torch: bool, rows: int, columns: int, device: torch.device) -> None:
         self.kernels = powersgd.Reference() if in_torch else powersgd.factor_kernels(device, RANK)
-        self.factors = powersgd.Factors([(0, rows, columns, RANK)])
+        self.factors = Factors([(0, rows, columns, RANK)])
         self.p = torch.zeros(rows, RANK, device=device)
         generator = torch.Generator().manual_seed(0)
         self.warm = torch.randn(RANK, columns, generator=generator).to(device)

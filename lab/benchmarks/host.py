@@ -210,7 +210,8 @@ def _exchanging(variant: Variant, comm: TorchComm) -> Iterator[Step]:
 
     def step() -> None:
         with sync.micro_batch(last=True):
-            (sync.module() * sync.loss_factor).backward()
+            total = sync.module()
+            total.backward(torch.full_like(total, sync.loss_factor))
         sync.finish()
         sync.step += 1
 

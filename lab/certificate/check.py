@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,27 +13,13 @@ from torch import Tensor, nn
 from lab.certificate.examination import About, CertificateError, Examination, unchecked
 from lab.certificate.traffic import Bucket, ByteCounter
 from lab.certificate.watch import Seen, Watch, norm
-from lab.distributed.comm import Comm, Sent
-from lab.exchange.base import Exchange
 from lab.record.schema import Certificate
-from lab.sync.base import Sync
+from lab.sync.base import Exchanging, Sync
 from lab.sync.ddp import HookState
 from lab.sync.gradsync import GradSync
 from lab.sync.local import LocalSync
 from lab.sync.pattern import Begin, Leg
 from lab.sync.priority import PrioritySync
-
-
-class Exchanging(Protocol):
-    """The part of a Sync, or of a hook's state, that is observed."""
-
-    @property
-    def exchange(self) -> Exchange: ...
-    @property
-    def comm(self) -> Comm: ...
-    def sent(self) -> Sent: ...
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]: ...
-    def bucket_itemsizes(self) -> list[int]: ...
 
 
 class Observer:
@@ -57,13 +43,12 @@ class Observer:
         self.buckets: list[Bucket] = []
         self._kept: Tensor | None = None  # before the exchange
         self._begun = False
-        parameters = [*watch.parameters.values()]
-        self.examination = Examination(about, watch.names, watch.names_at_start, parameters)
+        self.examination = Examination(about, watch.parameters, watch.names_at_start)
 
     def begin(self) -> None:
         """Note what is kept, and counted, before an exchange."""
         self._kept = self.watch.kept(self._sync.exchange, self._sync.comm)
-        self.buckets = self._buckets_now()
+        self.buckets = self._sync.bucket_values()
         self.odometer.start(self._sync.sent()[0])
         self._begun = True
 
@@ -85,7 +70,7 @@ class Observer:
     def sent(self) -> Tensor:
         """Return the bytes since `begin`, for Examination.add."""
         if not self.buckets:  # a hook knows them afterwards
-            self.buckets = self._buckets_now()
+            self.buckets = self._sync.bucket_values()
         return self.odometer.stop(self._sync.sent()[0])
 
     def add(self, seen: Seen) -> None:
@@ -115,11 +100,6 @@ class Observer:
             self.watch.restart()
         for parameter, gradient in gradients:
             self.watch.note(parameter, gradient)
-
-    def _buckets_now(self) -> list[Bucket]:
-        shapes = self._sync.bucket_shapes()
-        sizes = self._sync.bucket_itemsizes() or [4] * len(shapes)
-        return [*zip(shapes, sizes, strict=True)]
 
 
 class Check:
@@ -345,7 +325,6 @@ def check_of(
         name=f"{'sync' if pattern.by_library else 'exchange'}={type(who).__name__}",
         error_bound=sync.error_bound,
         settings=exchange,
-        counts_itself=not pattern.by_library,
         nodes=sync.comm.nodes,
         exchange=None if pattern.by_library else sync.exchange,
     )

@@ -77,10 +77,9 @@ class About:
         name: of the exchange, for messages.
         error_bound: see Exchange.error_bound.
         settings: of the exchange, which its formula reads; None: unknown.
-        counts_itself: the exchange's bytes are counted as they are sent, not as a library says.
         nodes: see formula_bytes.
         promise: what ranks are left with, in the certificate's words.
-        exchange: the lab's; None: a library's.
+        exchange: the lab's; None: a library's, whose bytes nothing counts as they are sent.
     """
 
     gather: Callable[[Tensor], Tensor]
@@ -90,7 +89,6 @@ class About:
     name: str
     error_bound: Callable[[float, int], float]
     settings: Mapping[str, Any] | None = None
-    counts_itself: bool = True
     nodes: Nodes | None = None
     promise: str = "gradients averaged once"
     exchange: Exchange | None = None
@@ -101,14 +99,12 @@ class Examination:
     """The exchanges that were looked at so far. All ranks add the same, and find the same.
 
     Args:
-        names: of the trainable parameters. names_at_start: of those and the buffers.
-        parameters: the same parameters.
+        parameters: the trainable ones, by name. names_at_start: of those and the buffers.
     """
 
     about: About
-    names: list[str]
+    parameters: Mapping[str, nn.Parameter]
     names_at_start: list[str]
-    parameters: list[nn.Parameter]
     num_exchanges: int = 0
     verdict: Verdict | None = None
     bound: float = 0.0
@@ -116,7 +112,8 @@ class Examination:
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sizes = [travel_shape(p).numel() for p in self.parameters]
+        self.names = list(self.parameters)
+        self._sizes = [travel_shape(p).numel() for p in self.parameters.values()]
         self.ledger = Ledger(sum(self._sizes), [])
 
     def add(self, mine: Seen, sent: Tensor, buckets: Sequence[Bucket]) -> bool:
@@ -183,7 +180,7 @@ class Examination:
         else:
             said = f"no gradients checked, because {why}"
         # What a codec leaves as it is, beside the bytes that it saves less by.
-        shapes = {name: p.shape for name, p in zip(names, self.parameters, strict=True)}
+        shapes = {name: p.shape for name, p in self.parameters.items()}
         exact = left_exact(about.exchange, shapes) if about.exchange else []
         line = "; ".join([f"certificate: weights equal on {about.size} ranks", said, sent, *exact])
         return Certificate(
@@ -257,8 +254,9 @@ class Examination:
         roots = torch.tensor(sizes, dtype=torch.float64).sqrt()
         # A norm of so many values, each off by the bound, or by the type's smallest step.
         allowed = bound * roots if bound else torch.zeros_like(roots)
-        eps = torch.tensor([_eps(p) for p in self.parameters], dtype=torch.float64)
-        types = [torch.finfo(p.dtype) for p in self.parameters]
+        parameters = self.parameters.values()
+        eps = torch.tensor([_eps(p) for p in parameters], dtype=torch.float64)
+        types = [torch.finfo(p.dtype) for p in parameters]
         steps = torch.tensor([each.tiny * each.eps for each in types], dtype=torch.float64)
         first = seen.row(0)
         verdict = judge(first, allowed, eps, steps * self.about.size * roots)
@@ -282,7 +280,7 @@ class Examination:
     def _check_bytes(self, traffic: Tensor, buckets: Sequence[Bucket]) -> None:
         about = self.about
         self.ledger.entries.append(moved(traffic, about.backend))
-        if not about.counts_itself:
+        if about.exchange is None:
             return
         # Each rank's part of each bucket may end in a block that is not full.
         block = max(BLOCK_BYTES, (about.settings or {}).get("block_size", 0))

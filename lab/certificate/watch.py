@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
 from lab.exchange.layout import trainable, travel_shape, travelling
+from lab.sync.gradsync import accumulator
 
 NUM_IMAGES = 8
 BLOCK = 1024  # values that share a sign of their own
@@ -128,8 +128,8 @@ class Seen:
 
     def row(self, index: int) -> Seen:
         """Return the same with one of the rows: 0 is the first, -1 the head's."""
-        one = (each[..., index, :] for each in (self.own, self.sent, self.delivered))
-        return replace(self, **dict(zip(("own", "sent", "delivered"), one, strict=True)))
+        names = ("own", "sent", "delivered")
+        return replace(self, **{name: getattr(self, name)[..., index, :] for name in names})
 
     def is_finite(self) -> bool:
         return all(bool(each.isfinite().all()) for each in (self.own, self.delivered, self.sent))
@@ -168,18 +168,13 @@ class Watch:
         self.head_only = False
         self.bounded = False
         self.reset()
-        accumulators = {name: _accumulator(p) for name, p in self.parameters.items()}
+        accumulators = {name: accumulator(p) for name, p in self.parameters.items()}
         self._accumulators = accumulators  # which torch would make anew
         self._hooks: list[RemovableHandle] = [
             node.register_prehook(partial(self._on_gradient, name))
             for name, node in accumulators.items()
         ]
         self._buffers = {name: self._whole(b) for name, b in model.named_buffers()}
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trainable parameters."""
-        return list(self.parameters)
 
     @property
     def names_at_start(self) -> list[str]:
@@ -309,16 +304,3 @@ class Watch:
     def _zero(self) -> Tensor:
         shape = (1 if self.head_only else 2), NUM_IMAGES
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
-
-
-def _accumulator(parameter: nn.Parameter) -> Node:
-    """Return the node that adds to `grad`: hooks of the user's own run before it.
-
-    Unlike a hook on the tensor, one on this node is not called by torch.autograd.grad.
-    """
-    with torch.enable_grad():
-        view = parameter.view_as(parameter).grad_fn
-    assert view is not None
-    node = view.next_functions[0][0]
-    assert node is not None
-    return node

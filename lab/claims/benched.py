@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lab.claims.device import Device, Quantity, exact, matches, ratio, total
@@ -17,8 +18,7 @@ PRODUCTS = "Conv2d|Linear"
 def time_share(device: Device, result: str, layers: str) -> Interval:
     """Divide the time of the layers that match, forward and backward, by that of a step."""
     row = _row(device.result(result))
-    chosen = [Interval.read(each[f"{way}_s"]) for each in _layers(row, layers) for way in PASSES]
-    return ratio(total(chosen), exact(row["step_s"]["median"]))
+    return ratio(total(_times(_layers(row, layers))), exact(row["step_s"]["median"]))
 
 
 def bias_and_share(device: Device, result: str, layers: str) -> Interval:
@@ -33,17 +33,14 @@ def bias_and_share(device: Device, result: str, layers: str) -> Interval:
     if any(each is None for each in biased):
         raise Missing
     biases = [Interval.read(each[way]) for each in biased for way in PASSES]
-    some, every = (
-        [Interval.read(each[f"{way}_s"]) for each in chosen for way in PASSES]
-        for chosen in (_layers(row, layers), others)
-    )
+    some, every = _times(_layers(row, layers)), _times(others)
     return ratio(total([*biases, *some]), total([*biases, *every]))
 
 
 def backward_ratio(device: Device, result: str, layers: str = ".*") -> Interval:
     """Divide backward of the layers that match by their forward."""
     found = _layers(_row(device.result(result)), layers)
-    forward, backward = (total(Interval.read(each[f"{way}_s"]) for each in found) for way in PASSES)
+    forward, backward = (total(_times(found, way)) for way in PASSES)
     return ratio(backward, forward)
 
 
@@ -161,6 +158,11 @@ def _layers(row: dict[str, Any], layers: str) -> list[dict[str, Any]]:
     if not found:
         raise ValueError(f"layers={layers}: there is no such layer")
     return found
+
+
+def _times(layers: Sequence[Mapping[str, Any]], *ways: str) -> list[Interval]:
+    """Return the times of some layers, forward and backward unless `ways` says otherwise."""
+    return [Interval.read(each[f"{way}_s"]) for each in layers for way in ways or PASSES]
 
 
 def _counted(

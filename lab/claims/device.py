@@ -322,18 +322,14 @@ def printed_rows(device: Device, more: str, than: str, among: str = ".*") -> Int
         more, than: machine and place of the columns, as server/5.
         among: a regular expression for the rows, as "LSTM/Torch"; rows without a figure count not.
     """
-    rows = [
-        [device.figure(f"{network}/tools/{tool}/{column}") for column in (more, than)]
-        for network, entry in device.figures.items()
-        for tool, machines in entry["tools"].items()
-        if matches(among, f"{network}/{tool}")
-        if None not in [machines[way][int(at)] for way, at in _columns(more, than)]
-    ]
-    return exact(sum(first > second for first, second in rows))
-
-
-def _columns(*columns: str) -> list[list[str]]:
-    return [column.split("/") for column in columns]
+    exceeding = 0
+    for network, entry in device.figures.items():
+        for tool in entry["tools"]:
+            row = f"{network}/tools/{tool}"
+            with suppress(Missing):
+                if matches(among, f"{network}/{tool}"):
+                    exceeding += device.figure(f"{row}/{more}") > device.figure(f"{row}/{than}")
+    return exact(exceeding)
 
 
 ALL_COUNTED: tuple[Quantity, ...] = (
@@ -371,11 +367,11 @@ def mini_batch_ratio(
 
 def _seconds(device: Device, model: str, threads: int) -> dict[int, float]:
     """Return the median step of each repeat."""
+    wanted = {"model": model, "threads": str(threads)}
     found = {
         cell.repeat: cell.step_s
         for cell in device.cells
-        if cell.status == "done"
-        and (cell.variant.get("model"), cell.variant.get("threads")) == (model, str(threads))
+        if cell.status == "done" and wanted.items() <= cell.record.variant.items()
     }
     if not found:
         raise Missing

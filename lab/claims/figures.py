@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from lab.claims.claims import Check
 from lab.claims.device import GPUS, Network
 from lab.claims.findings import EVIDENCE, KINDS, Reproduced, Verdict, tally
 from lab.claims.metrics import Conditions
-from lab.claims.predicted import RateSpeedups, SpeedupMap
+from lab.claims.predicted import SpeedupMap, rate_speedups
 from lab.draw.chart import (
     BLUE,
     GREEN,
@@ -30,6 +32,7 @@ from lab.draw.chart import (
     looks_of,
 )
 from lab.draw.plots import BAR, GAP, PANEL, Axis, in_rows, legend_columns, lines, round_values
+from lab.simulate.hardware import slowest
 from lab.simulate.score import ScoredCell
 
 COLUMNS = 3
@@ -193,14 +196,10 @@ def shades(count: int) -> list[str]:
     """Choose a colour for each of an ascending series, from light to dark."""
     if count <= len(SHADES):
         return [*SHADES[:count]]
-    places = [at * (len(SHADES) - 1) / (count - 1) for at in range(count - 1)]
-    between = [_between(*SHADES[int(at) : int(at) + 2], share=at % 1) for at in places]
-    return [*between, SHADES[-1]]
-
-
-def _between(low: str, high: str, *, share: float) -> str:
-    parts = zip(bytes.fromhex(low[1:]), bytes.fromhex(high[1:]), strict=True)
-    return "#" + bytes(round(a + share * (b - a)) for a, b in parts).hex()
+    places = np.linspace(0, len(SHADES) - 1, count)
+    channels = np.array([[*bytes.fromhex(shade[1:])] for shade in SHADES]).T
+    mixed = [np.interp(places, range(len(SHADES)), each).round() for each in channels]
+    return [f"#{bytes(map(int, colour)).hex()}" for colour in zip(*mixed, strict=True)]
 
 
 def _in_panels(
@@ -223,9 +222,9 @@ def regime_map(speedups: SpeedupMap, about: Sequence[str]) -> Chart:
             **{"log2": math.log2(value), "left": ranks / half, "right": ranks * half},
             **{"bottom": batch / half, "top": batch * half},
         }
-        for strategy, rows in speedups.values.items()
-        for batch, row in zip(speedups.batches, rows, strict=True)
-        for ranks, value in zip(speedups.ranks, row, strict=True)
+        for strategy, table in speedups.items()
+        for batch, row in table.items()
+        for ranks, value in row.items()
         if not math.isnan(value)
     )
     lines_of: Any = pd.DataFrame(_breaking_even(speedups), columns=["strategy", "ranks", "even"])
@@ -248,17 +247,18 @@ def regime_map(speedups: SpeedupMap, about: Sequence[str]) -> Chart:
         ),
         even.transform_filter("isValid(datum.even)").encode(x="ranks:Q", y="even:Q"),
     ).properties(width=PANEL, height=PANEL * 3 / 4, data=data)
-    pays = data[(data["ranks"] == max(speedups.ranks)) & (data["speedup"] > 1)]
+    most = int(data["ranks"].max())
+    pays = data[(data["ranks"] == most) & (data["speedup"] > 1)]
     smallest = pays[pays["strategy"] != "none"].groupby("strategy")["batch"].min()
-    message = f"Predicted: {max(speedups.ranks)} ranks are slower than one at every batch"
+    message = f"Predicted: {most} ranks are slower than one at every batch"
     if not smallest.empty:
         first = ", ".join(smallest.index[smallest == smallest.min()])
         message = (
-            f"Predicted: {max(speedups.ranks)} ranks are faster than one from global batch "
+            f"Predicted: {most} ranks are faster than one from global batch "
             f"{smallest.min():.0f} on, first with {first}"
         )
     about = ["the line: as fast as one rank; red: slower", *about]
-    return _in_panels("regimes", message, about, panel, [*speedups.values])
+    return _in_panels("regimes", message, about, panel, [*speedups])
 
 
 def _powers(low: float, high: float) -> dict[str, Any]:
@@ -272,28 +272,28 @@ def _powers(low: float, high: float) -> dict[str, Any]:
 
 def _breaking_even(speedups: SpeedupMap) -> Iterator[tuple[str, int, float]]:
     """Yield by strategy and ranks the batch of speedup 1, between two batches, by logarithms."""
-    for strategy, rows in speedups.values.items():
-        for at, ranks in enumerate(speedups.ranks):
-            column = [math.log2(row[at]) for row in rows]
-            for place, (low, high) in enumerate(zip(column, column[1:], strict=False)):
+    for strategy, table in speedups.items():
+        for ranks in next(iter(table.values())):
+            column = [(batch, math.log2(row[ranks])) for batch, row in table.items()]
+            for (smaller, low), (larger, high) in itertools.pairwise(column):
                 if low < 0 <= high:
-                    smaller, larger = speedups.batches[place : place + 2]
                     yield strategy, ranks, smaller * (larger / smaller) ** (low / (low - high))
 
 
-def speedup_over_rate(speedups: RateSpeedups, about: Sequence[str]) -> Chart:
+def speedup_over_rate(reproduced: Reproduced, about: Sequence[str]) -> Chart:
     """Chart predicted speedup over the rate of the links, a panel for each batch.
 
-    The rate of the hardware's own links is marked.
+    The rate of the own links of the paper's hardware is marked.
     """
+    ranks, machine = max(reproduced.grid.world_sizes), reproduced.paper.hardware
+    own = 8e-9 * slowest(machine).bandwidth_bytes_per_s
+    found = rate_speedups(reproduced.grid, reproduced.paper).dropna()
     data: Any = pd.DataFrame(
-        {"series": name, "panel": batch, "x": 8e-9 * rate, "value": value}
-        for batch, by_name in speedups.values.items()
-        for name, values in by_name.items()
-        for rate, value in zip(speedups.rates, values, strict=True)
-        if not math.isnan(value)
-    ).assign(low=math.nan, high=math.nan, one=1.0)
-    own = 8e-9 * speedups.own_rate
+        {
+            **{"series": found["strategy"], "panel": found["batch"], "x": 8e-9 * found["rate"]},
+            **{"value": found["speedup"], "low": math.nan, "high": math.nan, "one": 1.0},
+        }
+    )
     body, width = lines(
         *(data, Axis("link, Gb/s", log=10, ticks=(0.1, 1, 10, 100, 1000))),
         Axis("speedup over 1 rank"),
@@ -305,12 +305,12 @@ def speedup_over_rate(speedups: RateSpeedups, about: Sequence[str]) -> Chart:
     )
     near = data.assign(far=(data["x"] / own).map(lambda ratio: abs(math.log(ratio))))
     near = near[(near["far"] == near["far"].min()) & (near["series"] != "none")]
-    message = f"Predicted speedup of {speedups.world_size} ranks by the rate of their links"
+    message = f"Predicted speedup of {ranks} ranks by the rate of their links"
     if not near.empty:
         best = near.loc[near["value"].idxmax()]
         message = (
             f"Predicted: over the machine's links of {own:.3g} Gb/s, {best['series']} is fastest, "
-            f"with a speedup of {best['value']:.2f} on {speedups.world_size} ranks"
+            f"with a speedup of {best['value']:.2f} on {ranks} ranks"
         )
     about = ["dotted lines: as fast as one rank; the rate of the machine's links", *about]
     return Chart("bandwidth", message, about, body, width)

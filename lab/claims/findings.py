@@ -22,17 +22,11 @@ from lab.claims.metrics import Conditions, Facts, Measured, MeasuredFacts, Point
 from lab.claims.predicted import (
     CellSpeedup,
     Change,
-    Crossovers,
     Predicted,
-    RateSpeedups,
-    SpeedupMap,
     Terms,
     cell_speedups,
-    find_crossovers,
     fit_terms,
     profile_of,
-    rate_speedups,
-    speedup_map,
 )
 from lab.measure.statistics import UNKNOWN, Interval, of_level
 from lab.model.work import Counts
@@ -365,22 +359,17 @@ class Reproduced:
     """The cells of a paper's reproduction, and predictions around them.
 
     Attributes:
-        basis: the profile and the hardware that cells are predicted from: the study's, fitted to
-            its cells of one and two ranks if there are runs.
-        cells: speedups of all cells of the grid.
+        paper: predicts by the paper's hardware.
+        study: predicts by the study's, fitted to its cells of one and two ranks if there are runs.
+        cells: speedups of all cells of the grid, predicted by the study's hardware.
         scored: every measured cell; None without runs.
-        crossovers: on the paper's hardware, and on the study's.
-        rates: on the paper's hardware.
-        map: on the study's hardware, every rank with cores of its own.
     """
 
     grid: Reproduction
-    basis: str
+    paper: Predicted
+    study: Predicted
     cells: tuple[CellSpeedup, ...]
     scored: tuple[ScoredCell, ...] | None
-    crossovers: tuple[Crossovers, ...]
-    rates: RateSpeedups
-    map: SpeedupMap
 
 
 @dataclass(frozen=True)
@@ -421,8 +410,7 @@ def verify(
         name: a file of conf/claims, or the path of one.
         runs: folder of the study that measures the paper.
         benches: folder of results of lab.bench, for claims about one device.
-        reproduce: also predict and score all cells of the paper's reproduction, and search
-            crossovers. It takes some seconds.
+        reproduce: also predict and score all cells of the paper's reproduction.
         config_dir: folder of the user's own claims, hardware and profiles.
 
     Raises:
@@ -515,16 +503,8 @@ def _reproduce(
         name = f"{group.hardware.name} (fitted to cells on 1 and 2 ranks)"
         hardware = replace(group.hardware, name=name)
     study = Predicted(predicted.profile, hardware, grid.bytes_scale)
-    own_cores = replace(hardware, num_cores=None)
-    return Reproduced(
-        grid=grid,
-        basis=str(study),
-        cells=cell_speedups(paper, grid, study, measured),
-        scored=scored,
-        crossovers=(find_crossovers(grid, predicted), find_crossovers(grid, study)),
-        rates=rate_speedups(grid, predicted),
-        map=speedup_map(grid, Predicted(predicted.profile, own_cores, grid.bytes_scale)),
-    )
+    cells = cell_speedups(paper, grid, study, measured)
+    return Reproduced(grid, predicted, study, cells, scored)
 
 
 def counts_of_model(model: str) -> Counts:

@@ -121,7 +121,6 @@ class Measured:
                 self._cells.setdefault(at, []).append(cell)
 
     def repeats(self) -> Sequence[Facts]:
-        """Return the facts of each single repeat."""
         by_repeat: dict[int, list[Cell]] = {}
         for cell in self._all_cells:
             by_repeat.setdefault(cell.repeat, []).append(cell)
@@ -142,7 +141,6 @@ class Measured:
         raise Missing
 
     def counts(self) -> Counts:
-        """Return the counts of the paper's network."""
         return self._counts
 
     def conditions(self) -> Conditions:
@@ -150,7 +148,7 @@ class Measured:
         cells = [cell for each in self._cells.values() for cell in each]
         known = [cell.environment for cell in cells if cell.environment]
         machines = {f"{e['cpu']}, {e['num_cores']} cores, torch {e['torch']}" for e in known}
-        emulations = {one.detail for cell in cells for one in cell.emulation}
+        emulations = {one.detail for cell in cells for one in cell.record.emulation}
         commits = commits_of(self._all_cells)
         return Conditions(tuple(sorted(machines)), tuple(sorted(emulations)), commits)
 

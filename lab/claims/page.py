@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from lab.claims.claims import Reproduction
 from lab.claims.device import mini_batches_table
 from lab.claims.findings import (
     BASES,
@@ -25,7 +26,7 @@ from lab.claims.findings import (
     tally,
 )
 from lab.claims.metrics import of_linear_scaling
-from lab.claims.predicted import MARGIN, Crossovers, Terms
+from lab.claims.predicted import MARGIN, Predicted, Terms, crossovers, speedup_map
 from lab.draw.chart import order
 from lab.draw.text import in_words, markdown
 from lab.settings.storage import write_atomically
@@ -183,12 +184,13 @@ def _charts(findings: Findings) -> list[Chart]:
     if found and found.scored and (made := figures.finding(found.scored, found, title)):
         charts.append(made)
     if found:
-        note = f"{title}; predicted: "
-        own_cores = f"{note}{found.map.basis}, each rank on its own cores"
+        by_paper, by_study = (f"{title}; predicted: {each}" for each in (found.paper, found.study))
         charts += [
-            figures.speedup_bars(found, conditions, [note + found.basis, *emulated]),
-            figures.speedup_over_rate(found.rates, [note + found.rates.basis]),
-            figures.regime_map(found.map, [own_cores]),
+            figures.speedup_bars(found, conditions, [by_study, *emulated]),
+            figures.speedup_over_rate(found, [by_paper]),
+            figures.regime_map(
+                speedup_map(found.grid, found.study), [f"{by_study}, each rank on its own cores"]
+            ),
         ]
     return charts
 
@@ -202,8 +204,8 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
         yield from (errors(reproduced.scored), "")
         yield from cells_table(reproduced.scored)
     yield from ("", "## Where each strategy pays off", "")
-    for crossovers in reproduced.crossovers:
-        yield from (*crossovers_tables(crossovers), "")
+    for predicted in (reproduced.paper, reproduced.study):
+        yield from (*crossovers_tables(reproduced.grid, predicted), "")
     yield from (f"![bandwidth]({folder}/bandwidth.png)", "", f"![regimes]({folder}/regimes.png)")
 
 
@@ -336,17 +338,16 @@ def _of_linear(verdict: Verdict) -> float | None:
 def terms_table(terms: Terms) -> list[str]:
     """Write each figure as predicted by the preset, by fitted terms, and by those of others."""
     fitted = in_words([f"{name} = {value:.3g}" for name, value in terms.values.items()])
-    ways = ("preset", "fitted", "left_out")
-    header = ["claim", "published", "preset", "error", "fitted", "error", "left out", "error"]
-    rows = []
-    for each in terms.figures:
-        rows.append([each.claim.says, _text(each.published)])
-        for value in (getattr(each, way) for way in ways):
-            rows[-1] += [_text(value), f"{100 * (value / each.published - 1):+.1f} %"]
-    errors = [
-        f"**median {100 * m:.1f} %, worst {100 * w:.1f} %**" for m, w in map(terms.error, ways)
-    ]
-    total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
+    header = ["claim", "published"]
+    rows = [[claim.says, _text(claim.published)] for claim in terms.figures]
+    total = ["**all, absolute**", ""]
+    for way, values in terms.predicted.items():
+        header += [way, "error"]
+        errors = terms.errors(way)
+        for row, value, error in zip(rows, values, errors, strict=True):
+            row += [_text(value), f"{100 * error:+.1f} %"]
+        off = [100 * abs(error) for error in errors]
+        total += ["", f"**median {median(off):.1f} %, worst {max(off):.1f} %**"]
     return [
         'In the next table, "preset" is the prediction above. "Fitted" uses terms of the cost '
         f'model that are fitted to all figures in the table: {fitted}. "Left out" uses terms '
@@ -380,26 +381,24 @@ def errors(cells: Sequence[ScoredCell]) -> str:
     return found.in_sentences()
 
 
-def crossovers_tables(crossovers: Crossovers) -> list[str]:
+def crossovers_tables(grid: Reproduction, predicted: Predicted) -> list[str]:
     """Write a table of batches, and one of link rates if two strategies are compared."""
-    world_size = crossovers.world_size
-    batches = [
-        [name, "never" if batch is None else str(batch)] for name, batch in crossovers.batch.items()
-    ]
+    world_size, (batches, rates) = max(grid.world_sizes), crossovers(grid, predicted)
     header = ["strategy", f"smallest global batch at which {world_size} ranks are faster than one"]
-    lines = [*markdown(header, batches), ""]
-    if crossovers.pair:
-        (first, second), percent = crossovers.pair, f"{100 * (MARGIN - 1):.0f} %"
-        rates = [
-            [str(batch), "no rate" if rate is None else f"{8e-9 * rate:.3g} Gb/s"]
-            for batch, rate in crossovers.rate.items()
-        ]
+    rows = [[name, "never" if size is None else str(size)] for name, size in batches.items()]
+    lines = [*markdown(header, rows), ""]
+    if grid.rate_crossover:
+        (first, second), percent = grid.rate_crossover, f"{100 * (MARGIN - 1):.0f} %"
         where = (
             f"link rate below which {first} is at least {percent} faster than {second} on "
             f"{world_size} ranks"
         )
-        lines += [*markdown(["global batch", where], rates), ""]
-    return [*lines, f"These values are predicted with {crossovers.basis}."]
+        rows = [
+            [str(batch), "no rate" if rate is None else f"{8e-9 * rate:.3g} Gb/s"]
+            for batch, rate in rates.items()
+        ]
+        lines += [*markdown(["global batch", where], rows), ""]
+    return [*lines, f"These values are predicted with {predicted}."]
 
 
 def _claim_line(verdict: Verdict, with_linear: bool) -> list[str]:

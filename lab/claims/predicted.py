@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
-from statistics import median
 
 import numpy as np
+import pandas as pd
 
 from lab.claims.claims import Claim, Paper, Reproduction
 from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point, speedup
@@ -21,7 +21,7 @@ from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.overrides import own_choices
 from lab.simulate.fit import START, least_squares
-from lab.simulate.hardware import Hardware, draws, parse, slowest, with_rate, with_value
+from lab.simulate.hardware import Hardware, draws, parse, with_rate, with_value
 from lab.simulate.network import Network
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING, Strategy
@@ -80,15 +80,12 @@ class Predicted:
         return f"profile {self.profile}{scale} on {self.hardware.name}"
 
     def step_s(self, at: Point) -> float:
-        """Return the seconds of a step."""
         return self._step(at)[0]
 
     def payload_bytes(self, at: Point) -> float:
-        """Return the bytes that the busiest rank sends in a step."""
         return self._step(at)[1]
 
     def all_reduce_s(self, at: Point) -> float:
-        """Return the seconds of an all-reduce of `num_bytes` by the library."""
         network = Network(self._hardware(at), at.world_size)
         return network.all_reduce(at.num_bytes or 0).seconds
 
@@ -102,10 +99,6 @@ class Predicted:
         layers = profile_of(self.profile).layers
         connected = [x.parameters for x in layers if x.name.startswith(FULLY_CONNECTED)]
         return Counts(sum(x.parameters for x in layers), sum(connected) if connected else None)
-
-    def at_rate(self, rate: float) -> Predicted:
-        """Predict the same for links that carry `rate` bytes per second."""
-        return Predicted(self.profile, with_rate(self.hardware, rate), self.bytes_scale)
 
     def _step(self, at: Point) -> tuple[float, float]:
         if at not in self._steps:  # claims share cells
@@ -129,7 +122,6 @@ class Predicted:
         return step.step_s, step.payload_bytes
 
     def _hardware(self, at: Point) -> Hardware:
-        """Return the hardware at a point."""
         hardware = hardware_of(at.hardware, self.number) if at.hardware else self.hardware
         if at.rate_gbit is not None:
             hardware = with_rate(hardware, at.rate_gbit * 1e9 / 8)
@@ -172,6 +164,8 @@ def strategy_of(name: str) -> Strategy:
 RATES = tuple(10 ** (power / 10) for power in range(70, 116))  # bytes per second
 MAP_RANKS = tuple(2**power for power in range(1, 9))
 MAP_BATCHES = tuple(2**power for power in range(6, 16))
+# Speedups by strategy, global batch and ranks; NaN if unknown.
+SpeedupMap = Mapping[str, Mapping[int, Mapping[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -188,39 +182,6 @@ class CellSpeedup:
     measured: float
     repeats: tuple[float, ...]
     published: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class RateSpeedups:
-    """Predicted speedup over the rate of the links.
-
-    Attributes:
-        basis: the profile and the hardware.
-        rates: in bytes per second.
-        own_rate: rate of the hardware's own links.
-        values: by global batch and strategy, the speedup at each of `rates`; NaN if unknown.
-    """
-
-    basis: str
-    world_size: int
-    rates: tuple[float, ...]
-    own_rate: float
-    values: Mapping[int, Mapping[str, tuple[float, ...]]]
-
-
-@dataclass(frozen=True)
-class SpeedupMap:
-    """Predicted speedup over ranks and global batch.
-
-    Attributes:
-        basis: the profile and the hardware.
-        values: by strategy, indexed [batch][ranks]; NaN if unknown.
-    """
-
-    basis: str
-    ranks: tuple[int, ...]
-    batches: tuple[int, ...]
-    values: Mapping[str, tuple[tuple[float, ...], ...]]
 
 
 def cell_speedups(
@@ -246,31 +207,39 @@ def cell_speedups(
     )
 
 
-def rate_speedups(grid: Reproduction, predicted: Predicted) -> RateSpeedups:
-    """Predict the speedup of the largest world size of `grid` for links of any rate."""
-    world_size = max(grid.world_sizes)
-    facts = [predicted.at_rate(rate) for rate in RATES]
-    values = {
-        batch: {
-            name: tuple(_speedup(each, Point(name, world_size, batch)) for each in facts)
-            for name in grid.strategies
+def rate_speedups(grid: Reproduction, predicted: Predicted) -> pd.DataFrame:
+    """Predict the speedup of the largest world size of `grid` for links of any rate.
+
+    Returns:
+        batch (global), strategy, rate (bytes per second) and speedup; NaN if unknown.
+    """
+    at_rate = {
+        rate: replace(predicted, hardware=with_rate(predicted.hardware, rate)) for rate in RATES
+    }
+    return pd.DataFrame(
+        {
+            **{"batch": batch, "strategy": name, "rate": rate},
+            "speedup": _speedup(facts, Point(name, max(grid.world_sizes), batch)),
         }
         for batch in grid.batch_sizes
-    }
-    own_rate = slowest(predicted.hardware).bandwidth_bytes_per_s
-    return RateSpeedups(str(predicted), world_size, RATES, own_rate, values)
+        for name in grid.strategies
+        for rate, facts in at_rate.items()
+    )
 
 
 def speedup_map(grid: Reproduction, predicted: Predicted) -> SpeedupMap:
-    """Predict the speedup of each strategy of `grid` for any number of ranks and any batch."""
-    values = {
-        name: tuple(
-            tuple(_speedup(predicted, Point(name, ranks, batch)) for ranks in MAP_RANKS)
+    """Predict the speedup of each strategy of `grid` for any number of ranks and any batch.
+
+    Every rank has cores of its own.
+    """
+    facts = replace(predicted, hardware=replace(predicted.hardware, num_cores=None))
+    return {
+        name: {
+            batch: {ranks: _speedup(facts, Point(name, ranks, batch)) for ranks in MAP_RANKS}
             for batch in MAP_BATCHES
-        )
+        }
         for name in grid.strategies
     }
-    return SpeedupMap(str(predicted), MAP_RANKS, MAP_BATCHES, values)
 
 
 def _published(paper: Paper, at: Point) -> tuple[float, ...]:
@@ -285,43 +254,28 @@ def _speedup(facts: Facts, at: Point) -> float:
         return math.nan
 
 
-@dataclass(frozen=True)
-class Crossovers:
-    """Points where one way of training overtakes another, as predicted.
+def crossovers(
+    grid: Reproduction, predicted: Predicted
+) -> tuple[dict[str, int | None], dict[int, float | None]]:
+    """Search where one way of training overtakes another on the largest world size of `grid`.
 
-    Attributes:
-        basis: the profile and the hardware.
-        world_size: of all points.
-        batch: by strategy, the smallest global batch that is trained faster than on one rank;
-            None if there is none.
-        pair: the strategies that `rate` compares; None if the paper names none.
-        rate: by global batch, the rate of the links in bytes per second below which the first of
-            the pair is faster by MARGIN; None if there is none.
+    Returns:
+        By strategy, see `crossover_batch`; and by global batch, see `crossover_rate`: of the
+            grid's pair of strategies, and empty if it names none.
     """
-
-    basis: str
-    world_size: int
-    batch: Mapping[str, int | None]
-    pair: tuple[str, str] | None
-    rate: Mapping[int, float | None]
-
-
-def find_crossovers(grid: Reproduction, predicted: Predicted) -> Crossovers:
-    """Search the crossovers of the largest world size of `grid`."""
     profile = profile_of(predicted.profile, predicted.bytes_scale)
     hardware, world_size = predicted.hardware, max(grid.world_sizes)
-    batch = {
+    batches = {
         name: crossover_batch(profile, hardware, strategy_of(name), world_size)
         for name in grid.strategies
     }
-    rate: dict[int, float | None] = {}
-    if grid.rate_crossover:
-        first, second = map(strategy_of, grid.rate_crossover)
-        rate = {
-            size: crossover_rate(profile, hardware, (first, second), world_size, size)
-            for size in grid.batch_sizes
-        }
-    return Crossovers(str(predicted), world_size, batch, grid.rate_crossover, rate)
+    if not grid.rate_crossover:
+        return batches, {}
+    first, second = map(strategy_of, grid.rate_crossover)
+    return batches, {
+        size: crossover_rate(profile, hardware, (first, second), world_size, size)
+        for size in grid.batch_sizes
+    }
 
 
 def crossover_batch(
@@ -379,37 +333,25 @@ PRIOR = 1e-3  # pulls terms that the figures do not determine towards the preset
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A figure, and its quantity as predicted three ways.
-
-    Attributes:
-        preset: with the hardware as its file says. fitted: with terms fitted to all figures.
-        left_out: with terms fitted to the figures of all other networks.
-    """
-
-    claim: Claim
-    published: float
-    preset: float
-    fitted: float
-    left_out: float
-
-
-@dataclass(frozen=True)
 class Terms:
     """Fitted terms.
 
     Attributes:
         values: by name, fitted to all figures.
         figures: claims with a published figure.
+        predicted: the quantities of these claims, by the terms that predict them: "preset", as the
+            hardware's file says; "fitted" to all figures; "left out", fitted to the figures of
+            all other networks.
     """
 
     values: Mapping[str, float]
-    figures: tuple[Fit, ...]
+    figures: Sequence[Claim]
+    predicted: Mapping[str, Sequence[float]]
 
-    def error(self, way: str) -> tuple[float, float]:
-        """Return median and worst relative error of `preset`, `fitted` or `left_out`."""
-        errors = [abs(getattr(each, way) / each.published - 1) for each in self.figures]
-        return median(errors), max(errors)
+    def errors(self, way: str) -> list[float]:
+        """Return the relative error of each figure as predicted in one of the ways."""
+        pairs = zip(self.predicted[way], self.figures, strict=True)
+        return [value / (claim.published or math.nan) - 1 for value, claim in pairs]
 
 
 def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
@@ -430,17 +372,14 @@ def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
         for network in networks
         if len(networks) > 1
     }
-    rows = [
-        Fit(
-            claim,
-            float(claim.published or math.nan),
-            _value(paper, hardware, claim),
-            _value(paper, best, claim),
-            _value(paper, without.get(_network(paper, claim), hardware), claim),
-        )
-        for claim in figures
-    ]
-    return Terms({name: getattr(best, name) for name in paper.fit}, tuple(rows))
+    predicted = {
+        "preset": [_value(paper, hardware, claim) for claim in figures],
+        "fitted": [_value(paper, best, claim) for claim in figures],
+        "left out": [
+            _value(paper, without.get(_network(paper, claim), hardware), claim) for claim in figures
+        ],
+    }
+    return Terms({name: getattr(best, name) for name in paper.fit}, figures, predicted)
 
 
 def _fitted(paper: Paper, hardware: Hardware, figures: Sequence[Claim]) -> Hardware:

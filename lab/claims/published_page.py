@@ -10,16 +10,7 @@ from typing import Any
 import pandas as pd
 
 from lab.claims.page import write_csv
-from lab.claims.published import (
-    Fit,
-    HeldOut,
-    Score,
-    figures,
-    fitted,
-    held_out,
-    predicted,
-    unseen,
-)
+from lab.claims.published import Fit, HeldOut, Score, figures, fitted, held_out, predicted, unseen
 from lab.draw.chart import GREY, Chart, alt
 from lab.draw.plots import ALONE, legend_columns
 from lab.draw.text import in_words, markdown

@@ -51,8 +51,7 @@ GRACE_S = 30.0  # for other hosts to end after h0, which has rank 0, or one that
 def find(cluster: Cluster) -> list[str]:
     """Return the command prefix that makes a sandbox: as root, or in a user namespace.
 
-    Raises:
-        ConfigError: neither is allowed here, or the kernel lacks a feature.
+    Raises: ConfigError: neither is allowed here, or the kernel lacks a feature.
     """
     prefixes = (ISOLATED, [*AS_ROOT, *ISOLATED])
     problems = [_problem([*prefix, "sh", "-c", PROBE]) for prefix in prefixes]

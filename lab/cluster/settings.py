@@ -114,11 +114,7 @@ class Cluster:
 
 
 def adopt_ranks() -> None:
-    """Take ranks of mpirun and srun as such (lab.distributed.launcher.adopt).
-
-    Raises:
-        ConfigError: they cannot meet.
-    """
+    """Take ranks of mpirun and srun as such (lab.distributed.launcher.adopt)."""
     with as_config_error():
         launcher.adopt()
 

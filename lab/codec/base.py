@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lab.codec.kernels import Messages, Native, Peers, Reading, Residual, library, on_gpu, push
+from lab.codec.kernels import Messages, Peers, Reading, Residual, bound, library, on_gpu
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
 
 MANY = 2**20  # values, of which a header is a small part
 Shapes = Mapping[str, Sequence[int]]
-
-
-class Kernels(Protocol):
-    """The functions of a codec that move values into messages and back, on one kind of device.
-
-    `values` and `out` are float32 [values of the layout], a `message` is uint8 [layout.num_bytes],
-    `messages` are uint8 [number, layout.num_bytes].
-    """
-
-    def encode(
-        self,
-        layout: Layout,
-        values: Tensor,
-        residual: Residual,
-        message: Tensor,
-        finite: Tensor | None = None,
-    ) -> None:
-        """Fill `message` with values + residual; what it leaves out becomes the new residual.
-
-        Args:
-            finite: bool [], becomes True, as `add_up` takes it: on a GPU no launch for itself.
-        """
-        ...
-
-    def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
-    ) -> None:
-        """Fill `out` with the sum of messages, in their order, over `divisor`.
-
-        Args:
-            finite: bool [], True, becomes False if one of the values is not.
-        """
-        ...
-
-    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
-        """Fill the message `out` with the sum of messages, in their order, + residual.
-
-        Args:
-            out: Peers: each receives it. They must not overlap `messages`.
-        """
-        ...
 
 
 class Codec(ABC):
@@ -131,16 +91,20 @@ class Codec(ABC):
         one = lay_out(rows, num_values, 1, self.row_bytes, cuts_rows=not self.block_size)
         return one.repeated(parts, num_values)
 
-    def kernels(self, device: torch.device) -> Kernels:
+    def kernels(self, device: torch.device) -> Reference:
         """Return the fastest kernels for tensors of `device`."""
         if device.type != "cpu":
             return (on_gpu(self.reading, device) if self.reading else None) or Reference(self)
         found = library(self.name)
-        return Reference(self) if found is None else Native(found, self.name, self.option)
+        return Reference(self) if found is None else Native(self, found)
 
 
 class Reference:
-    """The kernels of a codec in plain torch: row after row as its definition says."""
+    """The kernels of a codec in plain torch: row after row as its definition says.
+
+    They move values into messages and back. `values` and `out` are float32 [values of the layout],
+    a `message` is uint8 [layout.num_bytes], `messages` are uint8 [number, layout.num_bytes].
+    """
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -153,6 +117,11 @@ class Reference:
         message: Tensor,
         finite: Tensor | None = None,
     ) -> None:
+        """Fill `message` with values + residual; what it leaves out becomes the new residual.
+
+        Args:
+            finite: bool [], becomes True, as `add_up` takes it: on a GPU no launch for itself.
+        """
         if finite is not None:
             finite.fill_(True)
         for piece in layout.pieces:
@@ -163,6 +132,11 @@ class Reference:
     def add_up(
         self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
+        """Fill `out` with the sum of messages, in their order, over `divisor`.
+
+        Args:
+            finite: bool [], True, becomes False if one of the values is not.
+        """
         for piece in layout.pieces:
             torch.div(self._sum(piece, messages), divisor, out=_rows(piece, out))
         for start, count, at in layout.copies:
@@ -171,6 +145,11 @@ class Reference:
         finite.copy_(out.isfinite().all())
 
     def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
+        """Fill the message `out` with the sum of messages, in their order, + residual.
+
+        Args:
+            out: Peers: each receives it. They must not overlap `messages`.
+        """
         first = out[0] if isinstance(out, Peers) else out
         for piece in layout.pieces:
             self._encode(piece, self._sum(piece, messages), residual, first)
@@ -200,6 +179,61 @@ class Reference:
             message[piece.header :][: piece.rows * header].view(piece.rows, header),
             message[piece.payload :][: piece.rows * payload].view(piece.rows, payload),
         )
+
+
+class Native(Reference):
+    """The same in C++. Python's lock is released while a kernel runs."""
+
+    def __init__(self, codec: Codec, found: ctypes.CDLL) -> None:
+        super().__init__(codec)
+        self._option = codec.option
+        self._encode_rows = bound(found, f"{codec.name}_encode", tensors=5, numbers=5)
+        self._add_rows = bound(found, f"{codec.name}_add_up", tensors=5, numbers=8)
+        self._reduce_rows = bound(found, f"{codec.name}_reduce", tensors=5, numbers=7)
+
+    def encode(
+        self,
+        layout: Layout,
+        values: Tensor,
+        residual: Residual,
+        message: Tensor,
+        finite: Tensor | None = None,
+    ) -> None:
+        kept = None if residual is None else residual.data_ptr()
+        self._encode_rows(
+            *(values.data_ptr(), kept, message.data_ptr(), *layout.addresses),
+            *(self._option, torch.get_num_threads()),
+        )
+
+    def add_up(
+        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+    ) -> None:
+        self._add_rows(
+            *(messages.data_ptr(), out.data_ptr(), finite.data_ptr(), *layout.addresses),
+            *(messages.shape[0], messages.stride(0), divisor),
+            *(self._option, torch.get_num_threads()),
+        )
+
+    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
+        kept = None if residual is None else residual.data_ptr()
+        rows, first = together(messages), out[0] if isinstance(out, Peers) else out
+        self._reduce_rows(
+            *(rows.data_ptr(), kept, first.data_ptr(), *layout.addresses),
+            *(rows.shape[0], rows.stride(0), self._option, torch.get_num_threads()),
+        )
+        push(out)
+
+
+def together(messages: Messages) -> Tensor:
+    """Return messages one behind the other, [messages, bytes]; a copy of those that lie apart."""
+    return torch.stack(messages) if isinstance(messages, Peers) else messages
+
+
+def push(messages: Messages) -> None:
+    """Copy the first of several messages to all others."""
+    if isinstance(messages, Peers) and len(messages) > 1:
+        first, *others = messages
+        torch._foreach_copy_(others, [first] * len(others))
 
 
 def _rows(piece: Piece, values: Tensor) -> Tensor:

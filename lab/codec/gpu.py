@@ -113,7 +113,7 @@ class Program(NamedTuple):
 
 
 class Triton:
-    """See lab.codec.base.Kernels."""
+    """See lab.codec.base.Reference."""
 
     def __init__(self, reading: Reading) -> None:
         at = READINGS.index(reading.kind)

@@ -12,7 +12,7 @@ load, so ranks rebuild the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lab.codec.gpu_kernels import inverse
+from lab.codec.layout import Factors
 
-ROWS, COLUMNS = 4, 512  # of a tile, of a program that takes whole rows
-TALL, NARROW = 16, 128  # of a tile, of a program that takes columns
+WIDE = 4, 512  # rows and columns of a tile, of a program that takes whole rows
+TALL = 16, 128  # the same, of a program that takes columns
 SPAN, MOST_SPANS = 512, 16  # rows of a program that takes columns, at least, and parts of a matrix
 ALL = 2**31  # rows or columns
 LENGTH = 1024  # values of a factor that are read at once
@@ -56,15 +57,6 @@ class Program(NamedTuple):
 FIELDS: tl.constexpr = tl.constexpr(len(Program._fields))
 
 
-class Factors(Protocol):
-    """See lab.exchange.powersgd.Factors."""
-
-    matrices: Matrices
-    num_p: int
-    num_q: int
-    plans: dict[Any, Any]
-
-
 class Plan(NamedTuple):
     """The programs of a bucket: int64 [programs, fields].
 
@@ -89,7 +81,7 @@ class Triton:
     ) -> None:
         plan = _planned(factors, p)
         arguments = gradients, residuals, q, p, plan.of_rows
-        _launch(multiply_rows, plan.of_rows, *arguments, plan.rank, ROWS, COLUMNS)
+        _launch(multiply_rows, plan.of_rows, *arguments, plan.rank, WIDE)
 
     def orthonormalise(self, factors: Factors, p: Tensor, ps: Sequence[Tensor]) -> None:
         plan = _planned(factors, p)
@@ -102,7 +94,7 @@ class Triton:
     ) -> None:
         plan = _planned(factors, p)
         arguments = matrices, p, plan.parts, plan.of_columns, factors.num_q, plan.span
-        _launch(multiply_columns, plan.of_columns, *arguments, plan.rank, TALL, NARROW)
+        _launch(multiply_columns, plan.of_columns, *arguments, plan.rank, TALL)
         torch.sum(plan.parts, 0, out=q.view(-1))
         if subtract:
             self._rebuild(plan, matrices, p, q, subtract)
@@ -112,7 +104,7 @@ class Triton:
 
     def _rebuild(self, plan: Plan, out: Tensor, p: Tensor, q: Tensor, subtract: bool) -> None:
         arguments = out, p, q, plan.of_rows, plan.rank, subtract
-        _launch(multiply_factors, plan.of_rows, *arguments, ROWS, COLUMNS)
+        _launch(multiply_factors, plan.of_rows, *arguments, WIDE)
 
 
 made = Triton  # lab.codec.kernels.tried makes kernels by this name
@@ -138,7 +130,7 @@ def _planned(factors: Factors, like: Tensor) -> Plan:
 
         factors.plans[device] = Plan(
             max((matrix[3] for matrix in factors.matrices), default=1),
-            *(table(ALL, ALL), table(ROWS, ALL), table(span, NARROW), span),
+            *(table(ALL, ALL), table(WIDE[0], ALL), table(span, TALL[1]), span),
             torch.zeros(-(-tallest // span), factors.num_q, device=device),
         )
     return factors.plans[device]
@@ -176,10 +168,10 @@ def _aligned(program):
 
 
 @triton.jit
-def _tile(program, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the places [ROWS, COLUMNS] of values in a bucket, and a mask."""
+def _tile(program, row, column, TILE: tl.constexpr):
+    """Return the places [rows, columns of a tile] of values in a bucket, and a mask."""
     rows, columns, _ = program[1]
-    down, across = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    down, across = row + tl.arange(0, TILE[0]), column + tl.arange(0, TILE[1])
     place = down.to(tl.int64)[:, None] * columns + across[None, :]
     return program[0] + place, (down < rows)[:, None] & (across < columns)[None, :]
 
@@ -203,6 +195,15 @@ def _q(q, program, column, NUMBER: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _zeros(RANK: tl.constexpr, TILE: tl.constexpr):
+    """Return sums of the shape of a tile, one for each column of a factor."""
+    sums = ()
+    for _ in tl.static_range(RANK):
+        sums += (tl.zeros(TILE, tl.float32),)
+    return sums
+
+
+@triton.jit
 def _store_p(p, sums, program, row, NUMBER: tl.constexpr, ROWS: tl.constexpr):
     rows, _, rank = program[1]
     down = row + tl.arange(0, ROWS)
@@ -211,52 +212,31 @@ def _store_p(p, sums, program, row, NUMBER: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _rows(
-    gradients, residuals, q, p, program, RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr
-):
-    """Multiply R rows by Q, C columns at a time."""
-    row = program[4]
-    zeros = tl.zeros((R, C), tl.float32)
-    sums0, sums1, sums2, sums3 = zeros, zeros, zeros, zeros
-    for column in range(0, program[1][1], C):
-        place, there = _tile(program, row, column, R, C)
+def _rows(gradients, residuals, q, p, program, RANK: tl.constexpr, TILE: tl.constexpr):
+    """Multiply a tile's rows by Q, a tile at a time."""
+    row, sums = program[4], _zeros(RANK, TILE)
+    for column in range(0, program[1][1], TILE[1]):
+        place, there = _tile(program, row, column, TILE)
         values = tl.load(gradients + place, mask=there, other=0.0)
         if residuals is not None:
             values += tl.load(residuals + place, mask=there, other=0.0)
             tl.store(residuals + place, values, mask=there)
-        sums0 += values * _q(q, program, column, 0, C)[None, :]
-        if RANK > 1:
-            sums1 += values * _q(q, program, column, 1, C)[None, :]
-        if RANK > 2:
-            sums2 += values * _q(q, program, column, 2, C)[None, :]
-        if RANK > 3:
-            sums3 += values * _q(q, program, column, 3, C)[None, :]
-    _store_p(p, sums0, program, row, 0, R)
-    if RANK > 1:
-        _store_p(p, sums1, program, row, 1, R)
-    if RANK > 2:
-        _store_p(p, sums2, program, row, 2, R)
-    if RANK > 3:
-        _store_p(p, sums3, program, row, 3, R)
+        added = ()
+        for number in tl.static_range(RANK):
+            added += (sums[number] + values * _q(q, program, column, number, TILE[1])[None, :],)
+        sums = added
+    for number in tl.static_range(RANK):
+        _store_p(p, sums[number], program, row, number, TILE[0])
 
 
 @triton.jit
-def multiply_rows(
-    gradients,
-    residuals,
-    q,
-    p,
-    table,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def multiply_rows(gradients, residuals, q, p, table, RANK: tl.constexpr, TILE: tl.constexpr):
     """Add gradients to residuals, and multiply the sums by Q into P."""
     program = _program(table)
     if program[6] != 0:
-        _rows(gradients, residuals, q, p, _aligned(program), RANK, ROWS, COLUMNS)
+        _rows(gradients, residuals, q, p, _aligned(program), RANK, TILE)
     else:
-        _rows(gradients, residuals, q, p, program, RANK, ROWS, COLUMNS)
+        _rows(gradients, residuals, q, p, program, RANK, TILE)
 
 
 @triton.jit
@@ -268,64 +248,43 @@ def _store_q(parts, sums, program, num_q, NUMBER: tl.constexpr, COLUMNS: tl.cons
 
 
 @triton.jit
-def _columns(
-    matrices, p, parts, program, num_q, span, RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr
-):
-    """Multiply P^T by C columns, R of at most `span` rows at a time."""
-    first, column = program[4], program[5]
-    zeros = tl.zeros((R, C), tl.float32)
-    sums0, sums1, sums2, sums3 = zeros, zeros, zeros, zeros
-    for row in range(first, tl.minimum(first + span, program[1][0]), R):
-        place, there = _tile(program, row, column, R, C)
+def _columns(matrices, p, parts, program, num_q, span, RANK: tl.constexpr, TILE: tl.constexpr):
+    """Multiply P^T by a tile's columns, a tile of at most `span` rows at a time."""
+    first, column, sums = program[4], program[5], _zeros(RANK, TILE)
+    for row in range(first, tl.minimum(first + span, program[1][0]), TILE[0]):
+        place, there = _tile(program, row, column, TILE)
         values = tl.load(matrices + place, mask=there, other=0.0)
-        sums0 += values * _p(p, program, row, 0, R)[:, None]
-        if RANK > 1:
-            sums1 += values * _p(p, program, row, 1, R)[:, None]
-        if RANK > 2:
-            sums2 += values * _p(p, program, row, 2, R)[:, None]
-        if RANK > 3:
-            sums3 += values * _p(p, program, row, 3, R)[:, None]
-    _store_q(parts, sums0, program, num_q, 0, C)
-    if RANK > 1:
-        _store_q(parts, sums1, program, num_q, 1, C)
-    if RANK > 2:
-        _store_q(parts, sums2, program, num_q, 2, C)
-    if RANK > 3:
-        _store_q(parts, sums3, program, num_q, 3, C)
+        added = ()
+        for number in tl.static_range(RANK):
+            added += (sums[number] + values * _p(p, program, row, number, TILE[0])[:, None],)
+        sums = added
+    for number in tl.static_range(RANK):
+        _store_q(parts, sums[number], program, num_q, number, TILE[1])
 
 
 @triton.jit
 def multiply_columns(
-    matrices,
-    p,
-    parts,
-    table,
-    num_q,
-    span,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    matrices, p, parts, table, num_q, span, RANK: tl.constexpr, TILE: tl.constexpr
 ):
     """Multiply P^T by matrices, a part of the rows in each of `parts`."""
     program = _program(table)
     if program[6] != 0:
-        _columns(matrices, p, parts, _aligned(program), num_q, span, RANK, ROWS, COLUMNS)
+        _columns(matrices, p, parts, _aligned(program), num_q, span, RANK, TILE)
     else:
-        _columns(matrices, p, parts, program, num_q, span, RANK, ROWS, COLUMNS)
+        _columns(matrices, p, parts, program, num_q, span, RANK, TILE)
 
 
 @triton.jit
-def _product(
-    out, p, q, program, RANK: tl.constexpr, SUBTRACT: tl.constexpr, R: tl.constexpr, C: tl.constexpr
-):
-    """Multiply R rows of P by Q^T, C columns at a time."""
+def _product(out, p, q, program, RANK: tl.constexpr, SUBTRACT: tl.constexpr, TILE: tl.constexpr):
+    """Multiply a tile's rows of P by Q^T, a tile at a time."""
     row = program[4]
-    for column in range(0, program[1][1], C):
-        total = _p(p, program, row, 0, R)[:, None] * _q(q, program, column, 0, C)[None, :]
+    for column in range(0, program[1][1], TILE[1]):
+        left, right = _p(p, program, row, 0, TILE[0]), _q(q, program, column, 0, TILE[1])
+        total = left[:, None] * right[None, :]
         for number in tl.static_range(1, RANK):
-            left = _p(p, program, row, number, R)
-            total += left[:, None] * _q(q, program, column, number, C)[None, :]
-        place, there = _tile(program, row, column, R, C)
+            left = _p(p, program, row, number, TILE[0])
+            total += left[:, None] * _q(q, program, column, number, TILE[1])[None, :]
+        place, there = _tile(program, row, column, TILE)
         if SUBTRACT:
             total = tl.load(out + place, mask=there, other=0.0) - total
         tl.store(out + place, total, mask=there)
@@ -333,21 +292,14 @@ def _product(
 
 @triton.jit
 def multiply_factors(
-    out,
-    p,
-    q,
-    table,
-    RANK: tl.constexpr,
-    SUBTRACT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    out, p, q, table, RANK: tl.constexpr, SUBTRACT: tl.constexpr, TILE: tl.constexpr
 ):
     """Multiply P Q^T into `out`, or subtract it from there."""
     program = _program(table)
     if program[6] != 0:
-        _product(out, p, q, _aligned(program), RANK, SUBTRACT, ROWS, COLUMNS)
+        _product(out, p, q, _aligned(program), RANK, SUBTRACT, TILE)
     else:
-        _product(out, p, q, program, RANK, SUBTRACT, ROWS, COLUMNS)
+        _product(out, p, q, program, RANK, SUBTRACT, TILE)
 
 
 @triton.jit

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lab.codec.gpu_kernels import is_finite, quotient, reciprocal
+from lab.codec.layout import Draws
 
 VALUES = 4096  # of a program, about
 READ, CLEARED = 2048, 4096  # values that are read or cleared at once
@@ -57,16 +57,6 @@ class Program(NamedTuple):
 
 
 FIELDS: tl.constexpr = tl.constexpr(len(Program._fields))
-
-
-class Draws(Protocol):
-    """See lab.exchange.randomk.Draws."""
-
-    sizes: list[int]
-    counts: list[int]
-    keys: np.ndarray
-    seed: int
-    plans: dict[Any, Any]
 
 
 class Triton:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lab.codec.base import push, together
 from lab.codec.gpu_topk_kernels import (
     collect_largest,
     find_last,
@@ -32,7 +33,7 @@ from lab.codec.gpu_topk_kernels import (
     spread_largest,
     write_largest,
 )
-from lab.codec.kernels import Messages, Peers, Residual, push, together
+from lab.codec.kernels import Messages, Peers, Residual
 from lab.codec.layout import FLOAT_BYTES, Layout
 
 SAMPLE_BITS = 12  # a sample has 2**12 values, 8 for each of 512 threads
@@ -107,7 +108,7 @@ class Tables(NamedTuple):
 
 
 class TopK:
-    """See lab.codec.base.Kernels.
+    """See lab.codec.base.Reference.
 
     Args:
         share: of the values of a row that are sent, rounded up.

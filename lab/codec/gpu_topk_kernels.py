@@ -67,16 +67,7 @@ def _copy(values, message, first, number, at, TILE: tl.constexpr):
 
 @triton.jit
 def collect_largest(
-    values,
-    residual,
-    message,
-    rows,
-    tiles,
-    limits,
-    counts,
-    copied,
-    finite,
-    TILE: tl.constexpr,
+    values, residual, message, rows, tiles, limits, counts, copied, finite, TILE: tl.constexpr
 ):
     """Add the gradient to the residual, and copy what exceeds the limit of its row."""
     tile = tl.program_id(0)
@@ -241,16 +232,7 @@ def _look_back(progress, tile, first, own):
 
 @triton.jit
 def write_largest(
-    sums,
-    residual,
-    message,
-    rows,
-    tiles,
-    limits,
-    counts,
-    copied,
-    progress,
-    BLOCK: tl.constexpr,
+    sums, residual, message, rows, tiles, limits, counts, copied, progress, BLOCK: tl.constexpr
 ):
     """Write a tile's share of the largest values and their places, and take them out of sums."""
     tile = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""The kernels of codecs: in C++, called with tensors of CPUs, and in Triton, if it works."""
+"""How kernels are found: in C++, compiled for this processor, and in Triton, if it works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lab.codec import build
-from lab.codec.layout import Layout, RowBytes, Rows, lay_out
+from lab.codec.layout import RowBytes, Rows, lay_out
 
 SOURCES = Path(__file__).with_name("cpp")
 
@@ -46,60 +46,6 @@ class Peers(tuple[Tensor, ...]):
 
 Messages = Tensor | Peers  # uint8 [messages, bytes], or a message alone; or such that lie apart
 Residual = Tensor | None  # float32, like the values; replaced in place. None: no error feedback
-
-
-class Native:
-    """See lab.codec.base.Kernels. Python's lock is released while a kernel runs."""
-
-    def __init__(self, library: ctypes.CDLL, name: str, option: int) -> None:
-        self._option = option
-        self._encode = bound(library, f"{name}_encode", tensors=5, numbers=5)
-        self._add_up = bound(library, f"{name}_add_up", tensors=5, numbers=8)
-        self._reduce = bound(library, f"{name}_reduce", tensors=5, numbers=7)
-
-    def encode(
-        self,
-        layout: Layout,
-        values: Tensor,
-        residual: Residual,
-        message: Tensor,
-        finite: Tensor | None = None,
-    ) -> None:
-        kept = None if residual is None else residual.data_ptr()
-        self._encode(
-            *(values.data_ptr(), kept, message.data_ptr(), *layout.addresses),
-            *(self._option, torch.get_num_threads()),
-        )
-
-    def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
-    ) -> None:
-        self._add_up(
-            *(messages.data_ptr(), out.data_ptr(), finite.data_ptr(), *layout.addresses),
-            *(messages.shape[0], messages.stride(0), divisor),
-            *(self._option, torch.get_num_threads()),
-        )
-
-    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
-        kept = None if residual is None else residual.data_ptr()
-        rows, first = together(messages), out[0] if isinstance(out, Peers) else out
-        self._reduce(
-            *(rows.data_ptr(), kept, first.data_ptr(), *layout.addresses),
-            *(rows.shape[0], rows.stride(0), self._option, torch.get_num_threads()),
-        )
-        push(out)
-
-
-def together(messages: Messages) -> Tensor:
-    """Return messages one behind the other, [messages, bytes]; a copy of those that lie apart."""
-    return torch.stack(messages) if isinstance(messages, Peers) else messages
-
-
-def push(messages: Messages) -> None:
-    """Copy the first of several messages to all others."""
-    if isinstance(messages, Peers) and len(messages) > 1:
-        first, *others = messages
-        torch._foreach_copy_(others, [first] * len(others))
 
 
 def bound(library: ctypes.CDLL, name: str, tensors: int, numbers: int) -> Any:

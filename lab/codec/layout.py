@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -241,3 +243,82 @@ def _share_out(rows: Sequence[Rows], num_values: int, shares: list[list[Rows]]) 
 
 def _aligned(at: int) -> int:
     return -(-at // WORD) * WORD
+
+
+class Factors:
+    """Where the matrices M of a bucket lie, and in two messages their factors P and Q^T.
+
+    Args:
+        matrices: of each the first value in the bucket, rows, columns, and the rank of its factors.
+
+    Attributes:
+        table: int64 [matrices, 6], these and the first values of P and of Q^T, for the kernels.
+        num_p, num_q: values of the messages: P, [rows, rank], and Q^T, [rank, columns], of each.
+    """
+
+    def __init__(self, matrices: Sequence[tuple[int, int, int, int]]) -> None:
+        self.matrices = matrices
+        *ps, self.num_p = accumulate((rows * rank for _, rows, _, rank in matrices), initial=0)
+        *qs, self.num_q = accumulate((rank * width for _, _, width, rank in matrices), initial=0)
+        rows = [[*each, p, q] for each, p, q in zip(matrices, ps, qs, strict=True)]
+        self.table = torch.tensor(rows, dtype=torch.int64)
+        self.plans: dict[torch.device, Any] = {}  # of kernels on GPUs
+
+    def of(self, flat: Tensor) -> list[Tensor]:
+        """Return the matrices among values that are laid out like the bucket's."""
+        flat = flat.view(-1)
+        return [
+            flat[start : start + rows * columns].view(rows, columns)
+            for start, rows, columns, _ in self.matrices
+        ]
+
+    def ps(self, message: Tensor) -> list[Tensor]:
+        """Return each P of a message."""
+        return views(message, [(rows, rank) for _, rows, _, rank in self.matrices])
+
+    def qs(self, message: Tensor) -> list[Tensor]:
+        """Return each Q^T of a message."""
+        return views(message, [(rank, columns) for _, _, columns, rank in self.matrices])
+
+
+class Draws:
+    """Where the parameters of a bucket lie, and in a message the values that are drawn of each.
+
+    Args:
+        sizes: values of each parameter, below 2**31; they follow each other.
+        counts: how many of each are drawn; these follow each other in the message.
+        keys: of each, from 0 to 2**63 - 1.
+
+    Attributes:
+        seed: from 0 to SEEDS, the step's: the same draws the same places on every device.
+    """
+
+    def __init__(self, sizes: Sequence[int], counts: Sequence[int], keys: Sequence[int]) -> None:
+        self.sizes, self.counts, self.seed = list(sizes), list(counts), 0
+        self.keys = np.array(keys, dtype=np.int64)
+        *starts, _ = accumulate(sizes, initial=0)
+        *places, _ = accumulate(counts, initial=0)
+        rows = [[*each, 0] for each in zip(starts, sizes, places, counts, strict=True)]
+        self._table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+        self.plans: dict[torch.device, Any] = {}  # of kernels on GPUs
+
+    @property
+    def table(self) -> np.ndarray:
+        """The host's: int64 [parameters, 5].
+
+        The first value of each, their number, the first in the message, their number and a seed.
+        """
+        np.bitwise_xor(self.keys, self.seed, out=self._table[:, 4])
+        return self._table
+
+
+def together(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return a vector to send, and tensors of `shapes` that share its memory in order."""
+    message = like.new_empty(sum(map(math.prod, shapes)))
+    return message, views(message, shapes)
+
+
+def views(message: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return tensors of `shapes` that share the memory of a message, in order."""
+    parts = message.view(-1).split([math.prod(shape) for shape in shapes])
+    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lab.analysis.points import CEILING, Point, noise_floor, points_of, same_work, shared_baseline
+from lab.analysis.points import CEILING, Point, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
+from lab.analysis.results import Results
 from lab.measure import OWN
-from lab.measure.statistics import geometric_mean, round_means
+from lab.measure.statistics import round_means
 from lab.measure.stragglers import Slow, Times, stragglers
 from lab.record.run_directory import SETTINGS, read_settings
 from lab.record.trace import TIMELINE, read_trace
@@ -92,31 +93,24 @@ class Evidence:
         return rest if math.isnan(rest) else max(0.0, rest)
 
 
-def gather(study: Study, cell: Cell) -> Evidence:
-    """Gather the evidence in `study` about the grid point of `cell`.
+def gather(results: Results, cell: Cell) -> Evidence:
+    """Gather the evidence in a study about the grid point of `cell`.
 
     Raises:
         ValueError: the cell's run failed, or has one rank.
     """
-    points = points_of(study.cells)
-    point = next(point for point in points if cell in point.cells)
-    return evidence_of(study, cell, point, points, noise_floor(points))
-
-
-def evidence_of(
-    study: Study, cell: Cell, point: Point, points: list[Point], floor: float
-) -> Evidence:
-    """Do the same where the study's points and noise floor are known. Raises the same."""
+    points = results.points
+    point = next(point for point in points if any(each is cell for each in point.cells))
     if cell.status != "done":
         raise ValueError(
-            f"{cell.folder}: status={cell.status}: {cell.error}; only runs with status=done can be "
-            "explained"
+            f"{cell.folder}: status={cell.status}: {cell.record.error}; only runs with status=done "
+            "can be explained"
         )
     if cell.world_size < 2:
         raise ValueError(f"{cell.folder}: world_size=1: a single rank exchanges nothing")
     settings = _settings(cell)
     breakdowns = list(point.done("breakdown").values())
-    step_s = _step_s(point) if point.steps_s else _median(run.step_s for run in breakdowns)
+    step_s = point.step_s if point.steps_s else _median(run.step_s for run in breakdowns)
     if not step_s:
         raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
     base = (
@@ -124,8 +118,7 @@ def evidence_of(
         or same_work(points, point, cell.strategy, 1)
         or shared_baseline(points, point)
     )
-    ceiling = same_work(points, point, CEILING, cell.world_size)
-    pattern = pattern_of(settings)
+    ceiling, pattern = point.ceiling, pattern_of(settings)
     # Backward's waits for the exchange are not the rank's own work.
     telling = [] if pattern.waits_in_backward else breakdowns
     unmarked = list(point.done("throughput").values())
@@ -138,38 +131,36 @@ def evidence_of(
     return Evidence(
         point=point,
         step_s=step_s,
-        one_s=_step_s(base),
-        ceiling_s=_step_s(ceiling),
-        exposed_s=_exposed_s(point, ceiling, telling, pattern.every, scale),
+        one_s=base.step_s if base else math.nan,
+        ceiling_s=ceiling.step_s if ceiling else math.nan,
+        exposed_s=_exposed_s(point, telling, pattern.every, scale),
         input_s=scale * _phase_s(breakdowns, "data"),
         straggler_s=straggler_s,
         slowest_rank=slowest_rank,
         slow=tuple(slow or ()),
         backward_s=scale * _phase_s(telling, "backward"),
         codec_s=scale * _codec_s(breakdowns),
-        floor=floor,
+        floor=results.floor,
         payload_bytes=max(cell.payload_bytes_per_step, default=math.nan),
-        messages=max(cell.messages_per_step, default=math.nan),
+        messages=max(cell.record.messages_per_step or (), default=math.nan),
         settings=settings,
-        to_run=_to_run(study, point, base, ceiling),
+        to_run=_to_run(results.study, point, base),
     )
 
 
-def gather_all(study: Study) -> list[Evidence]:
-    """Gather the evidence of every point of `study` with several ranks and a timed run.
+def gather_all(results: Results) -> list[Evidence]:
+    """Gather the evidence of every point of a study with several ranks and a timed run.
 
     Raises:
         ValueError: there is no such point.
     """
-    points = points_of(study.cells)
-    several = [point for point in points if point.one.world_size > 1]
-    timed = [p for p in several if p.one.status == "done" and not math.isnan(p.one.step_s)]
+    several = [point.one for point in results.points if point.world_size > 1]
+    timed = [one for one in several if one.status == "done" and not math.isnan(one.step_s)]
     if not timed:
         raise ValueError(
-            f"{study.folder}: world_size: there is no finished, timed run on several ranks"
+            f"{results.study.folder}: world_size: there is no finished, timed run on several ranks"
         )
-    floor = noise_floor(points)
-    return [evidence_of(study, point.one, point, points, floor) for point in timed]
+    return [gather(results, one) for one in timed]
 
 
 def _median(values: Any) -> float:
@@ -177,17 +168,11 @@ def _median(values: Any) -> float:
     return float(np.median(known)) if known else 0.0
 
 
-def _step_s(point: Point | None) -> float:
-    return geometric_mean(list(point.steps_s.values())) if point else math.nan
-
-
-def _exposed_s(
-    point: Point, ceiling: Point | None, runs: Sequence[Cell], every: int, scale: float
-) -> float:
-    if point.one.strategy == CEILING:
+def _exposed_s(point: Point, runs: Sequence[Cell], every: int, scale: float) -> float:
+    if point.strategy == CEILING:
         return 0.0
-    if ceiling and point.steps_s:
-        return max(0.0, _step_s(point) - _step_s(ceiling))
+    if point.ceiling and point.steps_s:
+        return max(0.0, point.step_s - point.ceiling.step_s)
     waits = _by_rank(runs, ("exchange_s",), every)
     return scale * float(waits.min()) if len(waits) else math.nan
 
@@ -252,10 +237,8 @@ def _settings(cell: Cell) -> dict[str, Any]:
     return read_settings(cell.folder) if (cell.folder / SETTINGS).is_file() else {}
 
 
-def _to_run(
-    study: Study, point: Point, base: Point | None, ceiling: Point | None
-) -> dict[str, str]:
-    cell, size = point.one, str(point.one.world_size)
+def _to_run(study: Study, point: Point, base: Point | None) -> dict[str, str]:
+    cell, size = point.one, str(point.world_size)
     own = "name" in (_settings(cell).get("model") or {})  # of a loop that lab.Run recorded
 
     def command(strategy: str, sizes: str) -> str:
@@ -265,7 +248,7 @@ def _to_run(
         run = f"lab.Run(study={study.name!r}, strategy={strategy!r}, …)"
         return f"the same loop on {ranks} ranks: {run}"
 
-    lacking = [ranks for ranks, at in (("1", base), (size, ceiling)) if at is None]
+    lacking = [ranks for ranks, at in (("1", base), (size, point.ceiling)) if at is None]
     commands = {}
     if lacking:
         missing = " and ".join("one rank" if ranks == "1" else "the ceiling" for ranks in lacking)
@@ -292,7 +275,7 @@ def sweep_command(study: Study, cell: Cell, strategy: str, sizes: str, *more: st
     settings += [f"scaling={cell.scaling}"] if cell.scaling != "strong" else []
     settings += [
         f"{key}={value}"
-        for key, value in cell.variant.items()
+        for key, value in cell.record.variant.items()
         if strategy == cell.strategy or key.split(".")[0] not in OF_EXCHANGE
     ]
     if strategy != cell.strategy and cell.transform:

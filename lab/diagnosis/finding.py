@@ -11,7 +11,7 @@ from lab.analysis.points import CEILING, Place, Point, leaders
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Verdict
 from lab.diagnosis.view import reason
-from lab.draw.text import number_of, number_text
+from lab.draw.text import in_words, number_of, number_text
 from lab.measure.statistics import ENOUGH_REPEATS, Interval
 
 # What people use, the most common first.
@@ -86,7 +86,7 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
 
 
 def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) -> str:
-    name, ranks = names[best.place], ranks_text(best.world_size)
+    name, ranks = names[best.place], number_of(best.world_size, "rank")
     gain = ""
     if baseline and (more := number_text(baseline.step_s / best.step_s)) != "1.00":
         gain = f"{more} times as fast as with {names[baseline.place]}"
@@ -103,7 +103,7 @@ def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) ->
 def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) -> list[str]:
     """Say whether the best of points, the fastest first, may be so by chance."""
     best, count = here[0], len(here)
-    where = f"{batch_text(best)}, {ranks_text(best.world_size)}"
+    where = f"{batch_text(best)}, {number_of(best.world_size, 'rank')}"
     if count == 1:
         return [f"Nothing else was measured there ({where})."]
     if best.num_repeats < ENOUGH_REPEATS:
@@ -132,11 +132,8 @@ def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list
     if best.world_size == 1 or not faster:
         return []
     first = max(faster, key=lambda point: point.speedup.mid)
-    times = number_text(first.speedup.mid)
-    return [
-        f"Fewer ranks are faster: with {first.label}, {ranks_text(first.world_size)} reach a "
-        f"speedup of {times}."
-    ]
+    ranks, times = number_of(first.world_size, "rank"), number_text(first.speedup.mid)
+    return [f"Fewer ranks are faster: with {first.label}, {ranks} reach a speedup of {times}."]
 
 
 def _best(here: Sequence[Point], names: Mapping[Place, str]) -> Figure:
@@ -148,16 +145,13 @@ def _best(here: Sequence[Point], names: Mapping[Place, str]) -> Figure:
 
 
 def _speed(best: Point) -> Figure:
-    ranks, speedup = ranks_text(best.world_size), best.speedup
+    ranks, speedup = number_of(best.world_size, "rank"), best.speedup
     if math.isnan(speedup.mid) or best.world_size == 1:
-        return Figure(f"Step on {ranks}", f"{number_text(best.step_s, 1e3)} ms", _spread(best))
+        runs = number_of(best.num_repeats, "run")
+        note = f"{runs}; there is no run of one rank to compare with"
+        return Figure(f"Step on {ranks}", f"{number_text(best.step_s, 1e3)} ms", note)
     value = f"{number_text(speedup.mid)}\u2009×"
     return Figure(f"Speedup on {ranks}", value, f"{_ends(speedup)}; ideal is {best.world_size}")
-
-
-def _spread(best: Point) -> str:
-    runs = "run" if best.num_repeats == 1 else "runs"
-    return f"{best.num_repeats} {runs}; there is no run of one rank to compare with"
 
 
 def _ends(value: Interval) -> str:
@@ -179,10 +173,6 @@ def _limit(evidence: Evidence, found: Verdict) -> Figure:
     return Figure(name, f"{LIMITS[first.part]}, {shares[0]}", note)
 
 
-def ranks_text(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
 def batch_text(point: Point) -> str:
     """Name the batch size that stays as ranks are added."""
     batch = "batch" if point.scaling == "strong" else "per-rank batch"
@@ -193,4 +183,4 @@ def _listed(names: Sequence[str]) -> str:
     most = 4
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} others"
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return in_words(names)

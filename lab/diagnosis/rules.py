@@ -21,7 +21,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from lab.analysis.records import number
 from lab.diagnosis.evidence import Evidence
+from lab.draw.text import number_of
 from lab.measure.stragglers import Slow
 from lab.record.schema import SHARED, worded
 from lab.sync.pattern import Begin, Leg, local
@@ -112,13 +114,13 @@ def _straggler(e: Evidence) -> tuple[str, float, str]:
         # Ranks that share processors share them alike: this one stands out from the others.
         return "straggler-bound", e.straggler_s, f"{clause}, slow {' and '.join(phases)}"
     if _shared(e):
-        return "compute-bound", e.straggler_s, f"{clause} while {worded(e.one.emulation)}"
+        return "compute-bound", e.straggler_s, f"{clause} while {worded(e.one.record.emulation)}"
     return "straggler-bound", e.straggler_s, clause
 
 
 def _shared(e: Evidence) -> bool:
     """Tell whether ranks share processors."""
-    return any(one.kind in SHARED for one in e.one.emulation)
+    return any(one.kind in SHARED for one in e.one.record.emulation)
 
 
 def _exchange(e: Evidence) -> tuple[str, float, str]:
@@ -131,7 +133,7 @@ def _exchange(e: Evidence) -> tuple[str, float, str]:
 
 def _fixed(e: Evidence) -> tuple[str, float, str]:
     if _shared(e):
-        return "compute-bound", e.fixed_s, f"is lost because {worded(e.one.emulation)}"
+        return "compute-bound", e.fixed_s, f"is lost because {worded(e.one.record.emulation)}"
     if e.one.scaling == "weak":
         return "compute-bound", e.fixed_s, "is lost because ranks slow each other's compute"
     return "launch-bound", e.fixed_s, "is compute that did not shrink with the batch of a rank"
@@ -172,7 +174,7 @@ class Remedy:
         """The change as a user reads it: "8 ranks", "overlap=true bucket_mb=25"."""
         if self.num_ranks is None:
             return self.switch
-        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        ranks = number_of(self.num_ranks, "rank")
         return f"{ranks} with {self.switch}" if self.switch else ranks
 
 
@@ -200,7 +202,7 @@ def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
 def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     """List remedies against bandwidth: exact ones, then fewer bits, then other algorithms."""
     size = e.one.world_size
-    ring_bytes = 2 * e.one.gradient_bytes * (size - 1) / size
+    ring_bytes = 2 * number(e.one.record.gradient_bytes) * (size - 1) / size
     if e.pattern.takes_exchanges and e.payload_bytes > MORE_THAN_RING * ring_bytes:
         saves = loss.seconds * (1 - ring_bytes / e.payload_bytes)
         why = f"no rank would send more than {ring_bytes / 1e6:.3g} MB"
@@ -222,7 +224,7 @@ def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
         yield Remedy(
             "transform=fc1x1", "most bytes are in fully connected layers; this changes the model"
         )
-    yield _larger_batch(e, f"the same exchange for more {e.one.unit}s")
+    yield _larger_batch(e, f"the same exchange for more {e.one.record.unit}s")
 
 
 def _for_latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
@@ -241,7 +243,7 @@ def _for_latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
         why = f"{steps} messages in sequence instead of {2 * (size - 1)}"
         yield Remedy("exchange=tree", why, loss.seconds * (1 - steps / (2 * (size - 1))))
     yield from _rounds(e, loss.seconds)
-    yield _larger_batch(e, f"the same messages for more {e.one.unit}s")
+    yield _larger_batch(e, f"the same messages for more {e.one.record.unit}s")
 
 
 def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:
@@ -277,7 +279,7 @@ def _for_straggler(e: Evidence, loss: Loss) -> Iterator[Remedy]:
 
 
 def _for_fixed(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    yield _larger_batch(e, f"more {e.one.unit}s for the same fixed cost")
+    yield _larger_batch(e, f"more {e.one.record.unit}s for the same fixed cost")
     if e.settings.get("compile") is False:
         yield Remedy("compile=true", "fewer, larger kernels")
 

@@ -11,20 +11,10 @@ import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
 from lab.analysis.points import Place, Point, floor_text
-from lab.analysis.records import load_study
+from lab.analysis.results import load
 from lab.diagnosis.evidence import Evidence, gather, gather_all
 from lab.diagnosis.rules import Remedy, Verdict, judge, remedies, worded_phase
-from lab.draw.chart import (
-    BLUE,
-    GREY,
-    LABEL_PX,
-    LETTER,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    WIDTH,
-    Chart,
-)
+from lab.draw.chart import BLUE, GREY, LABEL_PX, LETTER, PURPLE, SKY, VERMILLION, WIDTH, Chart
 from lab.draw.plots import bars
 from lab.measure.stragglers import Slow
 from lab.record.schema import worded
@@ -49,14 +39,14 @@ def explained(path: Path) -> tuple[pd.DataFrame, str]:
         ValueError, OSError: it cannot be read, or the run cannot be explained.
     """
     if (path / "record.json").is_file():
-        study = load_study(path.resolve().parent)
-        evidence = gather(study, next(c for c in study.cells if c.name == path.resolve().name))
+        results, name = load(path.resolve().parent), path.resolve().name
+        evidence = gather(results, next(c for c in results.study.cells if c.name == name))
         verdict = judge(evidence)
         changes = remedies(evidence, verdict)
         rows = [{"change": one.text, "why": one.why, "saves_s": one.saves_s} for one in changes]
         frame = pd.DataFrame(rows, columns=["change", "why", "saves_s"])
-        return frame, full(evidence, verdict, changes)
-    found = [(each, judge(each)) for each in gather_all(load_study(path))]
+        return frame, f"{headline(evidence, verdict)}\n\n{in_full(evidence, changes)}"
+    found = [(each, judge(each)) for each in gather_all(load(path))]
     frame = pd.DataFrame(
         {
             **{"series": each.one.series, "world_size": each.one.world_size},
@@ -79,14 +69,11 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
     return f"{run}: {verdict.name}: {reason(evidence, verdict)}"
 
 
-def full(evidence: Evidence, verdict: Verdict, changes: list[Remedy]) -> str:
-    """Write the verdict, its evidence, changes to try, and runs that would tell more."""
-    return "\n\n".join([headline(evidence, verdict), *_blocks(evidence, changes)])
-
-
-def in_full(evidence: Evidence, verdict: Verdict) -> str:
-    """Write all that follows the headline."""
-    return "\n\n".join(_blocks(evidence, remedies(evidence, verdict)))
+def in_full(evidence: Evidence, changes: list[Remedy]) -> str:
+    """Write all that follows the headline: evidence, changes to try, runs that would tell more."""
+    sections = (_evidence_lines(evidence), _remedy_lines(changes), _unknown_lines(evidence))
+    blocks = ["\n".join(f"  {name:<11} {text}" for name, text in lines) for lines in sections]
+    return "\n\n".join(filter(None, blocks))
 
 
 def best_remedies(e: Evidence, verdict: Verdict, points: Sequence[Point]) -> list[tuple[str, str]]:
@@ -106,12 +93,6 @@ def _because(one: Remedy, e: Evidence) -> str:
     if math.isnan(one.saves_s):
         return f"{one.why}."
     return f"{one.why}. It saves up to {_ms(one.saves_s)} of a step, {_share(one.saves_s, e)}."
-
-
-def _blocks(evidence: Evidence, changes: list[Remedy]) -> list[str]:
-    sections = (_evidence_lines(evidence), _remedy_lines(changes), _unknown_lines(evidence))
-    blocks = ["\n".join(f"  {name:<11} {text}" for name, text in lines) for lines in sections]
-    return [block for block in blocks if block]
 
 
 def reason(e: Evidence, verdict: Verdict) -> str:
@@ -148,12 +129,12 @@ def _evidence_lines(e: Evidence) -> Lines:
         yield "input", f"{_ms(e.input_s)} ({_share(e.input_s, e)}) waiting for data"
     if not math.isnan(e.fixed_s):
         yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute beyond that"
-    for line in e.one.idle:
+    for line in e.one.record.idle:
         yield "no effect", line
     if floor := floor_text(e.floor):
         yield "noise", floor
-    if e.one.emulation:
-        yield "emulated", worded(e.one.emulation)
+    if emulated := worded(e.one.record.emulation):
+        yield "emulated", emulated
 
 
 def _slow(slow: Slow, e: Evidence) -> str:

@@ -40,8 +40,7 @@ class Collective(Handle, Protocol):
 class Done:
     """A collective that had finished when its call returned."""
 
-    def wait(self) -> None:
-        """Return at once."""
+    def wait(self) -> None: ...
 
     def is_completed(self) -> bool:
         return True
@@ -213,10 +212,6 @@ class Comm(ABC):
         """Fill `output` [size, ...] with every rank's `tensor` [...], in rank order."""
         self.iall_gather(output, tensor).wait()
 
-    def all_to_all(self, output: Tensor, tensor: Tensor) -> None:
-        """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
-        self.iall_to_all(output, tensor).wait()
-
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
         """Fill `output` [...] with the sum over the ranks of their `tensor[rank]` [size, ...]."""
         self.ireduce_scatter(output, tensor).wait()
@@ -248,6 +243,7 @@ class Comm(ABC):
         return self._iall_gather_rows(rows) if self.size > 1 else Done()
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
+        """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
         if self.size == 1:
             output.copy_(tensor)
             return Done()
@@ -375,25 +371,28 @@ class Comm(ABC):
             self.before_sending()
 
     def _begin(self, call: Callable[..., Any], *arguments: Any) -> Collective:
-        if not self.times_waits:
-            return call(*arguments)
         began = time.perf_counter()
         handle = call(*arguments)  # some libraries wait here
-        self.traffic.waited_s += time.perf_counter() - began
-        return _Waited(handle, self.traffic)
+        if self.times_waits:
+            self.traffic.waited_s += time.perf_counter() - began
+        if handle is None:
+            return Done()
+        return _Waited(handle, self.traffic) if self.times_waits else handle
 
     def _count_pairs(self, num_bytes: int) -> None:
         others = self.size - 1
         self.traffic.count(others * num_bytes, others, self._num_beyond * num_bytes)
 
+    # How a library begins each call; None: there is nothing to wait for.
+
     @abstractmethod
-    def _iall_reduce(self, tensor: Tensor) -> Collective: ...
+    def _iall_reduce(self, tensor: Tensor) -> Collective | None: ...
     @abstractmethod
-    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective: ...
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective | None: ...
     @abstractmethod
-    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective: ...
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective | None: ...
     @abstractmethod
-    def _ibroadcast(self, tensor: Tensor, source: int) -> Collective: ...
+    def _ibroadcast(self, tensor: Tensor, source: int) -> Collective | None: ...
 
     def _iall_gather_rows(self, rows: Tensor) -> Collective:
         return self.iall_gather(rows, rows[self.rank])
@@ -402,13 +401,15 @@ class Comm(ABC):
         parts = torch.empty_like(tensor) if parts is None else parts
         return SummedParts(self._begin(self._iall_to_all, parts, tensor), parts, output)
 
-    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
+    def _isend_irecv(
+        self, sends: Sequence[Transfer], receives: Sequence[Transfer]
+    ) -> Handle | None:
         raise NotImplementedError(self.no_send_recv)
 
     def _window(self, num_bytes: int, device: torch.device) -> Window:
         raise NotImplementedError(self.no_windows)
 
-    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective:
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective | None:
         raise NotImplementedError(self.no_windows)
 
     def _split(self, color: int) -> tuple[Comm, list[int]]:
@@ -433,31 +434,25 @@ class SilentComm(Comm):
         self.nodes, self.no_send_recv = like.nodes, like.no_send_recv
         self.no_windows = like.no_windows
 
-    def _iall_reduce(self, tensor: Tensor) -> Done:
-        return Done()
+    def _iall_reduce(self, tensor: Tensor) -> None: ...
 
-    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Done:
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> None:
         output.view(self.size, -1).copy_(tensor.view(1, -1))
-        return Done()
 
-    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Done:
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> None:
         output.copy_(tensor)
-        return Done()
 
-    def _ibroadcast(self, tensor: Tensor, source: int) -> Done:
-        return Done()
+    def _ibroadcast(self, tensor: Tensor, source: int) -> None: ...
 
-    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         for tensor, _ in receives:
             tensor.zero_()
-        return Done()
 
     def _window(self, num_bytes: int, device: torch.device) -> Window:
         own = torch.zeros(1, num_bytes, dtype=torch.uint8, device=device)
         return Window(own.expand(self.size, num_bytes))
 
-    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Done:
-        return Done()
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> None: ...
 
 
 class _Meeting:
@@ -490,30 +485,30 @@ class ThreadComm(Comm):
         self._num_splits = 0
 
     def _everyones(self, tensor: Tensor) -> list[Tensor]:
-        self.meeting.slots[self.rank] = tensor.clone()
+        return self._shown(tensor.clone())
+
+    def _shown(self, own: Tensor) -> list[Tensor]:
+        """Show a tensor to all ranks; return what each shows."""
+        self.meeting.slots[self.rank] = own
         self.meeting.barrier.wait()
         tensors = list(self.meeting.slots)
         self.meeting.barrier.wait()
         return tensors
 
-    def _iall_reduce(self, tensor: Tensor) -> Done:
+    def _iall_reduce(self, tensor: Tensor) -> None:
         first, *others = self._everyones(tensor)
         tensor.copy_(first)
         for other in others:
             tensor += other
-        return Done()
 
-    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Done:
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> None:
         output.copy_(torch.stack(self._everyones(tensor)).view_as(output))
-        return Done()
 
-    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Done:
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> None:
         output.copy_(torch.stack([sent[self.rank] for sent in self._everyones(tensor)]))
-        return Done()
 
-    def _ibroadcast(self, tensor: Tensor, source: int) -> Done:
+    def _ibroadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._everyones(tensor)[source])
-        return Done()
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         for tensor, to in sends:
@@ -522,15 +517,10 @@ class ThreadComm(Comm):
         return Expected((tensor, mail[source, self.rank]) for tensor, source in receives)
 
     def _window(self, num_bytes: int, device: torch.device) -> Window:
-        self.meeting.slots[self.rank] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.meeting.barrier.wait()
-        rows = tuple(self.meeting.slots)
-        self.meeting.barrier.wait()
-        return Window(rows)
+        return Window(self._shown(torch.zeros(num_bytes, dtype=torch.uint8, device=device)))
 
-    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Done:
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> None:
         self.meeting.barrier.wait()
-        return Done()
 
     def _split(self, color: int) -> tuple[ThreadComm, list[int]]:
         colors = [int(other) for other in self._everyones(torch.tensor(color))]

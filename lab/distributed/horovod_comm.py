@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Done
+from lab.distributed.comm import Comm
 from lab.distributed.launcher import RankInfo
 
 ADDRESS_BYTES = 256
@@ -46,26 +46,22 @@ class HorovodComm(Comm):
         super().__init__(rank, size)
         self._hvd = horovod()
 
-    def _iall_reduce(self, tensor: Tensor) -> Done:
+    def _iall_reduce(self, tensor: Tensor) -> None:
         hvd = self._hvd
         name = _name("all_reduce", tensor)
         hvd.synchronize(hvd.allreduce_async_(tensor, name=name, op=hvd.Sum))
-        return Done()
 
-    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Done:
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> None:
         # One row per rank: Horovod concatenates along the first dimension.
         gathered = self._hvd.allgather(tensor.view(1, -1), name=_name("all_gather", tensor))
         output.copy_(gathered.view_as(output))
-        return Done()
 
-    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Done:
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> None:
         output.copy_(self._hvd.alltoall(tensor, name=_name("all_to_all", tensor)).view_as(output))
-        return Done()
 
-    def _ibroadcast(self, tensor: Tensor, source: int) -> Done:
+    def _ibroadcast(self, tensor: Tensor, source: int) -> None:
         flat = tensor.as_strided((tensor.numel(),), (1,))  # Horovod refuses channels_last
         self._hvd.broadcast_(flat, source, name=_name("broadcast", tensor))
-        return Done()
 
 
 def connect(place: RankInfo, device: torch.device, backend: str, limit: timedelta) -> HorovodComm:

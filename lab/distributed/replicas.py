@@ -58,29 +58,6 @@ class ReplicaMismatch(RuntimeError):
     """The weights of two ranks differ."""
 
 
-def require_like_gpus(who: str, world: World) -> None:
-    """Refuse GPUs of several kinds, whose results may differ in a bit. A collective call.
-
-    Args:
-        who: the exchange or sync that computes the same values on every rank instead of sending
-            them.
-
-    Raises:
-        ValueError: names the kinds, and the ranks that have them.
-    """
-    if world.device.type != "cuda":
-        return
-    ranks_with: dict[str, list[int]] = {}
-    for rank, kind in enumerate(world.gather_text(torch.cuda.get_device_name(world.device))):
-        ranks_with.setdefault(kind, []).append(rank)
-    if len(ranks_with) > 1:
-        kinds = ", ".join(f"{kind} (ranks {ranks})" for kind, ranks in ranks_with.items())
-        raise ValueError(
-            f"{who}: every rank must compute the same bits, which needs GPUs of one kind, but "
-            f"these are {kinds}; use GPUs of one kind, or choose another exchange"
-        )
-
-
 def broadcast_state(model: nn.Module, world: World) -> None:
     """Broadcast rank 0's weights and buffers, in whatever layout and dtype they are."""
     for tensor in (*model.parameters(), *model.buffers()):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from lab.distributed.comm import Collective, Comm, Done, NoWindow, Transfer, Window
+from lab.distributed.comm import Collective, Comm, NoWindow, Transfer, Window
 from lab.distributed.launcher import RankInfo
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree")
@@ -80,13 +80,12 @@ class TorchComm(Comm):
         if self.backend == "gloo" and device.type == "cuda":
             self.no_send_recv = "Gloo cannot send tensors on GPUs; use backend=nccl"
 
-    def _iall_reduce(self, tensor: Tensor) -> Collective:
-        return self._begun(self.group.allreduce([tensor], *self._options(dist.AllreduceOptions)))
+    def _iall_reduce(self, tensor: Tensor) -> Collective | None:
+        return self.group.allreduce([tensor], *self._options(dist.AllreduceOptions))
 
-    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective | None:
         options = self._options(distributed_c10d.AllgatherOptions)
-        work = all_gather_flat(self._second, output.view(-1), tensor.view(-1), *options)
-        return self._begun(work)
+        return all_gather_flat(self._second, output.view(-1), tensor.view(-1), *options)
 
     def _iall_gather_rows(self, rows: Tensor) -> Collective:
         if self.backend == "nccl" or self.no_send_recv:
@@ -97,24 +96,22 @@ class TorchComm(Comm):
         transfers = self.isend_irecv(sends, [(rows[rank], rank) for rank in others])
         return cast(Collective, transfers)  # Works can tell whether they are complete
 
-    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective | None:
         if self.backend == "gloo" and tensor[0].nbytes >= TWO_WAY_BYTES:
             return self._both_ways(output, tensor)
         options = self._options(dist.AllToAllOptions)
-        return self._begun(all_to_all_flat(self.group, output, tensor, [], [], *options))
+        return all_to_all_flat(self.group, output, tensor, [], [], *options)
 
     def _options(self, kind: Callable[[], Any]) -> list[Any]:
-        """Return options of a collective that runs in the current stream; [] for the defaults."""
+        """Return options of a collective that runs in the current stream, and so returns None.
+
+        [] for the defaults.
+        """
         if not self._in_stream:
             return []
         options = kind()
         options.asyncOp = False
         return [options]
-
-    @staticmethod
-    def _begun(work: dist.Work | None) -> Collective:
-        """Return what to wait for: nothing, where the current stream does all."""
-        return Done() if work is None else work
 
     def _both_ways(self, output: Tensor, tensor: Tensor) -> Works:
         """Begin an all_to_all over two sets of connections, one to higher and one to lower ranks.
@@ -137,15 +134,15 @@ class TorchComm(Comm):
     def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
         if self.backend != "nccl":
             return super()._ireduce_scatter(output, tensor, parts)
+        flat = output.view(-1), tensor.view(-1)
         options = self._options(dist.ReduceScatterOptions)
-        work = reduce_scatter_flat(self.group, output.view(-1), tensor.view(-1), *options)
-        return self._begun(work)
+        return self._begin(reduce_scatter_flat, self.group, *flat, *options)
 
-    def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
+    def _ibroadcast(self, tensor: Tensor, source: int) -> Collective | None:
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = not self._in_stream
-        return self._begun(self.group.broadcast([tensor], options))
+        return self.group.broadcast([tensor], options)
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
         if self.backend == "nccl":
@@ -172,11 +169,11 @@ class TorchComm(Comm):
             return symmetric(self, self.group, num_bytes, device)
         return in_file(self, num_bytes)
 
-    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective:
+    def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective | None:
         if window.handle is not None:
             limit = timedelta() if self._limit is None else self._limit
             window.handle.barrier(0, timeout_ms=int(1000 * limit.total_seconds()))
-            return Done()
+            return None
         # No rank has the result before all have begun.
         words = torch.zeros(self.size, dtype=torch.uint8)
         if last:
@@ -194,15 +191,23 @@ class TorchComm(Comm):
         return TorchComm(group, second, self.device, self._limit), members
 
     def _group_of(self, members: list[int]) -> dist.ProcessGroup:
-        """Make a group of this rank and others, without waiting for ranks of other groups."""
         ranks = [dist.get_global_rank(self.group, rank) for rank in members]
-        group = dist.new_group(ranks, self._limit, self.backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-        return group
+        return group_of(ranks, self.backend, self._limit)
 
     def _connections(self, source: int, to: int) -> dist.ProcessGroup:
         """Give each direction its own connection: Gloo locks one while it reads or writes."""
         return self.group if source < to else self._second
+
+
+def group_of(
+    ranks: list[int], backend: str, limit: timedelta | None, options: Any = None
+) -> dist.ProcessGroup:
+    """Make a group of this rank and others, without waiting for ranks of other groups."""
+    group = dist.new_group(
+        ranks, limit, backend, pg_options=options, use_local_synchronization=True
+    )
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    return group
 
 
 def connect(
@@ -245,9 +250,7 @@ def connect(
         comm.settings = settings
         return comm
     group = _group(place, backend, limit)
-    second = dist.new_group(backend=backend, timeout=limit)
-    assert isinstance(second, dist.ProcessGroup)
-    return TorchComm(group, second, device, limit)
+    return TorchComm(group, _group(place, backend, limit), device, limit)
 
 
 def _group(
@@ -386,14 +389,14 @@ def in_file(comm: Comm, num_bytes: int) -> Window:
         try:
             path = _new_file(comm.size * row_bytes)
         except OSError as error:
-            problem = _first_line(error)
+            problem = first_line(error)
     try:
         _agree(comm, problem, CPU)
         rows = torch.empty(0)
         try:
             rows = _mapped(_everyones(comm, path, CPU)[0], comm.size, row_bytes)
         except OSError as error:
-            problem = _first_line(error)
+            problem = first_line(error)
         _agree(comm, problem, CPU)
     finally:
         if path:
@@ -441,7 +444,7 @@ def symmetric(comm: Comm, group: dist.ProcessGroup, num_bytes: int, device: torc
         rows = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(comm.size)]
         window = Window((*rows[: comm.rank], own, *rows[comm.rank + 1 :]), handle)
     except (ImportError, AttributeError, RuntimeError) as error:  # of torch, or of the driver
-        problem = _first_line(error)
+        problem = first_line(error)
     _agree(comm, problem, device)
     return window
 
@@ -484,6 +487,7 @@ def _everyones(comm: Comm, text: str, device: torch.device) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type if there is none."""
     line = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
     return line.strip()

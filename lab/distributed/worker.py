@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Collective
 from lab.distributed.launcher import in_main_thread
+from lab.distributed.torch_comm import first_line
 from lab.distributed.world import LIBRARY_MARGIN_S, World
 
 Job = Callable[[], Iterator[Collective]]  # yields what it begins; resumed when complete
@@ -102,7 +103,6 @@ class _UnderWay:
     Attributes:
         waits_for: that collective.
         job: its position among all jobs of the worker, from 1.
-        number: position of this wait among all of the worker.
         stage: how many collectives the job has begun.
     """
 
@@ -110,7 +110,6 @@ class _UnderWay:
     stages: Iterator[Collective]
     waits_for: Collective
     job: int
-    number: int
     stage: int = 1
 
 
@@ -135,9 +134,8 @@ class TurnsWorker(Worker):
         self._under_way: deque[_UnderWay] = deque()
         self._inline = InlineWorker()
         self._num_jobs = 0
-        self._count = 0
-        # Keeps a number, since keeping the collective would keep its tensor.
-        self._head: tuple[int, float] = 0, 0.0  # the oldest wait, and since when
+        # Keeps numbers, since keeping the collective would keep its tensor.
+        self._head = (0, 0), 0.0  # job and stage of the oldest wait, and since when
 
     def submit(self, label: str, job: Job) -> None:
         self.advance()
@@ -146,9 +144,7 @@ class TurnsWorker(Worker):
         def begin() -> Iterator[Collective]:
             stages = job()
             if (first := next(stages, None)) is not None:
-                self._count += 1
-                under_way = _UnderWay(label, stages, first, self._num_jobs, self._count)
-                self._under_way.append(under_way)
+                self._under_way.append(_UnderWay(label, stages, first, self._num_jobs))
             yield from ()
 
         self._inline.submit(label, begin)
@@ -162,10 +158,10 @@ class TurnsWorker(Worker):
 
     def oldest(self) -> tuple[str, float] | None:
         for job in tuple(self._under_way):
-            number = job.number
+            place = job.job, job.stage
             if not job.waits_for.is_completed():
-                if self._head[0] != number:
-                    self._head = number, time.monotonic()
+                if self._head[0] != place:
+                    self._head = place, time.monotonic()
                 return job.label, time.monotonic() - self._head[1]
         return self._inline.oldest()
 
@@ -179,8 +175,7 @@ class TurnsWorker(Worker):
         if (following := next(job.stages, None)) is None:
             self._under_way.remove(job)
             return False
-        self._count += 1
-        job.waits_for, job.number, job.stage = following, self._count, job.stage + 1
+        job.waits_for, job.stage = following, job.stage + 1
         return True
 
 
@@ -469,10 +464,10 @@ class Watchdog:
             except dist.DistError as error:
                 failure = Failure(
                     "failed",
-                    f"rank {self._rank} lost its connection to the launcher: {_first(error)}",
+                    f"rank {self._rank} lost its connection to the launcher: {first_line(error)}",
                 )
             except RuntimeError as error:  # from the device, when its events are queried
-                failure = Failure("failed", f"rank {self._rank}: {_first(error)}")
+                failure = Failure("failed", f"rank {self._rank}: {first_line(error)}")
             self._polls += 1
             if failure is not None:
                 failed_at = failed_at or time.monotonic()
@@ -545,7 +540,3 @@ class Watchdog:
 
 def _publish(store: dist.Store, failure: Failure) -> Failure:
     return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(failure)))))
-
-
-def _first(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

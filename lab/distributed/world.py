@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lab.distributed import launcher
 from lab.distributed.comm import Comm
 from lab.distributed.launcher import RankInfo, nodes_of
-from lab.distributed.torch_comm import all_gather_flat
+from lab.distributed.torch_comm import all_gather_flat, first_line
 
 ROOT = Path("/")
 NONE_WANTED = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES: the user or SLURM hides all
@@ -49,9 +49,9 @@ def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
     try:
         torch.cuda.set_device(index)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        why = first_line(error)
         raise ValueError(
-            f"device={device}: {torch_build()} cannot use GPU {index}: {reason}"
+            f"device={device}: {torch_build()} cannot use GPU {index}: {why}"
         ) from None
     major, minor = torch.cuda.get_device_capability(index)
     built_for = [int(name[3:].rstrip("af")) for name in torch.cuda.get_arch_list() if "sm_" in name]
@@ -160,8 +160,7 @@ def compare_in_store(place: RankInfo, key: str, limit: timedelta) -> None:
 def differences(stated: Sequence[Facts]) -> str:
     """Return one line that names what differs, with each value and its ranks; empty: nothing does.
 
-    Args:
-        stated: the facts of each rank, in rank order.
+    Args: stated: the facts of each rank, in rank order.
     """
     names = dict.fromkeys(name for facts in stated for name in facts)
     names = sorted(names, key=lambda name: name.count("."))  # strategy before exchange.threshold
@@ -226,7 +225,6 @@ class World:
             launcher, or else in rank 0.
         comm: collectives of the exchanges.
         control: a Gloo group for small messages outside measurements.
-        num_hosts: number of hosts that the ranks run on.
         waits: this rank's current wait in `control`.
     """
 
@@ -235,7 +233,6 @@ class World:
     store: dist.PrefixStore
     comm: Comm
     control: dist.ProcessGroup
-    num_hosts: int
     waits: Waits = field(default_factory=Waits)
 
     @property
@@ -246,16 +243,13 @@ class World:
     def size(self) -> int:
         return self.place.size
 
+    @property
+    def num_hosts(self) -> int:
+        return len(self.comm.nodes)
+
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's `text` on every rank."""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        length = torch.tensor([len(data)])
-        with self.waits.of("a broadcast outside exchanges"):
-            dist.broadcast(length, 0, group=self.control)
-            if self.rank:
-                data = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(data, 0, group=self.control)
-        return bytes(data.tolist()).decode()
+        return self.gather_text("" if self.rank else text)[0]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather every rank's `values` [...], of one shape, into [size, ...] in host memory."""
@@ -330,7 +324,7 @@ def start(
 
     Args:
         connect: makes the Comm, such as lab.distributed.torch_comm.connect.
-        device: "auto" (GPUs where there are any), "cpu" or "cuda".
+        device: see check_gpus.
         backend: "auto", or one that `connect` knows.
         timeout_s: longest time of an exchange, which the watchdog limits; the library's own limit
             is LIBRARY_MARGIN_S longer.
@@ -355,12 +349,10 @@ def start(
     if absent := _absent(place, "came", JOIN_LIMIT_S, own):
         raise ValueError(f"ranks {absent} did not join within {JOIN_LIMIT_S:g} s")
     comm, control = _connect(connect, place, where, backend, limit)
-    store = dist.PrefixStore("lab", place.store)
-    places = torch.empty(place.size, 2, dtype=torch.int64)
-    on_host = torch.tensor([place.local_rank, place.local_size])
-    all_gather_flat(control, places.view(-1), on_host).wait()
+    world = World(place, where, dist.PrefixStore("lab", place.store), comm, control)
+    places = world.gather(torch.tensor([place.local_rank, place.local_size]))
     comm.nodes = nodes_of([(row[0], row[1]) for row in places.tolist()])
-    return World(place, where, store, comm, control, len(comm.nodes))
+    return world
 
 
 def _find_rank_info() -> RankInfo:
@@ -375,7 +367,7 @@ def _find_rank_info() -> RankInfo:
         store = next(iter(dist.rendezvous("env://")))[0]
     except dist.DistNetworkError as error:
         where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{where}: {first_line(error)}") from None
     store = _of_this_join(store, rank, size, local_size)
     return RankInfo(launcher.started_by(), rank, size, local_rank, local_size, store)
 

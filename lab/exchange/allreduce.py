@@ -26,15 +26,12 @@ class AllReduce(Staged):
     """
 
     takes_divided = True
+    steady_from = 0
 
     def __init__(self, dtype: str = "float32") -> None:
         self.dtype = DTYPES[checks.one_of("exchange.dtype", dtype, DTYPES)]
         self.exact = self.dtype == torch.float32
         self.dtypes = ADDED if self.exact else COMPRESSED
-
-    @property
-    def steady_from(self) -> int | None:
-        return 0
 
     def error_bound(self, largest: float, size: int) -> float:
         return 0.0 if self.exact else rounding_bound(self.dtype, largest, size)
@@ -82,10 +79,7 @@ class NoExchange(Exchange):
     exact = False
     keeps_replicas_equal = False
     staged = True
-
-    @property
-    def steady_from(self) -> int | None:
-        return 0
+    steady_from = 0
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         """Move nothing."""

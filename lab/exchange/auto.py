@@ -67,7 +67,7 @@ class Auto(Composite):
         self.exact = False
         self.rounds = checks.whole("exchange.rounds", rounds, 1)
         self.tolerance = checks.number("exchange.tolerance", tolerance, at_least=0, below=1)
-        self.chosen: dict[str, int] = {}  # places in `among`, by the bucket's first parameter
+        self.chosen: dict[str, str] = {}  # names, by the bucket's first parameter
         self.tried: dict[str, float] = {}  # seconds of a step in each configuration
         self._chosen_at: int | None = None
         self._fresh = deepcopy(self.parts)  # whose costs are probed
@@ -99,8 +99,7 @@ class Auto(Composite):
     def choose(self, bucket: GradBucket, comm: Comm) -> str:
         if not self.chosen:
             return self._try(bucket, comm)
-        place = self.chosen.get(next(iter(bucket.shapes)), next(iter(self.chosen.values())))
-        return [*self.parts][place]
+        return self.chosen.get(next(iter(bucket.shapes)), next(iter(self.chosen.values())))
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         """Average a bucket while others may be at other stages.
@@ -150,10 +149,9 @@ class Auto(Composite):
         if tuner.winner is None:
             self._trial.begin = mark(bucket.flat.device)
             return
-        place = {name: at for at, name in enumerate(self.parts)}
-        winner = [*self._trial.configurations.values()][tuner.winner]
-        self.chosen = {key[0]: place[name] for key, name in winner.items()}
         names = [*self._trial.configurations]
+        winner = self._trial.configurations[names[tuner.winner]]
+        self.chosen = {key[0]: name for key, name in winner.items()}
         self.tried = {names[at]: median_s for at, median_s in tuner.medians().items()}
         self._chosen_at, self._trial = bucket.step, None
 
@@ -177,36 +175,38 @@ class Auto(Composite):
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         buckets = (bucket for bucket in self._costs if bucket[0] in self.chosen)
-        places = {name: self.chosen[bucket[0]] for bucket in buckets for name in bucket}
-        chosen, parts = {*self.chosen.values()}, [*self.parts.items()]
-        for place in sorted(chosen):  # buckets are unknown to a run that resumed with the choice
-            taken = {n: s for n, s in shapes.items() if len(chosen) == 1 or places.get(n) == place}
-            name, exchange = parts[place]
-            yield from exchange.left_exact(taken, f"{key}{self._keys[name]}")
+        by_parameter = {name: self.chosen[bucket[0]] for bucket in buckets for name in bucket}
+        chosen = {*self.chosen.values()}
+        for name, exchange in self.parts.items():
+            if name in chosen:  # buckets are unknown to a run that resumed with the choice
+                every = len(chosen) == 1
+                taken = {n: s for n, s in shapes.items() if every or by_parameter.get(n) == name}
+                yield from exchange.left_exact(taken, f"{key}{self._keys[name]}")
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the chosen exchange of each bucket, and what was predicted and timed."""
-        names = [*self.parts]
         predicted = {
             key[0]: {name: sum(cost) for name, cost in each.items()}
             for key, each in self._costs.items()
         }
         buckets = [
-            {"bucket": name, "chosen": names[at], "predicted_s": predicted.get(name)}
-            for name, at in self.chosen.items()
+            {"bucket": bucket, "chosen": name, "predicted_s": predicted.get(bucket)}
+            for bucket, name in self.chosen.items()
         ]
         return [*buckets, {"step_s": self.tried, "chosen_at": self._chosen_at}] if buckets else []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all candidates, and the choice."""
-        chosen = {name: torch.tensor(at) for name, at in self.chosen.items()}
+        place = {name: torch.tensor(at) for at, name in enumerate(self.parts)}
+        chosen = {bucket: place[name] for bucket, name in self.chosen.items()}
         tried = {name: torch.tensor(s, dtype=torch.float64) for name, s in self.tried.items()}
         return {**super().state_dict(), "chosen": chosen, "tried": tried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the choice, if there is one; if it is undone, all is tried anew."""
         super().load_state_dict(state)
-        chosen = {name: int(at) for name, at in state["chosen"].items()}
+        names = [*self.parts]
+        chosen = {bucket: names[int(at)] for bucket, at in state["chosen"].items()}
         if chosen != self.chosen:
             self._trial, self._costs, self._seen = None, {}, []
             self._chosen_at = 0 if chosen else None

@@ -40,6 +40,8 @@ class Exchange(ABC):
     Attributes:
         dtypes: that a bucket may have. Gradients of bfloat16 and float16 come as float32 where they
             are not among these (see lab.exchange.gate.carrier).
+        steady_from: the first step from which on all launch the same work on the same memory, of
+            which a CUDA graph may repeat one (lab.training.graph); None: none is.
         total_steps: of the run; the trainer sets it. None: unknown, in a loop of the user's own.
     """
 
@@ -50,7 +52,9 @@ class Exchange(ABC):
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
     takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
+    keeps_residuals = False  # what codecs leave out of gradients is kept for later steps
     staged = False  # over Gloo it takes turns with backward on one thread; others have their own
+    steady_from: int | None = None
     total_steps: int | None = None
 
     @abstractmethod
@@ -62,7 +66,7 @@ class Exchange(ABC):
 
     def asynchronous(self, comm: Comm) -> bool:
         """Return whether `stages` leaves all waiting to its caller."""
-        return False
+        return self.staged and comm.asynchronous
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         """Do the same as `average`, but yield each collective begun; resume once it is done."""
@@ -145,22 +149,9 @@ class Exchange(ABC):
         yield from ()
 
     @property
-    def keeps_residuals(self) -> bool:
-        """True if what codecs leave out of gradients is kept for later steps."""
-        return False
-
-    @property
     def settled_at(self) -> int | None:
         """The first step after any trials, in which choices are made; None: they go on."""
         return 0
-
-    @property
-    def steady_from(self) -> int | None:
-        """The first step from which on all launch the same work on the same memory; None: none is.
-
-        A CUDA graph may repeat one of these (lab.training.graph).
-        """
-        return None
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""
@@ -232,44 +223,9 @@ class Staged(Exchange):
 
     staged = True
 
-    def asynchronous(self, comm: Comm) -> bool:
-        return comm.asynchronous
-
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         for collective in self.stages(bucket, comm):
             collective.wait()
 
     @abstractmethod
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]: ...
-
-
-class Relayed(Staged):
-    """An exchange whose ranks all decode the same message at last, so that others can as well.
-
-    Two levels send it to the other ranks of a node in place of what it says.
-    """
-
-    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        byte = bucket.flat.new_empty(0, dtype=torch.uint8)
-        num_bytes = self.message_bytes(bucket, comm.size)
-        message = bucket.plans.scratch("message", byte, num_bytes)
-        yield from self.sum(bucket, comm, message)
-        self.decode(message, bucket, comm.size, divisor=comm.size)
-
-    @abstractmethod
-    def message_bytes(self, bucket: GradBucket, size: int) -> int:
-        """Return the bytes of the message of `bucket` among `size` ranks, a multiple of 4."""
-
-    @abstractmethod
-    def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
-        """Fill `message`, uint8 [message_bytes], with the sum over the ranks; yield as `stages`.
-
-        The memory of `bucket.flat` may be overwritten.
-        """
-
-    @abstractmethod
-    def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
-        """Replace `bucket.flat` by what `message` of `size` ranks says, divided by `divisor`.
-
-        The message is changed. Sets `bucket.finite`.
-        """

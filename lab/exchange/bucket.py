@@ -7,6 +7,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -103,6 +105,9 @@ class BucketPlan:
             gradient may share its memory, as those of parameters that are only viewed and added do.
         multiple: divides the length of `flat`.
         dtype: of the buffer; None: that of the parameters, which are all of one.
+
+    Attributes:
+        hides: `pack` leaves no `grad`, so that `show` finds gradients that grow after it.
     """
 
     def __init__(
@@ -122,9 +127,11 @@ class BucketPlan:
         self.dtype = dtype or next(iter(parameters.values())).dtype
         self.in_place = in_place and not self._missing
         self.label = label(self.shapes)
+        self.hides = False
         self._plans = Plans()
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
+        self._seen: list[Tensor | None] = []  # by Python, which is fast as long as it holds them
 
     def twin(self) -> BucketPlan:
         """Return a plan for the same gradients in other memory.
@@ -152,12 +159,34 @@ class BucketPlan:
         """
         if self.in_place and (flat := self._in_place()) is not None:
             return GradBucket(self.shapes, flat, step, divided, plans=self._plans)
-        if self._buffer is None:
-            self._buffer = self._allocated()
-        bucket = GradBucket(self.shapes, self._buffer, step, divided, plans=self._plans)
+        bucket = GradBucket(self.shapes, self._allocated(), step, divided, plans=self._plans)
         if not self.has_views or not self._copied_at_once():
             self._pack_each(bucket)
+        self._seen = []
         return bucket
+
+    def has_gradients(self, fresh: bool = False) -> bool:
+        """Tell whether all parameters have a gradient; `fresh`: made since `pack` took the last."""
+        self._allocated()
+        self._seen = seen = [parameter.grad for parameter in self._ordered]
+        # Without loops in Python: backward waits.
+        return all(map(is_not, seen, repeat(None))) and not (
+            fresh and any(map(is_, seen, self._values))
+        )
+
+    def show(self) -> str | None:
+        """Set `grad` that `pack` has hidden; return the name of a parameter that has a new one."""
+        seen = [parameter.grad for parameter in self._ordered]
+        if any(map(is_not, seen, repeat(None))):  # rare, and legal if `pack` could not hide it
+            for name, gradient, values in zip(self._in_flat, seen, self._values, strict=True):
+                if gradient is not None and gradient is not values:
+                    return name
+        self._set_gradients()
+        return None
+
+    def _set_gradients(self) -> None:
+        for parameter, values in zip(self._ordered, self._values, strict=True):
+            parameter.grad = values
 
     def __str__(self) -> str:
         return self.label
@@ -184,8 +213,11 @@ class BucketPlan:
             torch._foreach_copy_(self._values, gradients)
         except (TypeError, RuntimeError):
             return False
-        for parameter, values in zip(self._ordered, self._values, strict=True):
-            parameter.grad = values
+        if self.hides:
+            for parameter in self._ordered:
+                parameter.grad = None
+        else:
+            self._set_gradients()
         return True
 
     def _pack_each(self, bucket: GradBucket) -> None:
@@ -207,10 +239,12 @@ class BucketPlan:
         bucket.copied, bucket.lacking = copied, lacking
 
     def _allocated(self) -> Tensor:
-        """Return the buffer, and make its views."""
+        """Return the buffer; make it, and its views, for the first step."""
+        if self._buffer is not None:
+            return self._buffer
         first = next(iter(self._in_flat.values()))
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        buffer = first.new_zeros(self.num_values + self._missing, dtype=self.dtype)
+        self._buffer = buffer = first.new_zeros(self.num_values + self._missing, dtype=self.dtype)
         parts = buffer[: self.num_values].split(sizes)
         # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
         self._values = [

@@ -20,7 +20,7 @@ from lab.codec.base import Codec
 from lab.codec.kernels import Peers
 from lab.codec.layout import Layout
 from lab.distributed.comm import Collective, Comm, NoWindow, Window
-from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes
 from lab.exchange.memory import Bound, Memory
@@ -46,18 +46,11 @@ class Lossy(Staged):
     """
 
     exact = False
+    steady_from = 0
     warmup_steps = 0
 
     def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-
-    @property
-    def keeps_residuals(self) -> bool:
-        return self.memory.keeps
-
-    @property
-    def steady_from(self) -> int | None:
-        return self.warmup_steps
+        self.memory, self.keeps_residuals = memory, memory.keeps
 
     def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
         """Return what stays from step to step for `bucket`, made anew where residuals moved.
@@ -86,7 +79,7 @@ class Lossy(Staged):
         return self.memory.kept()
 
     def error_bound(self, largest: float, size: int) -> float:
-        return 0.0 if self.memory.keeps else math.inf
+        return 0.0 if self.keeps_residuals else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         return self.memory.state_dict()
@@ -110,12 +103,7 @@ class Messages:
     """
 
     def __init__(
-        self,
-        codec: Codec,
-        layout: Layout,
-        comm: Ranks,
-        like: Tensor,
-        message: Tensor | None = None,
+        self, codec: Codec, layout: Layout, comm: Ranks, like: Tensor, message: Tensor | None = None
     ) -> None:
         if message is None:
             message = like.new_zeros(layout.num_bytes, dtype=torch.uint8)
@@ -177,7 +165,7 @@ class TwoStagePlan(Messages):
         return self.message.new_zeros(self.layout.line_bytes)
 
 
-class TwoStage(Coded, Relayed):
+class TwoStage(Coded):
     """Sums in two stages (Seide et al. 2014, section 3), each of which encodes.
 
     1. Each rank encodes its gradients and keeps what that leaves out. Part r of every rank's
@@ -187,7 +175,8 @@ class TwoStage(Coded, Relayed):
        by N.
 
     So a rank sends 2(N-1)/N messages, whatever N is. A row with a value that is not finite is read
-    as such by all ranks, which mark the bucket.
+    as such by all ranks, which mark the bucket. Two levels send the sums to the other ranks of a
+    node in place of what they say.
     """
 
     def __init__(self, codec: Codec, memory: Memory) -> None:
@@ -200,9 +189,6 @@ class TwoStage(Coded, Relayed):
         per_value = residuals * (1 + part) + self.codec.bytes_per_value() * (2 + part)
         return Needs(kept=sizes.n * per_value)
 
-    def message_bytes(self, bucket: GradBucket, size: int) -> int:
-        return self.layout(bucket, size).num_bytes
-
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan = self.plan(bucket, comm)
         yield from self.sums(plan, bucket.flat, comm, plan.sums)
@@ -212,6 +198,7 @@ class TwoStage(Coded, Relayed):
         bucket.finite = plan.finite
 
     def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
+        """Fill `message`, uint8 [bytes of the layout], with all sums; yield as `stages`."""
         plan = self.plan(bucket, comm)
         return self.sums(plan, bucket.flat, comm, message.view_as(plan.lines))
 
@@ -229,6 +216,7 @@ class TwoStage(Coded, Relayed):
         yield comm.iall_gather(sums, plan.reply)
 
     def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
+        """Replace `bucket.flat` by what `message` of `size` ranks says, divided by `divisor`."""
         bucket.finite = torch.ones((), dtype=torch.bool, device=message.device)
         kernels, layout = self.codec.kernels(message.device), self.layout(bucket, size)
         kernels.add_up(layout, message.view(1, -1), bucket.flat, divisor, bucket.finite)
@@ -312,7 +300,7 @@ class Symmetric(TwoStage):
 
     def _window_of(self, bucket: GradBucket, comm: Comm) -> Window | None:
         """Return the window of a bucket, made at its first exchange; None: there is none."""
-        num_bytes = 2 * self.message_bytes(bucket, comm.size)
+        num_bytes = 2 * self.layout(bucket, comm.size).num_bytes
         key = self, "window", comm.size, num_bytes
         if key not in bucket.plans:
             window = bucket.plans[key] = self._new_window(comm, num_bytes, bucket.flat.device)
@@ -382,6 +370,7 @@ class OneBit(TwoStage):
         self._rows = codecs.OneBit(threshold, granularity, block_size, min_columns)
         super().__init__(self._rows, Memory(error_feedback))
         self.warmup_steps = checks.whole("exchange.warmup_steps", warmup_steps, 0)
+        self.steady_from = self.warmup_steps
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         num_values = sum(map(math.prod, shapes.values()))
@@ -410,7 +399,6 @@ class Int8(TwoStage):
 
     def __init__(self, block_size: int = 1024) -> None:
         super().__init__(codecs.Int8(block_size), Memory(keeps=False))
-        self.block_size = block_size
 
     def error_bound(self, largest: float, size: int) -> float:
         steps = codecs.Int8.num_levels - 1
@@ -431,7 +419,6 @@ class Int4(TwoStage):
 
     def __init__(self, block_size: int = 128, error_feedback: bool = True) -> None:
         super().__init__(codecs.Int4(block_size), Memory(error_feedback))
-        self.block_size = block_size
 
 
 class SignSGD(AllGather):
@@ -469,7 +456,6 @@ class TopK(AllGather):
 
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
         super().__init__(codecs.TopK(ratio), Memory(error_feedback))
-        self.ratio = ratio
 
 
 def left_exact(exchange: Exchange, shapes: Shapes) -> list[str]:

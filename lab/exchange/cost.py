@@ -77,10 +77,6 @@ class Costs(Protocol):
         """
         ...
 
-    def message_bytes(self, exchange: Exchange, shapes: Sequence[Shape], size: int) -> float:
-        """Return the bytes of the message that all of `size` ranks decode at last."""
-        ...
-
 
 class Needs(NamedTuple):
     """Bytes of memory that a rank needs for an exchange, besides weights and gradients.

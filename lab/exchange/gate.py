@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,7 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     """
     require_values(model)
     parameters = trainable(model)
-    if not any(p.numel() for p in parameters.values() if not is_lazy(p)) and not any(
-        map(is_lazy, parameters.values())
-    ):
+    if not any(is_lazy(p) or p.numel() for p in parameters.values()):
         raise ValueError("model has no trainable parameters, so there is nothing to exchange")
     for name, parameter in parameters.items():
         if problem := _problem(parameter, exchange):
@@ -40,7 +39,12 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
             f"{name} is on {device}, but {first} is on {other}; move the whole model to one "
             "device with model.to(device)"
         )
-    _refuse_shared_memory(parameters)
+    if shared := sharing(parameters):
+        name, other = shared
+        raise ValueError(
+            f"{name} shares memory with {other}; make them one parameter (assign the same "
+            "nn.Parameter to both modules), or copy one with clone()"
+        )
     for parameter in parameters.values():
         if not is_dense(parameter) or parameter.is_conj():
             values = parameter.detach().resolve_conj()
@@ -124,14 +128,10 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse two parameters that have values in common, of which one would be sent twice.
-
-    Raises:
-        ValueError: names both.
-    """
+def sharing(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Return the names of a tensor and of a parameter that have bytes in common; None: no two."""
     by_storage: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
-    for name, p in parameters.items():
+    for name, p in tensors.items():
         if p.numel():
             size, start = p.element_size(), p.element_size() * int(p.storage_offset())
             reach = sum(
@@ -143,21 +143,24 @@ def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
         extents.sort()
         apart = all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
         if not apart:  # columns of one matrix, or the same values
-            _refuse_common_bytes({name: parameters[name] for *_, name in extents})
+            names = [name for *_, name in extents]
+            names.sort(key=lambda name: not isinstance(tensors[name], nn.Parameter))
+            if found := _with_common_bytes({name: tensors[name] for name in names}):
+                return found
+    return None
 
 
-def _refuse_common_bytes(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse two parameters of one storage that share a byte."""
-    names = list(parameters)
-    storage = parameters[names[0]].untyped_storage()
+def _with_common_bytes(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Return a tensor of one storage, and a parameter before it, that share a byte."""
+    names = list(tensors)
+    storage = tensors[names[0]].untyped_storage()
     owner = torch.full((storage.nbytes(),), -1, dtype=torch.int32)
-    for number, (name, p) in enumerate(parameters.items()):
+    for number, (name, p) in enumerate(tensors.items()):
         size = p.element_size()
         strides = (*(size * stride for stride in p.stride()), 1)
         own = owner.as_strided((*p.shape, size), strides, size * p.storage_offset())
         if (other := int(own.max())) >= 0:
-            raise ValueError(
-                f"{name} shares memory with {names[other]}; make them one parameter (assign the "
-                "same nn.Parameter to both modules), or copy one with clone()"
-            )
-        own.fill_(number)
+            return name, names[other]
+        if isinstance(p, nn.Parameter):
+            own.fill_(number)
+    return None

@@ -7,19 +7,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.codec.base import Codec
 from lab.distributed.comm import Collective, Comm
 from lab.distributed.launcher import Nodes, each_alone
 from lab.distributed.worker import record_stream
-from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged, require_mean
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_mean
 from lab.exchange.bucket import ALIGNED, GradBucket, Plans
 from lab.exchange.compressed import TwoStage
-from lab.exchange.cost import Costs, Needs, Sizes
+from lab.exchange.cost import Costs, Needs, Shape, Sizes
 
 OWN = ("carried", "shapes", "nodes")  # keys of its own beside those of `inter` in checkpoints
 
@@ -59,6 +61,7 @@ class Hierarchical(Staged):
         self.inter = inter
         self.exact, self.takes_divided = inter.exact, inter.takes_divided
         self.dtypes, self.staged = inter.dtypes, inter.staged
+        self.steady_from = inter.steady_from
         self.needs_send_recv = inter.needs_send_recv
         self.needs_like_gpus = inter.needs_like_gpus
         # Residuals of other nodes, [values of this rank's part] by parameter, for the next step.
@@ -81,9 +84,9 @@ class Hierarchical(Staged):
         costs.codec(copied, calls=bool(copied))
         costs.wire(node.reduce_scatter(block_bytes), inside=True)
         rail = network.rail(rails)
-        if isinstance(inter, Relayed) and network.num_nodes > 1:
+        if isinstance(inter, TwoStage) and network.num_nodes > 1:
             costs.add(inter, part, rail, "sum")
-            message_bytes = costs.message_bytes(inter, part, network.num_nodes)
+            message_bytes = _message_bytes(inter.codec, tuple(part), network.num_nodes)
             costs.wire(node.all_gather(message_bytes), inside=True)
             for received in parts:
                 costs.add(inter, received, rail, "decode")
@@ -112,9 +115,6 @@ class Hierarchical(Staged):
             others = self.inter.codec.bytes_per_value() * part.n * (sizes.local - 1)
         return Needs(own + inter.kept + others, inter.scratch)
 
-    def asynchronous(self, comm: Comm) -> bool:
-        return comm.asynchronous and self.inter.asynchronous(comm)
-
     def validate(self, comm: Comm) -> None:
         """Make groups of the ranks of each node and of each rail, too.
 
@@ -138,7 +138,7 @@ class Hierarchical(Staged):
         own = blocks.memory[levels.intra_node.rank]
         arriving = blocks.arriving(levels.intra_node)
         yield levels.intra_node.ireduce_scatter(own, blocks.memory, arriving)
-        if isinstance(self.inter, Relayed) and len(levels.nodes) > 1:
+        if isinstance(self.inter, TwoStage) and len(levels.nodes) > 1:
             yield from self._relayed(self.inter, blocks.parts, levels, levels.intra_node)
             finite = [part.finite for part in blocks.parts if part.finite is not None]
             bucket.finite = torch.stack(finite).all()
@@ -159,11 +159,11 @@ class Hierarchical(Staged):
             part.flat[:1].masked_fill_(~part.finite, torch.nan)
 
     def _relayed(
-        self, inter: Relayed, parts: Sequence[GradBucket], levels: Levels, intra_node: Comm
+        self, inter: TwoStage, parts: Sequence[GradBucket], levels: Levels, intra_node: Comm
     ) -> Iterator[Collective]:
         """Do the same, but send messages inside the nodes, which every rank decodes for itself."""
         num_nodes = len(levels.nodes)
-        sizes = [inter.message_bytes(part, num_nodes) for part in parts]
+        sizes = [inter.layout(part, num_nodes).num_bytes for part in parts]
         byte = parts[0].flat.new_empty(0, dtype=torch.uint8)
         longest = -(-max(sizes) // ALIGNED) * ALIGNED
         messages = parts[0].plans.scratch("messages", byte, intra_node.size, longest)
@@ -208,10 +208,6 @@ class Hierarchical(Staged):
     @property
     def settled_at(self) -> int | None:
         return self.inter.settled_at
-
-    @property
-    def steady_from(self) -> int | None:
-        return self.inter.steady_from
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         levels = self._levels
@@ -303,6 +299,12 @@ class Hierarchical(Staged):
 def _smallest_node(size: int, local: int) -> int:
     """Return the ranks of the smallest node, where all but the last have `local`."""
     return size - local * (-(-size // local) - 1)
+
+
+@lru_cache(maxsize=10_000)
+def _message_bytes(codec: Codec, shapes: tuple[Shape, ...], size: int) -> int:
+    named = {str(number): shape for number, shape in enumerate(shapes)}
+    return codec.layout(named, sum(map(math.prod, shapes)), size).num_bytes
 
 
 def _of_part(sizes: Sizes) -> Sizes:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lab.codec.layout import Factors, together
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
@@ -18,7 +19,7 @@ from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import MatrixDirection, is_finite, zeros
 from lab.exchange.layout import Matrix, hidden_matrices, rank_of, trainable
 from lab.exchange.memory import shares
-from lab.exchange.powersgd import Factors, factor_kernels, orthonormalise, random_factor, together
+from lab.exchange.powersgd import factor_kernels, orthonormalise, random_factor
 from lab.settings import checks
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -506,7 +508,7 @@ class ZeroOneAdam(SignedDirection):
 
     def choices(self) -> list[dict[str, Any]]:
         """Return after how many steps the variance was frozen, and the rows that are not sent."""
-        updates = self.schedule.num_due(self.updates) if self.updates else 0
+        updates = self.schedule.num_due(self.updates)
         frozen_at = self.schedule.last if self.updates > self.schedule.last else None
         return [{"frozen_at": frozen_at, "variance_updates": updates, **self.row_counts()}]
 
@@ -520,31 +522,25 @@ class IntervalSchedule:
     """
 
     def __init__(self, each: int, longest: int) -> None:
-        self.each = checks.whole("exchange.updates_per_interval", each, 1)
+        self._each = checks.whole("exchange.updates_per_interval", each, 1)
         checks.whole("exchange.longest_interval", longest, 1)
         if longest & (longest - 1):
             raise ValueError(f"exchange.longest_interval={longest}: must be a power of two")
-        self.last = each * (2 * longest - 1)  # the last step that is due
+        doublings = range(longest.bit_length())
+        self._due = list(accumulate(2**number for number in doublings for _ in range(each)))
+        self.last = self._due[-1]  # the last step that is due
 
     def interval(self, step: int) -> int:
         """Return the interval at which steps are due at `step`."""
-        return 1 << (((min(step, self.last) - 1) // self.each + 1).bit_length() - 1)
+        return 2 ** (min(self.num_due(step - 1), len(self._due) - 1) // self._each)
 
     def is_due(self, step: int) -> bool:
-        return step <= self.last and self._place(step) % self.interval(step) == 0
+        return self.num_due(step) > self.num_due(step - 1)
 
     def is_first(self, step: int) -> bool:
         """Return whether an interval of more than one step begins with `step`, or none is due."""
-        begins = self._place(step) == 1 and self.interval(step) > 1
-        return step == self.last + 1 or (step <= self.last and begins)
+        return self.is_due(step - 1) and self.num_due(step - 1) % self._each == 0
 
     def num_due(self, step: int) -> int:
         """Count the steps up to `step` that are due."""
-        step = min(step, self.last)
-        interval = self.interval(step)
-        doublings = interval.bit_length() - 1
-        return self.each * doublings + self._place(step) // interval
-
-    def _place(self, step: int) -> int:
-        """Return which step of its interval's steps `step` is, from 1."""
-        return step - self.each * (self.interval(step) - 1)
+        return bisect_right(self._due, step)

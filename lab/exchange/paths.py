@@ -69,15 +69,12 @@ class Path(Exchange):
     dtypes = ADDED
     needs_send_recv = True
     takes_divided = True
+    steady_from = 0
 
     def __init__(self, chunk_mb: ChunkMB = 4) -> None:
         check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
         self._chunks = Plans()  # those that arrive, of buckets of any size
-
-    @property
-    def steady_from(self) -> int | None:
-        return 0
 
 
 class Rooted(Path):

@@ -7,17 +7,16 @@ of many columns, and with factors of one to four takes several times as long as 
 from __future__ import annotations
 
 import ctypes
-import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.codec.kernels import bound, library, tried
+from lab.codec.layout import Factors, together
 from lab.distributed.comm import Collective, Comm, Done
 from lab.exchange.base import Ranks, Shapes
 from lab.exchange.bucket import GradBucket
@@ -164,44 +163,6 @@ def _gaps(covered: Iterable[slice], num_values: int) -> list[slice]:
     return [*between, slice(start, num_values)] if start < num_values else between
 
 
-class Factors:
-    """Where the matrices M of a bucket lie, and in two messages their factors P and Q^T.
-
-    Args:
-        matrices: of each the first value in the bucket, rows, columns, and the rank of its factors.
-
-    Attributes:
-        table: int64 [matrices, 6], these and the first values of P and of Q^T, for the kernels.
-        num_p, num_q: values of the messages: P, [rows, rank], and Q^T, [rank, columns], of each.
-    """
-
-    def __init__(self, matrices: Sequence[tuple[int, int, int, int]]) -> None:
-        self.matrices = matrices
-        *ps, self.num_p = accumulate((rows * rank for _, rows, _, rank in matrices), initial=0)
-        *qs, self.num_q = accumulate((rank * width for _, _, width, rank in matrices), initial=0)
-        rows = [[*each, p, q] for each, p, q in zip(matrices, ps, qs, strict=True)]
-        self.table = torch.tensor(rows, dtype=torch.int64)
-        self.plans: dict[torch.device, Any] = {}  # of kernels on GPUs
-
-    def of(self, flat: Tensor) -> list[Tensor]:
-        """Return the matrices among values that are laid out like the bucket's."""
-        flat = flat.view(-1)
-        return [
-            flat[start : start + rows * columns].view(rows, columns)
-            for start, rows, columns, _ in self.matrices
-        ]
-
-    def ps(self, message: Tensor) -> list[Tensor]:
-        """Return each P of a message."""
-        parts = message.view(-1).split([rows * rank for _, rows, _, rank in self.matrices])
-        return [part.view(-1, each[3]) for part, each in zip(parts, self.matrices, strict=True)]
-
-    def qs(self, message: Tensor) -> list[Tensor]:
-        """Return each Q^T of a message."""
-        parts = message.view(-1).split([rank * columns for _, _, columns, rank in self.matrices])
-        return [part.view(each[3], -1) for part, each in zip(parts, self.matrices, strict=True)]
-
-
 class Reference:
     """The definition in plain torch, on contiguous float32 tensors, for all matrices of a bucket.
 
@@ -309,11 +270,3 @@ def random_factor(name: str, rank: int, columns: int, device: torch.device) -> T
     """Return parameter `name`'s first Q^T: random, float32 [rank, columns], equal on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(rank, columns, generator=generator).to(device)
-
-
-def together(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return a vector to send, and tensors of `shapes` that share its memory in order."""
-    sizes = [math.prod(shape) for shape in shapes]
-    message = like.new_empty(sum(sizes))
-    parts = message.split(sizes)
-    return message, [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lab.codec.kernels import bound, library, tried
+from lab.codec.layout import Draws
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
@@ -46,14 +44,12 @@ class RandomK(Lossy):
         seed: of the draw.
     """
 
+    steady_from = None  # the host draws other places for each step
+
     def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(Memory(error_feedback))
         self.ratio = checks.number("exchange.ratio", ratio, above=0, at_most=1)
         self.seed = checks.whole("exchange.seed", seed)
-
-    @property
-    def steady_from(self) -> None:
-        """None: the host draws other places for each step."""
 
     def add_cost(self, costs: Costs) -> bool:
         n, sent = costs.n, sum(num_sent(shape, self.ratio) for shape in costs.shapes)
@@ -91,37 +87,6 @@ class _Plan:
         self.bound = exchange.memory.bind(bucket, [(0, self.num_values)])
         kept = self.bound.own
         self.residuals = None if kept is None else kept[: self.num_values]
-
-
-class Draws:
-    """Where the parameters of a bucket lie, and in a message the values that are drawn of each.
-
-    Args:
-        sizes: values of each parameter, below 2**31; they follow each other.
-        counts: how many of each are drawn; these follow each other in the message.
-        keys: of each, from 0 to 2**63 - 1.
-
-    Attributes:
-        seed: from 0 to SEEDS, the step's: the same draws the same places on every device.
-    """
-
-    def __init__(self, sizes: Sequence[int], counts: Sequence[int], keys: Sequence[int]) -> None:
-        self.sizes, self.counts, self.seed = list(sizes), list(counts), 0
-        self.keys = np.array(keys, dtype=np.int64)
-        *starts, _ = accumulate(sizes, initial=0)
-        *places, _ = accumulate(counts, initial=0)
-        rows = [[*each, 0] for each in zip(starts, sizes, places, counts, strict=True)]
-        self._table = np.array(rows, dtype=np.int64).reshape(-1, 5)
-        self.plans: dict[torch.device, Any] = {}  # of kernels on GPUs
-
-    @property
-    def table(self) -> np.ndarray:
-        """The host's: int64 [parameters, 5].
-
-        The first value of each, their number, the first in the message, their number and a seed.
-        """
-        np.bitwise_xor(self.keys, self.seed, out=self._table[:, 4])
-        return self._table
 
 
 class Reference:

@@ -58,18 +58,17 @@ class Exact(Scatter):
         self._dtype = dtype
 
     def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
-        needed = self.needs_spare(comm)
+        needed = self.needs_spare(comm.backend)
         spare = layout.plans.scratch("spare", gradients, *gradients.shape) if needed else None
         self.begin(output, gradients, comm, spare).wait()
 
-    def needs_spare(self, comm: Comm) -> bool:
+    def needs_spare(self, backend: str) -> bool:
         """Return whether `begin` needs memory for what travels; NCCL's float32 does not."""
-        return self._dtype != torch.float32 or comm.backend != "nccl"
+        return self._dtype != torch.float32 or backend != "nccl"
 
     def memory_bytes(self, sizes: Sizes) -> float:
         """Return the bytes that a rank needs for buckets, sent as fast as they fill."""
-        in_place = sizes.backend == "nccl" and self._dtype == torch.float32
-        return 0.0 if in_place else 4.0 * sizes.largest
+        return 4.0 * sizes.largest * self.needs_spare(sizes.backend)
 
     def begin(
         self, output: Tensor, gradients: Tensor, comm: Comm, spare: Tensor | None

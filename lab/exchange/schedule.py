@@ -60,9 +60,6 @@ class Composite(Exchange):
                 exchange.flush_residual(bucket, comm)
         return current
 
-    def asynchronous(self, comm: Comm) -> bool:
-        return all(exchange.asynchronous(comm) for exchange in self.parts.values())
-
     def validate(self, comm: Comm) -> None:
         for exchange in self.parts.values():
             exchange.validate(comm)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from lab.distributed.replicas import is_sharded
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
+from lab.exchange.gate import admit
 from lab.exchange.grouping import MIB
 from lab.loop.check import FORGOT_FINISH, FORGOT_HOOK, Checked, LoopCheck, follow, is_on
 from lab.loop.setup import compose, world_of
@@ -32,7 +33,7 @@ from lab.sync.fsdp import WholeGradients, set_reduce_scatter
 from lab.sync.fsdp_units import require_scattered
 from lab.sync.gradsync import GradSync
 from lab.sync.owner import KEY, NonfiniteGuard, Owner, Scaler, require_state
-from lab.training.assemble import admitted, require_alike, require_like_gpus
+from lab.training.assemble import require_alike, require_like_gpus
 from lab.training.rank_consistency import parameters, settings_and_software
 
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
@@ -40,6 +41,21 @@ Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 
 class LoopState(Checked, HookState):
     """The state of a hook in a loop."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to save beside the model; every rank has its own.
+
+        As with a model, its tensors are not copied: they change with the next step.
+        """
+        kept = self.exchange.state_dict()
+        return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
+        require_state(state, "step", "exchange")
+        self._owner.check(state.get(KEY), state["exchange"])
+        self.exchange.resume(state["exchange"], self._device)
+        self.step = int(state["step"])
 
     def close(self) -> None:
         if self.check:
@@ -178,8 +194,6 @@ class LoopSync(Checked, GradSync):
     into `with sync.accumulate():`. A parameter that backward does not reach on this rank has the
     mean of the other ranks' gradients after `finish`; one that no rank has reached has none, as
     with DistributedDataParallel(find_unused_parameters=True).
-
-    Attributes: settings: the composed settings that made the sync.
     """
 
     def __init__(
@@ -194,7 +208,7 @@ class LoopSync(Checked, GradSync):
     def __enter__(self) -> Self:
         replicas.broadcast_state(self._model, self._world)
         super().__enter__()
-        self._armed = True
+        self._arrivals.armed = True
         if self.check:
             self.check.begin()
         return self
@@ -206,12 +220,9 @@ class LoopSync(Checked, GradSync):
         if self.check:
             self.check.close() if kind is None else self.check.abandon()
 
-    @contextmanager
-    def accumulate(self) -> Generator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Enclose forward and backward of a micro-batch that is not its step's last."""
-        self._armed = False
-        yield
-        self._armed = True
+        return self._arrivals.uncounted()
 
     def finish(self) -> Tensor | None:
         """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.
@@ -253,11 +264,6 @@ class LoopSync(Checked, GradSync):
         super().load_state_dict({"order": state.get("order", {})})
         self.step = int(state["step"]["step"])
 
-    @property
-    def _owner(self) -> Owner:
-        comm, made_from = self.comm, self.settings["exchange"]
-        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
-
     def _submit_next(self) -> None:
         if not self._exchanged:
             self.loss_scale = self._guard.begin_step()
@@ -295,7 +301,8 @@ def grad_sync(
     if isinstance(model, DistributedDataParallel):
         raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
     exchange: Exchange = build(config.exchange)
-    parameters = admitted(model, exchange)
+    with as_config_error():
+        parameters = admit(model, exchange)
     device = next(iter(parameters.values())).device
     world, settings = _join(config, exchange, model, group, device)
     comm = world.comm

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lab.certificate.check import Exchanging, Observer
+from lab.certificate.check import Observer
 from lab.certificate.examination import About, CertificateError, unchecked
 from lab.distributed.world import World
 from lab.exchange.layout import travelling
 from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
 from lab.settings.storage import write_json
+from lab.sync.base import Exchanging
 from lab.sync.ddp import HookState
+from lab.sync.owner import Owner
 
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (
@@ -39,24 +42,27 @@ COPY_TRAINS = (
 MEANT = "if ranks are meant to differ, use check=None"
 
 
-class Checked:
+class Checked(Exchanging):
     """A sync, or a hook's state, in a loop.
 
-    Attributes: check: examines the first exchanges; None: nothing does. Set before the loop.
+    Attributes:
+        settings: the composed settings that made it.
+        check: examines the first exchanges; None: nothing does. Set before the loop.
     """
 
+    settings: Mapping[str, Any]
     check: LoopCheck | None = None
+    _model: nn.Module
 
     @property
     def certificate(self) -> Certificate | None:
         """The finding of check="first"; None: nothing yet, or it is off."""
         return self.check.certificate if self.check else None
 
-
-class LoopExchanging(Exchanging, Protocol):
-    """An Exchanging that knows the composed settings that made it."""
-
-    settings: Any
+    @property
+    def _owner(self) -> Owner:
+        comm, made_from = self.comm, self.settings["exchange"]
+        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
 
 class LoopCheck:
@@ -66,9 +72,6 @@ class LoopCheck:
     exchange. An optimizer that is given a closure is looked at whenever that has run.
 
     Args:
-        model: names its parameters.
-        sync: exchanges their gradients.
-        world: its ranks.
         file: where rank 0 writes the certificate; None: nowhere.
         forgotten: describes an update without an exchange.
 
@@ -80,7 +83,7 @@ class LoopCheck:
     def __init__(
         self,
         model: nn.Module,
-        sync: LoopExchanging,
+        sync: Checked,
         world: World,
         file: str | Path | None,
         forgotten: str,

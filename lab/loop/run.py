@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Comm, Sent
+from lab.distributed.comm import Sent
 from lab.distributed.world import World
 from lab.exchange.allreduce import NoExchange
-from lab.exchange.base import Exchange
+from lab.loop.check import Checked
 from lab.loop.setup import settings_of_run, world_of
 from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
@@ -26,13 +26,14 @@ from lab.record.recorders import Recorder
 from lab.record.schema import Certificate
 from lab.settings.config import Settings, build, load
 from lab.settings.names import of_all_ranks, run_name
+from lab.sync.base import Exchanging
 from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import count, global_batch_size, require_alike
 from lab.training.outcome import measured
-from lab.training.recording import Curves, Recording, claim, settings_of
+from lab.training.recording import Curves, Recording, claim
 from lab.training.run import failure_of
-from lab.training.trainer import Measured, Progress, Synced
+from lab.training.trainer import Measured, Progress
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Run(Recording):
         model: nn.Module | str,
         batch_size: int,
         strategy: str | None = None,
-        sync: LabSync | None = None,
+        sync: Checked | None = None,
         settings: Mapping[str, Any] | None = None,
         data: str | None = None,
         task: str | None = None,
@@ -121,11 +122,10 @@ class Run(Recording):
         require_alike(world, of_all_ranks(composed))
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
+        chosen: Any = recorder
         if isinstance(recorder, str):
-            chosen = load([f"recorder={recorder}"]).recorder
-            self._curves = Curves(build(chosen) if chosen else None)
-        else:
-            self._curves = Curves(recorder)
+            node = load([f"recorder={recorder}"]).recorder
+            chosen = build(node) if node else None
         self.loop = self._loop = OwnLoop(config, world, module, sync)
         directory = claim(world, config, run_name(arguments, config.strategy, world.size))
         assert directory  # a new one is not done
@@ -133,12 +133,11 @@ class Run(Recording):
         if module:
             known |= {**count(module), "model_source": source_hash(module)}
         super().__init__(config, arguments, world, directory, unit=unit, **known)
+        self.curves = Curves(chosen)
         self._is_open = self._in_step = False
 
     def __enter__(self) -> Self:
-        if self.world.rank == 0:
-            self.open(first_step=0)
-            self._curves.start(self._loop, self.path, self.config.study, settings_of(self.config))
+        self.open()
         self._is_open = True
         return self
 
@@ -185,7 +184,7 @@ class Run(Recording):
             self._in_step = False
         loop.after_step(math.nan if current.loss is None else current.loss)
         loop.count_step(before, loop.sent())
-        self._curves.after_step()
+        self.curves.after_step()
 
     def evaluated(self, *, loss: float, **metrics: float) -> None:
         """Record an evaluation after the last step: the same values on all ranks.
@@ -197,15 +196,11 @@ class Run(Recording):
         when = {"step": progress.step, "seconds": clock.total_seconds()}
         result = {**when, "loss": float(loss), **metrics}
         progress.evaluations.append(result)
-        self._curves.evaluated(result)
-
-    def write(self) -> None:
-        super().write()
-        self._curves.finish(self.record)
+        self.curves.evaluated(result)
 
     def _finish(self) -> None:
         self._loop.pause()
-        self._curves.send()
+        self.curves.send()
         self.record = record = measured(self._loop, self.record, self.directory)
         if not self._loop.counts_payload:
             record.payload_bytes_per_step = record.messages_per_step = None
@@ -226,33 +221,15 @@ def _name(model: nn.Module) -> str:
     return type(model).__name__
 
 
-class LabSync(Synced, Protocol):
-    """A result of `lab.attach` or `lab.grad_sync`."""
-
-    @property
-    def comm(self) -> Comm: ...
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-    @property
-    def certificate(self) -> Certificate | None: ...
-
-    clock: Clock | None
-
-
-@dataclass(frozen=True)
-class Unchecked:
+class Unchecked(Exchanging):
     """A sync whose replicas cannot be compared: the model is not known, or it is not the lab's."""
 
-    every: int = 1
-    exchange: Exchange = field(default_factory=NoExchange)
-    keeps_replicas_equal: bool = False
-
     @property
-    def settled_at(self) -> int | None:
-        return self.exchange.settled_at
+    def keeps_replicas_equal(self) -> bool:
+        return False
 
 
-class OwnLoop(Measured[Synced]):
+class OwnLoop(Measured[Exchanging]):
     """One rank's loop of the user's own.
 
     Args:
@@ -261,12 +238,11 @@ class OwnLoop(Measured[Synced]):
     """
 
     def __init__(
-        self, config: DictConfig, world: World, model: nn.Module | None, sync: LabSync | None
+        self, config: DictConfig, world: World, model: nn.Module | None, sync: Checked | None
     ) -> None:
         module = model or nn.Module()
-        shown: Synced = sync or Unchecked()
-        if model is None and sync:
-            shown = Unchecked(sync.every, sync.exchange)
+        exchange = sync.exchange if sync else NoExchange()
+        shown = sync if sync and model is not None else Unchecked(exchange, world.comm)
         waits_in = () if isinstance(sync, GradSync) else waits_of_ddp(module)
         clock = Clock(world.device, False, waits_in)
         batch_size = global_batch_size(config, world.size)
@@ -313,7 +289,7 @@ class OwnLoop(Measured[Synced]):
 
     def sent(self) -> Sent:
         """Return what this rank has sent so far; zeros if the lab does not know."""
-        return self.lab_sync.comm.traffic.so_far() if self.lab_sync else (0, 0, 0)
+        return self.lab_sync.sent() if self.lab_sync else (0, 0, 0)
 
     def after_step(self, loss: Tensor | float) -> None:
         if self._last:

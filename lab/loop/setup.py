@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed import distributed_c10d
 
 from lab.distributed.launcher import RankInfo, was_launched
-from lab.distributed.torch_comm import TorchComm, nccl_options
+from lab.distributed.torch_comm import TorchComm, group_of, nccl_options
 from lab.distributed.world import World
 from lab.settings.config import FIELDS, ConfigError, check_batch, load
 from lab.settings.errors import one_line
@@ -48,18 +48,16 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
     folder = overrides.get("config_dir")
     words = [f"{key}={_text_of(value)}" for key, value in overrides.items()]
     exchanges = [name for name in choices_of("exchange", folder) if name != "none"]
+    reason = "there is no such strategy or exchange"
+    chosen: list[str] = []
     if strategy in choices_of("strategy", folder):
-        config = load([f"strategy={strategy}", *words])
-        reason = _refusal(config)
+        chosen = [f"strategy={strategy}"]
     elif strategy in exchanges or not strategy.isidentifier():  # a path to one's own
-        config = load(["strategy=overlap", f"exchange={strategy}", *words])
-        reason = _refusal(config)
-    else:
-        config, reason = None, "there is no such strategy or exchange"
-    if config is None or reason:
-        names = ", ".join(exchanges)
-        raise ConfigError(f"strategy={strategy}: {reason}; in your own loop, use any of {names}")
-    return config
+        chosen = ["strategy=overlap", f"exchange={strategy}"]
+    if chosen and not (reason := _refusal(config := load([*chosen, *words]))):
+        return config
+    names = ", ".join(exchanges)
+    raise ConfigError(f"strategy={strategy}: {reason}; in your own loop, use any of {names}")
 
 
 def _refusal(config: DictConfig) -> str:
@@ -150,26 +148,15 @@ def world_of(
     limit = timedelta(seconds=timeout_s)
     backends = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
     backend = dict(entry.split(":") for entry in backends.split(","))[device.type]
-    control = _beside(ranks, "gloo", limit)
+    control = group_of(ranks, "gloo", limit)
     if backend == "nccl":
-        main = second = _beside(ranks, "nccl", limit, nccl_options(limit))
+        main = second = group_of(ranks, "nccl", limit, nccl_options(limit))
     else:
         # Connections of their own for second stages: on each, all ranks agree on the order.
-        main, second = _beside(ranks, backend, limit), _beside(ranks, backend, limit)
+        main, second = group_of(ranks, backend, limit), group_of(ranks, backend, limit)
     comm = TorchComm(main, second, device, limit)
     place, comm.nodes = _place(control)
-    store = dist.PrefixStore("lab", place.store)
-    return World(place, device, store, comm, control, len(comm.nodes))
-
-
-def _beside(
-    ranks: list[int], backend: str, limit: timedelta, options: Any = None
-) -> dist.ProcessGroup:
-    group = dist.new_group(
-        ranks, limit, backend, pg_options=options, use_local_synchronization=True
-    )
-    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-    return group
+    return World(place, device, dist.PrefixStore("lab", place.store), comm, control)
 
 
 def _place(control: dist.ProcessGroup) -> tuple[RankInfo, list[list[int]]]:

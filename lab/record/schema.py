@@ -410,12 +410,10 @@ def append_stretch(earlier: list[dict[str, Any]], now: dict[str, Any]) -> list[d
 
     Args: earlier, now: values of a Stretch, with all settings.
     """
-    if earlier and {**earlier[-1], "end_step": 0} == {
-        **now,
-        "first_step": earlier[-1]["first_step"],
-        "end_step": 0,
-    }:
-        return [*earlier[:-1], {**earlier[-1], "end_step": now["end_step"]}]
+    if earlier:
+        longer = {**earlier[-1], "end_step": now["end_step"]}
+        if longer == {**now, "first_step": longer["first_step"]}:
+            return [*earlier[:-1], longer]
     return [*earlier, now] if now["end_step"] > now["first_step"] else [*earlier]
 
 

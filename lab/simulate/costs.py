@@ -129,12 +129,6 @@ class Load:
         self.stages += [stage.scaled(share) for stage in load.stages]
         return share * sum(stage.seconds for stage in load.stages)
 
-    def message_bytes(self, exchange: Exchange, shapes: Sequence[Shape], size: int) -> float:
-        """Return the bytes of the message that all of `size` ranks decode at last."""
-        from lab.simulate import recorded
-
-        return recorded.message_bytes(exchange, tuple(shapes), size)
-
     def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
         """Add a stage that passes over `num_bytes`, or on GPUs `in_torch`, in `calls` calls."""
         hardware = self.network.hardware

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lab.codec.base import Codec
+from lab.codec.base import Codec, Reference
 from lab.codec.kernels import Peers
 from lab.codec.layout import Layout
 from lab.distributed.comm import Collective, Comm, Done, Handle, Transfer, Window
-from lab.exchange.base import Exchange, Relayed, iter_nested
+from lab.exchange.base import Exchange, iter_nested
 from lab.exchange.bucket import GradBucket, Plans
-from lab.exchange.compressed import Coded
+from lab.exchange.compressed import Coded, TwoStage
 from lab.exchange.cost import Shape
 from lab.exchange.scatter import GATHERED, gather_bytes, scatter_of
 from lab.exchange.scatter import Layout as Columns
@@ -82,8 +82,8 @@ def add_stages(load: Load, exchange: Exchange, part: str = "whole") -> None:
     """Append the stages of a bucket.
 
     Args:
-        part: "whole"; of an exchange whose ranks decode the same message at last (see
-            lab.exchange.base.Relayed), "sum" until they have it, and "decode" after that;
+        part: "whole"; of a TwoStage, whose ranks decode the same message at last, "sum" until they
+            have it, and "decode" after that;
             "scatter": its reduce-scatter alone, of shapes that all ranks have as much of.
 
     Raises:
@@ -103,12 +103,6 @@ def _add(events: Sequence[Event], load: Load) -> None:
             load.codec(event.num_bytes, event.calls, event.in_torch)
         elif isinstance(event, Collected):
             load.wire(getattr(load.network, event.call)(event.num_bytes))
-
-
-@lru_cache(maxsize=10_000)
-def message_bytes(exchange: Relayed, shapes: tuple[Shape, ...], size: int) -> int:
-    """Return the bytes of the message that all ranks decode at last."""
-    return deepcopy(exchange).message_bytes(_bucket(shapes, 0), size)
 
 
 def _bucket(shapes: Sequence[Shape], step: int) -> GradBucket:
@@ -163,8 +157,8 @@ def _run(exchange: Exchange, bucket: GradBucket, comm: Recorder, part: str) -> N
         columns = bucket.plans.setdefault("columns", Columns({}))
         scatter_of(exchange).sum(torch.empty_like(parts[0]), parts, comm, columns)
     else:
-        assert isinstance(exchange, Relayed)
-        num_bytes = exchange.message_bytes(bucket, comm.size)
+        assert isinstance(exchange, TwoStage)
+        num_bytes = exchange.layout(bucket, comm.size).num_bytes
         message = torch.empty(num_bytes, dtype=torch.uint8, device=META)
         if part == "sum":
             for collective in exchange.sum(bucket, comm, message):
@@ -261,14 +255,15 @@ class Passes(TorchDispatchMode):
         return out
 
 
-class Noting:
-    """Kernels that do nothing but note what theirs move; see lab.codec.base.Kernels.
+class Noting(Reference):
+    """Kernels that do nothing but note what they would move.
 
     Plain torch reads and writes `codec.in_torch` bytes for a value, and 12 to add one to another.
     """
 
     def __init__(self, codec: Codec, events: list[Event]) -> None:
-        self._codec, self._events = codec, events
+        super().__init__(codec)
+        self._events = events
 
     def encode(
         self,

@@ -22,6 +22,7 @@ from lab.measure.clock import Clock
 from lab.sync.pattern import Pattern, none
 
 SyncState = dict[str, dict[str, Tensor]]  # tensors by kind, then by parameter name
+Buckets = list[tuple[list[tuple[int, ...]], int]]  # shapes in each, and the bytes of a value
 # Called before a bucket leaves: whether it is the first of its step, and the gradients in it.
 BeforeExchange = Callable[[bool, Sequence[tuple[nn.Parameter, Tensor | None]]], None]
 
@@ -68,27 +69,64 @@ class Shard:
     stop: int
 
 
-class Sync(ABC):
+class Exchanging:
+    """A Sync, or the state of a hook: it moves gradients or weights by an exchange.
+
+    Attributes:
+        exchange: averages buckets; its state is part of a checkpoint.
+        comm: counts the bytes sent.
+        step: number of the step under way, from 0. The trainer sets it on a resume.
+        loss_scale: of fp16; gradients are divided by it before they are exchanged, so that
+            residuals do not depend on it. The trainer sets it in each step.
+        clock: records when exchanges run. The loop sets it; None: nothing is recorded.
+    """
+
+    def __init__(self, exchange: Exchange, comm: Comm) -> None:
+        self.exchange, self.comm = exchange, comm
+        self.step: int = 0
+        self.loss_scale = 1.0
+        self.clock: Clock | None = None
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next."""
+        return 1
+
+    @property
+    def settled_at(self) -> int | None:
+        """The first step after any trials, in which choices are made; None: they go on."""
+        return self.exchange.settled_at
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """True if all ranks have the same weights after the last step."""
+        return self.exchange.keeps_replicas_equal
+
+    def sent(self) -> Sent:
+        """Return what the exchanges that have ended have sent."""
+        return self.comm.traffic.so_far()
+
+    def bucket_values(self) -> Buckets:
+        """Return what each bucket holds before compression; empty: a library plans them."""
+        return []
+
+
+class Sync(Exchanging, ABC):
     """A schedule that keeps replicas of a model together while ranks compute their own gradients.
 
     A sync is a context manager: its hooks live between `__enter__` and `__exit__`. One step is
 
         for each micro-batch:
             with sync.micro_batch(last=...):
-                (loss(sync.module(inputs)) * sync.loss_factor).backward()
+                value = loss(sync.module(inputs))
+                value.backward(torch.full_like(value, sync.loss_factor))
         finite = sync.finish()
         sync.update(optimizer)
         late = sync.after_update(last=...)
 
     Attributes:
         module: runs forward.
-        exchange: averages buckets; its state is part of a checkpoint.
-        comm: counts the bytes sent.
         pattern: when the sync exchanges, and what it sends.
-        step: number of the step under way, from 0. The trainer sets it on a resume.
-        loss_scale: of fp16; gradients are divided by it before they are exchanged. The trainer
-            sets it in each step.
-        clock: records when exchanges run. The trainer sets it; None: nothing is recorded.
         needs_like_gpus: the sync itself must compute the same bits on all ranks; see Exchange.
         shards: the slices that this rank's optimizer updates, by parameter name; {}: it updates
             whole parameters.
@@ -108,13 +146,9 @@ class Sync(ABC):
                 f"precision=fp16: skips steps that overflow, but {pattern.no_fp16}; "
                 "allowed: fp32, bf16"
             )
+        super().__init__(parts.exchange, parts.comm)
         self.module = parts.module
-        self.exchange = parts.exchange
-        self.comm = parts.comm
         self.pattern = pattern
-        self.step: int = 0
-        self.loss_scale = 1.0
-        self.clock: Clock | None = None
         self.needs_like_gpus = False
         self.shards: dict[str, Shard] = {}
 
@@ -123,23 +157,13 @@ class Sync(ABC):
         return self.pattern.every
 
     @property
-    def settled_at(self) -> int | None:
-        """The first step after any trials, in which choices are made; None: they go on."""
-        return self.exchange.settled_at
-
-    @property
     def waits_in(self) -> tuple[str, ...]:
         """Phases of a step, besides that of the exchange, in which a rank waits for others."""
         return ("backward",) if self.pattern.waits_in_backward else ()
 
     @property
-    def keeps_replicas_equal(self) -> bool:
-        """True if all ranks have the same weights after the last step."""
-        return self.exchange.keeps_replicas_equal
-
-    @property
     def loss_factor(self) -> float:
-        """The factor by which to multiply the loss before backward."""
+        """The gradient of the loss with which backward begins: 1, or what scales all gradients."""
         return self.loss_scale
 
     def optimized(self, model: nn.Module) -> nn.Module:
@@ -190,21 +214,9 @@ class Sync(ABC):
         """
         return None
 
-    def sent(self) -> Sent:
-        """Return what the exchanges that have ended have sent."""
-        return self.comm.traffic.so_far()
-
     def evaluating(self) -> AbstractContextManager[None]:
         """Enclose forward passes outside of steps, of which each rank may run its own number."""
         return nullcontext()
-
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        """Return the shapes of the parameters of each bucket; empty: a library plans them."""
-        return []
-
-    def bucket_itemsizes(self) -> list[int]:
-        """Return the bytes of a value of each bucket, before compression; empty: 4 everywhere."""
-        return []
 
     def error_bound(self, largest: float, size: int) -> float:
         """Bound the distance of a gradient from the mean, as Exchange.error_bound does."""
@@ -310,10 +322,7 @@ class Reached:
     step, uncounted, which no host waits for unless its rank lacks a gradient. Where nobody has one,
     it stays None, and what the exchange keeps of this parameter is put back as it was.
 
-    Args:
-        names: of all parameters that are exchanged, alike on all ranks.
-        exchange: of the sync that calls this object.
-        device: of the gradients.
+    Args: names: of all parameters that are exchanged, alike on all ranks.
     """
 
     def __init__(self, names: Iterable[str], exchange: Exchange, device: torch.device) -> None:

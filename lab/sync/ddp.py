@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self, cast, get_type_hints
+from typing import Self, cast, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Collective, Comm, Sent
+from lab.distributed.comm import Collective, Comm
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import Worker
 from lab.exchange.allreduce import NoExchange
@@ -32,9 +32,18 @@ from lab.exchange.grouping import MIB
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
 from lab.settings import checks
-from lab.sync.base import BeforeExchange, Reached, SyncParts, all_finite, observed, on_gradient
+from lab.sync.base import (
+    BeforeExchange,
+    Buckets,
+    Exchanging,
+    Reached,
+    SyncParts,
+    all_finite,
+    observed,
+    on_gradient,
+)
 from lab.sync.library import LibrarySync, library_bound
-from lab.sync.owner import KEY, NonfiniteGuard, Owner, require_state
+from lab.sync.owner import NonfiniteGuard
 from lab.sync.pattern import ddp
 
 CURES = {  # by what DDP says, in many lines
@@ -51,7 +60,7 @@ CURES = {  # by what DDP says, in many lines
 HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
 
 
-class HookState:
+class HookState(Exchanging):
     """The state of `exchange_hook`: an exchange, whose own state is kept by parameter name.
 
     DDP plans its buckets anew after the first backward, and a resumed run begins with the first
@@ -60,28 +69,19 @@ class HookState:
 
     Args:
         model: DDP's module; names the parameters.
-        exchange: averages buckets.
         comm: connects the ranks, apart from DDP's own process group.
-        worker: runs exchanges while backward computes.
         guard: protects the exchange's state; None: the caller does.
         finds_unused: DDP leaves alone what no rank reached, as find_unused_parameters=True asks.
 
     Attributes:
-        step: exchanges of all gradients so far.
         finite: bool [], the exchange's finding in the last step; None: it did not check.
-        loss_scale: gradients are divided by it for the exchange, and multiplied again, so that
-            residuals do not depend on it.
-        clock: records when exchanges run; None: nothing is recorded.
         before_exchange: called before a bucket leaves; None: nothing is.
         after_exchange: called once all buckets of a step have arrived, before DDP puts them into
             `grad`; None: nothing is.
-        settings: the composed settings that made the exchange; {}: it was not made from any.
 
     Raises:
         ValueError: the exchange cannot run over this comm, or does not take a parameter.
     """
-
-    every = 1  # steps from one exchange to the next
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class HookState:
         guard: NonfiniteGuard | None = None,
         finds_unused: bool = False,
     ) -> None:
+        super().__init__(exchange, comm)
         exchange.validate(comm)
         trainable = admit(model, exchange)
         for name, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
@@ -102,14 +103,10 @@ class HookState:
                 )
         inner = getattr(model, COMPILED.rstrip("."), model)
         exchange.setup(inner if isinstance(inner, nn.Module) else model)
-        self.exchange, self.comm, self.worker = exchange, comm, worker
-        self.step = 0
+        self.worker = worker
         self.finite: Tensor | None = None
-        self.loss_scale = 1.0
-        self.clock: Clock | None = None
         self.before_exchange: BeforeExchange | None = None
         self.after_exchange: Callable[[], None] | None = None
-        self.settings: Mapping[str, Any] = {}
         self._guard, self._model = guard, model
         self._device = next(iter(trainable.values())).device
         self._names = {id(p): name for name, p in named(model).items()}
@@ -126,43 +123,10 @@ class HookState:
             for name, parameter in trainable.items():
                 self._hooks.append(on_gradient(parameter, partial(self._gradient_ready, name)))
 
-    @property
-    def keeps_replicas_equal(self) -> bool:
-        return self.exchange.keeps_replicas_equal
-
-    @property
-    def settled_at(self) -> int | None:
-        return self.exchange.settled_at
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to save beside the model; every rank has its own.
-
-        As with a model, its tensors are not copied: they change with the next step.
-        """
-        kept = self.exchange.state_dict()
-        return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
-        require_state(state, "step", "exchange")
-        self._owner.check(state.get(KEY), state["exchange"])
-        self.exchange.resume(state["exchange"], self._device)
-        self.step = int(state["step"])
-
-    @property
-    def _owner(self) -> Owner:
-        comm, made_from = self.comm, self.settings.get("exchange", {})
-        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
-
-    def sent(self) -> Sent:
-        return self.comm.traffic.so_far()
-
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+    def bucket_values(self) -> Buckets:
         """As of a Sync, of the buckets of the last step."""
-        return [self.exchange.moves_as(packed.shapes) for packed, _ in self._exchanged]
-
-    def bucket_itemsizes(self) -> list[int]:
-        return [packed.flat.element_size() for packed, _ in self._exchanged]
+        buckets = [packed for packed, _ in self._exchanged]
+        return [(self.exchange.moves_as(b.shapes), b.flat.element_size()) for b in buckets]
 
     def close(self) -> None:
         """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""
@@ -376,11 +340,8 @@ class DDPSync(LibrarySync):
         if self._last:
             self._last.close()
 
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        return self._lab.bucket_shapes() if self._lab else []
-
-    def bucket_itemsizes(self) -> list[int]:
-        return self._lab.bucket_itemsizes() if self._lab else []
+    def bucket_values(self) -> Buckets:
+        return self._lab.bucket_values() if self._lab else []
 
     def error_bound(self, largest: float, size: int) -> float:
         if self._hook_name == "lab":

@@ -1,4 +1,4 @@
-"""Drift: does an exchange deliver, in time, what ranks give it?"""
+"""Observers of buckets. Drift: does an exchange deliver, in time, what ranks give it? And noise."""
 
 from __future__ import annotations
 
@@ -36,12 +36,9 @@ class Drift:
         due = mean over ranks of (r before + sum of g - r after),  delivered = sum of the results
 
     are equal up to rounding, whatever the codec sends in a single step (Seide et al. 2014, section
-    3). The relative error is |delivered - due| / |due|. Costs:
-    docs/exchanges/choosing.md.
+    3). The relative error is |delivered - due| / |due|. Costs: docs/exchanges/choosing.md.
 
-    Args:
-        exchange, comm, worker: of the sync that calls this object.
-        every: exchanges of a window, k.
+    Args: every: exchanges of a window, k.
     """
 
     def __init__(self, exchange: Exchange, comm: Comm, worker: Worker, every: int) -> None:
@@ -276,3 +273,30 @@ class FsdpDrift:
                 view = copy[:, at.start : at.stop].view(len(copy), -1, at.inner)
                 fill_rows(view, kept[name])
         return copy
+
+
+class GradientNoise:
+    """Collects squared norms: of this rank's gradient, and of the mean over ranks.
+
+    Attributes:
+        local, mean: one 0-dim tensor for each step, on the gradients' device.
+    """
+
+    def __init__(self) -> None:
+        self.local: list[Tensor] = []
+        self.mean: list[Tensor] = []
+        self._local: list[Tensor] = []  # by bucket of this step
+        self._mean: list[Tensor] = []
+
+    def before(self, bucket: GradBucket, size: int) -> None:
+        """Add a bucket that is about to be averaged over `size` ranks."""
+        factor = size if bucket.divided else 1
+        self._local.append(factor**2 * bucket.flat.double().square().sum())
+
+    def after(self, bucket: GradBucket) -> None:
+        self._mean.append(bucket.flat.double().square().sum())
+
+    def end_step(self) -> None:
+        for sums, of_buckets in ((self.local, self._local), (self.mean, self._mean)):
+            sums.append(torch.stack(of_buckets).sum())
+            of_buckets.clear()

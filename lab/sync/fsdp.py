@@ -60,15 +60,8 @@ class FSDPSync(LibrarySync):
     (Wang et al. 2023; docs/exchanges/sharding.md). What torch sends is computed, since it does
     not pass through a Comm; tests/distributed/test_wire.py compares it with what crossed.
 
-    Args:
-        shard_size: ranks that share a copy of the weights; null: all. Fewer: HSDP, in which groups
-            of neighbouring ranks hold a copy each, and all-reduce the sums of gradients between
-            them. "node": the ranks of a host.
-        all_gather: "torch", or "int8": weights travel as bytes, see UnitAllGather (qwZ).
-        reshard: ranks of a group in which gathered weights stay sharded after forward, so that
-            backward gathers them within it (hpZ); null: all. "node": the ranks of a host.
-        reduce_scatter: "torch", "lab": by the exchange, or "two_levels": by the exchange inside
-            each host and then between hosts (qgZ).
+    A `shard_size` below the number of ranks is HSDP: groups of neighbouring ranks hold a copy each,
+    and all-reduce the sums of gradients between them. Settings: conf/sync/fsdp.yaml.
 
     Raises:
         ValueError: settings that FSDP does not support, or a size that does not divide the ranks.
@@ -387,7 +380,6 @@ class UnitAllGather(UnitHook):
     stays exact. A second shard inside a node is gathered exactly: backward has forward's bits.
 
     Args:
-        unit: name of the module.
         comm: the ranks that share the weights.
         inside: those that share the second shard; None: there is none.
         plans: layouts and memory for messages, which all modules of a rank share: FSDP gathers one
@@ -439,7 +431,6 @@ class UnitReduceScatter(UnitHook):
     is divided by the number of ranks.
 
     Args:
-        unit: name of the module.
         parameters: of the module, sharded, in its order, as the whole model names them.
         traffic: counts what it sends.
         comm: the ranks that share the weights; None: made of FSDP's group when it is known.
@@ -503,10 +494,6 @@ def set_reduce_scatter(
     scatter: Callable[[Exchange], Scatter] = scatter_of,
 ) -> list[UnitReduceScatter]:
     """Give each FSDP module in `model` a reduce-scatter in the codec of `exchange`; return these.
-
-    Args:
-        comm: see UnitReduceScatter.
-        scatter: makes each module's.
 
     Raises:
         ValueError: no module is one of FSDP2, or the exchange has no reduce-scatter.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lab.exchange.base import Exchange
+from lab.exchange.gate import sharing
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.exchange.layout import named
 from lab.sync.reads import NO_FORWARD, Reads
@@ -163,34 +164,16 @@ def prepare_for_sharding(model: nn.Module) -> None:
                 f"{name} has a hook, which FSDP would not call; remove it, or use a "
                 "strategy without shards, such as overlap"
             )
-    sharing: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout == torch.strided and tensor.numel():
-            sharing[tensor.untyped_storage().data_ptr()][name] = tensor
-    for tensors in sharing.values():
-        if len(tensors) > 1:
-            _require_apart(tensors)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if shared := sharing({n: t for n, t in tensors.items() if t.layout == torch.strided}):
+        name, other = shared
+        raise ValueError(
+            f"{name} shares memory with {other}, which FSDP would separate; make them one "
+            "parameter, as in head.weight = embedding.weight"
+        )
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-
-
-def _require_apart(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a tensor that has bytes of a parameter among those before it, all of one storage."""
-    storage = next(iter(tensors.values())).untyped_storage()
-    taken = torch.zeros(storage.nbytes(), dtype=torch.bool)
-    for name, tensor in tensors.items():
-        size = tensor.element_size()
-        steps = *(step * size for step in tensor.stride()), 1
-        own = taken.as_strided((*tensor.shape, size), steps, tensor.storage_offset() * size)
-        if own.any():
-            others = ", ".join(other for other in tensors if other != name)
-            raise ValueError(
-                f"{name} shares memory with {others}, which FSDP would separate; make them one "
-                "parameter, as in head.weight = embedding.weight"
-            )
-        if isinstance(tensor, nn.Parameter):
-            own.fill_(True)
 
 
 @contextmanager

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Collective, Sent
@@ -18,6 +19,7 @@ from lab.settings import checks
 from lab.sync import pattern
 from lab.sync.base import (
     BeforeExchange,
+    Buckets,
     Reached,
     Sync,
     SyncParts,
@@ -26,23 +28,228 @@ from lab.sync.base import (
     observed,
     on_gradient,
 )
-from lab.sync.drift import Drift
+from lab.sync.drift import Drift, GradientNoise
 from lab.sync.pattern import Begin, Pattern, gradsync
 
 UNTIMED = nullcontext()
 
 
+class Arrivals:
+    """Counts gradients as backward adds to them, and tells when a bucket is full.
+
+    A gradient may grow several times in a step, as in reentrant recomputation, where a module is
+    used twice, or in two backwards. The first step calls no bucket full and counts how often each
+    gradient grows; later ones are complete when they have grown as often.
+
+    A hook costs the host a microsecond. So from the second step on, a bucket has one hook, at the
+    gradient that came last in the first step. It looks whether `grad` of the others is set; the
+    bucket hides these as it leaves, so that `show` finds any that grows again. Every gradient keeps
+    its hook if it grows several times or on top of an earlier micro-batch, if it is no view of its
+    bucket, or once some gradient has come later than the hook.
+
+    Args:
+        parameters: the trainable ones, by name.
+        full: called with the place of each bucket that is full.
+        each: called with the name of each gradient that grows, which therefore all have hooks.
+
+    Attributes:
+        armed: gradients are counted.
+        order: names, in the order of the last growth in the first step.
+        num_sent: buckets of this step that have left, in their order.
+        buckets_of: places of the buckets of a parameter: one, or several with a part of it in each.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        full: Callable[[int], None],
+        each: Callable[[str], None] | None,
+    ) -> None:
+        self._parameters, self._full, self._each = parameters, full, each
+        self.armed = False
+        self.order: dict[str, None] = {}
+        self.num_sent = 0
+        self.buckets_of: dict[str, list[int]] = {}
+        # How often each gradient grows in a step, as it did in the first; None: not known yet.
+        self._due: list[int] | None = None
+        self._watches_all = each is not None
+        self._is_open = False
+        self._hooks: list[tuple[Node, RemovableHandle]] = []
+        self._buckets: Sequence[BucketPlan] = ()
+        self._lasts: dict[int, str] = {}  # by bucket, the parameter that has its only hook
+        self._early: list[int] = []  # buckets that lacked a gradient when the last one came
+        self._names: list[str] = []  # of parameters with values; lists below have their order
+        self._filled: list[list[int]] = []  # places of the buckets that each helps to fill
+        self._left: list[int] = []  # growths to come in this step; below 0: more than were due
+        self._sizes: list[int] = []  # of buckets: how many of their parameters have a hook
+        self._missing: list[int] = []  # of these, how many have not arrived in this step
+
+    def plan(self, buckets: Sequence[BucketPlan]) -> None:
+        """Count for these buckets from now on, between two steps."""
+        self._buckets, self.buckets_of = buckets, {}
+        for place, bucket in enumerate(buckets):
+            for name in bucket.parameters:
+                self.buckets_of.setdefault(name, []).append(place)
+        self._names = self._names or list(self.buckets_of)
+        self._filled = [self.buckets_of.get(name, []) for name in self._names]
+        self._watch()
+
+    def open(self) -> None:
+        self._is_open = True
+        self._watch()
+
+    def close(self) -> None:
+        self._is_open = False
+        self._watch()
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        is_first = self._due is None and any(self._left)
+        if is_first:
+            self._due = [-left or 1 for left in self._left]
+        if is_first or (self._watches_all and self._lasts):
+            self._watch()
+        else:
+            self._reset()
+
+    @contextmanager
+    def counted(self) -> Generator[None]:
+        """Enclose the last micro-batch of a step, whose gradients are those that leave."""
+        self.armed = True
+        yield
+        self.armed = False
+
+    @contextmanager
+    def uncounted(self) -> Generator[None]:
+        """Enclose an earlier micro-batch, on top of whose gradients the last one's come."""
+        if not self._watches_all:
+            self._watches_all = True
+            self._watch()
+        before, self.armed = self.armed, False
+        yield
+        self.armed = before
+
+    def end_backward(self) -> None:
+        """Note whether hooks of the last gradients were misleading: then hook all again."""
+        self._watches_all |= any(self._buckets[place].has_gradients() for place in self._early)
+
+    def is_full(self, place: int) -> bool:
+        """Tell whether there is such a bucket, and all of its gradients have arrived."""
+        return place < len(self._missing) and not self._missing[place]
+
+    def show(self) -> None:
+        """Set `grad` of buckets that hide it, once exchanges have ended.
+
+        Raises:
+            RuntimeError: a gradient has grown after it had been sent.
+        """
+        for place in self._lasts:
+            if grown := self._buckets[place].show():
+                _refuse(grown, "2 or more", 1)
+
+    def _watch(self) -> None:
+        """Hook the gradients that tell when buckets are full, and no others.
+
+        Hooks are on autograd's nodes: a tensor that once had a hook calls Python for ever, but
+        torch makes a node anew, without hooks, as soon as nobody holds it.
+        """
+        for _, handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._lasts = self._find_lasts()
+        for place, bucket in enumerate(self._buckets):
+            bucket.hides = place in self._lasts
+        self._sizes = [1 if bucket.hides else len(bucket.parameters) for bucket in self._buckets]
+        for index, name in enumerate(self._names if self._is_open else ()):
+            if all(self._lasts.get(place, name) == name for place in self._filled[index]):
+                node = accumulator(self._parameters[name])
+                handle: Any = node.register_hook(self._counter(name, index))
+                self._hooks.append((node, cast(RemovableHandle, handle)))
+        self._reset()
+
+    def _find_lasts(self) -> dict[int, str]:
+        if self._due is None or self._watches_all or not self._is_open:
+            return {}
+        due = dict(zip(self._names, self._due, strict=True))
+        came = {name: place for place, name in enumerate(self.order)}
+        return {
+            place: max(bucket.parameters, key=lambda name: came.get(name, -1))
+            for place, bucket in enumerate(self._buckets)
+            if len(bucket.parameters) > 1
+            and bucket.has_views
+            and all(due[name] == 1 for name in bucket.parameters)
+        }
+
+    def _reset(self) -> None:
+        self._left = self._due.copy() if self._due else [0] * len(self._names)
+        self._missing = self._sizes.copy()
+        self._early = []
+        self.num_sent = 0
+
+    def _counter(self, name: str, index: int) -> Callable[..., None]:
+        """Return what counts the growths of a gradient.
+
+        It is called for most parameters in every step, so it looks at little.
+        """
+        each = self._each
+
+        def grew(*_gradients: object) -> None:
+            if not self.armed:
+                return
+            self._left[index] = left = self._left[index] - 1
+            if each:
+                each(name)
+            if left:
+                self._grew_again(name, index)
+                return
+            missing = self._missing
+            for place in self._filled[index]:
+                missing[place] -= 1
+                if not missing[place]:
+                    self._all_counted(place)
+
+        return grew
+
+    def _all_counted(self, place: int) -> None:
+        if place in self._lasts and not self._buckets[place].has_gradients(fresh=True):
+            self._early.append(place)
+            self._missing[place] = 1  # it leaves after backward
+        else:
+            self._full(place)
+
+    def _grew_again(self, name: str, index: int) -> None:
+        """Look at a growth that is not the last one: in the first step, none is known to be."""
+        if self._due is None:
+            self.order.pop(name, None)
+            self.order[name] = None
+        elif self._left[index] < 0 and self._filled[index][0] < self.num_sent:
+            due = self._due[index]
+            _refuse(name, str(due - self._left[index]), due)
+
+
+def accumulator(parameter: nn.Parameter) -> Node:
+    """Return autograd's node that adds to `grad`: hooks of the user's own run before it.
+
+    Unlike a hook on the tensor, one on this node is not called by torch.autograd.grad.
+    """
+    return get_gradient_edge(parameter).node
+
+
+def _refuse(name: str, times: str, due: int) -> NoReturn:
+    raise RuntimeError(
+        f"{name}: its gradient grew again after it had been sent (number of times it grew: {times} "
+        f"in this step, expected {due}); put all backward passes of a step but the last into "
+        "sync.accumulate() and recompute with checkpoint(use_reentrant=False), or set overlap=false"
+    )
+
+
 class GradSync(Sync):
     """A sync that averages gradients over the ranks once per optimizer step.
 
-    With `overlap`, gradient hooks count down each bucket during the last backward and hand full
-    buckets to the worker, always in bucket order: all ranks must start the same exchanges in the
-    same order, while their gradients may arrive in different ones. `finish` submits the buckets
-    that backward did not complete. Without `overlap`, it submits all of them.
-
-    A gradient may grow several times in a step, as in reentrant recomputation, where a module is
-    used twice, or in two backwards. The first step submits nothing during backward and counts how
-    often each gradient grows; later ones are complete when they have grown as often.
+    With `overlap`, `Arrivals` tells during the last backward which buckets are full, and they go to
+    the worker, always in bucket order: all ranks must start the same exchanges in the same order,
+    while their gradients may arrive in different ones. `finish` submits the buckets that backward
+    did not complete: all of them in the first step, and without `overlap`.
 
     Buckets are first planned in the reverse order of registration. After the first step they are
     planned anew in the order in which rank 0's gradients were complete, on all ranks.
@@ -83,13 +290,7 @@ class GradSync(Sync):
         self._plan = partial(
             plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=carried_by
         )
-        self._arrived: dict[str, None] = {}  # in the first step, in the order of the last growth
-        # How often each gradient grows in a step, as it did in the first; None: not known yet.
-        self._due: list[int] | None = None
-        self._armed = False
-        self._names: list[str] = []  # of parameters with values; lists below have their order
-        self._filled: list[list[int]] = []  # places of the buckets that each helps to fill
-        self._left: list[int] = []  # growths to come in this step; below 0: more than were due
+        self._arrivals = Arrivals(self.parameters, self._full, self._at_each())
         self._hooks: list[RemovableHandle] = []
         self._use(self._plan())
         self.nowhere: list[str] = []
@@ -112,11 +313,17 @@ class GradSync(Sync):
             self._follow(list(order))
 
     def __enter__(self) -> Self:
-        if self._during_backward or len(self.buckets) > 1:
-            for index, name in enumerate(self._names):
-                grew = self._counter(name, index)
-                self._hooks.append(on_gradient(self.parameters[name], grew))
+        if self._waits_for_gradients():
+            self._arrivals.open()
         return self
+
+    def _waits_for_gradients(self) -> bool:
+        """Tell whether buckets leave during backward, or are yet to be planned in its order."""
+        return self._during_backward or (self.order is None and len(self.buckets) > 1)
+
+    def _at_each(self) -> Callable[[str], None] | None:
+        """Return what to call at each gradient that arrives, by the parameter's name."""
+        return (lambda _: self.worker.advance()) if self.worker.takes_turns else None
 
     def _advance_at_gradients(self) -> None:
         """Let exchanges under way, of another step, go on whenever a gradient arrives."""
@@ -124,16 +331,14 @@ class GradSync(Sync):
             self._hooks.append(on_gradient(parameter, lambda _: self.worker.advance()))
 
     def __exit__(self, *_: object) -> None:
+        self._arrivals.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Generator[None]:
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Enclose one micro-batch. Only the last one's hooks start exchanges."""
-        self._armed = last
-        yield
-        self._armed = False
+        return self._arrivals.counted() if last else self._arrivals.uncounted()
 
     def finish(self) -> Tensor | None:
         """Exchange the buckets that backward did not submit, and wait for all of them.
@@ -143,6 +348,7 @@ class GradSync(Sync):
         self._all_ready()
         self._submit_rest()
         self.worker.wait()
+        self._arrivals.show()
         self.nowhere = self._reached.nowhere() if self._reached else []
         for name in self.nowhere:
             self.parameters[name].grad = None  # of zeros that stand for no gradient on any rank
@@ -152,9 +358,11 @@ class GradSync(Sync):
             self.drift.leave_out(self.nowhere)
             self.drift.end_step()
         finite = all_finite(bucket.finite for bucket in self._exchanged)
-        if self.order is None and len(self.buckets) > 1:
-            self._follow(self._as_on_rank_0(self._arrived))
         self._begin_step()
+        if self.order is None and len(self.buckets) > 1:
+            self._follow(self._as_on_rank_0(self._arrivals.order))
+            if not self._waits_for_gradients():
+                self._arrivals.close()
         self.step += 1
         return finite
 
@@ -188,11 +396,8 @@ class GradSync(Sync):
             )
         return ""
 
-    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        return [self.exchange.moves_as(bucket.shapes) for bucket in self.buckets]
-
-    def bucket_itemsizes(self) -> list[int]:
-        return [bucket.dtype.itemsize for bucket in self.buckets]
+    def bucket_values(self) -> Buckets:
+        return [(self.exchange.moves_as(b.shapes), b.dtype.itemsize) for b in self.buckets]
 
     def _follow(self, order: list[str]) -> None:
         self.order = order
@@ -200,75 +405,36 @@ class GradSync(Sync):
             self.drift.restart()
         self._use(self._plan(order))
 
+    @property
+    def _buckets_of(self) -> dict[str, list[int]]:
+        """Places of the buckets of a parameter: one, or several with a part of it in each."""
+        return self._arrivals.buckets_of
+
     def _use(self, buckets: list[BucketPlan]) -> None:
         self.buckets = buckets
-        self._buckets_of: dict[str, list[int]] = {}  # one, or several with a part of it in each
-        for place, bucket in enumerate(buckets):
-            for name in bucket.parameters:
-                self._buckets_of.setdefault(name, []).append(place)
-        self._sizes = [len(bucket.parameters) for bucket in buckets]
         kind = type(self.exchange).__name__
         self._labels = [f"{kind} of bucket {bucket.label}" for bucket in buckets]
-        self._names = self._names or list(self._buckets_of)
-        self._filled = [self._buckets_of.get(name, []) for name in self._names]
+        self._arrivals.plan(buckets)
         self._begin_step()
 
     def _all_ready(self) -> None:
-        """Mark the buckets that backward did not complete, or whose hooks start nothing."""
+        """Mark the buckets that backward did not complete, or that leave after it."""
+        self._arrivals.end_backward()
         if self.clock:
             for bucket in range(len(self.buckets)):
                 self.clock.ready(bucket)
 
     def _begin_step(self) -> None:
-        if self._due is None and any(self._left):
-            self._due = [-left or 1 for left in self._left]
-        self._left = self._due.copy() if self._due else [0] * len(self._filled)
-        self._missing = self._sizes.copy()
+        self._arrivals.begin_step()
         self._exchanged: list[GradBucket] = []
-
-    def _counter(self, name: str, index: int) -> Callable[[Tensor], None]:
-        """Return what counts the growths of a gradient, and begins exchanges of full buckets.
-
-        It is called for every parameter in every step, so it looks at little.
-        """
-        takes_turns = self.worker.takes_turns
-
-        def grew(_parameter: Tensor) -> None:
-            if not self._armed:
-                return
-            self._left[index] = left = self._left[index] - 1
-            if takes_turns:
-                self.worker.advance()
-            if left:
-                self._grew_again(name, index)
-                return
-            missing = self._missing
-            for place in self._filled[index]:
-                missing[place] -= 1
-                if not missing[place] and self._during_backward:
-                    self._full(place)
-
-        return grew
-
-    def _grew_again(self, name: str, index: int) -> None:
-        """Look at a growth that is not the last one: in the first step, none is known to be."""
-        if self._due is None:
-            self._arrived.pop(name, None)
-            self._arrived[name] = None
-        elif self._left[index] < 0 and self._filled[index][0] < len(self._exchanged):
-            due = self._due[index]
-            raise RuntimeError(
-                f"{name}: its gradient grew again after it had been sent "
-                f"(number of times it grew: {due - self._left[index]} in this step, expected "
-                f"{due}); put all backward passes of a step but the last into sync.accumulate() "
-                "and recompute with checkpoint(use_reentrant=False), or set overlap=false"
-            )
 
     def _full(self, place: int) -> None:
         """Begin exchanges as far as buckets are full: all ranks must begin them in one order."""
+        if not self._during_backward:
+            return
         if self.clock:
             self.clock.ready(place)
-        while len(self._exchanged) < len(self._missing) and not self._missing[len(self._exchanged)]:
+        while self._arrivals.is_full(self._arrivals.num_sent):
             self._submit_next()
 
     def _as_on_rank_0(self, names: Iterable[str]) -> list[str]:
@@ -299,6 +465,7 @@ class GradSync(Sync):
             if bucket.lacking and self._reached:
                 self._reached.lacks(bucket.lacking)
         self._exchanged.append(bucket)
+        self._arrivals.num_sent = len(self._exchanged)
         job = partial(self._stages, bucket)
         if self.clock:
             job = observed(self.clock, planned.label, job, self.exchange, self.comm, self.worker)
@@ -319,33 +486,6 @@ class GradSync(Sync):
             self.drift.after(bucket)
 
 
-class GradientNoise:
-    """Collects squared norms: of this rank's gradient, and of the mean over ranks.
-
-    Attributes:
-        local, mean: one 0-dim tensor for each step, on the gradients' device.
-    """
-
-    def __init__(self) -> None:
-        self.local: list[Tensor] = []
-        self.mean: list[Tensor] = []
-        self._local: list[Tensor] = []  # by bucket of this step
-        self._mean: list[Tensor] = []
-
-    def before(self, bucket: GradBucket, size: int) -> None:
-        """Add a bucket that is about to be averaged over `size` ranks."""
-        factor = size if bucket.divided else 1
-        self._local.append(factor**2 * bucket.flat.double().square().sum())
-
-    def after(self, bucket: GradBucket) -> None:
-        self._mean.append(bucket.flat.double().square().sum())
-
-    def end_step(self) -> None:
-        for sums, of_buckets in ((self.local, self._local), (self.mean, self._mean)):
-            sums.append(torch.stack(of_buckets).sum())
-            of_buckets.clear()
-
-
 class DoubleBuffer(GradSync):
     """A sync that exchanges all gradients after backward, and waits there or one step later.
 
@@ -354,9 +494,8 @@ class DoubleBuffer(GradSync):
     ::AggregateGradients), which Seide et al. 2014 call double buffering. The first step updates
     nothing, and the last step's gradient is never applied.
 
-    Args:
-        double_buffer: False waits as GradSync does. `overlap` must have the same value: it chooses
-            a worker that runs while the rank computes.
+    Without, it waits as GradSync does. `overlap` must have the same value: it chooses a worker that
+    runs while the rank computes.
 
     Raises:
         ValueError: `double_buffer` is not a bool, or differs from `overlap`.

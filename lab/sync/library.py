@@ -75,9 +75,6 @@ class HorovodSync(LibrarySync):
     wraps an optimizer of its own that never steps: the lab's updates the weights. Horovod makes
     zeros where backward reached a parameter on no rank; they are taken away again.
 
-    Args:
-        compression: "none" or "fp16" (Horovod's Compression).
-
     Raises:
         ValueError: settings that unmodified Horovod does not support.
     """

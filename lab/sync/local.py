@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lab.distributed.comm import Sent
 from lab.exchange.base import require_mean
-from lab.exchange.bucket import plan
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.sync import pattern as rules
@@ -71,11 +70,9 @@ class LocalSync(LocalSteps):
     weights: local SGD (Stich 2019, algorithm 1; Lin et al. 2020).
 
     A round ends after each step whose number is a multiple of `every`, and after the last step.
-    The inner optimizer's state is never exchanged.
+    The inner optimizer's state is never exchanged. Settings: conf/sync/local.yaml.
 
     Args:
-        every: steps per round, H in the papers.
-        outer_lr, outer_momentum: settings of the outer SGD.
         pattern: a subclass's; None: LocalSync's own.
 
     Raises:
@@ -165,9 +162,7 @@ class DesLoc(LocalSteps):
     the run's last step too.
 
     The exchange must be exact: a second moment rounded to 0 makes Adam's step arbitrarily large.
-
-    Args:
-        every, first_every, second_every: in steps; `second_every` None: the optimizer has none.
+    Settings: conf/sync/des_loc.yaml.
 
     Raises:
         ValueError: a period is no integer of at least 1, or the exchange is not exact.
@@ -248,15 +243,9 @@ class StreamingSync(LocalSync):
     `alpha * weights + (1 - alpha) * anchor`. After the run's last step all fragments are exchanged,
     and weights are their anchors.
 
-    With one fragment, no delay and alpha 0 this is LocalSync, bit for bit.
-
-    Args:
-        every: steps from one exchange of a fragment to the next, H.
-        outer_lr, outer_momentum: see LocalSync.
-        fragments: P; fragment_order: see lab.sync.pattern.
-        delay: steps that an exchange may take, tau in the paper; 0: the rank waits for it.
-            `overlap` chooses a worker that runs while the rank computes, so it must be `delay > 0`.
-        alpha: share of a rank's own weights that it keeps when it receives the anchor.
+    With one fragment, no delay and alpha 0 this is LocalSync, bit for bit. `overlap` chooses a
+    worker that runs while the rank computes, so it must be `delay > 0` (tau in the paper).
+    Settings: conf/sync/streaming.yaml.
 
     Raises:
         ValueError: an argument out of range, or more fragments than layers.
@@ -290,9 +279,7 @@ class StreamingSync(LocalSync):
         self.delay, self.alpha = delay, alpha
         sizes = [(name, p.nbytes) for name, p in self.parameters.items()]
         self.fragments = rules.fragments(sizes, fragments, fragment_order)
-        self._plans = [
-            plan(parts.model, parts.bucket_mb, self.order, only=names) for names in self.fragments
-        ]
+        self._plans = [self._plan(self.order, only=names) for names in self.fragments]
         self._all = [*chain(*self._plans)]
         self._use(self._all)
         # The last fragment at the end of a round, the others at equal distances before it.

@@ -20,10 +20,7 @@ KEY = "of"  # of a state, for whose it is
 class Owner:
     """Marks the states of one rank's exchange in a user's own loop, and knows others.
 
-    Args:
-        model: all of its parameters' shapes are part of the mark.
-        settings: that made the exchange; {}: its class's path stands for it.
-        rank, size: of the ranks that exchange.
+    Args: settings: that made the exchange; {}: its class's path stands for it.
     """
 
     def __init__(
@@ -121,9 +118,6 @@ class NonfiniteGuard:
     With an enabled scaler such gradients are expected: the residuals are put back to what they were
     before the step, which the scaler will skip on every rank, and the host waits to know. Without
     one they are an error, found one step late, so that no host waits.
-
-    Args:
-        scaler: scales the loss; None: nothing does.
     """
 
     def __init__(self, exchange: Exchange, scaler: Scaler | None) -> None:

@@ -42,11 +42,8 @@ class PrioritySync(GradSync):
     that gradients of early layers, which are there last and needed first, overtake those of late
     ones. (Exchanges that do more than sum get whole ones.) Step 0 finds the orders in which
     gradients arrive and forward reads, step 1 the time that they travel; then GradSync's schedule
-    and this one are timed (Trial). Why, and what is refused: docs/exchanges/schedules.md.
-
-    Args:
-        chunk_mb: largest bucket and part of a parameter in MiB, if the next forward is to wait.
-        trials: see Trial.
+    and this one are timed (Trial). Why, and what is refused: docs/exchanges/schedules.md. Settings:
+    conf/sync/priority.yaml.
 
     Raises:
         ValueError: an argument out of range, a compiled model, or an exchange that chooses by time.
@@ -67,8 +64,8 @@ class PrioritySync(GradSync):
         exchange = parts.exchange
         cuts = exchange.takes_divided and exchange.delivers == "mean"  # it only sums
         self._cut = partial(cut, bucket_mb=chunk_mb if cuts else None, bytes_scale=scale)
-        self._plan_overlap = partial(plan, parts.model, parts.bucket_mb)
         super().__init__(replace(parts, bucket_mb=chunk_mb), priority(parts.overlap))
+        self._plan_overlap = partial(plan, parts.model, parts.bucket_mb, **self._plan.keywords)
         self.overlap, self.model = parts.overlap, parts.model
         self.trial = Trial(trials, self._device)
         self._settled_at = 0
@@ -80,7 +77,7 @@ class PrioritySync(GradSync):
         self._overlapped: list[BucketPlan] | None = None  # buckets of the other schedule
         self._watched = False  # hooks know where forward reads each parameter
         self._reads: list[str] = []  # parameters in the order in which it does, on this rank
-        self._arrivals: dict[str, Mark] = {}
+        self._arrived: dict[str, Mark] = {}
         self._deferred = DeferredUpdates(
             parts.worker, getattr(parts.model, "delay", lambda _: None)
         )
@@ -203,22 +200,23 @@ class PrioritySync(GradSync):
         if buckets is not self.buckets:
             super()._use(buckets)
 
-    def _counter(self, name: str, index: int) -> Callable[[Tensor], None]:
-        count = super()._counter(name, index)
+    def _waits_for_gradients(self) -> bool:
+        return True  # schedules change, and each gradient's time is measured
 
-        def grew(parameter: Tensor) -> None:
-            if self._measuring and self._armed:
-                self._arrivals[name] = mark(self._device)
-            count(parameter)
+    def _at_each(self) -> Callable[[str], None]:
+        def arrived(name: str) -> None:
+            if self._measuring:
+                self._arrived[name] = mark(self._device)
+            self.worker.advance()
 
-        return grew
+        return arrived
 
     def _plan_sends(self, begin: Mark, end: Mark) -> None:
         """Plan the order of sending from rank 0's times; all parts travelled between two marks."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # once a run
-        first = next(iter(self._arrivals.values()))
-        ready = {name: seconds(first, arrived) for name, arrived in self._arrivals.items()}
+        first = next(iter(self._arrived.values()))
+        ready = {name: seconds(first, arrived) for name, arrived in self._arrived.items()}
         last = max(ready.values())
         need = {name: place for place, name in enumerate(self.needed)}
         byte_s = seconds(begin, end) / sum(part.nbytes for part in self._parts)
@@ -228,7 +226,7 @@ class PrioritySync(GradSync):
             [min(need[name] for name in part.parameters) for part in self._parts],
         )
         self._send_in(self._from_rank_0(order))
-        self._arrivals.clear()
+        self._arrived.clear()
 
     def _send_in(self, order: Iterable[int]) -> None:
         self.sends = list(order)

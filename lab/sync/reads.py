@@ -174,17 +174,9 @@ class Reads(_Watch):
 
 def before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
     """Call `call()` as `module` begins, before its other hooks, which may read its parameters."""
-
-    def hook(_module: nn.Module, _inputs: Any) -> None:
-        call()
-
-    return module.register_forward_pre_hook(hook, prepend=True)
+    return module.register_forward_pre_hook(lambda _module, _inputs: call(), prepend=True)
 
 
 def after(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
     """Call `call()` when `module`'s forward has ended."""
-
-    def hook(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        call()
-
-    return module.register_forward_hook(hook)
+    return module.register_forward_hook(lambda _module, _inputs, _outputs: call())

@@ -240,7 +240,7 @@ class Zero1(GradSync):
         if isinstance(self._scatter, InCodec):
             yield from self._scatter.mean_of(bucket, mean, self.comm)
             return
-        spare = self._take_spare(parts) if self._scatter.needs_spare(self.comm) else None
+        spare = self._take_spare(parts) if self._scatter.needs_spare(self.comm.backend) else None
         memory = None if spare is None else spare[: parts.numel()].view_as(parts)
         yield self._scatter.begin(mean, parts, self.comm, memory)
         bucket.divide(mean, self.comm.size)

@@ -27,7 +27,8 @@ from lab.problem import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts
-from lab.sync.gradsync import GradientNoise, GradSync
+from lab.sync.drift import GradientNoise
+from lab.sync.gradsync import GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
 from lab.training import graph
@@ -110,7 +111,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     progress = Progress(total_steps(settings, data.num_train, batch_size))
     optim = make_optim(config.optim, batch_size, config.graph)
     exchange: Exchange = build(config.exchange)
-    admitted(model, exchange)
+    with as_config_error():
+        admit(model, exchange)
     if world.size > 1:
         require_alike(world, {**data_facts(data), **parameters(model)})
     replicas.broadcast_state(model, world)
@@ -258,24 +260,26 @@ def _build_model(
     return model, sizes
 
 
-def admitted(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
-    """Return the parameters of `model`, ready for `exchange`: see lab.exchange.gate.admit.
-
-    Raises: ConfigError: one cannot be exchanged rightly.
-    """
-    with as_config_error():
-        return admit(model, exchange)
-
-
 def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
-    """Refuse unlike GPUs where one of `parts` must compute the same bits. A collective call.
+    """Refuse GPUs of several kinds, whose results may differ in a bit, where this does harm.
 
-    Raises: ConfigError: names the part and the GPUs.
+    It does if one of `parts` computes the same values on every rank instead of sending them. A
+    collective call.
+
+    Raises: ConfigError: names the part, the kinds of GPUs, and the ranks that have them.
     """
-    for part in parts:
-        if part.needs_like_gpus:
-            with as_config_error():
-                replicas.require_like_gpus(type(part).__name__, world)
+    who = next((type(part).__name__ for part in parts if part.needs_like_gpus), None)
+    if who is None or world.device.type != "cuda":
+        return
+    ranks_with: dict[str, list[int]] = {}
+    for rank, kind in enumerate(world.gather_text(torch.cuda.get_device_name(world.device))):
+        ranks_with.setdefault(kind, []).append(rank)
+    if len(ranks_with) > 1:
+        kinds = ", ".join(f"{kind} (ranks {ranks})" for kind, ranks in ranks_with.items())
+        raise ConfigError(
+            f"{who}: every rank must compute the same bits, which needs GPUs of one kind, but "
+            f"these are {kinds}; use GPUs of one kind, or choose another exchange"
+        )
 
 
 def set_arithmetic(
@@ -390,10 +394,7 @@ def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
 
 
 def check(config: DictConfig) -> None:
-    """Build everything that trains, and release it.
-
-    Raises: ConfigError: a setting does not fit the data, devices or files.
-    """
+    """Build everything that trains, and release it. ConfigError as `assemble` raises it."""
     world = join(config)
     try:
         with assembled(config, world):

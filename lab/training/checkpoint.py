@@ -64,7 +64,6 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
     """Write a checkpoint. All ranks call this after the same step.
 
     Args:
-        root: the run's checkpoints directory.
         shared: state that is equal on all ranks; rank 0's is written.
         own: this rank's state.
     """
@@ -220,9 +219,7 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
         "exchange": OmegaConf.to_container(trainer.config.exchange),
         "optim": trainer.config.optim["_target_"],
     }
-    by_rank = {"exchange": sync.exchange.state_dict(), "rng": torch.get_rng_state()}
-    if device.type == "cuda":
-        by_rank["cuda_rng"] = torch.cuda.get_rng_state(device)
+    by_rank: State = {"exchange": sync.exchange.state_dict(), **random_state(device)}
     (by_rank if sync.pattern.own_replicas else shared).update(replica)
     if sync.shards:
         by_rank.update(slices_of(trainer.optimizer, sync.shards))
@@ -269,8 +266,6 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
 
     Momentum and residuals lie in memory order; residuals belong to the exchange that left them.
 
-    Args: shared, ranks: see `restore`.
-
     Raises: ValueError: its memory layout, its optimizer or its exchange differs.
     """
     if shared["channels_last"] != config.channels_last:
@@ -302,7 +297,6 @@ def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -
     equal), that is the mean over all of them.
 
     Args: rank: one of `size` ranks that each have their own; None: all have the same.
-        shared, ranks: see `restore`.
     """
     if "model" in shared:
         return shared
@@ -317,15 +311,25 @@ def _restore_rank(trainer: Trainer, ranks: list[State]) -> None:
     states = [state["exchange"] for state in ranks]
     same_size = world.size == len(ranks)
     if same_size:
-        torch.set_rng_state(ranks[world.rank]["rng"])
-        if "cuda_rng" in ranks[world.rank] and world.device.type == "cuda":
-            torch.cuda.set_rng_state(ranks[world.rank]["cuda_rng"], world.device)
+        set_random_state(ranks[world.rank], world.device)
     if same_size and exchange.continues(states[world.rank]):
         state = states[world.rank]
     else:
         state = exchange.redistribute(states, world.rank, world.size) if states[0] else {}
     if state:
         exchange.load_state_dict(_to(state, world.device))
+
+
+def random_state(device: torch.device) -> State:
+    """Return the states of a rank's generators of random numbers."""
+    on_gpu = {"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"rng": torch.get_rng_state(), **on_gpu}
+
+
+def set_random_state(state: State, device: torch.device) -> None:
+    torch.set_rng_state(state["rng"])
+    if "cuda_rng" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda_rng"], device)
 
 
 def _to(state: State, device: torch.device) -> State:

@@ -9,8 +9,7 @@ finite, is in one number, which the host reads while the next step runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,25 +24,14 @@ if TYPE_CHECKING:
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
-class Graph(Protocol):
-    """Work of a device that was captured once, and runs whenever it is replayed."""
-
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Call `work`, whose kernels are noted and do not run; return what it returns."""
-        ...
-
-    def replay(self) -> None:
-        """Run the work. It reads and writes the same memory as each time."""
-        ...
-
-
 class CudaGraph:
-    """A graph of the current stream, which must not be the default one. No GPU has run it yet."""
+    """Work of the current stream, which must not be the default one: captured once, to replay."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
+        """Call `work`, whose kernels are noted and do not run; return what it returns."""
         # Other threads may go on meanwhile: NCCL's and the lab's watchdog ask for their events.
         with torch.cuda.graph(
             self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
@@ -51,6 +39,7 @@ class CudaGraph:
             return work()
 
     def replay(self) -> None:
+        """Run the work. It reads and writes the same memory as each time."""
         self._graph.replay()
 
 
@@ -64,18 +53,11 @@ def use_own_stream(device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Settings with which no step can be captured.
-
-    Attributes:
-        settings: as they are typed.
-        why: the reason, and what is allowed instead.
-        applies: whether a run has them.
-    """
+class Refusal(NamedTuple):
+    """Settings, as they are typed, with which no step can be captured."""
 
     settings: str
-    why: str
+    why: str  # and what is allowed instead
     applies: Callable[[Trainer], bool]
 
 
@@ -120,11 +102,7 @@ REFUSALS = [
 
 
 def refuse(trainer: Trainer) -> None:
-    """Refuse a run whose steps cannot be captured.
-
-    Raises:
-        ConfigError: names the first reason.
-    """
+    """Refuse a run whose steps cannot be captured: a ConfigError names the first reason."""
     config = trainer.config
     for refusal in REFUSALS:
         if refusal.applies(trainer):
@@ -176,7 +154,7 @@ class StepGraph:
         captured_at: number of the step that was captured; None: none was yet.
     """
 
-    def __init__(self, trainer: Trainer, graph: Graph) -> None:
+    def __init__(self, trainer: Trainer, graph: CudaGraph) -> None:
         self._trainer, self._graph = trainer, graph
         self.captured_at: int | None = None
         self._batch: Batch | None = None
@@ -228,11 +206,7 @@ class StepGraph:
         return self._batch
 
     def _capture(self, batch: Batch) -> None:
-        """Capture the step under way.
-
-        Raises:
-            ConfigError: something in it needs the host.
-        """
+        """Capture the step under way. ConfigError: something in it needs the host."""
         trainer = self._trainer
         trainer.check_last_step()
         if reason := trainer.sync.needs_host():

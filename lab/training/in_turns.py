@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
 
-import torch
 from omegaconf import DictConfig
 
 from lab.distributed import world as worlds
@@ -22,8 +21,9 @@ from lab.distributed.worker import Failure, Watchdog
 from lab.measure.statistics import Turns, least_warmup, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join
+from lab.training.checkpoint import State, random_state, set_random_state
 from lab.training.recording import claim_directory
-from lab.training.run import Run, failure_of, tell
+from lab.training.run import Run, execute, tell
 
 
 class InTurns:
@@ -51,33 +51,17 @@ class InTurns:
             directory = claim_directory(config, arguments, world)
             assert directory, "sweeps start no job that is done"
             self.runs.append(Run(config, arguments, world, directory, self.watch, started_at))
-        self._random: list[list[torch.Tensor]] = []  # each run's state of random numbers
+        self._random: list[State] = []  # each run's state of random numbers
 
     def execute(self) -> int:
-        """Train all; return the process's exit code, the first that is not 0.
+        """Train all; return the process's exit code. See lab.training.run.execute."""
+        return execute(self.runs, self._train, self._end_process)
 
-        Raises: ConfigError: a setting does not fit; no run has begun.
-        """
-        try:
-            self.watch.listen_to_signals()
-            parts: list[Assembly] = []
-            for run in self.runs:
-                parts.append(run.begin())
-                self._random.append(_random_state(self.world.device))
-            self._train(parts)
-        except ConfigError as error:
-            self.watch.publish(Failure("failed", str(error)))
-            for run in self.runs:
-                run.discard()
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
-        self.world.barrier()
+    def _train(self) -> None:
+        parts: list[Assembly] = []
         for run in self.runs:
-            run.close()
-        return next(filter(None, (run.exit_code() for run in self.runs)), 0)
-
-    def _train(self, parts: list[Assembly]) -> None:
+            parts.append(run.begin())
+            self._random.append(random_state(self.world.device))
         num_turns, plan = planned(parts, self.size)
         loops: list[Iterator[int]] = []
         for run, part, turns in zip(self.runs, parts, plan, strict=True):
@@ -105,11 +89,11 @@ class InTurns:
     def _advance(self, at: int, part: Assembly, loop: Iterator[int], steps: int) -> None:
         """Train one run for some steps, with the random numbers that it would draw alone."""
         self.watch.worker, device = part.worker, self.world.device
-        _set_random_state(self._random[at], device)
+        set_random_state(self._random[at], device)
         for _ in islice(loop, steps):
             pass
         part.trainer.end_turn()
-        self._random[at] = _random_state(device)
+        self._random[at] = random_state(device)
 
     def _end_process(self, failure: Failure) -> None:
         """Record the failure in each run that has no record, and exit.
@@ -148,17 +132,6 @@ def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
             "fewer than the warm-up and one turn need"
         )
     return num_turns, plan
-
-
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_gpu]
-
-
-def _set_random_state(state: list[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    for of_gpu in state[1:]:
-        torch.cuda.set_rng_state(of_gpu, device)
 
 
 def main(arguments: list[str]) -> int:

@@ -60,7 +60,6 @@ class Optim:
     Args:
         target: path of the optimizer's class, or of a function that makes one from parameters.
         settings: its hyperparameters; those left out have its own defaults.
-        schedule: of the learning rate.
         batch_size: global batch of the run.
         decay_vectors: False: weight decay only for parameters of two dimensions or more, and none
             for biases and the weights of norms.
@@ -323,30 +322,20 @@ def _trained(
 def require_elementwise(optim: Optim, why: str) -> None:
     """Refuse an optimizer for which a slice of a parameter changes otherwise than in the whole.
 
-    It is tried on a small matrix: at once, and in slices that each have an optimizer of their own,
-    in which they are updated by calls of their own.
+    It is tried on a small matrix: at once, and in slices, each updated by a call of its own.
 
-    Args: why: the reason to give.
-
-    Raises: ConfigError: names the optimizer.
+    Raises: ConfigError: names the optimizer, and says `why`.
     """
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE, generator=generator)
-    whole = _updated(optim, [start], [[gradient] for gradient in gradients])
+    (whole,) = _updated(optim, [start], [[gradient] for gradient in gradients])
     cuts = [5, 11, start.numel() - 16]  # across rows
-    slices = [
+    in_slices, *others = (
         [row.view(1, -1) for row in values.flatten().split(cuts)] for values in (start, *gradients)
-    ]
-    first, *others = zip(*slices, strict=True)
-    alone = _updated(optim, [first[0]], [[gradient] for gradient in first[1:]])
-    several = _updated(
-        optim,
-        [values[0] for values in others],
-        [[values[step] for values in others] for step in range(1, 1 + NUM_STEPS)],
     )
-    apart = torch.cat([values.flatten() for values in (*alone, *several)])
-    changed = (whole[0] - start).abs().max()
-    if not (whole[0].flatten() - apart).abs().max() <= TOLERANCE * changed:
+    apart = torch.cat([values.flatten() for values in _updated(optim, in_slices, others)])
+    changed = (whole - start).abs().max()
+    if not (whole.flatten() - apart).abs().max() <= TOLERANCE * changed:
         raise ConfigError(
             f"optim={optim.target}: {why}, but this optimizer updates a slice of a parameter "
             "differently from the whole parameter; use an elementwise optimizer such as SGD, "

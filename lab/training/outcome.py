@@ -125,9 +125,9 @@ def write_steps(loop: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.nda
 
 
 def write_timeline(loop: Loop, record: Record, directory: RunDirectory) -> None:
-    """Write a breakdown's spans of all ranks to disk; all ranks call it together.
+    """Write a breakdown's spans of all ranks to disk, with facts of the record needed to read it.
 
-    Args: record: the run's record; the timeline repeats the facts needed to read it.
+    All ranks call it together.
     """
     world, warmup = loop.world, record.warmup
     mine = loop.clock.spans(world.rank, loop.first_step, warmup.num_steps if warmup else 0)

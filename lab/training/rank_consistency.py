@@ -59,13 +59,13 @@ def parameters(model: nn.Module) -> dict[str, str]:
 
     With the settings they decide the plan of buckets.
     """
-    found = [(f"parameter {n}", each) for n, each in enumerate(model.named_parameters())]
-    found += [(f"buffer {n}", each) for n, each in enumerate(model.named_buffers())]
     stated = {"number of parameters": str(sum(1 for _ in model.parameters()))}
-    for place, (name, tensor) in found:
-        frozen = "" if tensor.requires_grad or place.startswith("buffer") else ", frozen"
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        stated[place] = f"{name} {list(tensor.shape)} {dtype}{frozen}"
+    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, found in kinds.items():
+        for place, (name, tensor) in enumerate(found):
+            frozen = "" if tensor.requires_grad or kind == "buffer" else ", frozen"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            stated[f"{kind} {place}"] = f"{name} {list(tensor.shape)} {dtype}{frozen}"
     return stated
 
 

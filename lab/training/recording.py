@@ -49,7 +49,7 @@ class Recording:
     Recordings, each of its own `loop`.
 
     Args:
-        config: the run's settings. arguments: those that name it.
+        arguments: settings that name the run.
         directory: claimed for this run.
         launch: the job that starts it, see lab.distributed.launcher.launch_id.
         started_at: of the start; None: now.
@@ -57,6 +57,7 @@ class Recording:
 
     Attributes:
         loop: the steps, once there are any to be made.
+        curves: hands their numbers to a recorder.
         record: says failed until the end, as a run that is lost cannot say so itself.
         recorded: rank 0 has written that the run ended; a rank lost after this changes nothing.
     """
@@ -75,7 +76,7 @@ class Recording:
     ) -> None:
         self.config, self.world, self.directory, self.launch = config, world, directory, launch
         self._began, self.started_at = time.monotonic(), started_at or datetime.now(UTC)
-        self.recorded = False
+        self.recorded, self.curves = False, Curves()
         batch_size = global_batch_size(config, world.size)
         self.record = Record(
             status="failed",
@@ -104,12 +105,17 @@ class Recording:
     def path(self) -> Path:
         return self.directory.path
 
-    def open(self, first_step: int) -> None:
-        """Write on rank 0 that the run begins, and its settings."""
-        attempt = {"first_step": first_step, "world_size": self.world.size}
+    def open(self) -> None:
+        """Write on rank 0 that the run begins, and its settings; begin its curves."""
+        assert self.loop
+        if self.world.rank:
+            return
+        attempt = {"first_step": self.loop.first_step, "world_size": self.world.size}
         attempt |= {"started_at": self.record.started_at, "launch": self.launch}
         self.directory.begin_attempt(attempt)
-        self.directory.write_config(OmegaConf.to_yaml(settings_of(self.config)))
+        settings = settings_of(self.config)
+        self.directory.write_config(OmegaConf.to_yaml(settings))
+        self.curves.start(self.loop, self.path, self.config.study, settings)
 
     def end(self, stop_signal: str | None = None) -> None:
         """Record how the run ended or was stopped, and print its summary."""
@@ -136,6 +142,7 @@ class Recording:
         self.record.attempts = self.directory.attempts()
         self.record.duration_s = time.monotonic() - self._began
         self.directory.write_record(self.record)
+        self.curves.finish(self.record)
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
@@ -146,21 +153,13 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
     """Claim the directory of a run of the lab's own trainer; see `claim`."""
     name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
-    launch = launcher.launch_id(kept_words(arguments))
-    return claim(world, config, name, config.cell, config.resume, launch)
+    return claim(world, config, name, launcher.launch_id(kept_words(arguments)))
 
 
 def claim(
-    world: World,
-    config: DictConfig,
-    name: str,
-    cell: str | None = None,
-    resume: str | None = None,
-    launch: str | None = None,
+    world: World, config: DictConfig, name: str, launch: str | None = None
 ) -> RunDirectory | None:
     """Claim a run's directory on rank 0, and tell the others its path, or why there is none.
-
-    Args: name, cell, resume, launch: see RunDirectory.claim.
 
     Returns: None if an earlier start of this job has already finished.
 
@@ -170,6 +169,7 @@ def claim(
     if world.rank == 0:
         parent = Path(config.runs_dir).absolute() / config.study
         try:
+            cell, resume = config.get("cell"), config.get("resume")  # not of a loop of one's own
             claimed = RunDirectory.claim(parent, cell, name, resume, launch)
             answer = f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
         except ValueError as error:
@@ -186,10 +186,7 @@ def claim(
 
 
 def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
-    """Describe machine, software and emulation, for the result of a benchmark.
-
-    Args: configs: settings of the runs.
-    """
+    """Describe machine, software and emulation of runs, for the result of a benchmark."""
     return {
         "emulation": worded(emulation(world, *configs)) or "none",
         "comm_settings": world.comm.settings,

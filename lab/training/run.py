@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from lab.training import checkpoint, outcome
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
 from lab.training.outcome import compute_of
 from lab.training.rank_consistency import checkpoint_facts
-from lab.training.recording import Curves, ProgressBar, Recording, claim_directory, settings_of
+from lab.training.recording import Curves, ProgressBar, Recording, claim_directory
 from lab.training.trainer import Trainer
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
@@ -47,13 +47,7 @@ RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank d
 class Run(Recording):
     """One rank of one run.
 
-    Args:
-        config: see lab.settings.config.
-        arguments: the command line of the run; names it.
-        world: this rank among the others.
-        directory: claimed for this run.
-        watch: of several runs that one start trains; None: this run has its own.
-        started_at: of the start; None: now.
+    Args: watch: of several runs that one start trains; None: this run has its own.
     """
 
     def __init__(
@@ -81,32 +75,18 @@ class Run(Recording):
         )
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
-        self.curves = Curves()
         self._made_before: list[dict[str, Any]] = []  # steps, by runs that this one goes on from
         self.watch = watch or Watchdog(world, config.exchange_timeout_s, self._end_process)
 
     def execute(self) -> int:
-        """Build, train, evaluate and record; return the process's exit code.
+        """Build, train, evaluate and record; return the process's exit code. See `execute`."""
+        return execute([self], self._train, self._end_process)
 
-        Raises:
-            ConfigError: a setting does not fit the data, devices or files. The run has not begun
-                and leaves nothing behind.
-        """
-        try:
-            self.watch.listen_to_signals()
-            parts = self.begin()
-            for _ in self.steps(parts, shown=self.world.rank == 0):
-                pass
-            self.end(self.watch.stop_signal)
-        except ConfigError as error:
-            self.watch.publish(Failure("failed", str(error)))
-            self.discard()
-            raise
-        except BaseException as error:  # a user's code may call exit
-            self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
-        self.world.barrier()
-        self.close()
-        return self.exit_code()
+    def _train(self) -> None:
+        parts = self.begin()
+        for _ in self.steps(parts, shown=self.world.rank == 0):
+            pass
+        self.end(self.watch.stop_signal)
 
     def begin(self) -> Assembly:
         """Build everything that trains, restored to the step from which to continue, and open the
@@ -128,10 +108,7 @@ class Run(Recording):
             self.curves = Curves(build(self.config.recorder))
         if resumed:
             self._restore(trainer, resumed)
-        if self.world.rank == 0:
-            self.open(trainer.progress.step)
-            settings, study = settings_of(self.config), self.config.study
-            self.curves.start(trainer, self.path, study, settings)
+        self.open()
         return parts
 
     def discard(self) -> None:
@@ -191,11 +168,12 @@ class Run(Recording):
 
     def _made(self) -> list[dict[str, Any]]:
         """Return how all steps so far were made, those before a resume too."""
-        steps = (self.loop.first_step, self.loop.progress.step) if self.loop else (0, 0)
+        first, end = (self.loop.first_step, self.loop.progress.step) if self.loop else (0, 0)
         record, git = self.record, self.record.git_commit
         also = ("strategy", "scaling", "repeat", "model_source")
         now = {
-            **dict(zip(("first_step", "end_step"), steps, strict=True)),
+            "first_step": first,
+            "end_step": end,
             "cell": f"{record.study}/{record.cell}",
             "world_size": record.world_size,
             "batch_size": record.batch_size,
@@ -258,7 +236,6 @@ class Run(Recording):
     def write(self) -> None:
         self.record.stretches = stretches_of(self._made())
         super().write()
-        self.curves.finish(self.record)
 
     def _end_process(self, failure: Failure) -> None:
         """Record a failure and exit, even if threads and devices of this process still wait.
@@ -290,14 +267,42 @@ class Run(Recording):
         return codes.get(self.record.status, 1)
 
 
+def execute(
+    runs: Sequence[Run], train: Callable[[], None], end_process: Callable[[Failure], None]
+) -> int:
+    """Train the runs of one start; return the process's exit code, the first that is not 0.
+
+    Args:
+        train: begins, trains and ends all of them.
+        end_process: records a failure and exits.
+
+    Raises:
+        ConfigError: a setting does not fit the data, devices or files. No run has begun, and
+            nothing is left behind.
+    """
+    world, watch = runs[0].world, runs[0].watch
+    try:
+        watch.listen_to_signals()
+        train()
+    except ConfigError as error:
+        watch.publish(Failure("failed", str(error)))
+        for run in runs:
+            run.discard()
+        raise
+    except BaseException as error:  # a user's code may call exit
+        end_process(watch.publish(failure_of(error, world.rank)))
+    world.barrier()
+    for run in runs:
+        run.close()
+    return next(filter(None, (run.exit_code() for run in runs)), 0)
+
+
 def start(
     config: DictConfig, arguments: list[str], begun: Callable[[Path], object] = lambda _path: None
 ) -> int:
     """Run one rank of a run; return the process's exit code.
 
-    Args:
-        config: composed from `arguments`, which name the run.
-        begun: is told the run's directory once it is claimed.
+    Args: begun: is told the run's directory once it is claimed.
 
     Raises: ConfigError: a setting does not fit the data, devices or files.
     """

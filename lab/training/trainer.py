@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,12 @@ from lab.distributed.comm import Sent
 from lab.distributed.replicas import broadcast_buffers, local, whole
 from lab.distributed.worker import HostCopy, Watchdog
 from lab.distributed.world import World
-from lab.exchange.base import Exchange
 from lab.measure.clock import Clock, mark, seconds
 from lab.measure.memory import Memory
 from lab.measure.statistics import Turns, least_warmup
 from lab.record.schema import Certificate
 from lab.settings.config import Settings
-from lab.sync.base import Sync
+from lab.sync.base import Exchanging, Sync
 from lab.task.base import Task
 from lab.training.graph import StepGraph
 from lab.training.optim import Optim
@@ -59,10 +58,7 @@ def total_steps(
 ) -> int:
     """Return the optimizer steps of the whole run.
 
-    Args:
-        num_train: samples of an epoch.
-        batch_size: global.
-        step, samples: progress of a checkpoint, possibly with another batch size.
+    Args: step, samples: progress of a checkpoint, possibly with another batch size.
     """
     if config.steps is not None:
         return config.steps
@@ -70,20 +66,7 @@ def total_steps(
     return step + max(0, math.ceil((epochs * num_train - samples) / batch_size))
 
 
-class Synced(Protocol):
-    """The part of a Sync that a record shows."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def keeps_replicas_equal(self) -> bool: ...
-    @property
-    def settled_at(self) -> int | None: ...
-    @property
-    def exchange(self) -> Exchange: ...
-
-
-S = TypeVar("S", bound=Synced, covariant=True)
+S = TypeVar("S", bound=Exchanging, covariant=True)
 
 
 class Measured(Generic[S]):
@@ -161,17 +144,17 @@ class Measured(Generic[S]):
         self.losses.read_last()
 
 
-Loop = Measured[Synced]
+Loop = Measured[Exchanging]
 
 
 class Trainer(Measured[Sync]):
     """Data-parallel training on one rank.
 
     Args:
-        watch: tells when to stop. task: loss and metrics of the model's outputs. model: on the
-        device, transformed, equal on all ranks. sync: exchanges gradients, or weights every few
-        steps. optim: sets the hyperparameters of each update. batch_size: global batch size.
-        progress: the first and the last step. check: examines the first exchanges.
+        watch: tells when to stop.
+        model: on the device, transformed, equal on all ranks.
+        batch_size: global.
+        check: examines the first exchanges.
     """
 
     def __init__(
@@ -292,7 +275,7 @@ class Trainer(Measured[Sync]):
                 with clock.phase("forward"), self._autocast():
                     loss = self.task.loss(sync.module(self._layout(inputs)), targets) / parts
                 with clock.phase("backward"):  # overlapped exchanges start here
-                    (loss * sync.loss_factor).backward()
+                    loss.backward(torch.full_like(loss, sync.loss_factor))
             total += loss.detach()
         with clock.phase("exchange"):  # the part that backward did not hide
             finite = sync.finish()
@@ -452,10 +435,7 @@ class Losses:
 
 
 def marked(loss: Tensor, *finite: Tensor | None) -> Tensor:
-    """Return `loss`, float32 [], NaN if an exchange found other values: one check covers both.
-
-    Args: finite: bool [], whether gradients were finite; None: not checked.
-    """
+    """Return `loss`, float32 [], NaN if an exchange found values that are not `finite`, bool []."""
     for found in finite:
         if found is not None:
             loss.masked_fill_(found.logical_not(), torch.nan)
@@ -514,7 +494,7 @@ def clip_gradients(
 ) -> None:
     """Scale all gradients down to the norm `max_norm`, if theirs is larger.
 
-    Args: over_ranks: turns the norm of this rank's gradients into that of all.
+    `over_ranks` turns the norm of this rank's gradients into that of all.
 
     Like torch's clip_grad_norm_, except that a non-finite gradient spoils no other: if the norm is
     NaN all others become 0, as they do if it is infinite.
@@ -527,9 +507,9 @@ def clip_gradients(
 
 
 def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
-    """Return whether all gradients are finite. The host waits: the update depends on it.
+    """Return whether all gradients are finite, also by what the exchange found, bool [].
 
-    Args: exchanged: bool [], the exchange's finding; None: it did not check.
+    The host waits: the update depends on it.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
     finite = whole(torch.stack(norms).isfinite().all())

@@ -15,9 +15,9 @@ from lab.analysis.records import Study
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
 from lab.analysis.summary import shared_runs
-from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
+from lab.diagnosis.evidence import Evidence, gather, sweep_command
 from lab.diagnosis.finding import Finding, finding
-from lab.diagnosis.rules import judge
+from lab.diagnosis.rules import judge, remedies
 from lab.diagnosis.view import best_remedies, headline, in_full, time_split
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
@@ -132,7 +132,10 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         charts=charts,
         timelines=_timelines(study, prefix, left_out),
         helps=best_remedies(*why, points) if why else (),
-        explanations=[(headline(*each), in_full(*each)) for each in explained.values()],
+        explanations=[
+            (headline(e, verdict), in_full(e, remedies(e, verdict)))
+            for e, verdict in explained.values()
+        ],
         records=[read_json(c.folder / "record.json") for c in study.cells],
         left_out=left_out,
     )
@@ -150,10 +153,10 @@ def contents_of(folder: Path, prefix: str) -> Contents:
 
 
 def _evidence(results: Results, left_out: list[str]) -> list[Evidence]:
-    found, points = list[Evidence](), results.points
-    for point in points:
+    found = list[Evidence]()
+    for point in results.points:
         try:
-            found.append(evidence_of(results.study, point.one, point, points, results.floor))
+            found.append(gather(results, point.one))
         except DamagedFile as why:
             left_out.append(f"an explanation: {why}")
         except ValueError:  # a failed run, one rank, or no timed step: nothing to explain
@@ -200,7 +203,7 @@ def _facts(study: Study) -> dict[str, str]:
     """List what was run, when and on what; values in which runs differ side by side."""
     cells = study.cells
     done = sum(cell.status == "done" for cell in cells)
-    times = sorted(cell.started_at for cell in cells if cell.started_at)
+    times = sorted(filter(None, (cell.record.started_at for cell in cells)))
     facts = {
         "runs": str(done) if done == len(cells) else f"{done} finished, of {len(cells)}",
         "measured": " to ".join(dict.fromkeys([times[0][:10], times[-1][:10]])) if times else "",
@@ -215,18 +218,12 @@ def _facts(study: Study) -> dict[str, str]:
 
 def _troubles(study: Study, prefix: str) -> list[Table]:
     """Make tables of runs that failed, of settings without effect, and of steps others made."""
-    failed = [
-        (study.name_of(c.folder), c.status, c.error or "no error was recorded")
-        for c in study.cells
-        if c.status != "done"
-    ]
-    failed += [(name, "missing", why) for name, why in study.missing.items()]
     several = [c for c in study.cells if c.world_size > 1]  # one rank exchanges nothing anyway
-    idle = dict.fromkeys((c.series, line) for c in several for line in c.idle)
+    idle = dict.fromkeys((c.series, line) for c in several for line in c.record.idle)
     title = "Runs that did not finish, and the reasons"
-    tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
+    tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], study.troubles)]
     tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
-    made = [(c, each) for c in study.cells for each in c.stretches]
+    made = [(c, each) for c in study.cells for each in c.record.stretches]
     title = "Runs in which steps were executed in different ways"
     lines = [(study.name_of(c.folder), each.steps, each.made_by) for c, each in made]
     tables += [of_texts(f"{prefix}made", title, ["run", "steps", "made by"], lines)]

@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lab
-from lab.analysis.records import load_study
+from lab.analysis.results import load
 from lab.diagnosis import view
 from lab.diagnosis.evidence import gather
-from lab.diagnosis.rules import judge
 from lab.record.recorders import CURVES
 from lab.record.schema import Record, read_record
 from tests.support.ranks import CREW
@@ -101,11 +100,11 @@ def test_a_loop_of_ones_own_is_recorded_and_read_as_any_run(
     assert curves["train/payload_bytes"].gt(0).to_numpy().all()
     assert curves["test/accuracy"].dropna().tolist() == pytest.approx([0.4, 0.9])
 
-    study = load_study(tmp_path / "mine")
-    evidence = gather(study, study.cells[0])
+    results = load(tmp_path / "mine")
+    evidence = gather(results, results.study.cells[0])
     assert evidence.pattern.takes_any_exchange
     assert evidence.pattern.waits_in_backward == (way == "attach")
-    text = view.full(evidence, judge(evidence), [])
+    text = view.in_full(evidence, [])
     assert "the same loop on 1 and 2 ranks: lab.Run(study='mine', strategy='none', …)" in text
     assert "lab.sweep" not in text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import time
@@ -13,6 +12,8 @@ import pytest
 from omegaconf import DictConfig
 
 from lab.distributed import world as worlds
+from lab.distributed.launcher import each_alone
+from lab.distributed.world import World
 from lab.measure import Span
 from lab.measure import clock as clocks
 from lab.measure.clock import KEPT_STEPS, Mark, StepMarks
@@ -54,9 +55,15 @@ NUM_STEPS = 9
 AHEAD_S = 1000.0  # far more than any message takes
 
 
+def on_hosts(world: World) -> World:
+    """Let each rank be on a host of its own."""
+    world.comm.nodes = each_alone(world.size)
+    return world
+
+
 def compare_clocks() -> tuple[tuple[float, float], list[str]]:
     """Shift each rank's clock, as if it were another host's."""
-    world = dataclasses.replace(ranks.join(), num_hosts=2)
+    world = on_hosts(ranks.join())
     clock = time.perf_counter
     worlds.time.perf_counter = lambda: clock() + world.rank * AHEAD_S
     answer = world.clock_ahead_s(), world.gather_text("é" * world.rank)
@@ -83,7 +90,7 @@ def train_beside_another_clock(arguments: list[str], config: DictConfig) -> list
 
     time.perf_counter = lambda: clock() + ahead_s
     clocks.StepMarks = noted
-    ranks.assemble.join = lambda config: dataclasses.replace(join(config), num_hosts=2)
+    ranks.assemble.join = lambda config: on_hosts(join(config))
     ranks.execute(arguments, config)
     return begun[-NUM_STEPS:]
 

@@ -162,7 +162,7 @@ def _step(
     for number in range(1, case.accumulate + 1):
         with sync.micro_batch(last=number == case.accumulate):
             loss = zoo.loss_of(sync.module(*inputs(chance, sync.comm.rank))) / case.accumulate
-            (loss * sync.loss_factor).backward()
+            loss.backward(torch.full_like(loss, sync.loss_factor))
     sync.finish()
     check.after_gradients()
     sync.update(optimizer)

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -28,9 +29,8 @@ import torch
 from lab.codec.base import Codec
 from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs, TopK
 from lab.codec.kernels import Peers
+from lab.codec.layout import Draws, Factors
 from lab.draw.text import markdown
-from lab.exchange.powersgd import Factors
-from lab.exchange.randomk import Draws
 from tests.support import round_products_once
 from tests.support.exact import error_of
 from tests.support.kernels import LAUNCHED
@@ -264,12 +264,13 @@ def _work(launch: _Launch) -> tuple[str, int, int]:
     topk, low_rank = (modules(f"lab.codec.gpu_{name}") for name in ("topk", "low_rank"))
     size, at_once, _ = topk.SIZES
     drawn = round(arguments[-2] / RATIO) if launch.kernel.endswith("_drawn") else 0
-    rows, columns = low_rank.ROWS * low_rank.COLUMNS, low_rank.TALL * low_rank.NARROW
+    passes = -(-drawn // arguments[-1]) if drawn else 0
+    rows, columns = math.prod(low_rank.WIDE), math.prod(low_rank.TALL)
     return {
         "collect_largest": (ENCODE, topk.TILE, 1),
         "spread_largest": (DECODE, size, size // at_once),
-        "take_drawn": (ENCODE, drawn, -(-drawn // arguments[-1])),
-        "put_drawn": (DECODE, drawn, -(-drawn // arguments[-1])),
+        "take_drawn": (ENCODE, drawn, passes),
+        "put_drawn": (DECODE, drawn, passes),
         "multiply_rows": (ENCODE, rows, 1),
         "multiply_columns": (ENCODE, columns, 1),
         "multiply_factors": (DECODE, rows, 1),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lab.codec.base import Codec
 from lab.codec.codecs import Cast, Float8, Int4, Int8, Levels, OneBit, Signs, TopK
-from lab.exchange.powersgd import Factors
-from lab.exchange.randomk import Draws, places
+from lab.codec.layout import Draws, Factors
+from lab.exchange.randomk import places
 
 CODECS: dict[str, Codec] = {
     "onebit": OneBit(min_columns=1),

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lab.codec import build
-from lab.codec.base import Codec, Kernels
-from lab.codec.kernels import SOURCES, Native
+from lab.codec.base import Codec, Native, Reference
+from lab.codec.kernels import SOURCES
 
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
 HERE = torch.backends.cpu.get_cpu_capability()
@@ -42,12 +42,12 @@ def library_at(level: str, name: str) -> CDLL:
     return found
 
 
-def of_codec(codec: Codec, level: str) -> Kernels:
+def of_codec(codec: Codec, level: str) -> Reference:
     """Return the kernels of a codec for a processor's level or "triton"; skip without either."""
     if level == "triton":
         pytest.importorskip("triton", reason="no triton here")
-        return cast(Kernels, OnGPU(importlib.import_module("lab.codec.gpu").made(codec.reading)))
-    return Native(library_at(level, codec.name), codec.name, codec.option)
+        return cast(Reference, OnGPU(importlib.import_module("lab.codec.gpu").made(codec.reading)))
+    return Native(codec, library_at(level, codec.name))
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:

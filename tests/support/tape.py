@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lab.training.graph import CudaGraph
+
 Memory = dict[tuple[str, int], torch.UntypedStorage]
 NOT_WORK = ("profiler",)  # operations that only mark
 
@@ -152,7 +154,7 @@ class _Noting(TorchDispatchMode):
         return result
 
 
-class TapeGraph:
+class TapeGraph(CudaGraph):
     """A graph of a CPU, as lab.training.graph.CudaGraph is one of a GPU."""
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -16,5 +17,5 @@ CPU = torch.device("cpu")
 def one_of(size: int, device: torch.device = CPU) -> World:
     """Return rank 0 of `size`, with a store of its own; the other ranks never answer."""
     place = RankInfo("python", 0, size, 0, size, dist.HashStore())
-    nothing = cast(Any, None)
-    return World(place, device, dist.PrefixStore("lab", place.store), nothing, nothing, num_hosts=1)
+    comm = cast(Any, SimpleNamespace(nodes=[[*range(size)]]))
+    return World(place, device, dist.PrefixStore("lab", place.store), comm, cast(Any, None))

@@ -196,7 +196,7 @@ def _world_of(group: Any, device: torch.device, timeout_s: float = 300.0) -> Wor
     place = RankInfo("python", comm.rank, comm.size, comm.rank, comm.size, dist.HashStore())
     store = dist.PrefixStore("lab", place.store)
     more: Any = {"comm": own, "control": control}
-    return ThreadWorld(place, device, store, num_hosts=len(comm.nodes), **more)
+    return ThreadWorld(place, device, store, **more)
 
 
 @cache

@@ -39,9 +39,10 @@ inline Range range(const float* values, int64_t count) {
 // `Packing` stores levels as bytes or halves of them: put(bytes, payload, i, count), and get.
 template <class Packing>
 struct Levels {
+  static constexpr bool LONG = false;
   static constexpr int64_t HEADER = 2 * sizeof(float);
 
-  explicit Levels(int64_t) {}
+  Levels(int64_t, int64_t) {}
   static int64_t width(int64_t columns) { return Packing::width(columns); }
   static bool finite(const uint8_t* header) {
     const Pair ends = get_header(header);

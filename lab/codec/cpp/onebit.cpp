@@ -5,10 +5,11 @@
 namespace {
 
 struct OneBit {
+  static constexpr bool LONG = false;
   static constexpr int64_t HEADER = 2 * sizeof(float);
   bool split_at_mean;
 
-  explicit OneBit(int64_t option) : split_at_mean(option) {}
+  OneBit(int64_t option, int64_t) : split_at_mean(option) {}
   static int64_t width(int64_t columns) { return (columns + 7) / 8; }
   static bool finite(const uint8_t* header) {
     const Pair scales = get_header(header);

@@ -1,12 +1,14 @@
 // Messages of encoded rows (lab/codec/layout.py): written, added up, and added up and written again.
 //
-// A codec of rows is a struct with
+// A codec of rows is a struct that is made with an option and a number of threads, and has
+//   LONG                                   rows are long: each is divided among the threads
 //   HEADER                                 bytes of a row's header
 //   width(columns)                         bytes of its payload
 //   encode(row, header, payload)           writes both, and the row's loss if it has a residual
 //   decoded(header, payload, columns, f)   calls f(first, count, values) for its groups
 //   finite(header)                         false if a value of the row was not finite
-// A row is read from memory once: later passes find it in the cache.
+// One of long rows has an `add_row` of its own instead of the last two. A row that is not long is
+// read from memory once: later passes find it in the cache.
 
 #pragma once
 
@@ -34,10 +36,11 @@ struct Layout {
   int64_t num_copies;
   int64_t num_values;  // encoded ones
 
-  // Calls f(values before, header, payload, columns) for all rows, on up to `threads` threads.
+  // Calls f(values before, header, payload, columns) for all rows, on up to `threads` threads; one
+  // after the other if they are long.
   template <class C, class F>
   void each_row(const C& codec, int64_t threads, F f) const {
-    each_item(num_pieces, num_values, threads, [=](int64_t i) {
+    each_item(num_pieces, num_values, C::LONG ? 1 : threads, [=](int64_t i) {
       const Piece p = pieces[i];
       for (int64_t r = 0; r < p.rows; ++r)
         f(p.start + r * p.columns, p.header + r * C::HEADER, p.payload + r * codec.width(p.columns),
@@ -180,36 +183,39 @@ void add_rows(const C& codec, const Layout& layout, const uint8_t* messages, int
 template <class C>
 void reduce_rows(const C& codec, const Layout& layout, const uint8_t* messages, int64_t count,
                  int64_t stride, float* residual, uint8_t* out, int64_t threads) {
-  layout.each_row(codec, threads, [=](int64_t at, int64_t header, int64_t payload, int64_t columns) {
-    thread_local std::vector<float> sum;
+  std::vector<float> of_long;
+  const auto reduce = [=, &of_long](int64_t at, int64_t header, int64_t payload, int64_t columns) {
+    thread_local std::vector<float> kept;
+    std::vector<float>& sum = C::LONG ? of_long : kept;
     sum.resize(columns);
     add_row(codec, messages, header, payload, count, stride, Divisor(1), sum.data(), columns);
     const Row row{sum.data(), residual ? residual + at : nullptr, columns};
     codec.encode(row, out + header, out + payload);
-  });
+  };
+  layout.each_row(codec, threads, reduce);
   sum_copies(layout.copies, layout.num_copies, messages, count, stride, out);
 }
 
-// The three functions of a codec, for `extern "C"`. `option` makes the codec.
+// The three functions of a codec, for `extern "C"`.
 #define ROW_CODEC(name, Codec)                                                                      \
   void name##_encode(const float* values, float* residual, uint8_t* message, const Piece* pieces,  \
                      const Copy* copies, int64_t num_pieces, int64_t num_copies,                   \
                      int64_t num_values, int64_t option, int64_t threads) {                        \
     const Layout layout{pieces, num_pieces, copies, num_copies, num_values};                       \
-    encode_rows(Codec(option), layout, values, residual, message, threads);                        \
+    encode_rows(Codec(option, threads), layout, values, residual, message, threads);               \
   }                                                                                                \
   void name##_add_up(const uint8_t* messages, float* out, uint8_t* finite, const Piece* pieces,    \
                      const Copy* copies, int64_t num_pieces, int64_t num_copies,                   \
                      int64_t num_values, int64_t count, int64_t stride, int64_t divisor,           \
                      int64_t option, int64_t threads) {                                            \
     const Layout layout{pieces, num_pieces, copies, num_copies, num_values};                       \
-    add_rows(Codec(option), layout, messages, count, stride, Divisor(divisor), out, finite,        \
-             threads);                                                                             \
+    add_rows(Codec(option, threads), layout, messages, count, stride, Divisor(divisor), out,       \
+             finite, threads);                                                                     \
   }                                                                                                \
   void name##_reduce(const uint8_t* messages, float* residual, uint8_t* out, const Piece* pieces,  \
                      const Copy* copies, int64_t num_pieces, int64_t num_copies,                   \
                      int64_t num_values, int64_t count, int64_t stride, int64_t option,            \
                      int64_t threads) {                                                            \
     const Layout layout{pieces, num_pieces, copies, num_copies, num_values};                       \
-    reduce_rows(Codec(option), layout, messages, count, stride, residual, out, threads);           \
+    reduce_rows(Codec(option, threads), layout, messages, count, stride, residual, out, threads);  \
   }

@@ -7,19 +7,6 @@
 
 namespace {
 
-constexpr int64_t HEADER = sizeof(float);
-
-// Calls f(row's value 0, header, payload, columns) for all rows, one after the other.
-template <class F>
-void each_long_row(const Piece* pieces, int64_t num_pieces, F f) {
-  for (int64_t i = 0; i < num_pieces; ++i) {
-    const Piece p = pieces[i];
-    for (int64_t r = 0; r < p.rows; ++r)
-      f(p.start + r * p.columns, p.header + r * HEADER, p.payload + r * ((p.columns + 7) / 8),
-        p.columns);
-  }
-}
-
 // Writes the sign bits of values begin ... end, and returns the sum of their magnitudes.
 inline double signs(const Row& row, uint8_t* bits, int64_t begin, int64_t end) {
   Sum sum;
@@ -31,38 +18,47 @@ inline double signs(const Row& row, uint8_t* bits, int64_t begin, int64_t end) {
   return sum.total();
 }
 
-void encode(const Row& row, uint8_t* header, uint8_t* bits, int64_t threads) {
-  std::vector<double> sums((row.columns + PIECE - 1) / PIECE);  // whose order depends on no thread
-  double* const sum = sums.data();
-  each_piece(row.columns, 1, threads, [=](int64_t begin, int64_t end) {
-    sum[begin / PIECE] = signs(row, bits, begin, end);
-  });
-  double total = 0;
-  for (double of_piece : sums) total += of_piece;
-  const float magnitude = static_cast<float>(total / static_cast<double>(row.columns));
-  std::memcpy(header, &magnitude, HEADER);
-  if (!row.residual) return;
-  const Lanes plus = Lanes::all(magnitude), minus = Lanes::all(-magnitude);
-  each_piece(row.columns, 1, threads, [=](int64_t begin, int64_t end) {
-    groups(end - begin, [=](int64_t i, int64_t count) {
-      const Lanes v = row.at(begin + i, count);
-      store(v - Lanes::choose(v.sign_bits(), plus, minus), row.residual + begin + i, count);
+struct Signs {
+  static constexpr bool LONG = true;
+  static constexpr int64_t HEADER = sizeof(float);
+  int64_t threads;
+
+  Signs(int64_t, int64_t threads) : threads(threads) {}
+  static int64_t width(int64_t columns) { return (columns + 7) / 8; }
+
+  void encode(const Row& row, uint8_t* header, uint8_t* bits) const {
+    std::vector<double> sums((row.columns + PIECE - 1) / PIECE);  // whose order depends on no thread
+    double* const sum = sums.data();
+    each_piece(row.columns, 1, threads, [=](int64_t begin, int64_t end) {
+      sum[begin / PIECE] = signs(row, bits, begin, end);
     });
-  });
-}
+    double total = 0;
+    for (double of_piece : sums) total += of_piece;
+    const float magnitude = static_cast<float>(total / static_cast<double>(row.columns));
+    std::memcpy(header, &magnitude, HEADER);
+    if (!row.residual) return;
+    const Lanes plus = Lanes::all(magnitude), minus = Lanes::all(-magnitude);
+    each_piece(row.columns, 1, threads, [=](int64_t begin, int64_t end) {
+      groups(end - begin, [=](int64_t i, int64_t count) {
+        const Lanes v = row.at(begin + i, count);
+        store(v - Lanes::choose(v.sign_bits(), plus, minus), row.residual + begin + i, count);
+      });
+    });
+  }
+};
 
 // The sum of `count` messages' rows over a divisor; returns whether their magnitudes are finite.
-bool add_up(const uint8_t* messages, int64_t header, int64_t payload, int64_t count, int64_t stride,
-            Divisor divisor, float* out, int64_t columns, int64_t threads) {
+bool add_row(const Signs& codec, const uint8_t* messages, int64_t header, int64_t payload,
+             int64_t count, int64_t stride, Divisor divisor, float* out, int64_t columns) {
   std::vector<float> magnitudes(count);
   bool finite = true;
   for (int64_t m = 0; m < count; ++m) {
-    std::memcpy(&magnitudes[m], messages + m * stride + header, HEADER);
+    std::memcpy(&magnitudes[m], messages + m * stride + header, Signs::HEADER);
     finite &= std::isfinite(magnitudes[m]);
   }
   const float* const magnitude = magnitudes.data();
   const bool far = streams(out);
-  each_piece(columns, 1, threads, [=](int64_t begin, int64_t end) {
+  each_piece(columns, 1, codec.threads, [=](int64_t begin, int64_t end) {
     groups(end - begin, [=](int64_t i, int64_t n) {
       const auto of = [=](int64_t m) {
         const Lanes plus = Lanes::all(magnitude[m]), minus = Lanes::all(-magnitude[m]);
@@ -81,41 +77,5 @@ bool add_up(const uint8_t* messages, int64_t header, int64_t payload, int64_t co
 }  // namespace
 
 extern "C" {
-
-void signs_encode(const float* values, float* residual, uint8_t* message, const Piece* pieces,
-                  const Copy* copies, int64_t num_pieces, int64_t num_copies, int64_t, int64_t,
-                  int64_t threads) {
-  each_long_row(pieces, num_pieces, [=](int64_t at, int64_t header, int64_t bits, int64_t columns) {
-    const Row row{values + at, residual ? residual + at : nullptr, columns};
-    encode(row, message + header, message + bits, threads);
-  });
-  copy_values(copies, num_copies, values, message);
-}
-
-void signs_add_up(const uint8_t* messages, float* out, uint8_t* finite, const Piece* pieces,
-                  const Copy* copies, int64_t num_pieces, int64_t num_copies, int64_t,
-                  int64_t count, int64_t stride, int64_t divisor, int64_t, int64_t threads) {
-  bool all = add_copies(copies, num_copies, messages, count, stride, Divisor(divisor), out);
-  each_long_row(pieces, num_pieces,
-                [=, &all](int64_t at, int64_t header, int64_t bits, int64_t columns) {
-                  all &= add_up(messages, header, bits, count, stride, Divisor(divisor), out + at,
-                                columns, threads);
-                });
-  *finite = all;
-}
-
-void signs_reduce(const uint8_t* messages, float* residual, uint8_t* out, const Piece* pieces,
-                  const Copy* copies, int64_t num_pieces, int64_t num_copies, int64_t,
-                  int64_t count, int64_t stride, int64_t, int64_t threads) {
-  std::vector<float> sum;
-  each_long_row(pieces, num_pieces,
-                [=, &sum](int64_t at, int64_t header, int64_t bits, int64_t columns) {
-                  sum.resize(columns);
-                  add_up(messages, header, bits, count, stride, Divisor(1), sum.data(), columns,
-                         threads);
-                  const Row row{sum.data(), residual ? residual + at : nullptr, columns};
-                  encode(row, out + header, out + bits, threads);
-                });
-  sum_copies(copies, num_copies, messages, count, stride, out);
-}
+ROW_CODEC(signs, Signs)
 }

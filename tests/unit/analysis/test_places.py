@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lab.analysis.places import Place, Where, against, against_fastest, behind, places_of, summary
+from lab.analysis.places import Place, Where, against, behind, places_of, summary
 from lab.analysis.records import load_study
 from lab.plot import main
 from tests.support.commands import said
@@ -97,7 +97,7 @@ def test_comparisons_are_summarised_over_places() -> None:
     assert found.exposed.mid == pytest.approx(math.sqrt(0.5 * 1.1))
     assert (found.beyond.mid, found.num_exposed, found.worst.step.mid) == (0.5, 2, 1.05)
     assert found.beyond.lo < 0.2 and found.beyond.hi > 0.8
-    regrets = [each.step.mid for each in against_fastest(places, "auto", math.nan)]
+    regrets = [each.step.mid for each in against(places, "auto", None, math.nan)]
     assert regrets == pytest.approx([1.0, 0.75])
 
 

@@ -125,4 +125,4 @@ def test_tables_figures_and_explanations_use_it_and_say_so(tmp_path: Path) -> No
     ]
     assert f"{note}." in results.notes("strong")
     overlap = next(cell for cell in study.cells if cell.strategy == "overlap")
-    assert gather(study, overlap).one_s == pytest.approx(4.0)
+    assert gather(results, overlap).one_s == pytest.approx(4.0)

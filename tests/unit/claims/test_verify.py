@@ -14,7 +14,14 @@ from lab.claims import figures
 from lab.claims.claims import Reproduction
 from lab.claims.findings import verify as verify_paper
 from lab.claims.page import crossovers_tables
-from lab.claims.predicted import MARGIN, Predicted, find_crossovers, profile_of, strategy_of
+from lab.claims.predicted import (
+    MARGIN,
+    Predicted,
+    crossovers,
+    profile_of,
+    rate_speedups,
+    strategy_of,
+)
 from lab.draw.chart import drawn
 from lab.record.schema import Emulation, read_record
 from lab.settings.config import load
@@ -110,24 +117,26 @@ def test_findings_hold_what_the_page_says(runs: Path) -> None:
     assert findings.reproduced
     assert findings.reproduced.scored and len(findings.reproduced.scored) == 54
     assert {cell.evidence for cell in findings.reproduced.scored} == {"fitted", "held out"}
-    paper, study = findings.reproduced.crossovers
-    assert paper.pair == study.pair == ("onebit", "overlap")
-    assert paper.batch["none"] == 4 and (paper.batch["tree"] or 0) > 128  # 4 ranks, one image each
+    grid, paper = findings.reproduced.grid, findings.reproduced.paper
+    assert grid.rate_crossover == ("onebit", "overlap")
+    batches, rates = crossovers(grid, paper)
+    assert batches["none"] == 4 and (batches["tree"] or 0) > 128  # 4 ranks, one image each
     # Below the crossover rate, the first of the pair is faster in the rates as well.
-    rates = findings.reproduced.rates
-    for batch, crossover in paper.rate.items():
-        onebit, overlap = (rates.values[batch][name] for name in ("onebit", "overlap"))
+    speedups = rate_speedups(grid, paper).pivot(
+        index=["batch", "rate"], columns="strategy", values="speedup"
+    )
+    for row in speedups.reset_index().to_dict("records"):
+        crossover = rates[row["batch"]]
         assert crossover is not None
-        for rate, one, other in zip(rates.rates, onebit, overlap, strict=True):
-            assert (one > MARGIN * other) == (rate < crossover)
+        assert (row["onebit"] > MARGIN * row["overlap"]) == (row["rate"] < crossover)
 
 
 def test_a_paper_without_a_pair_has_no_crossover_of_rates() -> None:
     grid = Reproduction("s", "h", 1.0, ("tree",), (1, 2), (128,))
     hardware = parse(read_file("hardware", "titanx_x4"))
-    crossovers = find_crossovers(grid, Predicted("alexnet_titanx", hardware))
-    assert crossovers.rate == {} and crossovers.world_size == 2
-    text = "\n".join(crossovers_tables(crossovers))
+    predicted = Predicted("alexnet_titanx", hardware)
+    assert crossovers(grid, predicted)[1] == {}
+    text = "\n".join(crossovers_tables(grid, predicted))
     assert "| strategy | smallest global batch at which 2 ranks are faster than one |" in text
     assert "below" not in text
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lab.codec import kernels
-from lab.codec.base import Kernels
+from lab.codec.base import Reference
 from lab.codec.codecs import TopK
 from lab.codec.layout import Layout
 from lab.distributed.comm import Comm, run_ranks
@@ -128,7 +128,7 @@ def test_largest_values_are_those_of_cpus_bit_for_bit(
 
 
 def summed(
-    kernels: Kernels, layout: Layout, gradients: torch.Tensor, feedback: bool
+    kernels: Reference, layout: Layout, gradients: torch.Tensor, feedback: bool
 ) -> tuple[torch.Tensor, ...]:
     """Return messages, their residual, a message of their sum, its residual, and the mean."""
     count = layout.num_values

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.codec import build, kernels
-from lab.codec.base import Codec, Kernels, Reference
+from lab.codec.base import Codec, Reference
 from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs
 from lab.codec.layout import Layout
 from tests.support.kernels import HERE, KINDS, LEVELS, close, of_codec, unaligned, values_of
@@ -58,7 +58,7 @@ TAIL = 5  # values that a codec of columns does not encode
 
 
 class Ended(NamedTuple):
-    """What three ranks' kernels leave: see lab.codec.base.Kernels."""
+    """What three ranks' kernels leave: see lab.codec.base.Reference."""
 
     messages: Tensor
     residual: Tensor
@@ -68,7 +68,7 @@ class Ended(NamedTuple):
     finite: Tensor
 
 
-def run(kernels: Kernels, layout: Layout, gradients: Tensor, feedback: bool) -> Ended:
+def run(kernels: Reference, layout: Layout, gradients: Tensor, feedback: bool) -> Ended:
     """Encode three gradients, and sum their messages into another message and into values."""
     count = layout.num_values
     generator = torch.Generator().manual_seed(3)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
-from lab.analysis.records import load_study
+from lab.analysis.results import load as load_results
 from lab.diagnosis.evidence import Evidence, gather
 from lab.diagnosis.rules import judge, remedies
 from lab.explain import main
@@ -82,8 +82,8 @@ def phases(data: float, compute: list[float], exchange: list[float]) -> dict[str
 
 
 def explain(run: Path) -> tuple[str, Evidence]:
-    study = load_study(run.parent)
-    evidence = gather(study, next(cell for cell in study.cells if cell.folder == run))
+    results = load_results(run.parent)
+    evidence = gather(results, next(cell for cell in results.study.cells if cell.folder == run))
     return judge(evidence).name, evidence
 
 

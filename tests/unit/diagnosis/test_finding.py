@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.analysis.results import load
-from lab.diagnosis.evidence import evidence_of
+from lab.diagnosis.evidence import gather
 from lab.diagnosis.finding import Finding, finding
 from lab.diagnosis.rules import judge
 from lab.diagnosis.view import best_remedies, time_split
@@ -39,7 +39,7 @@ def found_in(folder: Path, times: Times) -> Finding:
             leave(folder / cell, record)
     results = load(folder)
     several = [p for p in results.points if p.world_size > 1]
-    known = [evidence_of(results.study, p.one, p, results.points, results.floor) for p in several]
+    known = [gather(results, p.one) for p in several]
     explained = {e.point.place: (e, judge(e)) for e in known}
     return finding(results.points, results.floor, explained)
 
@@ -112,7 +112,7 @@ def test_time_is_split_and_remedies_leave_out_what_was_measured(tmp_path: Path) 
     for name in ("few", "more"):
         results = load(tmp_path / name)
         (slow,) = (p for p in results.points if (p.strategy, p.world_size) == ("allreduce", 4))
-        e = evidence_of(results.study, slow.one, slow, results.points, results.floor)
+        e = gather(results, slow.one)
         message = time_split([e], {slow.place: "allreduce"}).message
         assert message == "A step of allreduce is 57 % even compute, 42 % exposed exchange"
         changes[name] = [change for change, _ in best_remedies(e, judge(e), results.points)]

@@ -16,7 +16,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from lab.analysis.records import load_study
+from lab.analysis.results import load as load_results
 from lab.diagnosis.evidence import Evidence, gather
 from lab.diagnosis.rules import BY_VERDICT, Loss, Remedy, Verdict, remedies
 from lab.distributed import world as worlds
@@ -65,8 +65,9 @@ def evidence_of(study: Path, run: tuple[str, ...], payload_bytes: int) -> Eviden
         transform=transform or None,
         payload_bytes_per_step=[payload_bytes] * RANKS,
     )
-    records = load_study(study)
-    evidence = gather(records, next(cell for cell in records.cells if cell.folder == folder))
+    results = load_results(study)
+    cells = results.study.cells
+    evidence = gather(results, next(cell for cell in cells if cell.folder == folder))
     return replace(evidence, exposed_s=0.2, ceiling_s=0.3, one_s=1.2)
 
 

@@ -47,7 +47,7 @@ def rows_and_both_ways(comm: Comm) -> tuple[list[float], bool, int]:
     n = TWO_WAY_BYTES + 1
     tensor = (10 * comm.rank + torch.arange(comm.size)).to(torch.uint8).repeat_interleave(n)
     output = torch.empty(comm.size, n, dtype=torch.uint8)
-    comm.all_to_all(output, tensor.view(comm.size, n))
+    comm.iall_to_all(output, tensor.view(comm.size, n)).wait()
     expected = (10 * torch.arange(comm.size) + comm.rank).to(torch.uint8)
     return rows[:, 0].tolist(), bool((output == expected[:, None]).all()), sent
 
@@ -241,7 +241,7 @@ def test_collectives_of_nccl_run_in_the_current_stream(
     two, one = torch.ones(2, 3), torch.ones(3)
     comm.all_reduce(one)
     comm.all_gather(two, one)
-    comm.all_to_all(two, two.clone())
+    comm.iall_to_all(two, two.clone()).wait()
     comm.broadcast(one, 0)
     if backend == "nccl":
         comm.reduce_scatter(one, two)

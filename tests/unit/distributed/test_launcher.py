@@ -104,7 +104,7 @@ def test_bytes_to_other_nodes_are_those_that_leave_along_each_path() -> None:
         tensor, counts = torch.zeros(4, 100), []
         for run in (
             lambda: comm.all_reduce(tensor),
-            lambda: comm.all_to_all(torch.zeros(4, 100), tensor),
+            lambda: comm.iall_to_all(torch.zeros(4, 100), tensor).wait(),
             lambda: comm.isend_irecv(
                 [(tensor, (comm.rank + 2) % 4)], [(tensor.clone(), (comm.rank + 2) % 4)]
             ).wait(),

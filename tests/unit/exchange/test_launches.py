@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab.claims.predicted import profile_of
-from lab.codec.base import Codec, Kernels, Reference
+from lab.codec.base import Codec, Reference
 from lab.exchange import powersgd, randomk
 from lab.exchange.bucket import GradBucket
 from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
@@ -44,7 +44,7 @@ def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
     monkeypatch.setattr(randomk, "kernels", lambda _: drawn.made())
     monkeypatch.setattr(powersgd, "factor_kernels", lambda *_: factors.made())
 
-    def kernels(codec: Codec, _: torch.device) -> Kernels:
+    def kernels(codec: Codec, _: torch.device) -> Reference:
         return triton.made(codec.reading) if codec.reading else Reference(codec)
 
     monkeypatch.setattr(Codec, "kernels", kernels)

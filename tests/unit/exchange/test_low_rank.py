@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.exchange.powersgd import HIGHEST_RANK, Factors, Native, Reference, factor_kernels
+from lab.codec.layout import Factors
+from lab.exchange.powersgd import HIGHEST_RANK, Native, Reference, factor_kernels
 from tests.support.kernels import HERE, LEVELS, OnGPU, library_at
 from tests.support.slow import some_of
 

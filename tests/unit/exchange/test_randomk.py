@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.exchange.randomk import Draws, Native, Reference, kernels, places
+from lab.codec.layout import Draws
+from lab.exchange.randomk import Native, Reference, kernels, places
 from tests.support.kernels import (
     HERE,
     KINDS,

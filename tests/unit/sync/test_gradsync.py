@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,7 +63,7 @@ def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[s
     for number, (x, options) in enumerate(batches, start=1):
         with sync.micro_batch(last=number == len(batches)):
             loss = sync.module(x, **options).square().mean() / len(batches)
-            (loss * sync.loss_factor).backward()
+            loss.backward(torch.full_like(loss, sync.loss_factor))
     assert sync.finish() is None  # an all-reduce does not check whether gradients are finite
     return {n: p.grad.clone() for n, p in sync.module.named_parameters() if p.grad is not None}
 
@@ -167,6 +168,91 @@ def test_overlap_starts_exchanges_inside_backward_until_exit() -> None:
 
     # The first step counts how often each gradient grows; "never" has none, so it comes last.
     assert run_ranks(1, rank_main) == [[0, 3, 0]]
+
+
+class Chain(nn.Module):
+    """Layers that the caller chooses, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abc":
+            self.add_module(name, nn.Linear(6, 6))
+
+    def forward(self, x: Tensor, order: str) -> Tensor:
+        for name in order:
+            x = torch.tanh(self.get_submodule(name)(x))
+        return x
+
+
+@pytest.mark.parametrize("bucket_mb", [None, 0])
+@pytest.mark.parametrize(
+    ("orders", "in_backward"),
+    [
+        ("abc abc abc", [0, 1, 1]),
+        ("abc cba abc abc", [0, 0, 1, 1]),  # the last gradient comes first: all are watched again
+        ("abc ab abc a abc", [0, 0, 1, 0, 1]),  # one is missing; a bucket without it may leave
+        ("bc abc abc", [0, 0, 1]),  # the first step lacked what comes last
+        ("abc ab+abc abc", [0, 1, 1]),  # two micro-batches
+        ("abc *abc abc abc", [0, 0, 1, 1]),  # gradients are zeroed, not cleared
+        ("abc,abc abc,abc", [0, 1]),  # two backwards
+    ],
+)
+def test_the_mean_is_right_whichever_gradient_comes_last(
+    orders: str, in_backward: list[int], bucket_mb: float | None
+) -> None:
+    x = torch.randn(2, 4, 6)
+    torch.manual_seed(1)
+    start = Chain()
+
+    def losses(net: nn.Module, micro_batch: str, rank: int) -> Iterator[Tensor]:
+        for order in micro_batch.strip("*").split(","):
+            yield net(x[rank], order).square().sum()
+
+    def rank_main(comm: Comm) -> list[int]:
+        net, exchange = copy.deepcopy(start), Recording()
+        sync = made(GradSync, net, comm, exchange, overlap=True, bucket_mb=bucket_mb)
+        begun: list[int] = []
+        with sync:
+            for step in orders.split():
+                net.zero_grad(set_to_none="*" not in step)
+                exchange.seen.clear()
+                *others, last = step.split("+")
+                for micro_batch in (*others, last):
+                    with sync.micro_batch(last=micro_batch is last):
+                        for loss in losses(net, micro_batch, comm.rank):
+                            loss.backward(torch.full_like(loss, sync.loss_factor))
+                begun.append(len(exchange.seen))
+                sync.finish()
+                alone = copy.deepcopy(start)
+                for rank, micro_batch in itertools.product(range(2), (*others, last)):
+                    for loss in losses(alone, micro_batch, rank):
+                        (loss / 2).backward()
+                for name, parameter in net.named_parameters():
+                    expected = alone.get_parameter(name).grad
+                    found = parameter.grad
+                    assert (found is None) == (expected is None)
+                    if found is not None:
+                        torch.testing.assert_close(found, expected)
+        return begun
+
+    for begun in run_ranks(2, rank_main):
+        assert bucket_mb == 0 or begun == in_backward
+
+
+def test_a_gradient_that_grows_after_its_bucket_has_left_is_refused() -> None:
+    def rank_main(comm: Comm) -> None:
+        sync = made(GradSync, net := Chain(), comm, Recording(), overlap=True, bucket_mb=None)
+        x = torch.randn(4, 6)
+        with sync:
+            for orders in (["abc"], ["abc"], ["abc", "bc"]):  # the last one leaves out a
+                net.zero_grad()
+                with sync.micro_batch(last=True):
+                    for order in orders:
+                        net(x, order).sum().backward()
+                sync.finish()
+
+    with pytest.raises(RuntimeError, match=r"^[bc]\.\w+: its gradient grew again after it had"):
+        run_ranks(1, rank_main)
 
 
 class Later(Done):

@@ -125,6 +125,7 @@ def test_exchanges_begin_when_the_pattern_says(sync: str, overlap: bool, part: B
         with built:
             for last in (False, True):  # the first step looks how often each gradient grows
                 exchange.ran.clear()
+                model.zero_grad()
                 with built.micro_batch(last=True):
                     exchange.now = Begin.DURING_BACKWARD.value
                     built.module(torch.ones(2, 4)).sum().backward()

@@ -72,7 +72,11 @@ def make(
 
 
 def train(
-    sync: PrioritySync, optimizer: torch.optim.Optimizer, steps: range, micro_batches: int = 1
+    sync: PrioritySync,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    micro_batches: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Train as the trainer does, and return the weights."""
     sync.step = steps.start
@@ -80,10 +84,10 @@ def train(
         for step in steps:
             generator = torch.Generator().manual_seed(100 * step + sync.comm.rank)
             for number in range(1, micro_batches + 1):
-                x = torch.randn(4, 6, generator=generator)
+                x = torch.randn(4, 6, generator=generator).to(dtype)
                 with sync.micro_batch(last=number == micro_batches):
                     loss = sync.module(x).square().mean() / micro_batches
-                    (loss * sync.loss_factor).backward()
+                    loss.backward(torch.full_like(loss, sync.loss_factor))
             sync.finish()
             optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)  # of this step, as Optim sets it
             sync.update(optimizer)
@@ -137,6 +141,19 @@ def test_weights_are_the_bits_of_the_blocking_run(
         assert all(torch.equal(weights[name], blocking[0][name]) for name in weights)
 
 
+def test_both_schedules_of_a_trial_carry_weights_of_two_bytes_as_float32() -> None:
+    model = Net().bfloat16()
+    own: dict[str, Any] = {"chunk_mb": CHUNK_MB, "trials": 1, "overlap": True, "bucket_mb": 25.0}
+
+    def of_rank(comm: Comm) -> dict[str, Tensor]:
+        sync = made(PrioritySync, copy.deepcopy(model), comm, maker("onebit")(), **own)
+        return train(sync, sgd(sync), range(10), dtype=torch.bfloat16)
+
+    first, second = run_ranks(2, of_rank)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["first.weight"], model.first.weight)
+
+
 def test_after_the_trial_too_where_sums_are_taken_in_the_order_of_ranks() -> None:
     def run(sync: PrioritySync) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         return train(sync, adamw(sync), range(10)), sync.choices()
@@ -156,7 +173,7 @@ def test_gradients_needed_first_overtake_the_parts_of_a_large_one() -> None:
     def run(sync: PrioritySync) -> list[list[str]]:
         train(sync, sgd(sync), range(2))
         # As if all gradients were there at once: the plan is the order of need.
-        sync._arrivals = dict.fromkeys(sync.needed, 0.0)
+        sync._arrived = dict.fromkeys(sync.needed, 0.0)
         sync._plan_sends(0.0, 1.0)
         sync._schedule()
         train(sync, sgd(sync), range(2, 3))
@@ -251,7 +268,7 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
                         with clock.phase("forward"):
                             loss = net(torch.ones(4, 6)).square().mean()
                         with clock.phase("backward"):
-                            (loss * sync.loss_factor).backward()
+                            loss.backward(torch.full_like(loss, sync.loss_factor))
                     with clock.phase("exchange"):
                         sync.finish()
                     with clock.phase("update"):

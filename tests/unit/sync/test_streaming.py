@@ -40,10 +40,12 @@ def streaming(*parts: Any, **settings: Any) -> StreamingSync:
 @pytest.mark.parametrize("make", [AllReduce, one_bit])
 @pytest.mark.parametrize("bucket_mb", [None, 1e-5])
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_fragment_without_delay_is_diloco_bit_for_bit(
-    size: int, bucket_mb: float | None, make: Callable[[], Exchange]
+    dtype: torch.dtype, size: int, bucket_mb: float | None, make: Callable[[], Exchange]
 ) -> None:
-    batches, models = torch.randn(size, 10, 4, 6), networks(size)
+    batches = torch.randn(size, 10, 4, 6, dtype=dtype)
+    models = [model.to(dtype) for model in networks(size)]
 
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor, bool]:
         other = copy.deepcopy(models[comm.rank])
