@@ -2,11 +2,13 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import pytest
 import torch._ops
 
 from lab.distributed.world import is_available
@@ -67,3 +69,12 @@ def lock_lookups() -> None:
 
     for kind in (torch._ops._OpNamespace, torch._ops.OpOverloadPacket):
         type.__setattr__(kind, "__getattr__", locked(kind.__getattr__))
+
+
+@contextmanager
+def refusing(begin: str) -> Iterator[None]:
+    """Expect an error whose message is one line that begins so."""
+    with pytest.raises(ValueError) as caught:
+        yield
+    line = str(caught.value)
+    assert line.startswith(begin) and "\n" not in line

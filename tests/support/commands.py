@@ -1,4 +1,4 @@
-"""Commands as users type them, run in processes that have already imported torch."""
+"""Commands as users type them: in this process, or in others that have already imported torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,23 @@ class Finished:
         """Return the error lines that the lab, and not torchrun, has written."""
         lines = [line for line in self.err.splitlines() if "  traceback : " not in line]
         return [line[line.index("lab.") :] for line in lines if ": error: " in line]
+
+
+def said(main: Callable[[list[str]], int], *words: str, code: int = 0) -> str:
+    """Return what a command prints in this process, where it must end with `code`."""
+    with redirect_stdout(StringIO()) as out:
+        assert main([*words]) == code
+    return out.getvalue()
+
+
+def refusal(main: Callable[[list[str]], int], *words: str) -> str:
+    """Return the one line with which a command refuses its words, without the command's name."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        assert main([*words]) == 2
+    name, _, message = err.getvalue().partition(": error: ")
+    assert (name, out.getvalue()) == (main.__module__.removesuffix(".__main__"), "")
+    assert message.count("\n") == 1
+    return message.removesuffix("\n")
 
 
 def run_module(

@@ -23,6 +23,7 @@ from lab.simulate.predict import plain
 from lab.simulate.score import Group, Observation
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
+from tests.support.commands import said
 from tests.support.simulated import LINKED, TRUE, leave_study, strategy
 from tests.support.svg import outside, overlapping
 
@@ -80,7 +81,7 @@ def test_skill_is_over_the_best_strategy_to_take_everywhere() -> None:
 
 
 @pytest.mark.slow
-def test_a_simulated_study_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulated_study_is_scored(tmp_path: Path) -> None:
     study, scale = tmp_path / "study", "model.bytes_scale=0.02"
     names = ("allreduce", "overlap", "onebit")
     for profile, rate, sizes, batch_size in (
@@ -95,8 +96,7 @@ def test_a_simulated_study_is_scored(tmp_path: Path, capsys: pytest.CaptureFixtu
         model = of_replay(f"profile={profile}", scale)
         leave_study(study, model, every, links, *settings, sizes=sizes, batch_size=batch_size)
     out = tmp_path / "scores.md"
-    assert command.main([str(study), f"out={out}"]) == 0
-    text = capsys.readouterr().out
+    text = said(command.main, str(study), f"out={out}")
     for kind in ("all", "exact"):
         good = "the first choice of the advice is within 5 % of the fastest strategy in 2 of 2"
         assert f"Among {kind} strategies, {good}" in text
@@ -105,14 +105,11 @@ def test_a_simulated_study_is_scored(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "| cluster.rate=300mbit | vgg16_p100 | 4 | 64 | 3 |" in page
 
 
-def test_a_study_without_scenarios_has_no_section(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_without_scenarios_has_no_section(tmp_path: Path) -> None:
     model = of_replay("profile=alexnet_titanx", "model.bytes_scale=0.02")
     replay = ("model=replay", "profile=alexnet_titanx", "model.bytes_scale=0.02")
     leave_study(tmp_path / "study", model, ("none", "tree"), TRUE, *replay)
-    assert command.main([str(tmp_path / "study")]) == 0
-    assert "Advice" not in capsys.readouterr().out
+    assert "Advice" not in said(command.main, str(tmp_path / "study"))
 
 
 def scenario(cell: Cell) -> tuple[str, str, int, int]:

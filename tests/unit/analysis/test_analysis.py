@@ -40,15 +40,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "demo"
 
 
-def test_strong_speedup_and_exposed_exchange(folder: Path) -> None:
-    for strategy, ranks, seconds in (("none", 1, 1.0), ("none", 4, 0.25), ("tree", 4, 0.5)):
-        write_cell(folder, strategy, ranks, seconds)
-    row = one(table(load_study(folder)), "tree", 4)
-    assert (row.speedup.mid, row.efficiency.mid) == (2.0, 0.5)
-    assert row.exposed_exchange_s.mid == 0.25
-    assert row.baseline == "none"
-
-
 def test_weak_speedup_counts_the_larger_batch(folder: Path) -> None:
     write_cell(folder, "none", 1, 1.0, scaling="weak")
     write_cell(folder, "tree", 4, 2.0, scaling="weak")

@@ -40,17 +40,6 @@ def studies(tmp_path: Path) -> list[Path]:
     ]
 
 
-def test_series_say_which_machine_and_none_is_dropped(studies: list[Path]) -> None:
-    study = load_study(*studies)
-    rows = table(study)
-    names = {"none on=m1", "none on=m2", "tree on=m1", "tree on=m2"}
-    assert {row.series for row in rows} == names
-    assert len(study.cells) == sum(row.num_repeats for row in rows) == 8
-    text = summary.text(rows, study)
-    assert "on=m1: a large processor, 8 cores, 32 GiB\n" in text
-    assert "on=m2: a small processor, 2 cores, 8 GiB\n" in text
-
-
 def test_each_machine_is_compared_with_itself(studies: list[Path]) -> None:
     for series, exposed_s in (("tree on=m1", 0.1), ("tree on=m2", 0.3)):
         (row,) = (r for r in table(load_study(*studies)) if (r.series, r.world_size) == (series, 2))

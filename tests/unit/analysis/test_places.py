@@ -11,6 +11,7 @@ import pytest
 from lab.analysis.places import Place, Where, against, behind, places_of, summary
 from lab.analysis.records import load_study
 from lab.plot import main
+from tests.support.commands import said
 from tests.support.records import leave, make_record
 from tests.support.svg import boxes_of, outside, overlapping
 
@@ -110,11 +111,10 @@ def test_the_map_is_drawn_of_several_links(study: Path, tmp_path: Path) -> None:
     assert found.index("300mbit") < found.index("1gbit")
 
 
-def test_a_study_of_one_link_has_no_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_of_one_link_has_no_map(tmp_path: Path) -> None:
     for strategy in ("overlap", "onebit"):
         measured(tmp_path, strategy, "1gbit", 0.2)
-    assert main([str(tmp_path), "only=map"]) == 0
-    out = capsys.readouterr().out
+    out = said(main, str(tmp_path), "only=map")
     assert "skipped" not in out and "wrote" not in out
 
 

@@ -13,6 +13,7 @@ import pytest
 from lab.measure import OWN
 from lab.plot import main
 from lab.record.schema import Emulation
+from tests.support.commands import refusal, said
 from tests.support.records import leave, make_record
 from tests.support.svg import outside, overlapping
 from tests.support.wandb_file import only, settled
@@ -70,13 +71,12 @@ def test_wandb_keeps_figures_and_tables_as_an_artifact_of_the_study(
     assert {entry.path for entry in entries} == written
 
 
-def test_all_figures_are_written(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_figures_are_written(study: Path) -> None:
     assert main([str(study)]) == 0
     written = {path.name for path in (study / "figures").iterdir()}
     expected = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
     assert written == expected | {"summary.csv", "records.csv", "records.parquet"}
-    assert main([str(study), "only=payload", "format=svg"]) == 0
-    out = capsys.readouterr().out
+    out = said(main, str(study), "only=payload", "format=svg")
     assert "skipped" not in out and "missing" not in out  # the folder of figures is no cell
     for figure in FIGURES:
         svg = (study / "figures" / f"{figure}.svg").read_text()
@@ -100,19 +100,15 @@ def test_a_title_names_the_baseline(study: Path) -> None:
     assert "Speedup over each series' own 1-rank run, strong scaling" in drawn
 
 
-def test_a_caption_replaces_title_and_notes(
-    study: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_caption_replaces_title_and_notes(study: Path) -> None:
     arguments = [str(study), "format=svg", "width_in=3.3", "only=throughput,step_time"]
-    assert main([*arguments, "title=false"]) == 0
-    printed = capsys.readouterr().out
+    printed = said(main, *arguments, "title=false")
     assert printed.count("caption: ") == 2
     assert "caption: tree trains " in printed and "study demo · model AlexNet" in printed
     drawn = (study / "figures/throughput.svg").read_text()
     assert 'width="237.6pt"' in drawn and "study demo" not in drawn
     assert overlapping(drawn) == outside(drawn) == []
-    assert main(arguments) == 0
-    assert "caption: " not in capsys.readouterr().out
+    assert "caption: " not in said(main, *arguments)
     assert "study demo" in (study / "figures/throughput.svg").read_text()
 
 
@@ -154,27 +150,26 @@ def test_breakdown_runs_alone_give_the_phases(
     assert "skipped convergence: no finished throughput run (strategy=none on several" in out
 
 
-def test_a_single_point_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_point_is_a_line(tmp_path: Path) -> None:
     write_run(tmp_path, "tree", 2)
-    assert main([str(tmp_path), "only=payload", "format=svg"]) == 0
-    first, empty, *_ = capsys.readouterr().out.splitlines()
+    first, empty, *_ = said(main, str(tmp_path), "only=payload", "format=svg").splitlines()
     assert first.startswith("series tree, N 2, batch 64, scaling strong, n 1, step ms 600, ")
     assert first.endswith("runs 1 done, emulation none") and empty == ""
 
 
-def test_failed_runs_alone_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_runs_alone_are_listed(tmp_path: Path) -> None:
     write_run(tmp_path, "tree", 2, status="failed", error="rank 1: broken", step_s=None)
-    assert main([str(tmp_path), "format=svg"]) == 0
-    assert "failed: tree-2-0-strong-throughput: rank 1: broken" in capsys.readouterr().out
+    assert "failed: tree-2-0-strong-throughput: rank 1: broken" in said(
+        main, str(tmp_path), "format=svg"
+    )
 
 
-def test_runs_without_curves_skip_convergence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_curves_skip_convergence(tmp_path: Path) -> None:
     write_run(tmp_path, "tree", 1, evaluations=[])
     next(tmp_path.glob("*/steps.parquet")).unlink()
-    assert main([str(tmp_path), "only=convergence"]) == 0
-    assert "skipped convergence: no run recorded a loss or a test result" in capsys.readouterr().out
+    assert "skipped convergence: no run recorded a loss or a test result" in said(
+        main, str(tmp_path), "only=convergence"
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,27 +182,19 @@ def test_runs_without_curves_skip_convergence(
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     write_run(tmp_path / "demo", "none", 1)
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("lab.plot: error: ") and message in error
-    assert error.count("\n") == 1
+    assert message in refusal(main, *arguments)
 
 
-def test_only_some_figures_are_drawn(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_some_figures_are_drawn(study: Path) -> None:
     assert main([str(study), "format=svg", "only=speed,payload"]) == 0
     written = {path.name for path in (study / "figures").glob("*.svg")}
     assert written == {"speedup_bars.svg", "payload.svg"}
-    assert main([str(study), "only=speedups"]) == 2
-    assert (
-        "only=speedups: no such figure; allowed: speedup_bars, scaling," in capsys.readouterr().err
+    assert "only=speedups: no such figure; allowed: speedup_bars, scaling," in refusal(
+        main, str(study), "only=speedups"
     )
 
 
@@ -221,8 +208,5 @@ def test_only_some_figures_are_drawn(study: Path, capsys: pytest.CaptureFixture[
         ("target=x", "target=x: must be a number"),
     ],
 )
-def test_a_wrong_setting_is_named(
-    setting: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["runs/x", setting]) == 2
-    assert capsys.readouterr().err == f"lab.plot: error: {message}\n"
+def test_a_wrong_setting_is_named(setting: str, message: str) -> None:
+    assert refusal(main, "runs/x", setting) == message

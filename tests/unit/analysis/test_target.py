@@ -10,6 +10,7 @@ from lab import plot
 from lab.analysis.points import points_of
 from lab.analysis.records import load_study
 from lab.analysis.summary import times_to_target
+from tests.support.commands import said
 from tests.support.records import leave, make_record
 
 CURVES = {
@@ -44,9 +45,6 @@ def test_a_run_that_never_gets_there_leaves_no_mean(study: Path) -> None:
     assert found.seconds.mid != found.seconds.mid
 
 
-def test_the_table_is_printed(
-    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plot.main([str(study), "target=0.9", f"out={tmp_path}/figures", "only=map"]) == 0
-    text = capsys.readouterr().out
+def test_the_table_is_printed(study: Path, tmp_path: Path) -> None:
+    text = said(plot.main, str(study), "target=0.9", f"out={tmp_path}/figures", "only=map")
     assert "time to accuracy 90.00 %:" in text and "3 of 3" in text

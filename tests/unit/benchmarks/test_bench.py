@@ -25,6 +25,7 @@ from lab.exchange.compressed import Int8
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.measure.statistics import of_ratio
 from lab.settings.config import ConfigError, build, load
+from tests.support.commands import refusal
 from tests.unit.benchmarks.test_shown import SURROUNDINGS, committed, results
 
 CPU = torch.device("cpu")
@@ -72,42 +73,24 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         ([], "(nothing): expected one collective|reduce_scatter|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs at least two"),
         (["step", "strategy=overlap,nope"], "strategy=nope: did you mean none? allowed:"),
-        (
-            ["step", "strategy=ddp,ddp"],
-            "listed twice; to compare equal ones, use lab.bench step aa=true",
-        ),
+        (["step", "strategy=ddp,ddp"], "to compare equal ones, use lab.bench step aa=true"),
         (["step", "strategy=tree,ddp", "pairs=9"], "pairs=9 has no effect without aa=true"),
         (["hook", "aa=true"], "aa=true: no such setting"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "only one setting can have a list"),
         (["step", "strategy=tree,ddp", "world_size=3"], "such as 126 or 129"),
         (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
-        (
-            ["step", "strategy=tree,ddp", "out=absent/a.json"],
-            "out=absent/a.json: must name FILE.json",
-        ),
+        (["step", "strategy=tree,ddp", "out=absent/a.json"], "out=absent/a.json: must name"),
         (
             ["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"],
             "the turns of others",
         ),
         (["step", "strategy=overlap,priority"], "the turns of others"),
         (["step", "strategy=ddp", "tf32=true,false"], "tf32: must be the same for all candidates"),
-        (
-            ["step", "a=comm.deterministic=true", "b=strategy=ddp"],
-            "comm.deterministic: must be the same",
-        ),
-        (
-            ["collective", "sizes=[4KiB,6B]"],
-            "'6B' is not a size; give multiples of 4 bytes in KiB",
-        ),
-        (
-            ["collective", "sizes=[16]"],
-            "MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000) or B",
-        ),
+        (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: must be"),
+        (["collective", "sizes=[4KiB,6B]"], "'6B' is not a size; give multiples of 4 bytes in KiB"),
+        (["collective", "sizes=[16]"], "MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000)"),
         (["collective", "batch_size=8"], "batch_size=8 is not used by collective; allowed:"),
-        (
-            ["collective", "world_size=1"],
-            "world_size=1: a single rank exchanges nothing; must be at least 2",
-        ),
+        (["collective", "world_size=1"], "world_size=1: a single rank exchanges nothing"),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
         (["codec", "codec=zip", "num_values=4096"], "codec=zip: no such codec; allowed: onebit"),
         (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures only one"),
@@ -116,10 +99,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
             "batch_size=2000: the test set has only 360 samples, which is too few for one batch",
         ),
         (["convolution", "model=mlp"], "model=lab.model.mlp.mlp has no 2-d convolution"),
-        (
-            ["convolution", "algorithm=magic"],
-            "algorithm=magic: no such algorithm; allowed: library,",
-        ),
+        (["convolution", "algorithm=magic"], "algorithm=magic: no such algorithm; allowed"),
         (["counters", "isa=avx512"], "isa=avx512: allowed: avx, avx2"),
         (["counters", "trace=a.json", "model=lenet"], "model=lenet has no effect with trace="),
         (
@@ -129,13 +109,8 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["footprint", "model=alexnet"], "model=alexnet: images of 32x32 px are too small"),
     ],
 )
-def test_wrong_input_is_one_line_and_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert bench.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("lab.bench: error: ") and message in error
-    assert error.count("\n") == 1
+def test_wrong_input_is_one_line_and_code_2(arguments: list[str], message: str) -> None:
+    assert message in refusal(bench.main, *arguments)
 
 
 def test_what_does_not_fit_is_one_line_and_code_1(

@@ -326,9 +326,7 @@ def test_a_point_may_have_other_hardware_and_values_of_it() -> None:
     limited = Point("overlap", 8, 512, hardware="v100_x8", values=("input_samples_per_s=100",))
     assert facts.step_s(limited) == pytest.approx(5.12)
     for text in ("speed=1", "host.speed=1", "jitter=fast", "jitter"):
-        with pytest.raises(
-            ValueError, match=f"at.values={text}: must be KEY=VALUE, with a key of v100_x8"
-        ):
+        with pytest.raises(ValueError, match=f"at.values={text}: must be KEY=VALUE, with a key"):
             facts.step_s(Point("overlap", 8, 512, hardware="v100_x8", values=(text,)))
 
 

@@ -14,6 +14,7 @@ from lab.claims.device import Device, difference, exact, networks, ratio, total
 from lab.claims.findings import judge
 from lab.claims.findings import verify as verify_paper
 from lab.measure.statistics import Interval
+from tests.support.commands import refusal, said
 from tests.support.records import leave, make_record
 
 NETWORKS = {
@@ -211,17 +212,15 @@ def test_a_file_of_another_benchmark_is_refused(tmp_path: Path) -> None:
         Device(benches={"a": "counters model=x"}, folder=tmp_path).result("a")
 
 
-def test_a_study_measures_pairs_of_cells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_measures_pairs_of_cells(tmp_path: Path) -> None:
     runs = tmp_path / "shi2016"
     for repeat in range(3):
         for model, threads, step_s in (("lstm", 1, 1.8), ("lstm", 2, 1.0), ("resnet56", 1, 3.6)):
             record = make_record("none", 1, step_s * (1 + 0.01 * repeat), model=model)
             record.repeat, record.variant = repeat, {"model": model, "threads": str(threads)}
             leave(runs / f"{model}-{threads}-{repeat}", record)
-    assert verify.main(["shi2016", f"runs={runs}", f"out={tmp_path}/page.md"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    words = ("shi2016", f"runs={runs}", f"out={tmp_path}/page.md")
+    lines = said(verify.main, *words, code=1).splitlines()
     faster = next(line for line in lines if line.startswith("| LSTM: two threads"))
     assert "1.8 [1.8, 1.8]" in faster and "measured: agrees" in faster
     longer = next(line for line in lines if "one of ResNet-56: " in line)
@@ -238,21 +237,15 @@ def test_a_wrong_table_names_its_network() -> None:
         networks({"LSTM": {"model": "lstm"}}, Device())
 
 
-def test_all_papers_are_a_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_papers_are_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "choices_of", lambda *_: ("nvidia2017", "shi2016"))
-    assert verify.main(["all"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = said(verify.main, "all").splitlines()
     assert lines[2].startswith("| not tested: we have no measurement | 20 | – | – | – |")
     nvidia, shi = (line.split("|")[2:-1] for line in lines[-2:])
     assert [cell.strip() for cell in nvidia] == ["–", "29", "–", "–"]
     assert [cell.strip() for cell in shi] == ["20", "10", "–", "–"]
-    assert verify.main(["all", "out=page.md"]) == 2
-    assert (
-        "all: all allows neither other papers nor out=; name the papers instead"
-        in capsys.readouterr().err
-    )
+    line = refusal(verify.main, "all", "out=page.md")
+    assert line == "all: all allows neither other papers nor out=; name the papers instead"
 
 
 def test_a_page_about_one_device(tmp_path: Path) -> None:
@@ -262,10 +255,9 @@ def test_a_page_about_one_device(tmp_path: Path) -> None:
     assert (tmp_path / "page/claims.png").is_file()
 
 
-def test_wrong_folders_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify.main(["zhao2016", f"benches={tmp_path}/no"]) == 2
-    assert verify.main(["zhao2016", f"runs={tmp_path}"]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+def test_wrong_folders_are_one_line(tmp_path: Path) -> None:
+    for wrong in (f"benches={tmp_path}/no", f"runs={tmp_path}"):
+        assert str(tmp_path) in refusal(verify.main, "zhao2016", wrong)
 
 
 def test_claims_on_scaling_need_a_machine() -> None:

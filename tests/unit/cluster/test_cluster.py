@@ -29,6 +29,7 @@ from lab.study.grid import read
 from lab.study.launch import starter
 from tests.conftest import wait_for
 from tests.support import HANG_S
+from tests.support.commands import refusal, said
 
 
 def cluster(*settings: str, world_size: int | None = None) -> Cluster:
@@ -200,21 +201,13 @@ def test_changes_of_a_link() -> None:
         ([], "(nothing): expected one run|check, as in python -m lab.cluster"),
         (["walk"], "walk: the first word must be run or check"),
         (["run", "hosts=2"], "run needs torchrun's arguments after --"),
-        (
-            ["check", "hosts=2", "--", "-m", "lab.train"],
-            "run needs torchrun's arguments after --",
-        ),
+        (["check", "hosts=2", "--", "-m", "lab.train"], "run needs torchrun's arguments after --"),
         (["check", "rate=2"], "hosts=null: must be a number of hosts, as in hosts=4"),
         (["check", "host=2"], "host=2: no such setting; did you mean hosts?"),
     ],
 )
-def test_command_lines_are_checked(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(arguments) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"lab.cluster: error: {says}")
+def test_command_lines_are_checked(arguments: list[str], says: str) -> None:
+    assert refusal(command.main, *arguments).startswith(says)
 
 
 def test_a_straggler_is_halted_again_and_again_and_then_runs_on() -> None:
@@ -231,9 +224,8 @@ def test_a_straggler_is_halted_again_and_again_and_then_runs_on() -> None:
     assert process.returncode == 0
 
 
-def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["run", "--help"]) == 0
-    printed = capsys.readouterr().out
+def test_help_names_every_setting() -> None:
+    printed = said(command.main, "run", "--help")
     for key in load(["cluster=emulated"]).cluster:
         assert str(key).startswith("_") or f"{key}:" in printed
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.codec.base import Codec, Reference
 from lab.codec.codecs import THRESHOLDS, Int4, Int8, OneBit, Signs, TopK
 from tests.support.exact import delivered
-from tests.support.kernels import KINDS, LEVELS, of_codec, same, unaligned
+from tests.support.kernels import HERE, KINDS, LEVELS, of_codec, same, unaligned
 from tests.support.kernels import values_of as drawn
 from tests.support.slow import some_of
 
@@ -105,7 +105,11 @@ def values_of(kind: str, length: int) -> Tensor:
 
 
 LARGEST = [
-    *product([*LEVELS, "definition"], [*KINDS, *SKEWED], [True, False]),
+    *product([HERE, "definition"], [*KINDS, *SKEWED], [True, False]),
+    *some_of(
+        product([level for level in LEVELS if level != HERE], [*KINDS, *SKEWED], [True, False]),
+        also=product(LEVELS, ["normal", *SKEWED], [True]),
+    ),
     *some_of(
         product(["triton"], [*KINDS, *SKEWED], [True, False]),
         also=[("triton", "normal", False), *(("triton", kind, True) for kind in SKEWED)],

@@ -41,11 +41,17 @@ QUICK = (True, "normal"), (False, "nan"), (True, "huge")
 CASES = [
     *some_of(
         product(LEVELS, CODECS, FEEDBACK, KINDS),
-        also=((*each, *case) for each in product(LEVELS, CODECS) for case in QUICK),
+        also=[
+            *((HERE, name, *case) for name in CODECS for case in QUICK),
+            *((level, name, *QUICK[0]) for level in LEVELS for name in CODECS),
+        ],
     ),
     *some_of(
         product(["triton"], ALL, FEEDBACK, KINDS),
-        also=(("triton", name, *case) for name in ALL for case in QUICK[:2]),
+        also=[
+            *(("triton", name, *QUICK[0]) for name in ALL),
+            *(("triton", name, *QUICK[1]) for name in ("onebit", "int8", "fp16")),
+        ],
     ),
 ]
 TAIL = 5  # values that a codec of columns does not encode

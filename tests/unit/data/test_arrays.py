@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lab.data.arrays import arrays
 from lab.data.tensors import TensorData
+from tests.support import refusing
 
 CPU = torch.device("cpu")
 INPUTS = np.arange(40, dtype=np.int64).reshape(20, 2)
@@ -121,41 +122,17 @@ FILES: dict[str, dict[str, Any]] = {
         ("none.npz", {}, "data.path={}/none.npz: no such file or folder; give an .npz file, a"),
         ("broken.npz", {}, "data.path={}/broken.npz: cannot be read: "),
         ("broken.parquet", {}, "data.path={}/broken.parquet: cannot be read: "),
-        (
-            "a.csv",
-            {},
-            "data.path={}/a.csv is not in a supported format; give an .npz file, ",
-        ),
+        ("a.csv", {}, "data.path={}/a.csv is not in a supported format; give an .npz file, "),
         ("", {}, "data.inputs=inputs: {} has no such array; give an .npz file, a folder of .npy"),
         ("good.npz", {"test_share": 0}, "data.test_share=0: must be a number above 0 and below"),
-        (
-            "good.npz",
-            {"test_share": 0.01},
-            "data.path={}/good.npz: inputs have shape [0, 2] and targets",
-        ),
-        (
-            "good.npz",
-            {"targets": "y"},
-            "data.targets=y: {}/good.npz has no such array; its arrays",
-        ),
+        ("good.npz", {"test_share": 0.01}, "data.path={}/good.npz: inputs have shape [0, 2]"),
+        ("good.npz", {"targets": "y"}, "data.targets=y: {}/good.npz has no such array; its arrays"),
         ("good.npz", {"vocabulary": 39}, "data.vocabulary=39: inputs in {}/good.npz are int64 fr"),
         ("good.npz", {"vocabulary": 0}, "data.vocabulary=0: must be an integer of at least 1"),
-        (
-            "fewer.npz",
-            {},
-            "data.path={}/fewer.npz: inputs have shape [20, 2] and targets [19]; both must",
-        ),
-        (
-            "flat.npz",
-            {},
-            "data.path={}/flat.npz: inputs have shape [20] and targets [20]; both must be",
-        ),
+        ("fewer.npz", {}, "data.path={}/fewer.npz: inputs have shape [20, 2] and targets [19]"),
+        ("flat.npz", {}, "data.path={}/flat.npz: inputs have shape [20] and targets [20]"),
         ("nan.npz", {}, "data.path={}/nan.npz: targets are not all finite"),
-        (
-            "negative.npz",
-            {},
-            "data.path={}/negative.npz: the smallest target is the integer -1; class",
-        ),
+        ("negative.npz", {}, "data.path={}/negative.npz: the smallest target is the integer -1"),
         ("huge.npz", {}, "data.path={}/huge.npz: the largest target is the integer 1099511627"),
         ("far.npz", {}, "data.path={}/far.npz: inputs are beyond the range of float32"),
         ("pipe.npz", {}, "data.path={}/pipe.npz: not a regular file"),
@@ -178,7 +155,5 @@ def test_refuses_in_one_line(
         np.savez(tmp_path / file, **FILES[file])
     elif file in FILES:
         pd.DataFrame(FILES[file]).to_parquet(tmp_path / file)
-    with pytest.raises(ValueError) as caught:
+    with refusing(message.format(tmp_path)):
         make(None if file is None else tmp_path / file, **arguments)
-    assert str(caught.value).startswith(message.format(tmp_path))
-    assert "\n" not in str(caught.value)

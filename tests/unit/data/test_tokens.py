@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lab.data import GlobalSampler
 from lab.data.tokens import Windows, text, tokens
+from tests.support import refusing
 
 CPU = torch.device("cpu")
 
@@ -157,34 +158,14 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
         (text, "a.txt", {"test_share": 1}, "data.test_share=1: must be a number above 0 and bel"),
         (text, "none", {}, "data.path={}/none: no such file or folder; give a file or a folder"),
         (text, "empty.txt", {}, "data.path={}/empty.txt contains no text: all files are empty"),
-        (
-            text,
-            "",
-            {"suffix": ".md"},
-            "data.path={} contains no text: no files, with data.suffix=.md",
-        ),
+        (text, "", {"suffix": ".md"}, "data.path={} contains no text: no files"),
         (tokens, None, {}, "data.path is not set; give a folder with train.bin and val.bin"),
-        (
-            tokens,
-            "",
-            {},
-            "data.path={} has no files to train and test on; give a folder with train.bin",
-        ),
+        (tokens, "", {}, "data.path={} has no files to train and test on; give"),
         (tokens, "a.txt", {"dtype": "f4"}, "data.dtype=f4: allowed: uint8, uint16, uint32"),
         (tokens, "a.txt", {"dtype": "int64"}, "data.path={}/a.txt: its 9 bytes cannot be divided"),
         (tokens, "empty.txt", {}, "data.path={}/empty.txt: its 0 bytes cannot be divided"),
-        (
-            tokens,
-            "whole.npy",
-            {"vocabulary": 0},
-            "data.vocabulary=0: must be an integer of at least",
-        ),
-        (
-            tokens,
-            "real.npy",
-            {},
-            "data.path={}/real.npy: contains float64 of shape [9]; it must contain int",
-        ),
+        (tokens, "whole.npy", {"vocabulary": 0}, "data.vocabulary=0: must be an integer"),
+        (tokens, "real.npy", {}, "data.path={}/real.npy: contains float64 of shape [9]"),
         (tokens, "bad.npy", {}, "data.path={}/bad.npy: cannot be read: "),
     ],
 )
@@ -200,7 +181,5 @@ def test_refuses_in_one_line(
     (tmp_path / "bad.npy").write_bytes(b"no array")
     np.save(tmp_path / "real.npy", np.zeros(9))
     np.save(tmp_path / "whole.npy", np.zeros(9, dtype=np.int64))
-    with pytest.raises(ValueError) as caught:
+    with refusing(message.format(tmp_path)):
         make(of, None if file is None else tmp_path / file, **arguments)
-    assert str(caught.value).startswith(message.format(tmp_path))
-    assert "\n" not in str(caught.value)

@@ -218,9 +218,7 @@ def test_one_algorithm_for_all_and_the_library_where_it_refuses() -> None:
     five = Problem(2, 3, (9, 9), 4, (5, 5), padding=(2, 2))
     assert names(fixed("winograd")(SMALL, NOTHING, NOTHING)) == ["winograd4x3"] * 3
     assert names(fixed("winograd")(five, NOTHING, NOTHING)) == ["winograd2x5"] * 3
-    with pytest.raises(
-        ValueError, match="algorithm=magic: no such algorithm; allowed: library, direct, gemm, "
-    ):
+    with pytest.raises(ValueError, match="algorithm=magic: no such algorithm; allowed: library"):
         fixed("magic")
 
 
@@ -299,7 +297,5 @@ def test_what_no_algorithm_knows_is_left_alone_or_refused() -> None:
         Convolution()(mlp(input_shape=(1, 4, 4), output_size=2))
     with pytest.raises(ValueError, match="^transform.choose=best: allowed: fixed, heuristic"):
         Convolution("best")
-    with pytest.raises(
-        ValueError, match="^transform.algorithm=magic: no such algorithm; allowed: library"
-    ):
+    with pytest.raises(ValueError, match="^transform.algorithm=magic: no such algorithm; allowed"):
         Convolution("fixed", "magic")

@@ -13,6 +13,7 @@ import pytest
 from lab import bench
 from lab.device import callgrind
 from lab.device.counters import kernels_of, short
+from tests.support.commands import refusal, said
 from tests.unit.benchmarks.test_shown import chart_in
 from tests.unit.device.test_transfer import kernel, write
 
@@ -134,12 +135,10 @@ def test_names_lose_their_namespaces_and_their_end() -> None:
     assert short("a::{lambda()#1}::b<" + 90 * "c" + ">") == "b<" + 53 * "c" + "…"
 
 
-def test_a_trace_becomes_a_table_and_a_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_becomes_a_table_and_a_figure(tmp_path: Path) -> None:
     trace = write(tmp_path / "gpu.json.gz", {"traceEvents": EVENTS})
-    assert bench.main(["counters", f"trace={trace}", f"out={tmp_path / 'out.json'}"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    out = tmp_path / "out.json"
+    lines = said(bench.main, "counters", f"trace={trace}", f"out={out}").splitlines()
     assert lines[0].split() == ["launches", READ, WRITTEN, BUSY]
     assert [line.split()[-4:] for line in lines[1:5]] == [
         ["3", "600", "6", "60"],
@@ -148,32 +147,25 @@ def test_a_trace_becomes_a_table_and_a_figure(
         ["5", "610", "36", "39"],
     ]
     assert "__missing__: kernels without a name" in "\n".join(lines[5:])
-    assert chart_in(tmp_path / "out.json").message == f"gemm has 98 % of all {READ}"
+    assert chart_in(out).message == f"gemm has 98 % of all {READ}"
 
 
-def test_what_all_metrics_names_share_is_written_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_all_metrics_names_share_is_written_once(tmp_path: Path) -> None:
     names = [f"smsp__inst_executed_op_{each}_pred_on.sum" for each in ("fadd", "ffma")]
     trace = write(tmp_path / "gpu.json", [launch("gemm", **dict.fromkeys(names, 1))])
-    assert bench.main(["counters", f"trace={trace}"]) == 0
-    text = capsys.readouterr().out
+    text = said(bench.main, "counters", f"trace={trace}")
     assert text.splitlines()[0].split() == ["launches", "fadd", "ffma"]
     assert "metrics are named smsp__inst_executed_op_…_pred_on.sum" in text
 
 
-def test_what_holds_no_counters_is_one_line_and_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_holds_no_counters_is_one_line_and_code_2(tmp_path: Path) -> None:
     no_kernel, no_metrics = kernel(100, 50), {"cat": "cuda_profiler_range", "name": "a", "args": {}}
     unknown = {"cat": "cuda_profiler_range", "name": "a"}
-    for event, said in (
+    for event, why in (
         (no_kernel, "profiler_measure_per_kernel=True"),
         (no_metrics, "profiler_measure_per_kernel=True"),
         (unknown, "left out: kernels without a name or args: 1"),
     ):
         trace = write(tmp_path / "a.json", [event])
-        assert bench.main(["counters", f"trace={trace}"]) == 2
-        err = capsys.readouterr().err
-        assert err.startswith(f"lab.bench: error: trace={trace} contains no metrics of kernels")
-        assert said in err and err.count("\n") == 1
+        line = refusal(bench.main, "counters", f"trace={trace}")
+        assert line.startswith(f"trace={trace} contains no metrics of kernels") and why in line

@@ -12,6 +12,7 @@ import pytest
 
 from lab import bench
 from lab.device.transfer import copies_of, read_events
+from tests.support.commands import refusal, said
 from tests.unit.benchmarks.test_shown import chart_in
 
 KEYS = ("ts", "dur")
@@ -159,28 +160,21 @@ def test_what_rocm_copies_by_a_kernel_is_neither_a_kernel_nor_lost() -> None:
     assert skipped == {"copies that a ROCm kernel made, without bytes": 2}
 
 
-def test_the_command_says_what_it_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_it_left_out(tmp_path: Path) -> None:
     damaged = [{**EVENTS[6], "args": {}}] * 3 + [{**EVENTS[2], "dur": float("nan")}]
     trace = write(tmp_path / "mine.json", [*EVENTS, *damaged])
-    assert bench.main(["transfer", f"trace={trace}", f"out={tmp_path / 'out.json'}"]) == 0
     left_out = "copies without bytes: 3; kernels where dur is not a number from 0 to 2^63: 1"
-    assert f"left out: {left_out}\n" in capsys.readouterr().out
+    assert f"left out: {left_out}\n" in said(bench.main, "transfer", f"trace={trace}")
 
 
-def test_the_table_has_the_published_copies_beside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_the_published_copies_beside(tmp_path: Path) -> None:
     trace = write(tmp_path / "mine.json.gz", EVENTS)
-    assert bench.main(["transfer", f"trace={trace}", f"out={tmp_path / 'out.json'}"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:8] == ["HtoD", "Pinned", "->", "Device", "2", "2.000", "1000.25"] + [
-        "12.503"
-    ]
+    out = tmp_path / "out.json"
+    lines = said(bench.main, "transfer", f"trace={trace}", f"out={out}").splitlines()
+    assert " ".join(lines[1].split()[:8]) == "HtoD Pinned -> Device 2 2.000 1000.25 12.503"
     assert sum("published: " in line for line in lines[:10]) == 6
     assert "other" not in lines[1] and str(tmp_path) not in "\n".join(lines[10:-1])
-    message = chart_in(tmp_path / "out.json").message
+    message = chart_in(out).message
     assert message == "Copies take 0.225 ms, 27 % of which is hidden by kernels"
 
 
@@ -196,33 +190,25 @@ def test_the_table_has_the_published_copies_beside(
         (b"[1, 2]", "not a trace: it has no list of traceEvents"),
         (b"[]", "contains no copies between host and device"),
         (json.dumps(EVENTS[:6]).encode(), "a run on CPUs makes no such copies"),
-        (
-            b'[{"cat": "gpu_memcpy", "name": "x", "ts": 0, "dur": 1}]',
-            "copies without bytes: 1",
-        ),
-        (
-            b'[{"cat": "kernel", "pid": 0, "ts": "soon", "dur": 1}]',
-            "a run on CPUs makes no such copies",
-        ),
+        (b'[{"cat": "gpu_memcpy", "name": "x", "ts": 0, "dur": 1}]', "copies without bytes: 1"),
+        (b'[{"cat": "kernel", "pid": 0, "ts": "soon", "dur": 1}]', "a run on CPUs makes no such"),
         (b'[{"cat": "cuda_runtime", "name": "hipMemcpyAsync"}]', "such as hipMemcpyAsync (1)"),
         (
             b'[{"name": "MemcpyH2D", "ph": "X", "ts": 0, "dur": 1}]',
-            "by jax.profiler has them, in memcpy_details",
+            "jax.profiler has them, in memcpy_details",
         ),
     ],
 )
 def test_what_is_no_trace_with_copies_is_one_line_and_code_2(
-    tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / "a.json"
     if content is not None:
         path.write_bytes(content)
-    assert bench.main(["transfer", f"trace={path}"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("lab.bench: error: trace=") and message in err and err.count("\n") == 1
+    line = refusal(bench.main, "transfer", f"trace={path}")
+    assert line.startswith("trace=") and message in line
 
 
-def test_a_trace_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["transfer"]) == 2
-    assert "trace=null: give a trace, FILE.json or" in capsys.readouterr().err
+def test_a_trace_must_be_named() -> None:
+    assert "trace=null: give a trace, FILE.json or" in refusal(bench.main, "transfer")
     assert bench.main(["transfer", "batch_size=3"]) == 2

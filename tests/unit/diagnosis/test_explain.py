@@ -21,6 +21,7 @@ from lab.record.schema import Emulation
 from lab.record.trace import write_trace
 from lab.settings.config import load
 from lab.study import grid as studies
+from tests.support.commands import refusal, said
 from tests.support.records import leave, make_record
 
 GRADIENT_BYTES = 8_000_000
@@ -181,15 +182,12 @@ def planted(run: Path, ranks: int, share: float = 1.0, **columns: float) -> Path
     return run
 
 
-def test_a_throughput_run_alone_names_rank_phase_and_delay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_throughput_run_alone_names_rank_phase_and_delay(tmp_path: Path) -> None:
     run = planted(write(tmp_path / "demo", "overlap", 4, 0.15), 4, backward=0.05, update=0.02)
     verdict, evidence = explain(run)
     assert verdict == "straggler-bound"
     assert (evidence.slowest_rank, evidence.straggler_s) == (2, pytest.approx(0.07, rel=0.05))
-    assert main([str(run)]) == 0
-    text = capsys.readouterr().out
+    text = said(main, str(run))
     assert "47 % of the step waits for rank 2, slow in backward and to update\n" in text
     assert re.search(
         r"slow rank +rank 2 takes (49|50|51)\.\d ms \(33 %\) longer than the oth", text
@@ -197,12 +195,9 @@ def test_a_throughput_run_alone_names_rank_phase_and_delay(
     assert "its input" not in text
 
 
-def test_a_rank_that_is_slow_in_one_step_of_ten_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_is_slow_in_one_step_of_ten_is_told_so(tmp_path: Path) -> None:
     run = planted(write(tmp_path / "demo", "overlap", 4, 0.15), 4, share=0.1, between=0.05)
-    assert main([str(run)]) == 0
-    assert "longer than the others between steps in 10 % of the steps" in capsys.readouterr().out
+    assert "longer than the others between steps in 10 % of the steps" in said(main, str(run))
 
 
 def test_ranks_that_are_alike_are_not_accused(study: Path) -> None:
@@ -223,16 +218,6 @@ def test_most_repeats_must_show_a_slow_rank(tmp_path: Path) -> None:
     for run in runs[1:]:
         planted(run, 4, forward=0.05)
     assert [slow.phase for slow in explain(runs[0])[1].slow] == ["forward"]
-
-
-def test_compute_that_does_not_shrink_is_bound_by_launches(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
-    write(folder, "none", 1, 0.4)
-    write(folder, "none", 4, 0.3)
-    verdict, evidence = explain(write(folder, "overlap", 4, 0.31))
-    assert verdict == "launch-bound"
-    assert evidence.fixed_s == pytest.approx(0.2)
-    assert first_remedy(evidence) == "batch_size=256"
 
 
 def test_ranks_that_share_cores_are_bound_by_compute(tmp_path: Path) -> None:
@@ -336,12 +321,9 @@ def test_switches_and_commands_are_accepted(tmp_path: Path) -> None:
         load(shlex.split(remedy.switch))
 
 
-def test_the_text_has_verdict_evidence_and_remedy(
-    study: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_text_has_verdict_evidence_and_remedy(study: Path) -> None:
     run = write(study, "overlap", 4, 0.3)
-    assert main([str(run)]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
+    first, *rest = said(main, str(run)).splitlines()
     expected = "bandwidth-bound: 67 % of the step waits for gradients"
     assert first == f"overlap on 4 ranks, batch 128: {expected}"
     text = "\n".join(rest)
@@ -351,45 +333,34 @@ def test_the_text_has_verdict_evidence_and_remedy(
     assert "strategy=overlap world_size=4 batch_size=128 model=mlp measure=breakdown" in text
 
 
-def test_what_did_nothing_is_told(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_did_nothing_is_told(study: Path) -> None:
     run = write(study, "overlap", 4, 0.3, idle=["overlap=true: nothing overlaps"])
-    assert main([str(run)]) == 0
-    assert "  no effect   overlap=true: nothing overlaps\n" in capsys.readouterr().out
+    assert "  no effect   overlap=true: nothing overlaps\n" in said(main, str(run))
 
 
 @pytest.mark.parametrize("ending", [".txt", ".md"])
-def test_out_holds_what_is_printed(
-    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
-) -> None:
+def test_out_holds_what_is_printed(study: Path, tmp_path: Path, ending: str) -> None:
     run, out = write(study, "overlap", 4, 0.3), tmp_path / f"why{ending}"
-    assert main([str(run), f"out={out}"]) == 0
-    text = out.read_text()
+    printed, text = said(main, str(run), f"out={out}"), out.read_text()
     assert text.startswith("overlap on 4 ranks, batch 128: bandwidth-bound: ")
-    assert capsys.readouterr().out == f"{text}wrote {out}\n"
+    assert printed == f"{text}wrote {out}\n"
 
 
-def test_out_is_refused_before_anything_is_read(
-    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_out_is_refused_before_anything_is_read(study: Path, tmp_path: Path) -> None:
     for name in ("why.pdf", "absent/why.txt"):
-        assert main([str(study), f"out={tmp_path / name}"]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("lab.explain: error: out=") and error.count("\n") == 1
-    assert main([str(tmp_path / "nothing"), f"out={tmp_path / 'why.txt'}"]) == 2
+        assert refusal(main, str(study), f"out={tmp_path / name}").startswith("out=")
+    assert refusal(main, str(tmp_path / "nothing"), f"out={tmp_path / 'why.txt'}")
     assert not (tmp_path / "why.txt").exists()
 
 
-def test_a_study_has_a_line_for_each_point(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_has_a_line_for_each_point(study: Path) -> None:
     write(study, "overlap", 4, 0.3)
-    assert main([str(study)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = said(main, str(study)).splitlines()
     assert [line.split(": ")[1] for line in lines[:2]] == ["compute-bound", "bandwidth-bound"]
     assert f"python -m lab.advise fit={study}" in lines[-1]
 
 
-def test_what_cannot_be_explained_is_refused(
-    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_explained_is_refused(study: Path, tmp_path: Path) -> None:
     failed = write(study, "tree", 4, None, status="oom", error="rank 0: out of memory")
     single = write(study, "overlap", 1, 0.4)
     untimed = write(study, "ring", 4, None)
@@ -401,7 +372,4 @@ def test_what_cannot_be_explained_is_refused(
         tmp_path: "contains no <cell>/record.json",
     }
     for path, reason in reasons.items():
-        assert main([str(path)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("lab.explain: error: ") and error.count("\n") == 1
-        assert reason in error
+        assert reason in refusal(main, str(path))

@@ -112,7 +112,6 @@ def test_waiting_for_all_but_the_last_waits_for_the_first_even_if_the_last_has_e
     network, worker, over = Network(), TurnsWorker(), list[str]()
     for event in network.begun.values():
         event.set()
-    network.late = {(0, "i", 2)}
 
     def one(job: str, num_stages: int) -> Iterator[Pair]:
         for stage in range(1, num_stages + 1):
@@ -121,10 +120,27 @@ def test_waiting_for_all_but_the_last_waits_for_the_first_even_if_the_last_has_e
 
     worker.submit("i", lambda: one("i", 4))
     worker.submit("j", lambda: one("j", 1))
+    assert worker.oldest() is None  # both could go on
+    network.late = {(0, "i", 2)}
     worker.advance()
-    assert over == ["j"]
+    assert over == ["j"] and (worker.oldest() or ("",))[0] == "i"
     worker.wait(left=1)
-    assert over == ["j", "i"]
+    assert over == ["j", "i"] and worker.oldest() is None
+
+
+def test_a_job_never_overtakes_an_earlier_one() -> None:
+    network, worker = Network(), TurnsWorker()
+    network.late = {(0, "i", 1)}
+    for (rank, *_), event in network.begun.items():
+        if rank:
+            event.set()
+    for job in "ij":
+        submit(worker, network, 0, job)
+    worker.advance()
+    assert not network.begun[0, "j", 2].is_set()
+    network.late = set()
+    worker.advance()
+    assert network.begun[0, "j", 2].is_set()
 
 
 class Noted:

@@ -74,10 +74,7 @@ def test_two_messages_a_bucket_of_a_24th_of_the_rings_bytes(
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("make", "steps", "of_all", "of_shard"),
-    [
-        (partial(ONE_BIT, block_size=256), FREEZE + 2, 8, 8),
-        (ZERO_ONE, LAST + 2, 12, 4),
-    ],
+    [(partial(ONE_BIT, block_size=256), FREEZE + 2, 8, 8), (ZERO_ONE, LAST + 2, 12, 4)],
     ids=SIGNED,
 )
 def test_a_rank_keeps_so_many_bytes_a_value(

@@ -15,10 +15,8 @@ from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from lab.exchange.compressed import OneBit
 from lab.exchange.grouping import MIB, Node, binomial_node, in_order_node
 from lab.exchange.paths import DoubleTree, Ring, Star, Tree
-from lab.model.alexnet import alexnet
 from lab.settings.config import build, load
 from tests.support.cases import EXACT, exchange_settings, maker
 from tests.support.slow import some_of
@@ -175,20 +173,3 @@ def test_payload_is_what_theory_says_rank_by_rank(size: int) -> None:
     assert payload(Tree()) == payload(Tree(chunk_mb=SMALL)) == whole
     assert payload(DoubleTree()) == payload(DoubleTree(chunk_mb=SMALL)) == halves
     assert max(halves) <= 2 * num_bytes
-
-
-def test_onebit_sends_28_times_less_than_a_ring_on_alexnet() -> None:
-    size = 2
-    with torch.device("meta"):
-        model = alexnet(input_shape=(3, 224, 224), output_size=1000)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    num_values = sum(math.prod(shape) for shape in shapes.values())
-
-    def rank_main(comm: Comm) -> int:
-        generator = torch.Generator().manual_seed(comm.rank)
-        flat = torch.randn(num_values, generator=generator)
-        OneBit().average(GradBucket(shapes, flat), comm)
-        return comm.traffic.payload_bytes
-
-    ring = 8 * num_values * (size - 1) / size
-    assert ring / max(run_ranks(size, rank_main)) >= 28

@@ -148,27 +148,17 @@ def test_ones_own_lists_come_first() -> None:
 @pytest.mark.parametrize(
     ("lists", "line"),
     [
-        (
-            (["haed.*"], []),
-            r"^exchange\.adam=haed\.\* matches no trainable parameter; the",
-        ),
+        ((["haed.*"], []), r"^exchange\.adam=haed\.\* matches no trainable parameter; the"),
         (([], ["head.bias"]), r"^exchange\.matrices=head\.bias matches no trainable"),
-        (
-            (["head.*"], ["head.*"]),
-            r"^exchange\.adam and exchange\.matrices: both match",
-        ),
-        (
-            ([], ["blocks.0.out.bias"]),
-            r"^exchange\.matrices: blocks\.0\.out\.bias is not a mat",
-        ),
+        ((["head.*"], ["head.*"]), r"^exchange\.adam and exchange\.matrices: both match"),
+        (([], ["blocks.0.out.bias"]), r"^exchange\.matrices: blocks\.0\.out\.bias is not a mat"),
     ],
 )
 def test_a_list_that_fits_nothing_is_refused_in_a_line(
     lists: tuple[list[str], list[str]], line: str
 ) -> None:
-    with pytest.raises(ValueError, match=line) as refused:
+    with pytest.raises(ValueError, match=rf"{line}.*\Z"):
         Muon(adam=lists[0], matrices=lists[1]).setup(GPT())
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("make", [Muon, Dion])

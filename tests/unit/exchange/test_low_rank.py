@@ -17,7 +17,11 @@ from tests.support.slow import some_of
 SHAPES = [(0, 3), (1, 1), (3, 7), (64, 33), (300, 1000), (10, 9000), (5000, 10)]
 RANKS = [1, 2, 3, 4]
 CASES = [
-    *product([*LEVELS, "reference"], SHAPES, RANKS),
+    *product([HERE, "reference"], SHAPES, RANKS),
+    *some_of(
+        product([level for level in LEVELS if level != HERE], SHAPES, RANKS),
+        also=product(LEVELS, SHAPES, [2]),
+    ),
     *some_of(
         product(["triton"], [(0, 3), (1, 1), (6, 7), (5, 528)], RANKS),
         also=[("triton", (0, 3), 2), ("triton", (6, 7), 3), ("triton", (5, 528), 4)],

@@ -178,7 +178,5 @@ def test_a_prediction_of_phases_in_steps_needs_the_length_of_the_run() -> None:
     assert strategy("steps=200").exchange["until"] == [0.1, 0.3]
     assert strategy("steps=50").exchange["until"] == [0.4]
     assert strategy("steps=50").exchange["third"] is None
-    with pytest.raises(
-        ValueError, match=r"until=\[20, 60\]: a prediction needs the length of the run"
-    ):
+    with pytest.raises(ValueError, match=r"until=\[20, 60\]: a prediction needs the length"):
         strategy()

@@ -60,11 +60,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DoubleTree, {"chunk_mb": {"gloo": 4, "nccl": -1}}, f"chunk_mb=.*{EACH}"),
     (Hierarchical, {"inter": NoExchange()}, f"inter=NoExchange {NO_MEAN}"),
     (Hierarchical, {"inter": Hierarchical(OneBit())}, "inter=Hierarchical already has two levels"),
-    (
-        auto,
-        {"among": ["a", "x"]},
-        r"among=\['a', 'x'\]: must be a list of different names from a, b, c",
-    ),
+    (auto, {"among": ["a", "x"]}, r"among=\['a', 'x'\]: must be a list of different names"),
     (auto, {"among": []}, r"among=\[\]: must be"),
     (auto, {"among": "a"}, "among=a: must be"),
     (auto, {"rounds": 0}, "rounds=0: must be an integer of at least 1"),
@@ -91,11 +87,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (OneBitLamb, {"ratio_range": (2, 10)}, r"ratio_range=\[2, 10\]: must be two numbers above 0"),
     (OneBitLamb, {"factor_range": (0, 4)}, r"factor_range=\[0, 4\]: must be two numbers above 0"),
     (OneBitLamb, {"ratio_decay": 1}, "ratio_decay=1: must be a number of at least 0 and below 1"),
-    (
-        OneBitLamb,
-        {"factor_change": -1},
-        "factor_change=-1: must be a number of at least 0 and below 1",
-    ),
+    (OneBitLamb, {"factor_change": -1}, "factor_change=-1: must be a number of at least 0"),
     (Muon, {"momentum": 1.0}, "momentum=1.0: must be a number of at least 0 and below 1"),
     (Muon, {"nesterov": 1}, "nesterov=1: must be true or false"),
     (Muon, {"steps": 0}, "steps=0: must be an integer of at least 1"),
@@ -113,6 +105,5 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 def test_settings_out_of_range_are_refused_in_a_line(
     make: Callable[..., Any], settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^exchange.{message}") as refused:
+    with pytest.raises(ValueError, match=rf"^exchange.{message}.*\Z"):
         make(**settings)
-    assert "\n" not in str(refused.value)

@@ -113,13 +113,13 @@ def test_what_is_not_finite_reaches_all_ranks(value: float) -> None:
 
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy's, interpreting
 @pytest.mark.parametrize("size", some_of([2, 4, 8], also=[2]))
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", some_of(CODECS, every=2))
 def test_gpu_kernels_read_and_write_the_buffers_of_several_ranks(
     monkeypatch: pytest.MonkeyPatch, name: str, size: int
 ) -> None:
     """In Triton's interpreter without a GPU: N buffers in one process, each for itself."""
     interpret(monkeypatch)
-    gradients = drawn(size, SMALL)[:2]
+    gradients = drawn(size, SMALL)[:1]  # later steps differ by a residual, as on CPUs
     ours = run(Symmetric, CODECS[name], gradients, SMALL)
     check_equal(ours, run(TwoStage, CODECS[name], gradients, SMALL))
 

@@ -20,6 +20,7 @@ from lab.gpu_report import __main__ as command
 from lab.gpu_report import measuring, page, run
 from lab.gpu_report.items import SMALL, Figure, Item, Sizes, chosen, items_of
 from lab.settings.errors import ConfigError
+from tests.support.commands import refusal, said
 from tests.support.slow import some_of
 
 WORDS = ("codec", "codec=[onebit]", "num_values=256", "columns=64", "device=cpu", "rounds=1")
@@ -134,13 +135,13 @@ def test_a_file_of_another_machine_or_of_no_report_is_refused(path: Path) -> Non
 
 
 def test_without_a_gpu_one_line_says_what_to_do(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([f"out={path}"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and not path.exists()
-    assert command.main(["items=nope"]) == 2
-    assert "items=nope: no such item; allowed: steps-alexnet-32, " in capsys.readouterr().err
+    assert refusal(command.main, f"out={path}") and not path.exists()
+    assert "items=nope: no such item; allowed: steps-alexnet-32, " in refusal(
+        command.main, "items=nope"
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,11 +203,10 @@ def test_every_item_is_a_command_line_of_the_lab(pretended: bool) -> None:
 
 
 def test_a_pretended_report_says_so_at_its_top_and_at_each_number(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["pretend=true", "items=steps-alexnet-32,graph-alexnet,codecs-64,mfu-gpt2-fp32,copies"]
-    assert command.main([*asked, f"out={path}"]) == 0
-    told = capsys.readouterr().out
+    told = said(command.main, *asked, f"out={path}")
     text = path.with_suffix(".md").read_text()
     assert text.splitlines()[2].startswith("**Pretended: a CPU ran this report")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| codecs-64 | ")]

@@ -19,6 +19,7 @@ from lab.loop.setup import compose
 from lab.settings.config import ConfigError, choices_of, load
 from lab.sync.pattern import class_of
 from tests.conftest import ROOT
+from tests.support.commands import refusal, said
 from tests.support.slow import some_of
 
 COMMANDS = sorted(
@@ -43,13 +44,11 @@ def test_the_version_is_the_projects() -> None:
         lab.__getattr__("torch_comm")
 
 
-def test_commands_are_listed_each_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lister.main([]) == 0
-    listed = re.findall(r"^  lab\.(\w+) +(\S.*)\.$", capsys.readouterr().out, re.MULTILINE)
+def test_commands_are_listed_each_in_a_line() -> None:
+    listed = re.findall(r"^  lab\.(\w+) +(\S.*)\.$", said(lister.main), re.MULTILINE)
     assert [name for name, _ in listed] == sorted([*COMMANDS, "cluster", "gpu_report"])
     assert max(len(sentence) for _, sentence in listed) < 140
-    assert lister.main(["trian"]) == 2
-    assert "trian: no such command; allowed: advise, bench" in capsys.readouterr().err
+    assert "trian: no such command; allowed: advise, bench" in refusal(lister.main, "trian")
 
 
 @pytest.mark.parametrize("strategy", some_of(choices_of("strategy"), every=6))

@@ -27,6 +27,7 @@ from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
 from lab.settings.files import choices_of
 from lab.simulate.predict import fixed_part
+from tests.support.commands import refusal
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.unit.model.test_replay import PROFILE, Time, replay, train
 
@@ -236,14 +237,8 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("compile=true", "compile=True: layers can be measured only with compile=False"),
         ("measure=noise", "measure=noise: layers can be measured only with measure=breakdown"),
         ("steps=11", "steps=11: must be at least 4 more than warmup_steps=8"),
-        (
-            "model=vgg",
-            f"model=vgg: did you mean vgg19? allowed: {', '.join(choices_of('model'))}",
-        ),
+        ("model=vgg", f"model=vgg: did you mean vgg19? allowed: {', '.join(choices_of('model'))}"),
     ],
 )
-def test_refuses_in_one_line(
-    setting: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert profile_layers.main([setting]) == 2
-    assert capsys.readouterr().err == f"lab.profile_layers: error: {message}\n"
+def test_refuses_in_one_line(setting: str, message: str) -> None:
+    assert refusal(profile_layers.main, setting) == message

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -121,21 +121,6 @@ def test_both_directions_of_a_recurrent_layer_are_counted(kind: Any) -> None:
     gates = {nn.GRU: 3, nn.RNN: 1}[kind]
     work = values(Last(), 3, 4)
     assert work.forward_flops_per_sample == 2 * 3 * 2 * gates * 6 * (4 + 6)
-
-
-def test_attention_and_batch_norm_at_one_pixel_are_counted() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Linear(8, 8)
-            self.norm = nn.BatchNorm2d(8)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            mixed = self.mix(inputs)
-            return self.norm(scaled_dot_product_attention(mixed, mixed, mixed).mT[..., :1, None])
-
-    work = values(Block(), 8, 8)
-    assert work.forward_flops_per_sample == 2 * 8 * 8 * 8 + 2 * (2 * 8 * 8 * 8)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lab.model.lstm import LSTM
 from lab.model.transformer import Rotary, Transformer
+from tests.support import refusing
 
 Make = Callable[..., nn.Module]
 VOCABULARY, CONTEXT = 11, 8
@@ -170,10 +171,8 @@ def test_trains_in_bfloat16() -> None:
     ],
 )
 def test_refuses_in_one_line(make: Make, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with refusing(message):
         make(**arguments)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
 
 
 def test_refuses_sequences_longer_than_its_context() -> None:

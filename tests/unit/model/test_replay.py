@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lab.model.profile import SLOW_FACTOR, Profile
 from lab.model.replay import SLACK_S, Pace, Replay
+from tests.support import refusing
 
 PROFILE: dict[str, Any] = {
     **{"name": "small", "source": "made up", "reference_batch": 4},
@@ -186,18 +187,14 @@ def test_evaluation_does_not_wait(time: Time) -> None:
     ("settings", "message"),
     [
         ({"bytes_scale": 0}, "model.bytes_scale=0: must be a number above 0"),
-        (
-            {"bytes_scale": 1e-9},
-            "model.bytes_scale=1e-09: leaves no values in any layer; use a larger scale",
-        ),
+        ({"bytes_scale": 1e-9}, "model.bytes_scale=1e-09: leaves no values in any layer; use"),
         ({"time_scale": "a"}, "model.time_scale=a: must be a number above 0"),
         ({"profile": {"name": "x"}}, "profile=x: source: is missing"),
     ],
 )
 def test_refuses_in_one_line(time: Time, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with refusing(message):
         replay(time, **settings)
-    assert str(caught.value) == message
 
 
 def test_layers_take_longer_on_a_slow_host(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:

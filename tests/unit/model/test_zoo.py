@@ -29,6 +29,7 @@ from lab.model.work import Counts
 from lab.settings.config import build, choices_of, load
 from lab.transform.transforms import Fc1x1
 from tests.conftest import ROOT
+from tests.support import refusing
 from tests.support.slow import some_of
 
 Make = Callable[..., nn.Module]
@@ -115,8 +116,7 @@ def test_has_its_published_parameters(
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "classes"),
-    [("alexnet", IMAGENET, 1000), ("alexnet_small", (1, 32, 32), 10)],
+    ("name", "shape", "classes"), [("alexnet", IMAGENET, 1000), ("alexnet_small", (1, 32, 32), 10)]
 )
 def test_most_parameters_are_in_fc_layers(name: str, shape: tuple[int, ...], classes: int) -> None:
     model = made(name, input_shape=shape, output_size=classes)
@@ -285,11 +285,7 @@ def test_where_dropout_stands() -> None:
     [
         (vgg16, {"hidden": 0}, "model.hidden=0: must be an integer of at least 1"),
         (vgg16, {"dropout": 1}, "model.dropout=1: must be a number of at least 0 and below 1"),
-        (
-            googlenet,
-            {"dropout": -1},
-            "model.dropout=-1: must be a number of at least 0 and below 1",
-        ),
+        (googlenet, {"dropout": -1}, "model.dropout=-1: must be a number of at least 0 and below"),
         (alexnet, {"widths": [64, 192]}, "model.widths=[64, 192]: must be five integers"),
         (alexnet, {"widths": 64}, "model.widths=64: must be a list of integers, each at least 1"),
         (fcn5, {"hidden": [0]}, "model.hidden=[0]: must be a list of integers, each at least 1"),
@@ -299,10 +295,8 @@ def test_where_dropout_stands() -> None:
     ],
 )
 def test_refuses_in_one_line(make: Make, arguments: dict[str, Any], message: str) -> None:
-    with torch.device("meta"), pytest.raises(ValueError) as caught:
+    with torch.device("meta"), refusing(message):
         make(input_shape=(1, 96, 96), output_size=2, **arguments)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [name for name in choices_of("model") if name != "replay"])
@@ -311,9 +305,8 @@ def test_each_argument_is_checked(name: str) -> None:
     images = {"input_shape": (1, 96, 96), "output_size": 2}
     given = {"vocabulary": 7, "context": 5} if name in LANGUAGE else images
     for key in node.keys() - {"_target_"}:
-        with torch.device("meta"), pytest.raises(ValueError) as caught:
+        with torch.device("meta"), refusing(f"model.{key}=wrong: "):
             build(node, **{**given, key: "wrong"})
-        assert str(caught.value).startswith(f"model.{key}=wrong: ")
 
 
 def test_of_an_mlp_by_hand() -> None:

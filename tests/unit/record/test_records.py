@@ -14,7 +14,6 @@ import pytest
 from lab.analysis import summary
 from lab.analysis.points import table
 from lab.analysis.records import load_study
-from lab.measure.statistics import Interval
 from lab.record.schema import (
     SCHEMA,
     Bucket,
@@ -29,7 +28,6 @@ from tests.support.records import leave, make_record
 
 BEFORE = Path(__file__).parents[2] / "data" / "study_schema_1"
 STUDY = BEFORE / "before"
-RENAMED = {"images_per_s": "samples_per_s"}  # keys of a Row that changed after schema 1
 
 
 def full_record() -> Record:
@@ -69,16 +67,6 @@ def test_a_record_from_before_buckets_were_recorded_is_read(tmp_path: Path) -> N
     path.write_text(json.dumps(written))
     record = read_record(path)
     assert (record.buckets, record.idle) == (None, [])
-
-
-def test_a_record_has_all_keys_whatever_became_of_the_run(tmp_path: Path) -> None:
-    for name, record in (("done", full_record()), ("failed", make_record("none", 2, None))):
-        leave(tmp_path / name, record)
-    done, failed = (
-        json.loads((tmp_path / n / "record.json").read_text()) for n in ("done", "failed")
-    )
-    assert list(done) == list(failed)
-    assert failed["step_s"] is None and failed["status"] == "failed"
 
 
 def test_a_number_that_is_not_finite_is_unknown(tmp_path: Path) -> None:
@@ -156,22 +144,6 @@ def test_schema_1_counted_images() -> None:
     assert {key: record.to_json()[key] for key in same} == {key: old[key] for key in same}
 
 
-def test_a_study_of_schema_1_gives_the_rows_it_gave_then() -> None:
-    expected = json.loads((BEFORE / "rows.json").read_text())
-    rows = table(load_study(STUDY))
-    assert len(rows) == len(expected) == 11
-    then: dict[str, Any]
-    for row, then in zip(rows, expected, strict=True):
-        assert row.fixed_batch_size == then.pop("batch")
-        now = row.values() | {name: getattr(row.one, name) for name in ("transform", "settings")}
-        now |= {"emulation": row.emulation}
-        assert plain(now.get("accuracy", math.nan)) == then.pop("accuracy")
-        for key, value in then.items():
-            name = RENAMED.get(key, key)
-            found = plain(now[name] if name in now else getattr(row, name))
-            assert found == pytest.approx(value, rel=1e-9), (row.series, key)
-
-
 def test_a_study_of_schema_1_gives_the_tables_it_gave_then(tmp_path: Path) -> None:
     study = load_study(STUDY)
     rows = table(study)
@@ -196,15 +168,6 @@ def read(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def plain(value: Any) -> Any:
-    """Return a value of a Row as JSON holds it."""
-    if isinstance(value, Interval):
-        value = dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def made(first: int, end: int, **others: Any) -> dict[str, Any]:

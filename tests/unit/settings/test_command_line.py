@@ -23,6 +23,8 @@ from lab.settings.names import run_name, variant
 from lab.settings.overrides import own_choices
 from lab.study import grid
 from tests.conftest import ROOT
+from tests.support import refusing
+from tests.support.commands import refusal, said
 
 MINE = """\
 # @package _global_
@@ -70,9 +72,7 @@ def test_a_loaded_run_can_be_changed_without_changing_the_next() -> None:
     assert load(["strategy=onebit"]).exchange.threshold != "changed"
 
 
-def test_a_folder_of_ones_own_choices_is_searched(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_ones_own_choices_is_searched(folder: Path) -> None:
     words = [f"--config-dir={folder}"]
     line = read(train.COMMAND, [*words, "strategy=mine"])
     for same in (["--config-dir", str(folder)], ["-cd", str(folder)]):
@@ -80,8 +80,7 @@ def test_a_folder_of_ones_own_choices_is_searched(
     config = load(line.settings)
     assert (config.strategy, config.bucket_mb, config.config_dir) == ("mine", 3, str(folder))
     assert load(["strategy=tree", *line.settings[:1]]).strategy == "tree"
-    assert train.main([*words, "--help"]) == 0
-    assert "\n    mine\n" in capsys.readouterr().out
+    assert "\n    mine\n" in said(train.main, *words, "--help")
     assert "config_dir" not in str(variant(line.settings))
     assert run_name(line.settings, "mine", 2) == "mine-n2"
 
@@ -101,36 +100,28 @@ def test_the_labs_own_choices_are_not_replaced(folder: Path) -> None:
     assert choices_of("strategy", str(folder)).count("tree") == 1
 
 
-def test_cfg_job_prints_settings_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_prints_settings_that_hold() -> None:
     arguments = ["strategy=onebit", "steps=3", "device=cpu", "--cfg", "job"]
-    assert train.main(arguments) == 0
-    printed = OmegaConf.create(capsys.readouterr().out)
+    printed = OmegaConf.create(said(train.main, *arguments))
     assert printed == OmegaConf.create(OmegaConf.to_yaml(load(arguments[:3])))
 
 
-def test_cfg_job_refuses_what_a_run_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
-    for refused in (["strategy=diloco", "overlap=true"], ["+exchange.nope=3"], ["batch_size=0"]):
-        assert train.main([*refused, "device=cpu", "-c", "job"]) == 2
-        shown = capsys.readouterr()
-        assert shown.out == "" and shown.err.count("\n") == 1
+def test_cfg_job_refuses_what_a_run_would_refuse() -> None:
+    for wrong in (["strategy=diloco", "overlap=true"], ["+exchange.nope=3"], ["batch_size=0"]):
+        assert refusal(train.main, *wrong, "device=cpu", "-c", "job")
 
 
-def test_multirun_is_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_multirun_is_a_sweep() -> None:
     grid_of_two = ["strategy=none,tree", "world_size=2", "--cfg", "job"]
-    assert train.main(["-m", *grid_of_two]) == 0
-    printed = capsys.readouterr().out
-    assert sweep.main(grid_of_two) == 0
-    assert printed == capsys.readouterr().out
+    printed = said(train.main, "-m", *grid_of_two)
+    assert printed == said(sweep.main, *grid_of_two)
     documents = [OmegaConf.create(text) for text in printed.split("---\n")]
     assert [document.strategy for document in documents] == ["none", "tree"]
 
 
-def test_multirun_under_a_launcher_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_multirun_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert train.main(["--multirun"]) == 2
-    assert "leave the launcher out" in capsys.readouterr().err
+    assert "leave the launcher out" in refusal(train.main, "--multirun")
 
 
 def test_what_is_added_and_removed_names_a_cell() -> None:
@@ -158,9 +149,8 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
     ],
 )
 def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refusing(message):
         load([argument])
-    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -169,16 +159,8 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
         (plot.COMMAND, ["runs/a", "--out", "figures"], "--out figures: use out=figures"),
         (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: use format=svg"),
         (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: use runs=runs/k"),
-        (
-            explain.COMMAND,
-            ["runs/a", "--why"],
-            "--why: no such flag; the flags are --help, --version, ",
-        ),
-        (
-            plot.COMMAND,
-            [],
-            "(nothing): expected at least one STUDY[/CELL], as in python -m lab.plot",
-        ),
+        (explain.COMMAND, ["runs/a", "--why"], "--why: no such flag; the flags are --help"),
+        (plot.COMMAND, [], "(nothing): expected at least one STUDY[/CELL]"),
         (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: expected one STUDY[/CELL]"),
         (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed: out, format, only"),
         (plot.COMMAND, ["runs/a", "-m"], "-m: no such flag; the flags are --help, --version, "),
@@ -187,9 +169,8 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
 def test_wrong_words_are_answered_in_a_line(
     command: Command, arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refusing(message):
         own_settings(command.settings, read(command, arguments).settings)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_a_command_may_take_several_words_and_a_folder_have_an_equals_sign() -> None:
@@ -209,9 +190,7 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     assert file_to_write("out", "null", ".md") is None
     assert file_to_write("out", f"{tmp_path}/a.md", ".md") == tmp_path / "a.md"
     for wrong in (f"{tmp_path}/no/a.md", f"{tmp_path}/a.txt", f"{tmp_path}/.md"):
-        with pytest.raises(
-            ConfigError, match=f"out={wrong}: must name FILE.md in an existing folder"
-        ):
+        with pytest.raises(ConfigError, match=f"out={wrong}: must name FILE.md in an existing"):
             file_to_write("out", wrong, ".md")
     with pytest.raises(ConfigError, match="out=study.json: runs write a file with this name"):
         file_to_write("out", "study.json", ".json")
@@ -228,9 +207,7 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_data_names_the_labs_own_choices_alone(setting: str) -> None:
-    with pytest.raises(
-        ConfigError, match="a file may set only plain values and the lab's own choices"
-    ):
+    with pytest.raises(ConfigError, match="a file may set only plain values and the lab's own"):
         own_choices([setting])
     others = ["model=alexnet_paper", "data.shape=[3,224,224]", "model.dropout=0.5", "tf32=true"]
     assert own_choices(others) == others
@@ -280,11 +257,8 @@ for words in {without_hydra + WRONG}:
         assert line.startswith(f"lab.{command}: error: {argument}: ")
 
 
-def test_help_marks_what_is_taken_and_describes_every_choice(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert train.main(["strategy=zero1", "--help"]) == 0
-    lines = capsys.readouterr().out.split("\n\n")[2].splitlines()[1:]
+def test_help_marks_what_is_taken_and_describes_every_choice() -> None:
+    lines = said(train.main, "strategy=zero1", "--help").split("\n\n")[2].splitlines()[1:]
     for group in GROUPS:
         described = [line for line in lines if line.startswith(f"  {group}: ")]
         assert len(described) == 1
@@ -303,15 +277,14 @@ def test_help_lists_the_settings_that_hydra_would_compose(strategy: str) -> None
     assert {group: content[group] for group in GROUPS[1:]} == {g: config[g] for g in GROUPS[1:]}
 
 
-def test_the_script_runs_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_runs_every_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"lab": "lab.__main__:main"}
     script = [sys.executable, "-c", "from lab.__main__ import main; raise SystemExit(main())"]
     done = subprocess.run([*script, "train", "batch_size=x"], capture_output=True, text=True)
     assert (done.returncode, done.stderr[:28]) == (2, "lab.train: error: batch_size")
     for words in ([], ["--help"]):
-        assert lister.main(words) == 0
-        shown = capsys.readouterr().out
+        shown = said(lister.main, *words)
         assert all(f"lab.{command} " in shown for command in (*COMMANDS, "cluster"))
 
 

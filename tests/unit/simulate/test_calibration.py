@@ -101,9 +101,7 @@ def test_what_two_ranks_measure_gives_the_hardware_and_predicts_more(
     assert len(errors) == 30 and max(errors) < 0.05
 
 
-def test_steps_of_more_ranks_are_scored_and_counted_inside_their_intervals(
-    truth: Hardware,
-) -> None:
+def test_steps_of_more_ranks_are_scored_and_counted_inside_their_intervals(truth: Hardware) -> None:
     steps = [*steps_on(waiting(truth), 2), *steps_on(waiting(truth), 4)]
     rows = predicted_steps(steps, truth)
     of_more = scored(rows, held=True, least_exposed=0.02)

@@ -149,7 +149,7 @@ def step_of(settings: str, hosts: int, per_host: int) -> list[tuple[int, int]]:
     return run_ranks(hosts, per_host, rank_main)
 
 
-@pytest.mark.parametrize(("name", "hosts", "per_host"), some_of(CASES, every=9))
+@pytest.mark.parametrize(("name", "hosts", "per_host"), some_of(CASES, every=14))
 def test_bytes_are_those_that_the_sync_counts(name: str, hosts: int, per_host: int) -> None:
     size = hosts * per_host
     step = simulate(PROFILE, nodes(per_host), parts_of(name), size, 64)

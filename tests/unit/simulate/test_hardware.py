@@ -113,10 +113,7 @@ def test_a_file_may_give_only_what_differs_from_a_sibling(tmp_path: Path) -> Non
             {"device": H200 | {"peak_flops_per_s": {"fp64": 1e12}}},
             "device.peak_flops_per_s=fp64: allowed: fp32, tf32, bf16, fp16",
         ),
-        (
-            {"device": H200 | {"op_rates": [1]}},
-            r"device.op_rates=\[1\]: must map names to values",
-        ),
+        ({"device": H200 | {"op_rates": [1]}}, r"device.op_rates=\[1\]: must map names to values"),
     ],
 )
 def test_a_wrong_figure_is_named(change: dict[str, Any], message: str) -> None:

@@ -37,12 +37,8 @@ from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.view import chart
 from lab.sync.pattern import gradsync
 from tests.conftest import ROOT
-from tests.support.cases import (
-    ALL_STRATEGIES,
-    EXCHANGES,
-    LIBRARIES,
-    exchange_settings,
-)
+from tests.support.cases import ALL_STRATEGIES, EXCHANGES, LIBRARIES, exchange_settings
+from tests.support.commands import refusal, said
 from tests.support.simulated import FLAT, LINKED, TRUE, leave_study, run, strategy
 from tests.support.slow import some_of
 from tests.support.svg import overlapping
@@ -169,18 +165,6 @@ def test_exposed_exchange_bandwidth_and_payload(
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-def test_bytes_of_one_bit_and_of_a_round_of_steps(
-    profile: Profile, strategies: dict[str, Strategy]
-) -> None:
-    sent = {
-        name: simulate(profile, FLAT, strategies[name], 4, 64).payload_bytes
-        for name in ("allreduce", "overlap", "onebit", "local_sgd")
-    }
-    assert sent["allreduce"] == sent["overlap"] == pytest.approx(1.5 * profile.gradient_bytes)
-    assert sent["allreduce"] / sent["onebit"] == pytest.approx(32, rel=0.1)
-    assert sent["local_sgd"] == pytest.approx(sent["allreduce"] / 10)
-
-
 def test_weak_scaling_keeps_the_batch_of_a_rank(
     profile: Profile, strategies: dict[str, Strategy]
 ) -> None:
@@ -294,7 +278,7 @@ def test_a_fit_needs_two_ranks(profile: Profile) -> None:
 
 
 def test_links_and_codecs_are_fitted_to_benchmarks(
-    tmp_path: Path, strategies: dict[str, Strategy], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, strategies: dict[str, Strategy]
 ) -> None:
     network = Network(LINKED, 2)
     rows = []
@@ -317,13 +301,12 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     result.write_text(json.dumps({"bench": "codec", "rows": rows}))
     assert fit_result(result, GUESS).codec_bytes_per_s == pytest.approx(1e10)
     arguments = ["world_size=4", "hardware=emulated_1gbit", f"fit={result}"]
-    assert command.main(arguments) == 0
-    assert "codec_bytes_per_s=1e+10" in capsys.readouterr().out
+    assert "codec_bytes_per_s=1e+10" in said(command.main, *arguments)
     result.write_text(json.dumps({"bench": "memory", "rows": []}))
-    assert command.main(arguments) == 2
-    assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
-    assert command.main([*arguments, f"fit={ROOT}/docs/results/links.json"]) == 2
-    assert "was fitted with the cost model of an earlier version" in capsys.readouterr().err
+    assert "must be a study, or a result of lab.bench" in refusal(command.main, *arguments)
+    assert "was fitted with the cost model of an earlier version" in refusal(
+        command.main, *arguments, f"fit={ROOT}/docs/results/links.json"
+    )
 
 
 def test_each_level_has_a_codec_of_its_own(profile: Profile) -> None:
@@ -352,9 +335,7 @@ def test_a_record_shows_a_schedules_longest_phase() -> None:
     assert longest_phase(strategy("onebit").exchange) == strategy("onebit").exchange
 
 
-def test_predictions_beside_a_study(
-    tmp_path: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_beside_a_study(tmp_path: Path, profile: Profile) -> None:
     """A study over two kinds of links: each is fitted and scored for itself."""
     for rate, slower in (("1gbit", 1), ("100mbit", 10)):
         links = with_rate(TRUE, slowest(TRUE).bandwidth_bytes_per_s / slower)
@@ -363,8 +344,8 @@ def test_predictions_beside_a_study(
     grid = ["strategy=none,tree", "world_size=1,2,4,8", "batch_size=128"]
     machine = ["hardware=emulated_1gbit", "profile=alexnet_titanx", "profile.bytes_scale=0.02"]
     out = tmp_path / "all.json"
-    assert command.main([*grid, *machine, f"fit={tmp_path}/study", f"out={out}"]) == 0
-    result, text = json.loads(out.read_text()), capsys.readouterr().out
+    text = said(command.main, *grid, *machine, f"fit={tmp_path}/study", f"out={out}")
+    result = json.loads(out.read_text())
     rows = {(r["series"], r["world_size"]): r for r in result["rows"]}
     for conditions in ("cluster.rate=100mbit", "cluster.rate=1gbit"):
         of_tree = [rows[f"tree {conditions}", n] for n in (1, 2, 4, 8)]
@@ -386,8 +367,9 @@ def test_predictions_beside_a_study(
         drawing.message.startswith("Predicted: at most ") and "1gbit at global" in drawing.message
     )
     assert overlapping(drawn(drawing.spec(), "svg").decode()) == []
-    assert command.main([*grid, "hardware=emulated_1gbit", f"fit={tmp_path}/study"]) == 2
-    assert "profile.bytes_scale=0.02" in capsys.readouterr().err
+    assert "profile.bytes_scale=0.02" in refusal(
+        command.main, *grid, "hardware=emulated_1gbit", f"fit={tmp_path}/study"
+    )
 
 
 def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
@@ -427,18 +409,14 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["model=replay"], "profile=none: must be a file in conf/profile"),
     ],
 )
-def test_a_wrong_setting_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(arguments) == 2
-    errors = capsys.readouterr().err
-    assert message in errors and errors.count("\n") == 1
+def test_a_wrong_setting_is_one_line(arguments: list[str], message: str) -> None:
+    assert message in refusal(command.main, *arguments)
 
 
-def test_a_step_leaves_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_leaves_a_timeline(tmp_path: Path) -> None:
     trace = tmp_path / "step.json"
     cell = ["strategy=overlap", "world_size=4", "batch_size=512"]
-    assert command.main([*cell, f"trace={trace}"]) == 0
+    text = said(command.main, *cell, f"trace={trace}")
     timeline = read_trace(trace)
     rows = {
         row: [s.name for s in timeline.spans if s.row == row] for row in ("forward", "backward")
@@ -446,16 +424,14 @@ def test_a_step_leaves_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[
     layers = ["conv1", "conv2", "conv3", "conv4", "conv5", "fc6", "fc7", "fc8"]
     assert rows == {"forward": layers, "backward": layers[::-1]}
     step_s = max(span.end_s for span in timeline.spans)
-    assert f"{1e3 * step_s:.2f}" in capsys.readouterr().out
+    assert f"{1e3 * step_s:.2f}" in text
     assert trace.with_suffix(".png").is_file()
 
 
-def test_replayed_cells_are_predicted_from_what_they_replay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replayed_cells_are_predicted_from_what_they_replay(tmp_path: Path) -> None:
     out = tmp_path / "all.json"
     grid = ["study=kim2017", "strategy=tree", "world_size=4", "hardware=emulated_1gbit"]
-    assert command.main([*grid, f"out={out}"]) == 0
+    said(command.main, *grid, f"out={out}")
     result = json.loads(out.read_text())
     assert result["profiles"] == {"alexnet_titanx": pytest.approx(0.02124 * 4 * 62378344, rel=1e-4)}
     adding_s = 2 * 5.3e6 / 1e9  # on two levels, at the preset's reduce_bytes_per_s
@@ -465,7 +441,6 @@ def test_replayed_cells_are_predicted_from_what_they_replay(
     }
     found = {row["batch_size"]: row["step_s"] for row in result["rows"]}
     assert found == pytest.approx(closed_form, rel=0.03)
-    capsys.readouterr()
 
 
 def test_the_root_updates_after_the_way_up_and_before_the_way_down(profile: Profile) -> None:

@@ -12,6 +12,7 @@ from lab.record.schema import Record, Status, read_record
 from lab.study import dry_run
 from lab.study.grid import Cell, read
 from lab.study.launch import make_directory, recorded
+from tests.support.commands import said
 from tests.support.records import make_record
 
 GRID = ("study=s", "strategy=tree,onebit", "world_size=1,2", "batch_size=64", "steps=8")
@@ -92,10 +93,9 @@ def test_a_dry_run_knows_nothing_of_other_work(tmp_path: Path) -> None:
     assert total.endswith(f"; for 2 cells, {dry_run.UNKNOWN}")
 
 
-def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     arguments = [*GRID, f"runs_dir={tmp_path}", "dry_run=true", "device=cuda"]
-    assert sweep.main(arguments) == 0
-    out = capsys.readouterr().out
+    out = said(sweep.main, *arguments)
     assert out.startswith("study=s: the grid of this command\nstrategy  ranks")
     assert f"would run 4 of 4 cells: {dry_run.UNKNOWN}" in out
     assert list(tmp_path.iterdir()) == []

@@ -22,13 +22,7 @@ from lab.settings.errors import ConfigError
 from lab.sync.drift import LIMIT, Drift
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import observe_drift
-from tests.support.cases import (
-    COMPRESSES_LITTLE,
-    DIRECTIONS,
-    EXCHANGES,
-    bytes_per_value,
-    maker,
-)
+from tests.support.cases import COMPRESSES_LITTLE, DIRECTIONS, EXCHANGES, bytes_per_value, maker
 from tests.support.slow import some_of
 from tests.support.steps import made, take_steps
 

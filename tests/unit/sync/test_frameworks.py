@@ -262,16 +262,10 @@ def test_the_binomial_tree_is_made_of_caffes_pairs() -> None:
         ("strategy=caffe exchange=allreduce", "exchange=AllReduce: only the root updates"),
         ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: only the root updates, so"),
         ("strategy=torch7 precision=fp16", "precision=fp16: .*but only the root would know"),
-        (
-            "strategy=cntk overlap=true",
-            "overlap=true: must be false, because sync.double_buffer is false",
-        ),
+        ("strategy=cntk overlap=true", "overlap=true: must be false, because sync.double_buffer"),
         ("strategy=cntk sync.double_buffer=true overlap=false", "overlap=false: must be true"),
         ("strategy=cntk sync.double_buffer=1", "sync.double_buffer=1: must be true or false"),
-        (
-            "strategy=cntk sync.double_buffer=true precision=fp16",
-            "precision=fp16: .*but a step cannot",
-        ),
+        ("strategy=cntk sync.double_buffer=true precision=fp16", "precision=fp16: .*but a step"),
     ],
 )
 def test_wrong_settings(settings: str, message: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.distributed.comm import Collective, Comm, Done, run_ranks
-from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
+from lab.distributed.worker import InlineWorker, ThreadWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.gradsync import GradSync
@@ -263,42 +263,6 @@ class Later(Done):
 
     def wait(self) -> None:
         self.log.append(self.name)
-
-
-def test_a_job_goes_on_when_it_can_and_never_overtakes() -> None:
-    log: list[str] = []
-    done: set[str] = set()
-
-    class Ready(Later):
-        def is_completed(self) -> bool:
-            return self.name in done
-
-    def oldest() -> str:
-        found = worker.oldest()
-        return found[0] if found else ""
-
-    def job(name: str) -> Iterator[Collective]:
-        for stage in "12":
-            log.append(f"begin {name}{stage}")
-            yield Ready(log, name + stage)
-        log.append(f"end {name}")
-
-    worker = TurnsWorker()
-    worker.submit("a", lambda: job("a"))
-    worker.submit("b", lambda: job("b"))
-    assert log == ["begin a1", "begin b1"]
-    done.add("b1")
-    worker.advance()
-    assert log[2:] == []  # b could go on, but a cannot
-    assert oldest() == "a"
-    done.add("a1")
-    worker.advance()
-    assert log[2:] == ["a1", "begin a2", "b1", "begin b2"]
-    done.add("a2")
-    assert oldest() == "b"
-    worker.wait()
-    assert log[6:] == ["a2", "end a", "b2", "end b"]
-    assert worker.oldest() is None
 
 
 def test_other_workers_end_a_job_with_what_it_began() -> None:

@@ -257,9 +257,7 @@ def test_what_has_no_reduce_scatter_and_too_many_ranks_are_refused() -> None:
 
     with pytest.raises(ValueError, match="exchange=PowerSGD has no reduce-scatter"):
         run_ranks(2, with_low_rank)
-    with pytest.raises(
-        ValueError, match="world_size=2: strategy=zero1 leaves rank 1 with an empty shard"
-    ):
+    with pytest.raises(ValueError, match="world_size=2: strategy=zero1 leaves rank 1"):
         run_ranks(2, one_value)
 
 

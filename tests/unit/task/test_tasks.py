@@ -170,9 +170,7 @@ def test_its_metric_is_the_mean_over_samples_of_all_batches() -> None:
 
 def test_a_loss_that_is_no_number_is_refused_by_one_line() -> None:
     task = OwnLoss("mine.each", lambda outputs, targets: (outputs - targets).abs())
-    with pytest.raises(
-        ValueError, match=r"^task=mine.each: returned shape \[3\]; it must return one number"
-    ):
+    with pytest.raises(ValueError, match=r"^task=mine.each: returned shape \[3\]; it must return"):
         task.loss(torch.rand(3), torch.rand(3))
 
 

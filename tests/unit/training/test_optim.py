@@ -189,11 +189,7 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("Muon", {}, r"optim=torch\.optim\.Muon: Muon only supports 2D parameters"),
         ("nowhere.Adam", {}, r"optim=nowhere\.Adam: no module nowhere in "),
         (f"{MINE}.MINE", {}, r"tests\.support\.optimizers has no MINE"),
-        (
-            f"{MINE}.not_one",
-            {},
-            r"not_one: returns type list; it must return a torch\.optim\.Optimizer",
-        ),
+        (f"{MINE}.not_one", {}, r"not_one: returns type list; it must return"),
         (f"{MINE}.SignDescent", {}, r"optim\.lr: must be set; .*SignDescent has no default for it"),
     ],
 )
@@ -292,10 +288,7 @@ def test_linear_scaling_multiplies_the_peak() -> None:
         ({"step_factor": float("nan")}, "step_factor=nan: must be a number from 0 to 1"),
         ({"schedule": "step"}, "step_every=null: must be an integer of at least 1"),
         ({"step_every": 30}, "step_every=30: needs optim.schedule=step"),
-        (
-            {"schedule": "constant", "final_share": 0.1},
-            "final_share=0.1: needs optim.schedule=cosine or linear",
-        ),
+        ({"schedule": "constant", "final_share": 0.1}, "final_share=0.1: needs optim.schedule=cos"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
