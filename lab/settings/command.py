@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import Field, dataclass
-from functools import cache, partial
+from functools import cache, partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +197,7 @@ def answers(
     command: Command, refuse: Callable[[ConfigError], int] | None = None
 ) -> Callable[[Callable[[CommandLine], int]], Callable[[Sequence[str]], int]]:
     """Make the `main` of a command, which takes words, of what it does with them; see `answer`."""
-    return lambda act: partial(answer, command, act=act, refuse=refuse)
+    return lambda act: update_wrapper(partial(answer, command, act=act, refuse=refuse), act)
 
 
 def _about(command: Command, line: CommandLine) -> str:
