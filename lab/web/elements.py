@@ -29,7 +29,10 @@ DIGITS = re.compile(r"(\.\d\d)\d{3,}")  # of places in a drawing, whose labels h
 # Attributes that a page needs not: its figures have names, and its style says the rest.
 SAID = re.compile(
     r' (?:(?:role|aria-[a-z]+|font-family|pointer-events|stroke-miterlimit)="[^"]*"'
-    r'|font-size="11px"|opacity="1")'
+    r'|font-size="11px"|opacity="1"|stroke-width="1"|class="mark-[a-z]+ role-(?!mark)[^"]*")'
+)
+NOTHING = re.compile(
+    r'<path class="(?:foreground" d="" display="none"|background" d="M0,0h0v\d*h0Z")/>'
 )
 
 
@@ -177,7 +180,8 @@ class Drawing:
 
     def svg(self) -> str:
         """Draw the chart, as it is without JavaScript."""
-        svg = DIGITS.sub(r"\1", SAID.sub("", drawn(self.spec, "svg").decode()))
+        svg = NOTHING.sub("", SAID.sub("", drawn(self.spec, "svg").decode()))
+        svg = DIGITS.sub(r"\1", svg)
         return CLIP.sub(lambda found: f"{self.name}-{found[0]}", svg)  # a page has one name space
 
 

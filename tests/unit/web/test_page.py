@@ -163,6 +163,6 @@ def test_names_of_others_stay_text(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_studies_of_one_thing_do_not_differ(study: Path, tmp_path: Path) -> None:
     again = page_of(study, make_study(tmp_path / "again", seed=1))
-    assert "again is at 30 not distinguishable" in again
+    assert "the points of again are: 30 not distinguishable" in again
     better = page_of(study, make_study(tmp_path / "better", seed=1, faster=1.2))
-    assert "better is at 20 faster, 10 not distinguishable" in better
+    assert "the points of better are: 20 faster, 10 not distinguishable" in better
