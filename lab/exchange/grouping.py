@@ -1,4 +1,4 @@
-"""Rules for buckets, chunks and trees of ranks, without torch.
+"""Rules for buckets, chunks, phases of a run and trees of ranks, without torch.
 
 The trainer and the simulator both use them, so that what they send cannot differ.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MIB = 2**20  # the unit of bucket_mb and chunk_mb, as of DDP's bucket_cap_mb; MB is 10**6
 FIRST_BUCKET_BYTES = MIB  # small, so that the first exchange starts early (as DDP does)
@@ -120,6 +120,21 @@ def check_chunk_mb(chunk_mb: ChunkMB) -> None:
             f"exchange.chunk_mb={chunk_mb}: must be null, a number above 0, or a mapping with "
             f"such a value for each of {' and '.join(LIBRARIES)}"
         )
+
+
+def checked_ends(until: Any, num_phases: int) -> list[float]:
+    """Return where the phases of a Schedule but the last end; ValueError: `until` does not fit."""
+    ends = list(until) if isinstance(until, Sequence) and not isinstance(until, str) else []
+    steps = all(type(end) is int and end >= 1 for end in ends)
+    shares = all(type(end) is float and 0 < end < 1 for end in ends)
+    ordered = (steps or shares) and sorted(set(ends)) == ends
+    if len(ends) != num_phases - 1 or not ordered:
+        raise ValueError(
+            f"exchange.until={until}: must be {num_phases - 1} increasing "
+            f"number{'s' if num_phases > 2 else ''}, for {num_phases} exchanges: "
+            "shares of the run between 0 and 1, or whole steps of at least 1"
+        )
+    return ends
 
 
 class Node(NamedTuple):

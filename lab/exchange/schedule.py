@@ -11,6 +11,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Exchange, Shapes, require_mean
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
+from lab.exchange.grouping import checked_ends
 
 
 class Composite(Exchange):
@@ -126,7 +127,7 @@ class Schedule(Composite):
         named = {"first": first, "second": second, "third": third}
         phases = {name: exchange for name, exchange in named.items() if exchange is not None}
         super().__init__(phases, "exchange.")
-        self.until = _checked_ends(until, len(phases))
+        self.until = checked_ends(until, len(phases))
 
     def add_cost(self, costs: Costs) -> bool:
         """Add each phase's stages for its share of the run."""
@@ -167,17 +168,3 @@ class Schedule(Composite):
             for exchange, (start, end) in zip(self.parts.values(), spans, strict=True)
         ]
         return phases + super().choices()
-
-
-def _checked_ends(until: Any, num_phases: int) -> list[float]:
-    ends = list(until) if isinstance(until, Sequence) and not isinstance(until, str) else []
-    steps = all(type(end) is int and end >= 1 for end in ends)
-    shares = all(type(end) is float and 0 < end < 1 for end in ends)
-    ordered = (steps or shares) and sorted(set(ends)) == ends
-    if len(ends) != num_phases - 1 or not ordered:
-        raise ValueError(
-            f"exchange.until={until}: must be {num_phases - 1} increasing "
-            f"number{'s' if num_phases > 2 else ''}, for {num_phases} exchanges: "
-            "shares of the run between 0 and 1, or whole steps of at least 1"
-        )
-    return ends

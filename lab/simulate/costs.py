@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from lab.exchange.cost import Shape, Sizes
-from lab.exchange.grouping import MIB, ChunkMB, chunk_mb_over
+from lab.exchange.grouping import MIB, ChunkMB, checked_ends, chunk_mb_over
 from lab.model.profile import VALUE_BYTES
 from lab.settings.config import build, choices_of
 from lab.settings.files import read_file
@@ -193,11 +193,18 @@ def longest_phase(exchange: Settings) -> Settings:
 
 
 def in_shares(exchange: Settings, num_steps: int | None) -> Settings:
-    """Return an exchange whose phases, if it has some in steps, are shares of `num_steps`."""
-    if class_of(exchange) != "Schedule" or num_steps is None:
+    """Return an exchange whose phases, if it has some in steps, are shares of `num_steps`.
+
+    Raises:
+        ValueError: phases do not end where those of a Schedule may.
+    """
+    if class_of(exchange) != "Schedule":
         return exchange
-    ends = [end if end < 1 else end / num_steps for end in exchange["until"]]
     lasting = ways_of(exchange)
+    until = checked_ends(exchange["until"], len(lasting))
+    if num_steps is None:
+        return exchange
+    ends = [end if end < 1 else end / num_steps for end in until]
     # Phases that would begin after the run's last step are left out.
     kept = 1 + sum(end < 1 for end in ends)
     unused = dict.fromkeys(list(lasting)[kept:])

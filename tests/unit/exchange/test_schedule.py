@@ -180,3 +180,6 @@ def test_a_prediction_of_phases_in_steps_needs_the_length_of_the_run() -> None:
     assert strategy("steps=50").exchange["third"] is None
     with pytest.raises(ValueError, match=r"until=\[20, 60\]: a prediction needs the length"):
         strategy()
+    for settings in ([], ["steps=200"]):
+        with pytest.raises(ValueError, match=r"until=\[20\]: must be 2 increasing numbers, for 3"):
+            strategy("exchange.until=[20]", *settings)
