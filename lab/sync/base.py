@@ -322,7 +322,8 @@ class Reached:
     step, uncounted, which no host waits for unless its rank lacks a gradient. Where nobody has one,
     it stays None, and what the exchange keeps of this parameter is put back as it was.
 
-    Args: names: of all parameters that are exchanged, alike on all ranks.
+    Args:
+        names: of all parameters that are exchanged, alike on all ranks.
     """
 
     def __init__(self, names: Iterable[str], exchange: Exchange, device: torch.device) -> None:
