@@ -39,7 +39,7 @@ HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score
 MOST_SERIES = 40  # of a chart; more look alike
 MOST_TIMELINES = 8  # of a study: first repeats of as many breakdowns
 ABOUT = {
-    **{"runs": "{} runs", "model": "model {}", "data": "data {}", "device": "on {}"},
+    **{"model": "model {}", "data": "data {}", "device": "on {}"},
     **{"measured": "measured {}"},
 }
 MACHINE = {
@@ -125,7 +125,12 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         points=points,
         floor=floor,
         finding=found,
-        about=" · ".join(text.format(facts[key]) for key, text in ABOUT.items() if key in facts),
+        about=" · ".join(
+            [
+                facts["runs"] + " run" + "s" * (facts["runs"] != "1"),
+                *(text.format(facts[key]) for key, text in ABOUT.items() if key in facts),
+            ]
+        ),
         facts=facts,
         notes=[note for note in notes if note],
         tables=[points_table(points, floor, f"{prefix}points")],

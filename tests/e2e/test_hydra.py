@@ -107,10 +107,12 @@ def test_a_program_of_ones_own_trains_on_two_ranks(
     monkeypatch.chdir(tmp_path)
     with initialize_config_module("lab.conf", version_base="1.3"):
         config = compose("train", ["strategy=onebit", "steps=4", "study=mine", "device=cpu"])
-    with pytest.raises(lab.ConfigError, match="batch_size=128: 3 ranks"):
+    with pytest.raises(
+        lab.ConfigError, match="batch_size=128: must be a multiple of 3 for 3 ranks"
+    ):
         lab.run(config, world_size=3)
     config.optim.lr = -1
-    with pytest.raises(RuntimeError, match="has not begun"):
+    with pytest.raises(RuntimeError, match="did not begin"):
         lab.run(config)
     config.optim.lr = 0.01
     record = lab.run(config, world_size=2)

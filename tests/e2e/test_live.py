@@ -56,7 +56,7 @@ def test_a_sweep_is_watched_stopped_and_resumed(
     wait_for(lambda: json.loads(get(f"{address}progress"))["num_drawn"] >= 1)
     page = get(address)
     assert "Stop the sweep" in page
-    assert "lab.sweep study=watched strategy=none" in page
+    assert "<h1>watched</h1>" in page
 
     root = address.rpartition("/")[0].rpartition("/")[0]
     for wrong in (f"{root}/", f"{root}/guess/", f"{address}../etc/passwd", f"{address}record.json"):
