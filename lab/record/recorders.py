@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from lab.record.run_directory import OUTPUT
 from lab.record.schema import Record
 from lab.settings import checks, names
 from lab.settings.secrets import is_secret
@@ -322,8 +323,12 @@ class MlflowRecorder:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files of a run: its settings, record and tables, without checkpoints."""
-    return sorted(p for p in directory.iterdir() if p.is_file() and not p.name.startswith("."))
+    """Return the files of a run: its settings, record and tables, without checkpoints.
+
+    Its output is not among them: a sweep hides the secrets in it only when its ranks have ended.
+    """
+    files = (p for p in directory.iterdir() if p.is_file() and p.name != OUTPUT)
+    return sorted(p for p in files if not p.name.startswith("."))
 
 
 def _require_package(name: str) -> None:

@@ -24,6 +24,7 @@ from lab.settings.storage import (
 )
 
 SETTINGS = "config.yaml"
+OUTPUT = "output.log"  # of the ranks of a cell
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # time for a killed run to disappear
 

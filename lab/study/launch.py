@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.cluster.settings import Cluster
+from lab.record.run_directory import OUTPUT
 from lab.record.schema import Record, Status, read_record
 from lab.settings.errors import ConfigError
 from lab.settings.secrets import without_secrets
@@ -90,7 +91,7 @@ def run_cells(
             on another host, which cannot hold it.
     """
     directories = [make_directory(root, cell) for cell in cells]
-    log, one = directories[0] / "output.log", cells[0]
+    log, one = directories[0] / OUTPUT, cells[0]
     settings = [settings_of(root, cell) for cell in cells]
     train = ["-m", "lab.train", *settings[0]]
     if turns is not None:

@@ -18,6 +18,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.record.run_directory import OUTPUT
 from lab.record.schema import Record, Status
 from lab.settings.config import ConfigError
 from lab.study.grid import Cell
@@ -113,7 +114,7 @@ def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
     """Submit `cells`, all with the same number of ranks. Their jobs read files in `folder`."""
     folder.mkdir(parents=True)
     for number, cell in enumerate(cells, start=1):
-        log = make_directory(root, cell) / "output.log"
+        log = make_directory(root, cell) / OUTPUT
         log.touch()
         (folder / f"{number}.log").symlink_to(log)
     listing = folder / "cells"
@@ -186,11 +187,11 @@ def _record(directory: Path, task: Task, timeout_s: float) -> Record:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
-    hide_secrets(directory / "output.log")
+    hide_secrets(directory / OUTPUT)
     if task.timed_out:
         error = f"cell_timeout_s={timeout_s:g}: still running"
         return record_of(directory, task.cell, "timeout", error)
-    said = last_error(directory / "output.log")
+    said = last_error(directory / OUTPUT)
     if task.state != "FAILED" or not said:
         said = f"SLURM reports {task.state}; {said}".removesuffix("; ")
     return record_of(directory, task.cell, ENDED[task.state], said)

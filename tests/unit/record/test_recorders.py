@@ -76,6 +76,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wandb") / "cell"
     folder.mkdir()
     (folder / "record.json").write_text("{}")
+    (folder / "output.log").write_text("of a rank, which may print a secret")
     use(WandbRecorder("lab", "offline", tags=["a", "b"]), folder)
     return folder
 
@@ -152,6 +153,7 @@ def test_mlflow_has_a_run_for_a_cell_and_goes_on_with_it(
     store, folder = str(tmp_path / "store"), tmp_path / "cell"
     folder.mkdir()
     (folder / "record.json").write_text("{}")
+    (folder / "output.log").write_text("of a rank, which may print a secret")
     use(MlflowRecorder(store), folder)
     use(MlflowRecorder(store), folder, first_step=2)
     client = mlflow.MlflowClient(store)
