@@ -189,12 +189,12 @@ def test_wheel_runs_without_root_home_compiler_and_git(
     assert carried.read_text() == (ROOT / "launch" / "slurm.sbatch").read_text()
     home, work, job = tmp_path / "home", tmp_path / "work", " ".join(QUICK)
     sweep = anybody(f"python -m lab.sweep study=mine strategy=onebit world_size=2 {job}", work)
-    plot = anybody("python -m lab.plot runs/mine", work)
-    assert (sweep.code, plot.code) == (0, 0), sweep.err + plot.err
+    assert sweep.code == 0, sweep.err
     (cell,) = work.glob("runs/mine/*/record.json")
     said = cell.with_name("output.log").read_text()
     assert said.count("plain torch is used") == said.count("Warning") == 1
-    assert list(work.glob("runs/mine/**/*.png"))
+    plot = anybody("python -m lab.plot runs/mine", work)  # ranks need none of what it draws with
+    assert (plot.code, plot.err.count("\n")) == (2, 1) and "'scaling-lab[report]'" in plot.err
     for line in (f"lab.train {job}", "lab.bench codec out=a.json"):
         closed = anybody(f"python -m {line}", home)
         assert (closed.code, len(closed.err.splitlines())) == (2, 1)
