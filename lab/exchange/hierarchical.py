@@ -60,7 +60,6 @@ class Hierarchical(Staged):
             )
         self.inter = inter
         self.exact, self.takes_divided = inter.exact, inter.takes_divided
-        self.keeps_residuals = inter.keeps_residuals
         self.dtypes, self.staged = inter.dtypes, inter.staged
         self.steady_from = inter.steady_from
         self.needs_send_recv = inter.needs_send_recv

@@ -36,7 +36,6 @@ class Composite(Exchange):
         all_parts = self.parts.values()
         self.dtypes = frozenset.intersection(*(exchange.dtypes for exchange in all_parts))
         self.exact = all(exchange.exact for exchange in all_parts)
-        self.keeps_residuals = any(exchange.keeps_residuals for exchange in all_parts)
         self.staged = all(exchange.staged for exchange in all_parts)
         self.needs_send_recv = any(exchange.needs_send_recv for exchange in all_parts)
         self.needs_like_gpus = any(exchange.needs_like_gpus for exchange in all_parts)

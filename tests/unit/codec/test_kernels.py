@@ -90,15 +90,18 @@ def assert_same_message(codec: Codec, layout: Layout, ours: Tensor, theirs: Tens
     """
     for piece in layout.pieces:
         header, payload = (piece.rows * size for size in codec.row_bytes(piece.columns))
-        scales = [m[piece.header :][:header].view(piece.rows, -1) for m in (ours, theirs)]
-        one, other = (scale.view(torch.float32) for scale in scales)
+        scales = [m[piece.header :][:header] for m in (ours, theirs)]
+        one, other = (scale.view(torch.float32).view(piece.rows, -1) for scale in scales)
         assert torch.equal(one.isfinite(), other.isfinite())
         assert close(one[one.isfinite()], other[one.isfinite()])
         finite = one.isfinite().all(dim=1)
         bits = [m[piece.payload :][:payload].view(piece.rows, -1) for m in (ours, theirs)]
         if isinstance(codec, Cast | Float8):  # NaN has many patterns, and zero two
-            both = zip(scales, bits, strict=True)
-            assert close(*(codec.read(*each, piece.columns)[finite] for each in both))
+            read = (
+                codec.read(scale.view(piece.rows, -1), payloads, piece.columns)[finite]
+                for scale, payloads in zip(scales, bits, strict=True)
+            )
+            assert close(*read)
         else:
             assert torch.equal(*(each[finite] for each in bits))
     for _, number, at in layout.copies:
