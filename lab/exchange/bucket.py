@@ -108,6 +108,7 @@ class BucketPlan:
 
     Attributes:
         hides: `pack` leaves no `grad`, so that `show` finds gradients that grow after it.
+        is_hidden: it has left none, and `show` is to set it.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class BucketPlan:
         self.dtype = dtype or next(iter(parameters.values())).dtype
         self.in_place = in_place and not self._missing
         self.label = label(self.shapes)
-        self.hides = False
+        self.hides = self.is_hidden = False
         self._plans = Plans()
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
@@ -181,6 +182,7 @@ class BucketPlan:
             for name, gradient, values in zip(self._in_flat, seen, self._values, strict=True):
                 if gradient is not None and gradient is not values:
                     return name
+        self.is_hidden = False
         self._set_gradients()
         return None
 
@@ -214,6 +216,7 @@ class BucketPlan:
         except (TypeError, RuntimeError):
             return False
         if self.hides:
+            self.is_hidden = True
             for parameter in self._ordered:
                 parameter.grad = None
         else:

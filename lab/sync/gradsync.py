@@ -143,8 +143,8 @@ class Arrivals:
         Raises:
             RuntimeError: a gradient has grown after it had been sent.
         """
-        for place in self._lasts:
-            if grown := self._buckets[place].show():
+        for bucket in self._buckets:
+            if bucket.is_hidden and (grown := bucket.show()):
                 _refuse(grown, "2 or more", 1)
 
     def _watch(self) -> None:
