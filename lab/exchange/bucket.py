@@ -177,14 +177,17 @@ class BucketPlan:
 
     def show(self) -> str | None:
         """Set `grad` that `pack` has hidden; return the name of a parameter that has a new one."""
-        seen = [parameter.grad for parameter in self._ordered]
-        if any(map(is_not, seen, repeat(None))):  # rare, and legal if `pack` could not hide it
-            for name, gradient, values in zip(self._in_flat, seen, self._values, strict=True):
-                if gradient is not None and gradient is not values:
-                    return name
+        for name, parameter in self._in_flat.items():
+            if parameter.grad is not None:
+                return name
         self.is_hidden = False
         self._set_gradients()
         return None
+
+    def _hide_gradients(self) -> None:
+        self.is_hidden = True
+        for parameter in self._ordered:
+            parameter.grad = None
 
     def _set_gradients(self) -> None:
         for parameter, values in zip(self._ordered, self._values, strict=True):
@@ -216,9 +219,7 @@ class BucketPlan:
         except (TypeError, RuntimeError):
             return False
         if self.hides:
-            self.is_hidden = True
-            for parameter in self._ordered:
-                parameter.grad = None
+            self._hide_gradients()
         else:
             self._set_gradients()
         return True
@@ -240,6 +241,8 @@ class BucketPlan:
             if not is_view:
                 copied.append((as_real(gradient), values))
         bucket.copied, bucket.lacking = copied, lacking
+        if self.hides:
+            self._hide_gradients()
 
     def _allocated(self) -> Tensor:
         """Return the buffer; make it, and its views, for the first step."""

@@ -258,6 +258,33 @@ def test_a_gradient_that_grows_after_its_bucket_has_left_is_refused(counts: bool
         run_ranks(1, rank_main)
 
 
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.words(words))
+
+
+def test_a_sparse_gradient_that_grows_after_its_bucket_has_left_is_refused() -> None:
+    def rank_main(comm: Comm) -> None:
+        sync = made(GradSync, net := Sparse(), comm, Recording(), overlap=True, bucket_mb=None)
+        words = torch.tensor([1, 2])
+        with sync:
+            for late in (False, False, True):
+                net.zero_grad()
+                with sync.micro_batch(last=True):
+                    net(words).sum().backward()
+                    if late:
+                        net.out(torch.ones(1, 3)).sum().backward()
+                sync.finish()
+                assert all(p.grad is not None and not p.grad.is_sparse for p in net.parameters())
+
+    with pytest.raises(RuntimeError, match=r"^out\.\w+: its gradient grew again after it had"):
+        run_ranks(1, rank_main)
+
+
 class Later(Done):
     """A collective that notes when it is waited for."""
 
