@@ -105,13 +105,15 @@ class Observer:
 class Check:
     """Examination of a run whose steps call these methods. This one looks at nothing.
 
-    Attributes: certificate: the result, once there is one.
+    Attributes:
+        certificate: the result, once there is one.
+        is_over: it looks at no later step; nobody calls it then.
     """
 
     _is_told = False
 
     def __init__(self, certificate: Certificate | None = None) -> None:
-        self.certificate = certificate
+        self.certificate, self.is_over = certificate, True
 
     def news(self) -> Certificate | None:
         """Return the certificate once, when it is new."""
@@ -119,11 +121,6 @@ class Check:
             return None
         self._is_told = True
         return self.certificate
-
-    @property
-    def is_over(self) -> bool:
-        """True if it looks at no later step."""
-        return True
 
     def __enter__(self) -> Self:
         return self
@@ -146,38 +143,39 @@ class GradientCheck(Check):
     def __init__(self, model: nn.Module, sync: Sync, about: About) -> None:
         super().__init__()
         self._model, self._sync, self._about = model, sync, about
-        self._observer: Observer | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self._observer is None
+        self._observer: Observer  # until this is over
 
     def __enter__(self) -> Self:
         if self.certificate is None:
             self._observer = Observer(self._model, self._sync, self._about)
+            self.is_over = False
         return self
 
     def __exit__(self, kind: object = None, error: object = None, *_: object) -> None:
-        if self._observer and kind is None:
-            self._issue(self._observer)
-        elif self._observer:
-            self._observer.close()
+        if not self.is_over:
+            examination = self._end()
+            if kind is None:
+                self.certificate = examination.certificate()
         if isinstance(error, CertificateError):
             self.certificate = error.certificate
 
     def after_gradients(self) -> None:
-        if self._observer:
-            self._judge(self._observer, self._observer.seen(self._sync.loss_factor))
+        self._judge(self._observer.seen(self._sync.loss_factor))
 
-    def _judge(self, observer: Observer, seen: Seen) -> None:
-        observer.add(seen)
-        if observer.examination.is_done:
-            self._issue(observer)
+    def _judge(self, seen: Seen) -> None:
+        self._observer.add(seen)
+        self._end_if_done()
 
-    def _issue(self, observer: Observer) -> None:
-        self._observer = None
-        observer.close()
-        self.certificate = observer.examination.certificate()
+    def _end_if_done(self) -> None:
+        if self._observer.examination.is_done:
+            self.certificate = self._end().certificate()
+
+    def _end(self) -> Examination:
+        self._observer.close()
+        examination = self._observer.examination
+        del self._observer  # and what it keeps
+        self.is_over = True
+        return examination
 
 
 class LateCheck(GradientCheck):
@@ -190,8 +188,6 @@ class LateCheck(GradientCheck):
 
     def after_gradients(self) -> None:
         observer = self._observer
-        if observer is None:
-            return
         self._sync.settle()
         seen, sent = observer.seen(self._sync.loss_factor), observer.sent()
         if self._before is not None:
@@ -199,8 +195,7 @@ class LateCheck(GradientCheck):
             observer.examination.add(arrived, self._before[1], observer.buckets)
         self._before = seen, sent
         observer.forget()
-        if observer.examination.is_done:
-            self._issue(observer)
+        self._end_if_done()
 
 
 class HeldCheck(GradientCheck):
@@ -211,24 +206,22 @@ class HeldCheck(GradientCheck):
 
     def after_gradients(self) -> None:
         assert isinstance(self._sync, PrioritySync)
-        if self._observer:
-            with self._sync.arrived():
-                super().after_gradients()
+        with self._sync.arrived():
+            super().after_gradients()
 
 
 class RootCheck(GradientCheck):
     """A check of RootUpdate: the root has the mean gradient, and all ranks its weights."""
 
     def after_gradients(self) -> None:
-        if self._observer:
-            self._seen = self._observer.seen(self._sync.loss_factor)
+        self._seen = self._observer.seen(self._sync.loss_factor)
 
     def after_weights(self) -> None:
-        if observer := self._observer:
-            weights = observer.watch.weights()
-            on_root = torch.full_like(self._seen.judged, float(self._sync.comm.rank == 0))
-            self._judge(observer, replace(self._seen, judged=on_root))
-            observer.examination.check_weights(weights)
+        observer = self._observer
+        weights = observer.watch.weights()
+        on_root = torch.full_like(self._seen.judged, float(self._sync.comm.rank == 0))
+        self._judge(replace(self._seen, judged=on_root))
+        observer.examination.check_weights(weights)
 
 
 class ChangeCheck(GradientCheck):
@@ -246,7 +239,7 @@ class ChangeCheck(GradientCheck):
         if self._local.outer.state and self.certificate is None:
             self.certificate = unchecked("outer momentum was resumed")
         super().__enter__()
-        if self._observer:
+        if not self.is_over:
             self._anchor = self._observer.watch.images(self._local.anchor)
             self._start = torch.cat(
                 [self._anchor[:, 0], self._observer.watch.start()[len(self._anchor) :]]
@@ -258,13 +251,13 @@ class ChangeCheck(GradientCheck):
 
     def before_weights(self, last: bool) -> None:
         local = self._local
-        if self._observer and (last or (local.step + 1) % local.every == 0):
+        if last or (local.step + 1) % local.every == 0:
             self._observer.watch.reset()
             self._observer.begin()
             self._weights = self._observer.watch.images()
 
     def after_weights(self) -> None:
-        if self._observer is None or self._local.in_round:
+        if self._local.in_round:
             return
         observer, (group, *_) = self._observer, self._local.outer.param_groups
         moved = self._anchor - observer.watch.images()
@@ -284,7 +277,7 @@ class ChangeCheck(GradientCheck):
             largest=scale,  # no change of a value exceeds the norm of all
         )
         observer.examination.add(seen, observer.sent(), observer.buckets)
-        self._issue(observer)
+        self.certificate = self._end().certificate()
 
 
 def _unchecked(reason: str) -> Check:

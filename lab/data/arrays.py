@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.data import existing, held_out, reading
-from lab.data.tensors import TensorData
+from lab.data import TensorData, existing, held_out, reading
 from lab.settings import checks
 
 LAYOUT = "give an .npz file, a folder of .npy files, or a .parquet table"

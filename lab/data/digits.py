@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate
 
-from lab.data.tensors import TensorData, image_data
+from lab.data import TensorData, image_data
 from lab.settings import checks
 
 NATIVE_PX = 8

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lab.data import Data, GlobalSampler, rank_batches
-from lab.data.tensors import TensorData
+from lab.data import Data, GlobalSampler, TensorData, rank_batches
 
 HOLD_OUT = 10  # without a test part, one sample in this many is for testing
 CHECKED = 64  # targets to look at where they cannot tell the number of classes anyway

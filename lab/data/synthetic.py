@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lab.data.tensors import TensorData, image_data
+from lab.data import TensorData, image_data
 from lab.data.tokens import Windows
 from lab.settings import checks
 

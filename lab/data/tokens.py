@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.data import GlobalSampler, existing, held_out, rank_batches, reading
-from lab.data.tensors import to_device
+from lab.data import GlobalSampler, existing, held_out, rank_batches, reading, to_device
 from lab.settings import checks
 
 NUM_BYTES = 256

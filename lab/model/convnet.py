@@ -22,8 +22,10 @@ Stacked = int | tuple[int, int, int, int] | nn.Module
 Net = TypeVar("Net", bound=nn.Module)
 
 
-class ConvNet(nn.Module):
+class ConvNet(nn.Sequential):
     """A head over convolution features, separate so that a transform can replace the head.
+
+    Maps images [batch, C, H, W] to outputs [batch, output_size].
 
     Args:
         features: [batch, *input_shape] -> [batch, *feature_shape].
@@ -41,10 +43,6 @@ class ConvNet(nn.Module):
         self.features = features
         self.classifier = classifier
         self.feature_shape = feature_shape
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images [batch, C, H, W] to outputs [batch, output_size]."""
-        return self.classifier(self.features(images))
 
 
 def stacked(channels: int, *layers: Stacked) -> nn.Sequential:

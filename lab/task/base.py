@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
@@ -20,11 +21,14 @@ class Task(ABC):
         name: the task's choice in the group `task`.
         prediction: name of one prediction, in the singular.
         num_sums: length of `sums`.
+        loss: takes outputs [batch, *output_shape] and targets [batch, ...]; returns the mean loss
+            of the batch's predictions, float [], for backward.
     """
 
     name: ClassVar[str]
     prediction: ClassVar[str] = "prediction"
     num_sums: ClassVar[int]
+    loss: Callable[[Tensor, Tensor], Tensor]
 
     @abstractmethod
     def output_shape(self, targets: Tensor, num_classes: int | None) -> tuple[int, ...]:
@@ -35,15 +39,6 @@ class Task(ABC):
             num_classes: targets are indices below it; None: they are not indices.
 
         Raises: ValueError: the task cannot learn these targets.
-        """
-
-    @abstractmethod
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of a batch's predictions, float [], for backward.
-
-        Args:
-            outputs: [batch, *output_shape].
-            targets: [batch, ...].
         """
 
     @abstractmethod

@@ -19,6 +19,7 @@ class Classification(Task):
 
     name = "classification"
     num_sums = 3
+    loss = staticmethod(cross_entropy)
 
     def output_shape(self, targets: Tensor, num_classes: int | None) -> tuple[int, ...]:
         if num_classes is None or targets.dtype != torch.int64 or targets.ndim != 1:
@@ -30,9 +31,6 @@ class Classification(Task):
             )
         self._require_indices(targets, num_classes, "class indices")
         return (num_classes,)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Loss, samples classified correctly, samples."""

@@ -279,15 +279,18 @@ class Trainer(Measured[Sync]):
             total += loss.detach()
         with clock.phase("exchange"):  # the part that backward did not hide
             finite = sync.finish()
-        self.check.after_gradients()
+        if not self.check.is_over:
+            self.check.after_gradients()
         self.check_last_step()  # before the update, so that weights show the error
         with clock.phase("update"):
             self._update(finite, before)
         last = self.progress.step + 1 == self.total_steps
-        self.check.before_weights(last)
+        if not self.check.is_over:
+            self.check.before_weights(last)
         with clock.phase("exchange"):  # of weights
             late = sync.after_update(last)
-        self.check.after_weights()
+        if not self.check.is_over:
+            self.check.after_weights()
         return total if self.loss_scale else marked(total, finite, late)
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:

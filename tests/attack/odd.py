@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lab.data.tensors import TensorData
+from lab.data import TensorData
 
 SIDE, CLASSES, FAULT = 16, 10, 3  # FAULT: the forward whose gradient has a bad value
 SHAPES: dict[str, list[tuple[int, ...]]] = {

@@ -17,8 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lab.codec import build
-from lab.data import GlobalSampler
-from lab.data.tensors import TensorData
+from lab.data import GlobalSampler, TensorData
 from lab.distributed import world as worlds
 from lab.distributed.comm import Collective, Comm
 from lab.distributed.worker import InlineWorker

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lab.data import GlobalSampler
+from lab.data import GlobalSampler, TensorData
 from lab.data.synthetic import synthetic
-from lab.data.tensors import TensorData
 from lab.task.tasks import Classification
 
 ZERO = 0

@@ -164,11 +164,14 @@ def _step(
             loss = zoo.loss_of(sync.module(*inputs(chance, sync.comm.rank))) / case.accumulate
             loss.backward(torch.full_like(loss, sync.loss_factor))
     sync.finish()
-    check.after_gradients()
+    if not check.is_over:
+        check.after_gradients()
     sync.update(optimizer)
-    check.before_weights(last)
+    if not check.is_over:
+        check.before_weights(last)
     sync.after_update(last)
-    check.after_weights()
+    if not check.is_over:
+        check.after_weights()
 
 
 NO_FP16 = (

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lab.data import TensorData
 from lab.data.synthetic import synthetic
-from lab.data.tensors import TensorData
 
 
 def a_class_too_many(*, seed: int, device: torch.device, **_: Any) -> TensorData:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.data import TensorData
 from lab.data.arrays import arrays
-from lab.data.tensors import TensorData
 from tests.support import refusing
 
 CPU = torch.device("cpu")

@@ -20,11 +20,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch import Tensor
 
-from lab.data import Data, GlobalSampler
+from lab.data import Data, GlobalSampler, TensorData
 from lab.data.digits import _rotate, digits, rotated_digits
 from lab.data.imagefolder import CorruptImage, ImageFolder, Sample, centre_crop, random_crop
 from lab.data.synthetic import synthetic, synthetic_tokens
-from lab.data.tensors import TensorData
 from lab.settings.files import conf_dir
 from tests.conftest import ROOT
 from tests.support import refusing
