@@ -11,7 +11,7 @@ from lab.study.grid import WORLD_SIZE
 COMMAND = Command(
     "lab.advise",
     """\
-Rank strategies, numbers of ranks and batches, with exact and lossy strategies apart. Settings are
+Rank options (strategy, number of ranks, batch size), exact and lossy ones separately. Settings are
 those of lab.predict. Without strategy=, world_size= or batch_size=, the command chooses a grid: all
 strategies with a cost model that fit the other settings, and ranks up to the hardware's size.""",
     (

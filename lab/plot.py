@@ -13,7 +13,9 @@ from lab.settings.fields import own_settings, setting
 
 @dataclass(frozen=True)
 class Settings:
-    out: Path | None = setting(None, "folder to write to; null: STUDY/figures, or A+B of several")
+    out: Path | None = setting(
+        None, "folder to write to; null: STUDY/figures, or A+B for several studies"
+    )
     format: tuple[str, ...] = setting(("png", "svg"), "list of formats", ("png", "svg", "pdf"))
     only: tuple[str, ...] | None = setting(
         None, "list of figures, by name or by the first part of the name; null: all"
@@ -39,7 +41,7 @@ COMMAND = Command(
     """\
 Draw the figures of a study and print its table; or draw the timeline of a measure=breakdown cell.
 It also writes summary.csv (a row per point), and records.csv and records.parquet (all data of each
-cell). Several studies, such as those of several machines, are shown as one.""",
+cell). Several studies, such as from several machines, are shown as one.""",
     (
         "python -m lab.plot runs/demo",
         "python -m lab.plot runs/demo baseline=allreduce",

@@ -14,8 +14,8 @@ COMMAND = Command(
 Predict the step time of a grid of cells. Any setting of lab.train accepts a list.
 profile=... names the measured times of a model's layers; without it, those of model=... are
 estimated from its counted operations and the hardware's device. hardware.KEY=... and
-profile.KEY=... change single figures. profile.from=trace.json.gz takes the times from a trace of
-torch.profiler of several GPUs. With neither, the profile is alexnet_titanx.""",
+profile.KEY=... change individual values. profile.from=trace.json.gz takes the times from a
+torch.profiler trace of several GPUs. With neither, the profile is alexnet_titanx.""",
     (
         "python -m lab.predict strategy=none,tree,overlap,onebit world_size=1,2,4 "
         "batch_size=128,256",

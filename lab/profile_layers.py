@@ -26,9 +26,9 @@ class Settings:
 COMMAND = Command(
     "lab.profile_layers",
     """\
-Measure forward and backward of each layer, and the rest of a step, as a profile of the model.
+Measure each layer's forward and backward, and the rest of a step, as a profile of the model.
 model=replay replays it and lab.predict reads it. A line through the times of several batches
-separates the fixed part from the time of each sample. Give several, as in batch_size=16,32,64; a
+separates the fixed part from the time per sample. Give several, as in batch_size=16,32,64; a
 single batch size is measured together with a quarter of it.""",
     (
         "python -m lab.profile_layers model=lenet",

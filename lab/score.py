@@ -25,8 +25,8 @@ COMMAND = Command(
     "lab.score",
     """\
 Fit hardware to a study's cells on one and two ranks; score predictions of all others. It also
-scores the advice where several strategies were measured in the same conditions. For
-`published`, it fits terms of GPUs to published scaling; other sources' terms score each source.""",
+scores the advice where several strategies were measured under the same conditions. For `published`,
+it fits GPU terms to published scaling, and scores each source with terms fitted to the others.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",

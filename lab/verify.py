@@ -16,7 +16,9 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Settings:
-    runs: Path | None = setting(None, "the study of measured cells; with all, a folder of studies")
+    runs: Path | None = setting(
+        None, "the study with the measured cells; with all, a folder of studies"
+    )
     benches: Path | None = setting(None, "results of lab.bench, for claims about one device")
     out: Path | None = file_setting("FILE.md for the page; figures go into the folder FILE", ".md")
     config_dir: str | None = folder_setting("a folder with claims/, hardware/ and profile/ files")

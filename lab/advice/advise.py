@@ -241,8 +241,8 @@ def _group(advice: Advice) -> Group:
     if len(named) != 1:
         known = "; ".join(group.conditions for group in groups)
         raise ValueError(
-            f"fit={advice.prediction.own.fit}: its cells were measured in several conditions; add "
-            f"the settings of one of them: {known}"
+            f"fit={advice.prediction.own.fit}: its cells were measured under several conditions; "
+            f"add the settings of one of them: {known}"
         )
     return named[0]
 

@@ -46,12 +46,12 @@ class OwnSettings:
         None, "samples per epoch; epochs=... sets the number of epochs", above=0
     )
     price_per_hour: float | None = setting(
-        None, "price of a device, or of a node if price_of=node", above=0
+        None, "price per device, or per node if price_of=node", above=0
     )
-    price_of: str = setting("device", "whether the price is that of a device or of a node", UNITS)
+    price_of: str = setting("device", "whether the price is per device or per node", UNITS)
     knee: float = setting(
         1.5,
-        "factor by which throughput must grow for twice as many ranks to be worthwhile",
+        "factor by which throughput must grow for doubling the ranks to be worthwhile",
         at_least=1,
         at_most=2,
     )
@@ -84,7 +84,7 @@ class Target:
         """
         if own.target == "cost" and own.price_per_hour is None:
             raise ConfigError(
-                "target=cost: needs price_per_hour=, the price of a device (or of a node, with "
+                "target=cost: needs price_per_hour=, the price per device (or per node, with "
                 "price_of=node)"
             )
         least = _least_efficiency(own.target)

@@ -44,14 +44,14 @@ def chart(result: Row) -> Chart:
     body, width = lines(
         data,
         Axis("ranks", log=2 if len(sizes) > 1 else 0, ticks=sizes),
-        Axis("samples per second and rank"),
+        Axis("samples per second per rank"),
         looks_of(data["series"]),
         panels=lambda kind: f"{kind}, {_batch_text(best[kind])}",
         reference="alone",
     )
     first = "; ".join(f"{kind}: {_named(best[kind][0])}" for kind in kinds)
     message = f"Predicted best for {result['target']['text']}, {first}"
-    about_ = ["hollow: predicted; dotted: efficiency 1 of the first choice", *about(result)]
+    about_ = ["hollow: predicted; dotted: the first choice at efficiency 1", *about(result)]
     return Chart("advice", message, about_, body, width)
 
 
@@ -95,7 +95,7 @@ def about(result: Row) -> list[str]:
     open_values += ["the fit"] if result["fit"] else []
     return [
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
-        *([f"held-out cells of the fit: {result['errors']}"] if result["errors"] else []),
+        *([f"cells held out of the fit: {result['errors']}"] if result["errors"] else []),
         f"intervals: 95 %, given the uncertainty of {', '.join(open_values)}"
         if open_values
         else "intervals: none, because no value is uncertain",
@@ -109,14 +109,14 @@ def best_rows(result: Row, kind: str) -> list[Row]:
 
 def _meanings(result: Row) -> list[str]:
     memory = result["hardware"]["memory_bytes"]
-    device = f"of {memory / 1e9:.3g} GB of a device" if memory else "of a device of unknown size"
+    device = f"out of a device's {memory / 1e9:.3g} GB" if memory else "on a device of unknown size"
     too_large = ", ".join(result["too_large"])
     return [
         f"GB: memory for weights, gradients, optimizer and exchange, without activations, {device}",
         *([f"left out, because they need more: {too_large}"] if too_large else []),
         "limit: the resource that takes the most time, and the percentage of the step time that "
         "would be saved without it",
-        "knee: from this number of ranks on, twice as many ranks gain less than a factor of "
+        "knee: from this number of ranks on, doubling the ranks gains less than a factor of "
         f"{result['knee']:g}",
         "a larger batch changes the training, because it makes fewer updates for the same "
         "samples; batch_size=... compares options at one batch",
@@ -158,12 +158,12 @@ def _first_choice(result: Row, kind: str) -> list[str]:
     if close:
         names = ", ".join(row["series"] for row in close)
         lines += _wrapped(
-            [f"measure first, because the prediction cannot separate it from {names}; run"]
+            [f"measure first, because the prediction cannot tell it from {names}; run"]
         )
         lines += [f"  {row['command']}" for row in (first, close[0])]
     if constant := result["constant"][kind]:
         lines += _wrapped(
-            [f"one choice for all numbers of ranks and batches, as predicted: {constant}"]
+            [f"one choice for all numbers of ranks and batch sizes, as predicted: {constant}"]
         )
     return lines
 

@@ -43,8 +43,8 @@ Looks = Mapping[str, Look]
 NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")  # on its own, so no part of a name
 LOW, HIGH = 150, 190  # pixels of panels of bars, and of curves, from bottom to top
 PHASE_LOOKS: dict[str, str] = dict(zip(PHASES, (GREY, SKY, BLUE, VERMILLION, GREEN), strict=True))
-CEILING_PART, EXPOSED_PART = "step of none (ceiling)", "exposed exchange"
-WHOLE_PART = "whole step, without a step of none"
+CEILING_PART, EXPOSED_PART = "step with strategy=none (ceiling)", "exposed exchange"
+WHOLE_PART = "whole step (no strategy=none run)"
 PART_LOOKS = {CEILING_PART: BLUE, EXPOSED_PART: VERMILLION, WHOLE_PART: "#C8C8C8"}
 
 
@@ -164,9 +164,9 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         colours, step_s, runs = PART_LOOKS, points["step_s"], repeats(points)
         if parts[CEILING_PART].isna().all():
             raise NothingToDraw(
-                "there is no breakdown run, and no run of strategy=none to compare with"
+                "there is no breakdown run, and no strategy=none run to compare with"
             )
-        what = f"Steps: the step of none, and the exposed exchange, {_scaling(points)}."
+        what = f"Steps: the step with strategy=none, and the exposed exchange, {_scaling(points)}."
     shares = (parts[EXPOSED_PART] / step_s)[points["strategy"] != CEILING]
     unlike = _unlike(points)
     places = sorted(_told_once(points), key=lambda at: _place(points.loc[at], looks))
@@ -218,7 +218,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     factor = most["payload_mid"] / least["payload_mid"]
     message = f"{least['label']} sends {factor:.3g} times fewer bytes than {most['label']}"
     if factor < 1.05:
-        message = f"All series send the same amount: {most['payload_mid']:.3g} MB per rank and step"
+        message = f"All series send the same amount: {most['payload_mid']:.3g} MB per rank per step"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
     if parameters > 0:
         about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")
@@ -226,7 +226,7 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         ["Vertical lines: range from the least to the most loaded rank."] if differ.any() else []
     )
     drawn = _over_ranks(
-        *(sent, looks, width, "payload", "MB a step, busiest rank"),
+        *(sent, looks, width, "payload", "MB per step, busiest rank"),
         ideal="ring" if parameters > 0 else "",
         logarithmic=True,
     )

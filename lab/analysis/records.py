@@ -215,9 +215,7 @@ def _records_below(folder: Path) -> dict[Path, Record | str]:
             found[path] = NO_RECORD
     if not any(isinstance(record, Record) for record in found.values()):
         unread = next((why for why in found.values() if why != NO_RECORD), "")
-        raise ValueError(
-            unread or f"{folder}: contains no <cell>/record.json; give the folder of a study"
-        )
+        raise ValueError(unread or f"{folder}: contains no <cell>/record.json; give a study folder")
     return found
 
 

@@ -332,7 +332,7 @@ def _waits(timeline: Timeline) -> str:
     step = str(about["step"]).capitalize() if "step" in about else several
     of = f"{about.get('strategy', 'a run')} on {about.get('world_size', len(ranks))} ranks"
     share = f"{100 * waits_s / length_s:.0f} %"
-    return f"{step} of {of}: {1e3 * length_s:.3g} ms, of which waits are {share}"
+    return f"{step} of {of}: {1e3 * length_s:.3g} ms, of which {share} is waiting"
 
 
 def own_work(steps: pd.DataFrame) -> pd.DataFrame:
@@ -376,13 +376,13 @@ def own_work_of_ranks(steps: pd.DataFrame, record: Record, width: int = WIDTH) -
     colours = {part: colour for part, colour in OWN_COLOURS.items() if part in own}
     work_ms = 1e3 * own.drop(columns=WAIT).sum(axis=1)
     slow, others = work_ms.idxmax(), float(work_ms.median())
-    message = f"Ranks work equally long: {work_ms.min():.3g} to {work_ms.max():.3g} ms per step"
+    message = f"Work is even across ranks: {work_ms.min():.3g} to {work_ms.max():.3g} ms per step"
     if work_ms.max() > 1.05 * others:
         message = (
             f"Rank {slow} works {work_ms.max():.3g} ms per step, the median rank {others:.3g} ms"
         )
     about = [
-        f"Own work of each rank of {record.strategy}, model {record.model} · batch_size "
+        f"Each rank's own work with {record.strategy}, model {record.model} · batch_size "
         f"{record.batch_size} · device {record.device}: means of timed steps, including the gap "
         "before each step."
     ]

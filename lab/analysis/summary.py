@@ -112,7 +112,7 @@ def shared_runs(points: Iterable[Point]) -> str:
         if point.one_rank not in ("", point.series):
             users.setdefault(point.one_rank, {})[point.series] = None
     return "; ".join(
-        f"N=1 of {name} is shared by {', '.join(others)}: the same computation on one rank"
+        f"the N=1 run of {name} is shared by {', '.join(others)}: the same computation on one rank"
         for name, others in users.items()
     )
 
@@ -270,7 +270,9 @@ def _advice(points: Iterable[Point]) -> list[str]:
     counts = {point.num_repeats for point in points if point.num_repeats}
     if not counts or min(counts) >= ENOUGH_REPEATS:
         return []
-    return [f"Points with fewer than {ENOUGH_REPEATS} repeats (n) have no interval and no rank."]
+    return [
+        f"Points with fewer than {ENOUGH_REPEATS} repeats (n) have no interval and are not ranked."
+    ]
 
 
 def _scalability_lines(points: Sequence[Point]) -> list[str]:

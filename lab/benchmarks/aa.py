@@ -125,7 +125,7 @@ def _at_level(row: present.Row) -> dict[str, float | None]:
 def notes(result: dict[str, Any]) -> list[str]:
     seeds = present.span([start["order_seed"] for start in result["starts"]], "d")
     return [
-        f"pairs of equal candidates {present.on_ranks_of(result)}, so each difference found is a "
+        f"pairs of equal candidates {present.on_ranks_of(result)}, so any difference found is a "
         f"false alarm; order_seed={seeds}",
         f"between starts: Student's t over {len(result['starts'])} starts of each pair, as in "
         "step; within one start: rounds are resampled for each start, as in step starts=1",
@@ -156,6 +156,6 @@ def chart(result: dict[str, Any]) -> present.Drawn:
         f"{first['kind']} · {present.machine(result)} · {len(result['starts'])} starts; dotted: "
         "expected"
     )
-    x = Axis("level of an interval (%)", ticks=[100 * each for each in LEVELS], domain=(45, 102))
+    x = Axis("confidence level (%)", ticks=[100 * each for each in LEVELS], domain=(45, 102))
     y = Axis("intervals that contain 1 (%)", domain=(0, 100))
     return message, [about], lines(data, x, y, looks_of(data["series"]), reference="ideal")

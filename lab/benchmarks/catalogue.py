@@ -64,8 +64,8 @@ class OwnSettings:
         "aa, host, hook, step: number of starts; null: 3, or 1 under a launcher",
         at_least=1,
     )
-    order_seed: int = setting(0, "seed of the candidates' order", at_least=0)
-    aa: bool = setting(False, "step: true runs the benchmark aa")
+    order_seed: int = setting(0, "seed for the order of candidates", at_least=0)
+    aa: bool = setting(False, "step: true runs the aa benchmark")
     pairs: int = setting(200, "aa: number of pairs", at_least=1)
     runs: int = setting(
         100, "straggler: number of runs with an injected delay, and of runs without one", at_least=1
@@ -100,7 +100,7 @@ class OwnSettings:
     l1: str = setting("32768,8,64", "counters: first-level data cache: bytes, ways, bytes per line")
     l2: str = setting("8388608,16,64", "counters: second-level data cache, in the same form")
     isa: str = setting(
-        "avx", "counters: instruction set of oneDNN and MKL; avx2 is far slower", ("avx", "avx2")
+        "avx", "counters: instruction set for oneDNN and MKL; avx2 is far slower", ("avx", "avx2")
     )
     memory_gb: int | None = setting(
         None,
@@ -203,12 +203,12 @@ BENCHES = {
         only="device",
     ),
     "step": Bench(
-        "step times of strategy=A,B,... in turns, as ratios to the last",
+        "step times of strategy=A,B,... taking turns, as ratios to the last",
         "world_size starts order_seed aa pairs",
         num_variants=2,
     ),
     "aa": Bench(
-        "how often the benchmark step finds a difference between two equal candidates",
+        "how often the step benchmark finds a difference between two equal candidates",
         "world_size starts order_seed pairs",
         default="overlap",
     ),
@@ -244,7 +244,7 @@ BENCHES = {
         "what the lab's own bookkeeping adds to a step", "world_size", default="none", num_ranks=1
     ),
     "straggler": Bench(
-        "delays injected into phases of ranks, and how many of them are found",
+        "delays injected into a rank's phases, and how many of them are found",
         "runs world_size",
         default="overlap",
         fixed="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
@@ -252,8 +252,8 @@ BENCHES = {
         num_ranks=4,
     ),
     "marks": Bench(
-        "what marking a rank's own times adds to a step, compared in turns with steps "
-        "without marks",
+        "what marking a rank's own times adds to a step, measured by alternating with "
+        "unmarked steps",
         "world_size",
         default="overlap",
     ),
@@ -285,7 +285,7 @@ BENCHES = {
     ),
     "counters": _of_device(
         "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs; with "
-        "trace=FILE, metrics of kernels that a GPU counted",
+        "trace=FILE, kernel metrics counted by a GPU",
         "l1 l2 isa trace",
         f"{PROBLEM}batch_size device seed",
         group="batch_size",

@@ -268,7 +268,7 @@ def chart(result: dict[str, Any]) -> Drawn:
         for row in rows
         if row["operation"] == "encode" and not row["codec"].endswith(IN_TORCH)
     )
-    message = f"Time of codecs, over that of {against}"
+    message = f"Codec times, divided by the time of {against}"
     if encodes:
         ends_ = dict.fromkeys(f"{of:.3g} ({codec})" for of, codec in (encodes[0], encodes[-1]))
         message = f"Encode takes {' to '.join(ends_)} times as long as {against}"

@@ -287,8 +287,8 @@ def columns(result: dict[str, Any]) -> dict[str, Column]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     return [
-        f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "
-        "on its slowest rank",
+        f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call's time is "
+        "that of its slowest rank",
         "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: time divided by the time of "
         "allreduce, with 95 % intervals",
         *_notes_on_bounds(result["rows"]),
@@ -299,11 +299,11 @@ def notes(result: dict[str, Any]) -> list[str]:
 def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
     if not any(row.get("across_bytes") for row in rows):
         what = "what the busiest rank sends and receives"
-        return [f"of bound: time for {what}, at the rate of sendrecv, / time"]
-    text = "across: payload of a call that the ranks of the busiest host send to other hosts"
+        return [f"of bound: (time for {what}, at sendrecv's rate) / time"]
+    text = "across: payload per call that the busiest host's ranks send to other hosts"
     if any(row.get("link_bytes") for row in rows):
         text += "; link: what its interface counted, including headers"
-    return [text, "of bound: time for across at the rate of sendrecv's across, / time"]
+    return [text, "of bound: (time for across, at the rate of sendrecv's across) / time"]
 
 
 def chart(result: dict[str, Any]) -> Drawn:

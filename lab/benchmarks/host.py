@@ -289,7 +289,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"processor time of {threads} in a step of {result['num_parameters']} "
         f"parameters on {result['num_ranks']} ranks, less that of backward alone "
         f"({1e6 * result['plain_s']['median']:.0f} us)",
-        f"medians of {result['num_rounds']} rounds in turns; [95 % intervals] "
+        f"medians of {result['num_rounds']} interleaved rounds; [95 % intervals] "
         + intervals_of(result),
     ]
 
@@ -306,9 +306,9 @@ def chart(result: dict[str, Any]) -> Drawn:
     data["text"] = [
         f"{us:,.0f} ({factor:.2f} × DDP)" for us, factor in zip(data["value"], factors, strict=True)
     ]
-    title = "processor time added to the training thread (µs a step)"
+    title = "processor time added to the training thread (µs per step)"
     times = span(factors[1:], ".2f")
-    message = f"Exchanges cost the training thread {times} × the host time of DDP"
+    message = f"Exchanges cost the training thread {times} × DDP's host time"
     sample = f"medians of {result['num_rounds']} rounds, 95 % intervals"
     about = f"{result['num_parameters']} parameters · {machine(result)} · {sample}"
     return message, [about], bars(data, title, {"added": BLUE}, marks="DDP's time")

@@ -87,8 +87,8 @@ def columns(result: dict[str, Any]) -> dict[str, Column]:
 def notes(result: dict[str, Any]) -> list[str]:
     share = 100 * result["marks_s"] / result["rows"][1]["step_s"]["median"]
     return [
-        f"medians of {result['num_pairs']} turns of each {on_ranks_of(result)}, by the slowest "
-        "rank; [95 % intervals] resample whole rounds",
+        f"medians of {result['num_pairs']} turns per row {on_ranks_of(result)}, as timed by the "
+        "slowest rank; [95 % intervals] resample whole rounds",
         f"marks alone, in steps without work: {1e6 * result['marks_s']:.1f} us for "
         f"{result['num_buckets']} buckets, {share:.3f} % of a turn",
     ]

@@ -158,7 +158,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "
         f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
         f"extra: memory beyond what training {parameters / 1e6:.1f} M parameters needs without an "
-        "exchange (measured: the peak of none, less its buffers)",
+        "exchange (measured: the peak with strategy=none, less its buffers)",
         "optimizer: tensors of its state, on the rank with the most",
     ]
 
@@ -178,7 +178,7 @@ def chart(result: dict[str, Any]) -> present.Drawn:
         for row in rows
     )
     known = [row["of_theory"] for row in rows if row["of_theory"] is not None]
-    of_theory = f" is {present.span(known, '.2f')} of theory" if known else ""
+    of_theory = f" is {present.span(known, '.2f')} × theory" if known else ""
     sample = f"medians of {rows[0]['num_steps']} steady steps"
     drawn = bars(data, "peak of a step, busiest rank (MB)", {"measured": SKY}, marks="theory")
     message = f"Peak memory on {present.ranks_of(result)}{of_theory}"

@@ -165,13 +165,13 @@ def fastest(ratios: Mapping[str, IntervalJson | None], reference: str, what: str
     known = {name: Interval.read(ratio) for name, ratio in ratios.items()}
     name, least = min(known.items(), key=lambda item: item[1].mid)
     if least.hi < 1:
-        return f"{name} takes {least.mid:.2f} of {reference}'s {what}"
+        return f"{name} takes {least.mid:.2f} × {reference}'s {what}"
     if least.lo > 1:
         return f"{reference} beats all: {name}, the nearest, takes {least.mid:.2f} × its {what}"
     if math.isnan(least.lo):
-        return f"{name} takes {least.mid:.2f} of {reference}'s {what}; too few rounds to be sure"
+        return f"{name} takes {least.mid:.2f} × {reference}'s {what}; too few rounds to be sure"
     return (
-        f"None is significantly faster than {reference}; {name} takes {least.mid:.2f} of its {what}"
+        f"None is significantly faster than {reference}; {name} takes {least.mid:.2f} × its {what}"
     )
 
 
@@ -191,7 +191,7 @@ def threaded(result: Result) -> str:
 
 def medians_of(result: Result) -> str:
     """Write the machine, its threads and the rounds of a result in a line."""
-    return f"{threaded(result)} · medians of {result['num_rounds']} rounds in turns"
+    return f"{threaded(result)} · medians of {result['num_rounds']} interleaved rounds"
 
 
 def ranks_of(result: Result) -> str:

@@ -97,8 +97,8 @@ COLUMNS: dict[str, Column] = {
 def notes(result: dict[str, Any]) -> list[str]:
     least = (result["world_size"] - 1) / result["world_size"]
     return [
-        f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call takes as long as "
-        "on its slowest rank",
-        "sent: bytes that the interfaces counted, per rank and byte of the tensor, including "
+        f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call's time is "
+        "that of its slowest rank",
+        "sent: bytes that the interfaces counted, per rank and per byte of the tensor, including "
         f"headers and all other traffic; the least possible is {least:.3g}",
     ]

@@ -228,19 +228,19 @@ def columns(result: dict[str, Any]) -> dict[str, present.Column]:
 def notes(result: dict[str, Any]) -> list[str]:
     every, size = result["steps_per_round"], result.get("steps_per_turn")
     first = "first" if every == 1 else f"first {every}"
-    turn = f"a round has a turn of {size} steps for each row, without the {first}"
+    turn = f"a round has a turn of {size} steps for each row, not counting the {first}"
     if size is None:  # a result of before there were turns
         steps = "a step" if every == 1 else f"{every} steps"
         turn = f"a round has {steps} of each row"
     alone = [ALONE] if result["world_size"] == 1 else []
     wall = any(row.get("wall_ratio") for row in result["rows"])
     return [
-        f"medians of {result['num_pairs']} rounds {present.on_ranks_of(result)}; {turn}; a step "
-        "lasts as long as on its slowest rank",
+        f"medians of {result['num_pairs']} rounds {present.on_ranks_of(result)}; {turn}; a step's "
+        "time is that of its slowest rank",
         *alone,
         *([WALL] if wall else []),
-        f"[95 % intervals] {present.intervals_of(result)}; exposed exchange: step - step of none, "
-        "in the same run",
+        f"[95 % intervals] {present.intervals_of(result)}; exposed exchange: step - step with "
+        "strategy=none, in the same run",
     ]
 
 
@@ -270,7 +270,7 @@ def chart(result: dict[str, Any]) -> present.Drawn:
     )
     starts = len(result.get("starts") or [0])
     between = f" over {starts} starts" if starts > 1 else ""
-    sample = f"medians of {result['num_pairs']} rounds in turns, 95 % intervals{between}"
+    sample = f"medians of {result['num_pairs']} interleaved rounds, 95 % intervals{between}"
     drawn = dots(
         data[known],
         {row["name"]: looks[row["name"]] for row in rows},

@@ -34,7 +34,7 @@ from lab.record.schema import Certificate, Finding, Outcome
 
 HOW = {
     "equal start": "random projections of weights and buffers are equal on all ranks",
-    "exchanged": "delivered gradients are no rank's own",
+    "exchanged": "no delivered gradient is just one rank's own",
     "averaged once": "delivered + errors kept = the mean of the ranks' own gradients",
     "right group": "that mean is over all ranks",
     "complete": "it holds for each parameter that backward reached",
@@ -200,7 +200,7 @@ class Examination:
         for name, how in HOW.items():
             outcome: Outcome = "holds" if proven or name == "equal start" else "not checked"
             if name == "fresh" and proven and self.num_exchanges < 2:
-                why = "only one exchange was seen, so no buffer was used again"
+                why = "only one exchange was seen, so no buffer was reused"
                 yield Finding(name, "not checked", why)
             else:
                 yield Finding(name, outcome, how if outcome == "holds" else self._why_alike())

@@ -172,7 +172,7 @@ class Ledger:
             return None, last.why
         if sum(last.payload) < ENOUGH_BYTES:
             kib = sum(last.payload) / 1024
-            return None, f"{kib:.3g} KiB are too few"
+            return None, f"{kib:.3g} KiB is too little"
         ratios = [_ratio(each) for each in self.entries if each.counted is not None]
         return min(ratios), last.why
 

@@ -107,7 +107,7 @@ class Cluster:
         if self.needs_netem:
             text += f", {self.delay_ms:g} ms and {self.loss_percent:g} % loss (netem)"
         if self.slow_host is not None:
-            text += f", h{self.slow_host} slower by {self.slow_factor:g}"
+            text += f", h{self.slow_host} slowed by a factor of {self.slow_factor:g}"
         for change in self.changes:
             text += f", h{change.host} {change.to} after {change.after_s:g} s"
         return text

@@ -156,7 +156,7 @@ def find_files(path: str | None) -> tuple[list[File], list[File], int]:
     unknown = sorted(test.keys() - train.keys())
     if unknown:
         raise ValueError(
-            f"data.path={path} has no images in train/ for the class {unknown[0]} of test/; every "
+            f"data.path={path} has no images in train/ for {unknown[0]}, a class in test/; every "
             "class needs images in train/"
         )
     classes = sorted(train)

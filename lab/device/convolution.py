@@ -305,12 +305,12 @@ def chart(result: dict[str, Any]) -> Drawn:
     room = LETTER * LABEL_PX * max(map(len, layers)) + 60
     share = _seconds_of(result, BEST) / _seconds_of(result, LIBRARY.name)
     message = (
-        f"Convolutions of {result['model']}: the best of each pass takes {share:.2f} of the "
+        f"Convolutions of {result['model']}: the best of each pass takes {share:.2f} × the "
         "library's time"
     )
     sample = [
         f"{threaded(result)}, {result['batch_size']} images",
-        "forward and backward together; medians of at least six rounds in turns",
+        "forward and backward together; medians of at least six interleaved rounds",
         "no dot: the algorithm does not support a pass, or what the library executes is unknown",
     ]
     if len(layers) < len(sizes):

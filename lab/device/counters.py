@@ -134,7 +134,7 @@ def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
     if not found or not found[0]["metrics"]:
         without = f"; left out: {left_out(skipped)}" if skipped else ""
         raise ConfigError(
-            f"trace={path} contains no metrics of kernels (events of category cuda_profiler_range)"
+            f"trace={path} contains no kernel metrics (events of category cuda_profiler_range)"
             f"{without}; to record them: {RECORDING}"
         )
     total, *kernels = found
@@ -174,7 +174,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         return _notes_on_kernels(result)
     return [
         f"simulated data caches (bytes, ways, line): L1 {result['l1']}, L2 {result['l2']}; "
-        "hits of L2 are a percentage of the misses of L1",
+        "L2 hits are a percentage of L1 misses",
         f"caches are empty before each pass; oneDNN and MKL use {result['isa'].upper()}, on one "
         "thread",
         f"counting took {result['seconds']:.0f} s in all; a pass takes {result['slowdown']:.0f} "
@@ -218,7 +218,7 @@ def chart(result: dict[str, Any]) -> Drawn:
     axis = alt.Axis(labels=False, ticks=False, grid=True)
     found = alt.Chart(shares).mark_point(filled=True, size=36, opacity=1)
     found = found.encode(
-        alt.X("hits:Q", title="hits of loads (%)", scale=alt.Scale(domain=[0, 101], nice=False)),
+        alt.X("hits:Q", title="load hits (%)", scale=alt.Scale(domain=[0, 101], nice=False)),
         alt.Y("name:N", title=None, sort=names, scale=alt.Scale(domain=names), axis=axis),
         color=alt.Color("level:N", scale=level, legend=alt.Legend(columns=1)),
     ).properties(width=200, height=BAR * len(names))
@@ -314,7 +314,7 @@ def _notes_on_kernels(result: dict[str, Any]) -> list[str]:
     events, *skipped = about_trace(result)
     unnamed = any(row["name"] == UNNAMED for row in result["rows"])
     return [
-        f"{events}; names are shortened here, and complete in out=FILE",
+        f"{events}; names are shortened here; out=FILE has them in full",
         *skipped,
         *shared,
         "metrics ending in .sum are added over launches; for .min and .max the extreme is shown, "

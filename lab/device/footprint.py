@@ -320,12 +320,12 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     measured = (
-        "measured: the peak of resident memory that Linux reports, less that before the model was "
-        "built; on one thread, with a fresh process for each row"
+        "measured: peak resident memory as Linux reports it, less what was resident before the "
+        "model was built; on one thread, with a fresh process for each row"
     )
     return [
         "computed, not measured: memory of a step's tensors at its peak on one rank, and of its "
-        "exchange (num_ranks=); workspaces of libraries are not included",
+        "exchange (num_ranks=); library workspaces are not included",
         *([measured] if any(row["measured_bytes"] for row in result["rows"]) else []),
     ]
 

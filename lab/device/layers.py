@@ -269,7 +269,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     named = [(f"{_label(result, row)}: " if several else "", row) for row in result["rows"]]
     return [
         *(f"{name}{line}" for name, row in named for line in _findings(row)),
-        f"medians of {result['num_rounds']} rounds, steps with and without clocks in turns; "
+        f"medians of {result['num_rounds']} rounds, alternating steps with and without clocks; "
         "[95 % intervals]",
         "times are those of a module's own work; the backward time is divided in the ratio of its "
         "two parts, which are measured separately; it is not divided where one kernel computes "
@@ -354,8 +354,8 @@ def _chart_of_kinds(result: dict[str, Any]) -> Drawn:
     colours = dict(zip(names, COLOURS, strict=False)) | {REST: GREY}
     title = "ms per step" if one_model else "% of a step without clocks"
     drawn = bars(data, title, colours, marks="step, no clocks")
-    subject = f"a step of {models[0]}" if one_model else "a step of each model"
-    message = f"Time of {subject} by kind of layer"
+    subject = f"a step of {models[0]}" if one_model else "each model's step"
+    message = f"Time of {subject} by layer type"
     if largest:
         shares = [100 * each.get(largest[0], 0.0) / s for each, s in zip(parts, steps, strict=True)]
         message = f"{largest[0]} takes {span(shares, '.0f')} % of {subject}"

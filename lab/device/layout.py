@@ -241,7 +241,9 @@ def _line(first: list[str], row: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    reorders = "reorders: by oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
+    reorders = (
+        "reorders: from oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
+    )
     if result["device"] == "cuda":
         reorders = (
             "reorders: cuDNN's kernels that change a layout, by name (no GPU has run this yet)"
@@ -253,13 +255,13 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         *shapes_of(result),
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes; "
-        f"medians of {result['num_rounds']} rounds in turns, [95 % intervals]",
+        f"medians of {result['num_rounds']} interleaved rounds, [95 % intervals]",
         "the sum is over what a step needs, so it leaves out backward data of the first layer",
         reorders,
         *([blocked] if any(row["layout"] == "blocked" for row in result["rows"]) else []),
         "copies: by torch, from its profiler; in a layer, only those that change the layout; in a "
         "step, all of them; both (%): share of reorders and copies in the time, measured in "
-        "other calls than the timed ones",
+        "calls other than the timed ones",
         "mixed: convolutions in NHWC, tensors between layers copied back into NCHW",
     ]
 
@@ -276,7 +278,7 @@ def chart(result: dict[str, Any]) -> Drawn:
         for rows in [each["layouts"]]
     ]
     drawn = [
-        bars(_parts("step", result["steps"]), "ms of a whole step", PARTS),
+        bars(_parts("step", result["steps"]), "ms per whole step", PARTS),
         bars(pd.concat(of_layers), "ms per step", PARTS),
     ]
     body = alt.vconcat(*(body for body, _ in drawn)).resolve_scale(color="shared")
@@ -286,7 +288,7 @@ def chart(result: dict[str, Any]) -> Drawn:
     message = f"{steps}: {fastest(ratios, plain['layout'])}"
     sample = [
         f"{medians_of(result)}, 95 % intervals",
-        "a layer: forward and backward; the times of reorders and copies are from other calls",
+        "a layer: forward and backward; reorder and copy times are from other calls",
     ]
     if len(shown) < len(layers):
         sample.append(f"the {len(shown)} of {len(layers)} shapes that take longest")

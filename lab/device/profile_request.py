@@ -59,7 +59,7 @@ def _check(configs: Sequence[DictConfig]) -> None:
     batches = [each.batch_size for each in configs]
     if len(set(batches)) < len(batches):
         raise ConfigError(
-            f"batch_size={batches[0]}: a line through the times needs two batch sizes that differ, "
+            f"batch_size={batches[0]}: a line through the times needs two different batch sizes, "
             "as in batch_size=16,32"
         )
     if num_launched() > 1:

@@ -51,7 +51,7 @@ MARKS = ("ProfilerStep", "Optimizer.", "enumerate(", "autograd::")  # spans, not
 SAMPLES = 2  # one is too few for BatchNorm at 1x1 px
 # H·W of the output; C are the channels that a filter sees: lab.convolution.
 CONVOLUTION = "2·N·K·C·R·S·H·W of each convolution"
-CELL = "16·hidden² per token and layer"
+CELL = "16·hidden² per token per layer"
 TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² per module"
 
 
@@ -276,7 +276,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         *_knees(result),
         *dict.fromkeys(_formula(row, result["unit"]) for row in result["rows"] if row["formula"]),
-        f"medians of {result['num_rounds']} rounds in turns, 95 % intervals; GFLOP/s: counted "
+        f"medians of {result['num_rounds']} interleaved rounds, 95 % intervals; GFLOP/s: counted "
         f"operations of training; of the peak{rate}",
         "products: percentage of the step's own time in matrix products, convolutions, attention "
         "and recurrent layers, by torch.profiler in one step",
@@ -297,7 +297,7 @@ def _formula(row: present.Row, unit: str) -> str:
     counted, by_formula = row["forward_flops"], row["formula_flops"]
     return (
         f"{row['model']}: the forward pass of one {unit} takes {G * counted:.4g} GFLOP by count; "
-        f"{row['formula']} (published) gives {G * by_formula:.4g}, {by_formula / counted:.3f} of "
+        f"{row['formula']} (published) gives {G * by_formula:.4g}, {by_formula / counted:.3f} × "
         "the count"
     )
 

@@ -154,7 +154,7 @@ def _counts(names: Sequence[str], rows: Sequence[Row]) -> Any:
         if copies
     )
     sizes, kinds = alt.Scale(domain=list(BINS)), alt.Scale(domain=list(names))
-    x = alt.X("size:N", title="size of a copy, and how many", sort=BINS, scale=sizes)
+    x = alt.X("size:N", title="copy size, and number of copies", sort=BINS, scale=sizes)
     x = x.axis(labelAngle=0)
     y = alt.Y("name:N", title=None, sort=list(names), scale=kinds, axis=alt.Axis(ticks=False))
     base = alt.Chart(data).encode(x, y)

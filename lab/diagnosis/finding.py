@@ -148,7 +148,7 @@ def _speed(best: Point) -> Figure:
     ranks, speedup = number_of(best.world_size, "rank"), best.speedup
     if math.isnan(speedup.mid) or best.world_size == 1:
         runs = number_of(best.num_repeats, "run")
-        note = runs if best.world_size == 1 else f"{runs}; no run of one rank to compare with"
+        note = runs if best.world_size == 1 else f"{runs}; no one-rank run to compare with"
         return Figure(f"Step on {ranks}", f"{number_text(best.step_s, 1e3)} ms", note)
     value = f"{number_text(speedup.mid)}\u2009×"
     return Figure(f"Speedup on {ranks}", value, f"{_ends(speedup)}; ideal is {best.world_size}")

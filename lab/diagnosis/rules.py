@@ -136,7 +136,7 @@ def _fixed(e: Evidence) -> tuple[str, float, str]:
         return "compute-bound", e.fixed_s, f"is lost because {worded(e.one.record.emulation)}"
     if e.one.scaling == "weak":
         return "compute-bound", e.fixed_s, "is lost because ranks slow each other's compute"
-    return "launch-bound", e.fixed_s, "is compute that did not shrink with the batch of a rank"
+    return "launch-bound", e.fixed_s, "is compute that did not shrink with the batch per rank"
 
 
 # Share of backward that can hide an exchange: the first gradients come a little later.

@@ -23,7 +23,7 @@ MAX_REMEDIES = 3
 LOOK_AT = {
     "between": "logging, checkpoints and garbage collection on that rank",
     "input": "its disk, its decoding processes and the sizes of its samples",
-    "exchange": "the load of its cores, which encode, and the kernels of its codec",
+    "exchange": "the load on its cores, which encode, and its codec's kernels",
 }
 LOOK_AT_DEVICE = "the clock, temperature and other users of its device, and the shapes of its batch"
 PARTS = {  # of a step, and their colours
@@ -114,7 +114,7 @@ def _evidence_lines(e: Evidence) -> Lines:
     if not math.isnan(e.one_s):
         yield "computing", f"{_ms(e.ideal_s)} ({_share(e.ideal_s, e)}) if divided evenly"
     if not math.isnan(e.exposed_s):
-        against = "" if math.isnan(e.ceiling_s) else f"; the step of none takes {_ms(e.ceiling_s)}"
+        against = "" if math.isnan(e.ceiling_s) else f"; strategy=none takes {_ms(e.ceiling_s)}"
         yield "exchange", f"{_ms(e.exposed_s)} ({_share(e.exposed_s, e)}) not hidden{against}"
     yield "payload", _payload(e)
     if e.codec_s > 0:
@@ -150,11 +150,11 @@ def _speedup(e: Evidence) -> str:
         return ""
     size = e.one.world_size
     speedup = size * e.ideal_s / e.step_s
-    return f": {speedup:.2f} times as fast as one rank ({_ms(e.one_s)}), of {size} possible"
+    return f": {speedup:.2f} times as fast as one rank ({_ms(e.one_s)}), of a possible {size}"
 
 
 def _payload(e: Evidence) -> str:
-    sent = f"{e.payload_bytes / 1e6:.4g} MB in {e.messages:.4g} messages by the busiest rank"
+    sent = f"{e.payload_bytes / 1e6:.4g} MB in {e.messages:.4g} messages from the busiest rank"
     if not (e.exposed_s > 0 and e.payload_bytes > 0):
         return sent
     return f"{sent}: {e.payload_bytes / e.exposed_s / 1e6:.4g} MB/s in the time that is not hidden"

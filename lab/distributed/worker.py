@@ -445,7 +445,7 @@ class Watchdog:
         keys = [f"begun/{rank}" for rank in range(self._size)]
         while not self._main_store.check(keys):
             if time.monotonic() > deadline or self._main_store.check(["failure"]):
-                raise RuntimeError("a rank was lost while the ranks agreed on where to stop")
+                raise RuntimeError("a rank was lost while the ranks were agreeing on where to stop")
             time.sleep(POLL_S / 10)
         return max(int(self._main_store.get(key)) for key in keys)
 

@@ -216,7 +216,7 @@ def _utilisations(sizes: Sizes) -> Iterator[Item]:
     for precision, word in PRECISIONS.items():
         for name, batch in LARGE.items():
             words = ("throughput", *sizes.model(name, batch), word, sizes.rounds(6))
-            about = f"{name}, batch {batch}, {precision}: utilisation of the peak"
+            about = f"{name}, batch {batch}, {precision}: share of the peak reached"
             yield Item(f"mfu-{name}-{precision}", about, 7, "bench", words, _rates, draws=False)
 
 
@@ -225,10 +225,10 @@ def _compiled(sizes: Sizes) -> Iterator[Item]:
     for name, batch in LARGE.items():
         compiles = [] if sizes.pretended else ["compile=true"]  # a CPU's compiler takes minutes
         words = ["throughput", *sizes.model(name, batch), PRECISIONS["bf16"], *compiles]
-        about = f"{name}, batch {batch}, bf16, compiled: utilisation of the peak"
+        about = f"{name}, batch {batch}, bf16, compiled: share of the peak reached"
         key, words = f"mfu-{name}-compiled", [*words, sizes.rounds(6)]
         yield Item(key, about, 45, "bench", tuple(words), _rates, draws=False)
-    about, words = "what kernels of AlexNet read, write and execute", _tried(sizes)
+    about, words = "what AlexNet's kernels read, write and execute", _tried(sizes)
     yield Item("counters", about, 10, "counters", words)
 
 

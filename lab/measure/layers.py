@@ -108,7 +108,7 @@ def spin_stream(launch_s: float) -> None:
     sleep = getattr(torch.cuda, "_sleep", None)  # private: a later torch may lack it
     if sleep is None:
         warnings.warn(
-            "torch.cuda._sleep no longer exists, so times of kernels may include their launches",
+            "torch.cuda._sleep no longer exists, so kernel times may include their launches",
             stacklevel=2,
         )
         return

@@ -127,7 +127,7 @@ def _count(
             counts.append(counter.counted)
             order = in_order(counter.called, layers)
     if [place for place, *_ in counts[0]] != [place for place, *_ in counts[1]]:
-        raise Uncountable("its operations depend on the size of the batch")
+        raise Uncountable("its operations depend on the batch size")
     fused = {name for name, module in layers.items() if isinstance(module, nn.RNNBase)}
     found: dict[tuple[str, bool], list[Operation]] = {}
     for ((layer, backward, name, again), *few), (_, *many) in zip(*counts, strict=True):

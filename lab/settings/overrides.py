@@ -51,7 +51,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 def _hint(arguments: Sequence[str], index: int) -> str:
     """Return what to write instead of an argument that Hydra's grammar refuses."""
     if ":" in (argument := arguments[index]) and argument.count("=") > 1:
-        return f"only a grid accepts settings under a condition: python -m lab.sweep {argument}"
+        return f"only a grid accepts conditional settings: python -m lab.sweep {argument}"
     meant = None if "=" in argument else lonely_hint(arguments, index, choices_of("strategy"))
     return meant or (
         "write key=value, and quote values that contain commas, brackets or '=', as in "

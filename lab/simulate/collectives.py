@@ -77,7 +77,7 @@ class Curve:
             for num_bytes, alpha, rate in list(self.lines())[:: max(1, len(self.points) // 4)]
             if math.isfinite(rate)
         ]
-        about = f"{self.operation} of {self.ranks} ranks, {ends[0]} to {ends[-1]}"
+        about = f"{self.operation} on {self.ranks} ranks, {ends[0]} to {ends[-1]}"
         return "; ".join([about, *middle])
 
 

@@ -267,8 +267,8 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
         raise ValueError(f"fit={folder}: {error}") from None
     except KeyError as key:
         raise ValueError(
-            f"fit={folder}: settings of a cell lack {key}, because an earlier version measured "
-            "the cell; measure the cell again"
+            f"fit={folder}: a cell's settings lack {key}, because an earlier version measured "
+            "it; measure it again"
         ) from None
 
 

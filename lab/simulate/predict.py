@@ -60,7 +60,7 @@ class OwnSettings:
     hardware: str = setting(
         "titanx_x4",
         "a file in conf/hardware; hardware.KEY=... changes one of its values, and "
-        "hardware.from=LOG reads times of collectives from a log of nccl-tests or PARAM",
+        "hardware.from=LOG reads collective times from an nccl-tests or PARAM log",
     )
     fit: Path | None = setting(
         None,
@@ -540,9 +540,7 @@ def measured_steps(folder: Path, cells: Sequence[Cell]) -> list[tuple[float, ...
 
     records = [read_record(path) for path in sorted(folder.glob("*/record.json"))]
     if not records:
-        raise ValueError(
-            f"measured={folder} contains no <cell>/record.json; give the folder of a study"
-        )
+        raise ValueError(f"measured={folder} contains no <cell>/record.json; give a study folder")
     times: dict[str, list[float]] = {}
     for record in records:
         if record.status == "done" and record.measure == "throughput" and record.step_s:

@@ -175,8 +175,8 @@ def _launches(events: Sequence[Event]) -> tuple[list[Launch], list[float]]:
     collectives = streams.pop(None, [])
     if not streams:
         raise ValueError(
-            "contains no kernels linked to the calls that launched them; record the "
-            "activities of CPU and CUDA"
+            "contains no kernels linked to the calls that launched them; record "
+            "both CPU and CUDA activities"
         )
     chosen = [*collectives, *max(streams.values(), key=len)]
     return sorted(chosen, key=lambda each: each.launched_s), sorted(span(each)[0] for each in marks)

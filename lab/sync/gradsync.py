@@ -238,7 +238,7 @@ def accumulator(parameter: nn.Parameter) -> Node:
 def _refuse(name: str, times: str, due: int) -> NoReturn:
     raise RuntimeError(
         f"{name}: its gradient grew again after it had been sent (number of times it grew: {times} "
-        f"in this step, expected {due}); put all backward passes of a step but the last into "
+        f"in this step, expected {due}); put all but the last backward pass of a step into "
         "sync.accumulate() and recompute with checkpoint(use_reentrant=False), or set overlap=false"
     )
 

@@ -49,7 +49,7 @@ class Leg(Enum):
     PARTS_OF_GRADIENTS = "a part of the mean of gradients to each rank"
     PARTS_OF_WEIGHTS = "a part of the weights from each rank"
     WEIGHTS_OF_UNITS = "a part of a unit's weights from each rank, before forward and backward"
-    MEAN_OF_PARTS = "mean of a part of gradients to the ranks that hold this part of a copy"
+    MEAN_OF_PARTS = "mean of a part of the gradients to the ranks that hold this part of a copy"
 
 
 @dataclass(frozen=True)

@@ -439,7 +439,7 @@ def _joined(ranks: list[State]) -> dict[str, State]:
 def _flattened(whole: State, parameters: Mapping[str, nn.Parameter]) -> dict[str, State]:
     """Return the same of a checkpoint in which one rank's optimizer had whole parameters."""
     if "names" not in whole:
-        raise ValueError("an earlier version wrote no names of parameters")
+        raise ValueError("an earlier version wrote no parameter names")
 
     def flat(value: Any, like: nn.Parameter) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or value.shape != like.shape:

@@ -414,7 +414,7 @@ def _payload_lines(record: Record) -> Iterator[str]:
         saving = (
             f", {_few(ring / sent)} times less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
         )
-        yield f"sent            {_few(sent / 1e6)} MB per rank and step{saving}"
+        yield f"sent            {_few(sent / 1e6)} MB per rank per step{saving}"
         across, hosts = record.across_bytes_per_step or [0], record.environment.get("num_hosts", 1)
         if any(across) and record.world_size > hosts:  # ranks share hosts
             yield f"across hosts    {_few(max(across) / 1e6)} MB of it, by the rank that sends most"

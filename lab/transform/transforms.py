@@ -31,7 +31,7 @@ class Checkpoint:
     def __init__(self, modules: str | None = None) -> None:
         if modules is None:
             raise ValueError(
-                "transform.modules=null: must be a regular expression for paths of modules, such "
+                "transform.modules=null: must be a regular expression for module paths, such "
                 r"as transform.modules='blocks\.\d+'"
             )
         try:

@@ -258,7 +258,7 @@ def _add_predictions(to: Contents, prefix: str, _: object) -> None:
 
     files = (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
     card = of_study(to.study.folder, *(read_file(group, name, None) for group, name in files))
-    title = "Predicted and measured steps (errors of fitted cells say little about the accuracy)"
+    title = "Predicted and measured steps (errors of fitted cells say little about accuracy)"
     to.tables.append(of_texts(f"{prefix}predicted", title, *rows_of(card.cells)))
     to.beyond = drawing(f"{prefix}beyond", beyond(card, WIDTH))
 

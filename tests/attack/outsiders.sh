@@ -543,7 +543,7 @@ for root, label in (("same", "dog"), ("other", "Cat")):
 E
 U='U1 data=imagefolder data.size=16 data.workers=0 model=mlp model.hidden=[8] steps=2 batch_size=8'
 try 0 'done:' $U data.path=same
-try 2 'no images in train/ for the class Cat of test/' $U data.path=other
+try 2 'no images in train/ for Cat, a class in test/' $U data.path=other
 
 ## 140 data: samples that are all equal
 $PY -c "import numpy as np

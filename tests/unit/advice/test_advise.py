@@ -98,7 +98,8 @@ def test_it_ranks_exact_and_lossy_ways_apart(
     assert result["constant"]["lossy"] is None  # there is one
     text = capsys.readouterr().out
     assert (
-        "one choice for all numbers of ranks and batches, as predicted: the best constant" in text
+        "one choice for all numbers of ranks and batch sizes, as predicted: the best constant"
+        in text
     )
     assert "first choice, exact: overlap on 4 ranks, batch 256" in text
     assert "onebit: MLP 96.56 (allreduce 96.5, 5 seeds)" in text
@@ -124,7 +125,7 @@ def test_it_says_when_to_measure_first() -> None:
     alike = ["strategy=overlap,layerwise,tree", "batch_size=256", "world_size=4"]
     lines = said(command.main, *alike).splitlines()
     (place,) = (n for n, line in enumerate(lines) if line.startswith("measure first"))
-    assert lines[place].endswith("cannot separate it from layerwise; run")
+    assert lines[place].endswith("cannot tell it from layerwise; run")
     assert [line.split()[5] for line in lines[place + 1 : place + 3]] == [
         "strategy=overlap",
         "strategy=layerwise",

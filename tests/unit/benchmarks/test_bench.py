@@ -412,7 +412,8 @@ def test_steps_that_leave_no_turn_are_too_few(loop: Loop, line: str) -> None:
 def test_one_rank_says_what_it_skips() -> None:
     said = text_of(committed("step") | {"world_size": 1, "steps_per_turn": 10})
     assert (
-        "on 1 rank (gloo); a round has a turn of 10 steps for each row, without the first" in said
+        "on 1 rank (gloo); a round has a turn of 10 steps for each row, not counting the first"
+        in said
     )
     assert "1 rank sends nothing" in said
 

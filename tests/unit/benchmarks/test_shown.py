@@ -35,26 +35,26 @@ COMMITTED = {
 }
 MESSAGES = {
     "aa": "5 of 200 pairs of equal candidates are called different at 95 %",
-    "memory": "Peak memory on 2 ranks is 0.98 to 1.08 of theory",
-    "step": "onebit takes 0.80 of ddp's step time",
+    "memory": "Peak memory on 2 ranks is 0.98 to 1.08 × theory",
+    "step": "onebit takes 0.80 × ddp's step time",
     "collective": (
-        "None is significantly faster than the library; ring takes 1.03 of its time, at 64 MiB"
+        "None is significantly faster than the library; ring takes 1.03 × its time, at 64 MiB"
     ),
     "codec": (
         "Encode takes 0.524 (fp16) to 72.2 (grace_like) times as long as torch.add(a, b, out=c)"
     ),
-    "host": "Exchanges cost the training thread 1.00 × the host time of DDP",
+    "host": "Exchanges cost the training thread 1.00 × DDP's host time",
     "layers": "Conv2d takes 68 % of a step of alexnet at a batch of 16",
     "throughput": "Training resnet50 gains less than 5 % beyond a batch of 16",
     "layers/compile_resnet50": (
         "Training resnet50: compile=True is 1.26 × as fast as compile=False"
     ),
     "layers/convolution_googlenet": (
-        "Convolutions of googlenet: the best of each pass takes 0.97 of the library's time"
+        "Convolutions of googlenet: the best of each pass takes 0.97 × the library's time"
     ),
     "layout": (
         "Steps of alexnet_paper with 16 images: None is significantly faster than NCHW; mixed "
-        "takes 0.97 of its time"
+        "takes 0.97 × its time"
     ),
     "counters": "28 % of the instructions of alexnet_paper load or store, at a batch of 4",
     "footprint": (
@@ -171,7 +171,7 @@ def test_a_message_says_no_more_than_intervals_do() -> None:
         return dict(zip(("low", "median", "high"), ends, strict=True))
 
     far = of(1.5, 1.6, 1.7)
-    assert fastest({"a": of(0.7, 0.8, 0.9), "b": far}, "ddp") == "a takes 0.80 of ddp's time"
+    assert fastest({"a": of(0.7, 0.8, 0.9), "b": far}, "ddp") == "a takes 0.80 × ddp's time"
     beats = "ddp beats all: b, the nearest, takes 1.60 × its time"
     assert fastest({"b": far}, "ddp") == beats
     assert fastest({"a": of(0.9, 0.99, 1.1)}, "ddp").startswith(

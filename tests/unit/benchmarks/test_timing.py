@@ -75,6 +75,6 @@ def test_a_stream_is_never_held_for_long(gpu: FakeGpu) -> None:
 def test_a_torch_without_the_private_sleep_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "_sleep")
     with pytest.warns(
-        UserWarning, match="torch.cuda._sleep no longer exists, so times of kernels may include"
+        UserWarning, match="torch.cuda._sleep no longer exists, so kernel times may include"
     ):
         spin_stream(1e-3)

@@ -52,7 +52,7 @@ def test_control_messages_are_spared_but_not_more() -> None:
 def test_few_bytes_are_not_compared() -> None:
     ratio, why = ledger(30_000, payload=10_000).excess()
     assert ratio is None
-    assert why == "19.5 KiB are too few"
+    assert why == "19.5 KiB is too little"
 
 
 def test_an_exchange_that_hands_over_nothing_or_too_much_is_a_fault() -> None:

@@ -291,7 +291,7 @@ def test_a_corrupt_or_truncated_file_is_named_in_one_line(
     [
         (["train/a"], "no images to train on"),
         (["train/a/0.png"], "no images to test on"),
-        (["train/a/0.png", "test/b/0.png"], "has no images in train/ for the class b of test/"),
+        (["train/a/0.png", "test/b/0.png"], "has no images in train/ for b, a class in test/"),
         ([], "no images to train on"),
     ],
 )

@@ -235,7 +235,7 @@ def test_models_are_compared_by_shares_of_their_steps(
     layers = measured(tmp_path, "layers", "threads=1", "rounds=2", *two)["rows"][0]["layers"]
     assert [layer["kind"] for layer in layers if layer["bias_s"]] == ["Conv2d"] * 2 + ["Linear"] * 2
     chart = chart_in(tmp_path / "a.json")
-    assert chart.message.endswith(" % of a step of each model")
+    assert chart.message.endswith(" % of each model's step")
     marks = {line["mark"] for line in chart.spec()["datasets"].popitem()[1] if line["mark"]}
     assert sorted(marks) == pytest.approx([100.0] * len(marks))
     assert "lenet, batch 8: layers and rest add up to" in capfd.readouterr().out

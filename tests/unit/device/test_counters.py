@@ -168,4 +168,4 @@ def test_what_holds_no_counters_is_one_line_and_code_2(tmp_path: Path) -> None:
     ):
         trace = write(tmp_path / "a.json", [event])
         line = refusal(bench.main, "counters", f"trace={trace}")
-        assert line.startswith(f"trace={trace} contains no metrics of kernels") and why in line
+        assert line.startswith(f"trace={trace} contains no kernel metrics") and why in line

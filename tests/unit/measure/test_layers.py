@@ -229,8 +229,8 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ),
         (
             "batch_size=1",
-            "batch_size=1: a line through the times needs two batch sizes that "
-            "differ, as in batch_size=16,32",
+            "batch_size=1: a line through the times needs two different "
+            "batch sizes, as in batch_size=16,32",
         ),
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
         ("accumulate=2", "accumulate=2: layers can be measured only with accumulate=1"),
