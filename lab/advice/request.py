@@ -29,6 +29,8 @@ UNITS = ("device", "node")
 BOUND = re.compile(r"efficiency>=(.+)")
 ESTIMATED_BATCH = 64  # samples of a rank
 MOST_NODES = 8  # of hardware whose nodes are linked, unless world_size= says otherwise
+# What a strategy sets, or alone accepts.
+OF_STRATEGIES = ("comm", "sync", "optim", "exchange", "path", "codec", "memory", "transform")
 # Emulate frameworks of 2016, which nobody would choose today unless named.
 FRAMEWORKS = ("RootUpdate", "DoubleBuffer")
 
@@ -179,15 +181,20 @@ def read(arguments: Sequence[str]) -> Advice:
 
 def _with_grid(run: list[str]) -> Request:
     given = _texts(run)
-    if "strategy" not in given:
-        run = [*run, f"strategy={','.join(_strategies(run))}"]
     sizes_given = given.get("world_size", "1").split(",")
-    if {"world_size", "batch_size"} <= given.keys() or not all(map(_is_count, sizes_given)):
-        return prediction.read(run)  # which refuses what is no number of ranks
-    # Ranks and batches follow from the hardware and the profiles, which this reads.
     unit = math.lcm(*_integers(given.get("accumulate", "1")))
     batch = [] if "batch_size" in given else [f"batch_size={unit}"]
-    first = prediction.read([*run, "world_size=1", *batch])
+    one = ["world_size=1"] if all(map(_is_count, sizes_given)) else []  # else this is refused
+    if "strategy" in given:
+        first = prediction.read([*run, *one, *batch])
+    else:
+        # What is wrong with any strategy is refused at once: to compose them all takes seconds.
+        _, others = split(run, OF_STRATEGIES)
+        first = prediction.read([*others, "strategy=allreduce", *one, *batch])
+        run = [*run, f"strategy={','.join(_strategies([*run, *batch]))}"]
+    if {"world_size", "batch_size"} <= given.keys():
+        return prediction.read(run)
+    # Ranks and batches follow from the hardware and the profiles.
     # As many ranks as the hardware has, or on MOST_NODES if it names no number of nodes.
     nodes = len(first.hardware.node_rates) or MOST_NODES
     largest = first.hardware.ranks_per_node * (nodes if first.hardware.inter else 1)
