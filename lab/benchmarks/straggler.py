@@ -173,5 +173,4 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def _percent(share: dict[str, float]) -> str:
-    value = Interval.read(share).scaled(100)
-    return f"{value.mid:.1f} [{value.lo:.1f}, {value.hi:.1f}]"
+    return f"{Interval.read(share).scaled(100):.1f}"
