@@ -13,6 +13,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, read_file
 from lab.settings.overrides import config_dir_of
+from lab.settings.streams import progress
 from lab.simulate import predict as prediction
 from lab.simulate.fsdp import Groups
 from lab.simulate.network import Network
@@ -252,7 +253,7 @@ def _strategies(run: Sequence[str]) -> list[str]:
     """List the strategies to choose from."""
     _, settings = split(run, (*OF_PREDICTION, "world_size"))
     fitting, refused = list[str](), list[ConfigError]()
-    for name in choices_of("strategy", config_dir_of(run)):
+    for name in progress(choices_of("strategy", config_dir_of(run)), "strategy"):
         try:
             cells = read_grid([*settings, f"strategy={name}", "world_size=1"]).cells
         except ConfigError as error:
