@@ -18,6 +18,7 @@ from typing import Any
 from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
+from lab.settings.streams import progress
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.predict import (
     Source,
@@ -122,8 +123,9 @@ def advised(advice: Advice) -> dict[str, Any]:
     try:
         group = _group(advice)
         sources, names = sources_of(request), series_of(request.cells)
-        cells = zip(names, request.cells, sources, strict=True)
-        options = [_option(advice, group, *cell) for cell in cells]
+        cells = [*zip(names, request.cells, sources, strict=True)]
+        bar = progress(cells, "option")
+        options = [_option(advice, group, *cell) for cell in bar]
         errors = score(held_out(scored_cell(group, cell) for cell in group.observations))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None

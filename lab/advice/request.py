@@ -13,6 +13,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, read_file
 from lab.settings.overrides import config_dir_of
+from lab.settings.streams import progress
 from lab.simulate import predict as prediction
 from lab.simulate.fsdp import Groups
 from lab.simulate.network import Network
@@ -29,6 +30,8 @@ UNITS = ("device", "node")
 BOUND = re.compile(r"efficiency>=(.+)")
 ESTIMATED_BATCH = 64  # samples of a rank
 MOST_NODES = 8  # of hardware whose nodes are linked, unless world_size= says otherwise
+# What a strategy sets, or alone accepts.
+OF_STRATEGIES = ("comm", "sync", "optim", "exchange", "path", "codec", "memory", "transform")
 # Emulate frameworks of 2016, which nobody would choose today unless named.
 FRAMEWORKS = ("RootUpdate", "DoubleBuffer")
 
@@ -179,15 +182,20 @@ def read(arguments: Sequence[str]) -> Advice:
 
 def _with_grid(run: list[str]) -> Request:
     given = _texts(run)
-    if "strategy" not in given:
-        run = [*run, f"strategy={','.join(_strategies(run))}"]
     sizes_given = given.get("world_size", "1").split(",")
-    if {"world_size", "batch_size"} <= given.keys() or not all(map(_is_count, sizes_given)):
-        return prediction.read(run)  # which refuses what is no number of ranks
-    # Ranks and batches follow from the hardware and the profiles, which this reads.
     unit = math.lcm(*_integers(given.get("accumulate", "1")))
     batch = [] if "batch_size" in given else [f"batch_size={unit}"]
-    first = prediction.read([*run, "world_size=1", *batch])
+    one = ["world_size=1"] if all(map(_is_count, sizes_given)) else []  # else this is refused
+    if "strategy" in given:
+        first = prediction.read([*run, *one, *batch])
+    else:
+        # What is wrong with any strategy is refused at once: to compose them all takes seconds.
+        _, others = split(run, OF_STRATEGIES)
+        first = prediction.read([*others, "strategy=allreduce", *one, *batch])
+        run = [*run, f"strategy={','.join(_strategies([*run, *batch]))}"]
+    if {"world_size", "batch_size"} <= given.keys():
+        return prediction.read(run)
+    # Ranks and batches follow from the hardware and the profiles.
     # As many ranks as the hardware has, or on MOST_NODES if it names no number of nodes.
     nodes = len(first.hardware.node_rates) or MOST_NODES
     largest = first.hardware.ranks_per_node * (nodes if first.hardware.inter else 1)
@@ -245,7 +253,7 @@ def _strategies(run: Sequence[str]) -> list[str]:
     """List the strategies to choose from."""
     _, settings = split(run, (*OF_PREDICTION, "world_size"))
     fitting, refused = list[str](), list[ConfigError]()
-    for name in choices_of("strategy", config_dir_of(run)):
+    for name in progress(choices_of("strategy", config_dir_of(run)), "strategy"):
         try:
             cells = read_grid([*settings, f"strategy={name}", "world_size=1"]).cells
         except ConfigError as error:

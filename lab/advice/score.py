@@ -25,7 +25,6 @@ from lab.analysis.places import (
     Where,
     behind,
     columns_of,
-    interval_text,
     on_most_ranks,
     sample_of,
     summaries,
@@ -356,14 +355,14 @@ def _summary_line(name: str, found: Summary) -> str:
     other = f"`{REFERENCE}`" if name == "priority" else "the fastest fixed strategy"
     worst = found.worst
     exposed = (
-        f" The exposed exchange takes {interval_text(found.exposed)} times as long "
+        f" The exposed exchange takes {found.exposed:.2f} times as long "
         f"({found.num_exposed} cases)."
     )
     return (
-        f"- Compared with {other}, a step with `{name}` takes {interval_text(found.step)} times as "
+        f"- Compared with {other}, a step with `{name}` takes {found.step:.2f} times as "
         f"long ({found.num_places} cases).{exposed if found.num_exposed else ''} In "
         f"{_percent(found.beyond)} of the cases, `{name}` is more than {100 * found.limit:g} % "
-        f"slower than {other}. The largest ratio of step times is {interval_text(worst.step)}, "
+        f"slower than {other}. The largest ratio of step times is {worst.step:.2f}, "
         f"for {_place_text(worst.where)}."
     )
 
@@ -404,11 +403,11 @@ def _map_row(found: Map, answer: Answer) -> list[str]:
     least = 0.0 if math.isnan(found.floor) else found.floor
     return [
         *_where(place.where),
-        *(measured.name, _ratio_text(measured.factor), ", ".join(measured.others)),
-        *(predicted.name, _ratio_text(predicted.factor), f"{100 * (answer.regret.mid - 1):.1f} %"),
-        _ratio_text(place.ratio("auto", measured.name)),
-        _ratio_text(place.ratio("priority", REFERENCE)),
-        _ratio_text(place.exposed_ratio("priority", REFERENCE, least)),
+        *(measured.name, f"{measured.factor:.2f}", ", ".join(measured.others)),
+        *(predicted.name, f"{predicted.factor:.2f}", f"{100 * (answer.regret.mid - 1):.1f} %"),
+        f"{place.ratio('auto', measured.name):.2f}",
+        f"{place.ratio('priority', REFERENCE):.2f}",
+        f"{place.exposed_ratio('priority', REFERENCE, least):.2f}",
     ]
 
 
@@ -422,8 +421,4 @@ def _place_text(where: Where) -> str:
 
 
 def _percent(share: Interval) -> str:
-    return f"{100 * share.mid:.0f} [{100 * share.lo:.0f}, {100 * share.hi:.0f}] %"
-
-
-def _ratio_text(value: Interval) -> str:
-    return "–" if math.isnan(value.mid) else interval_text(value)
+    return f"{share.scaled(100):.0f} %"

@@ -345,13 +345,6 @@ def sample_of(counts: Iterable[int]) -> str:
     return f"{text} repeats or turns{few}"
 
 
-def interval_text(value: Interval) -> str:
-    """Write a ratio, with its interval if it has one."""
-    if math.isnan(value.lo):
-        return f"{value.mid:.2f}"
-    return f"{value.mid:.2f} [{value.lo:.2f}, {value.hi:.2f}]"
-
-
 def _text(base: Any, column: str, **look: Any) -> Any:
     return base.mark_text(fontSize=LABEL_PX, **look).encode(alt.Text(f"{column}:N"))
 
@@ -360,7 +353,7 @@ def _factor_text(lead: Lead) -> str:
     """Write by how much a lead is faster than REFERENCE; empty if it is that itself."""
     if lead.name == REFERENCE or math.isnan(lead.factor.mid):
         return ""
-    return f"× {interval_text(lead.factor)}"
+    return f"× {lead.factor:.2f}"
 
 
 def _others_text(others: tuple[str, ...]) -> str:

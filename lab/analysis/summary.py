@@ -148,7 +148,7 @@ def target_table(found: Sequence[TimeToTarget], target: float) -> str:
             "series": each.point.series,
             "N": str(each.point.world_size),
             "batch": str(each.point.fixed_batch_size),
-            "seconds": _interval(each.seconds),
+            "seconds": f"{each.seconds:.2f}",
             "steps": str(each.steps or "-"),
             "reached": f"{each.num_reached} of {each.num_runs}",
         }
@@ -244,9 +244,9 @@ def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -
         **({f"{prediction}s/s": _value(point.samples_per_s.mid, each)} if each > 1 else {}),
         "TFLOP/s": _value(point.median("flops_per_s"), 1e-12),
         "MFU %": _value(point.median("mfu"), 100),
-        "speedup": _interval(point.speedup),
-        "efficiency": _interval(point.efficiency),
-        "exposed ms": _interval(point.exposed_exchange_s, 1e3),
+        "speedup": f"{point.speedup:.2f}",
+        "efficiency": f"{point.efficiency:.2f}",
+        "exposed ms": f"{point.exposed_exchange_s.scaled(1e3):.2f}",
         "payload MB": _value(point.payload_max_bytes, 1e-6),
         title: _value(point.final.get(metric, math.nan), factor),
         "baseline": point.baseline or "-",
@@ -257,13 +257,6 @@ def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -
 
 def _value(value: float, scale: float = 1.0) -> str:
     return UNMEASURED if math.isnan(value) else f"{value * scale:.4g}"
-
-
-def _interval(value: Interval, scale: float = 1.0) -> str:
-    middle = UNMEASURED if math.isnan(value.mid) else f"{value.mid * scale:.2f}"
-    if math.isnan(value.lo):
-        return middle
-    return f"{middle} [{value.lo * scale:.2f}, {value.hi * scale:.2f}]"
 
 
 def _advice(points: Iterable[Point]) -> list[str]:
@@ -285,9 +278,9 @@ def _scalability_lines(points: Sequence[Point]) -> list[str]:
         {
             "series": one.series,
             "batch": str(one.batch_size),
-            **{f"e({n})": _interval(one.serial_fraction.get(n, UNKNOWN)) for n in sizes},
-            "sigma": _interval(one.contention),
-            "kappa": _interval(one.coherency),
+            **{f"e({n})": f"{one.serial_fraction.get(n, UNKNOWN):.2f}" for n in sizes},
+            "sigma": f"{one.contention:.2f}",
+            "kappa": f"{one.coherency:.2f}",
             "best N": f"{one.best_size:.0f}" if math.isfinite(one.best_size) else "-",
         }
         for one in found

@@ -21,6 +21,7 @@ from lab.distributed.world import World
 from lab.draw.chart import looks_of
 from lab.draw.plots import Axis, lines
 from lab.measure.statistics import ENOUGH_REPEATS, LEVEL, student, wilson
+from lab.settings.streams import progress
 
 LEVELS = (0.5, 0.8, 0.9, LEVEL, 0.99)
 STEP, WALL, WITHIN = "between starts", "between starts, wall clock", "within one start"
@@ -37,7 +38,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         pairs = [
             # Of each pair too, consecutive starts have the one order and then the other.
             _pair(*in_order(configs, worlds, seed + 2 * number, shows=False)[2:])
-            for number in harness.progress(numbers, world.rank == 0)
+            for number in progress(numbers, "pair", world.rank == 0)
         ]
         found[variant.label] = {key: [pair[key] for pair in pairs] for key in pairs[0]}
     return _judged([{"order_seed": seed, "pairs": found}])

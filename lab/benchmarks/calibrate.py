@@ -489,7 +489,7 @@ def page(result: dict[str, Any], figure: str) -> str:
     about = [f"The measurements ran on {machine(result)}.", ""]
     if result["emulation"] != "none":
         emulated = (f"* {each}" for each in result["emulation"].split("; "))
-        about += ["The cluster was emulated in these respects:", "", *emulated, ""]
+        about += ["The cluster was emulated as follows:", "", *emulated, ""]
     parts = [
         [
             f"# A calibrated cluster of {result['world_size']} ranks",

@@ -53,6 +53,7 @@ from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, Plans
 from lab.settings.config import ConfigError, build
+from lab.settings.streams import progress
 from lab.simulate.calibration import SEND_RECV
 
 LIBRARY = "allreduce"
@@ -89,7 +90,7 @@ def by_size(
 ) -> dict[str, Any]:
     """Collect the rows of each size; `measure_size` gets it, the world and the rounds."""
     num_rounds = request.own["rounds"]
-    sizes = harness.progress(request.own["sizes"], world.rank == 0)
+    sizes = progress(request.own["sizes"], "size", world.rank == 0)
     rows = [row for size in sizes for row in measure_size(size, world, num_rounds)]
     return {"rows": rows, "num_rounds": num_rounds}
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from lab.benchmarks.present import IntervalJson
 from lab.benchmarks.request import Request
@@ -34,6 +32,7 @@ from lab.measure.environment import environment, git_commit
 from lab.measure.layers import spin_stream
 from lab.measure.statistics import Interval, of_level, order, student
 from lab.settings.errors import as_config_error
+from lab.settings.streams import progress
 from lab.training.assemble import join
 from lab.training.recording import surroundings
 
@@ -146,7 +145,7 @@ def take_turns(
         What the calls of each candidate returned, by round.
     """
     taken: list[list[T]] = [[] for _ in takes]
-    for number in progress(range(num_rounds), shows):
+    for number in progress(range(num_rounds), "round", shows):
         for index in order(len(takes), number):
             if wants(taken[index]):
                 taken[index].append(takes[index]())
@@ -156,12 +155,6 @@ def take_turns(
 def within(budget_s: float, fewest: int) -> Callable[[list[float]], bool]:
     """Let a slow candidate take part in fewer rounds, for `take_turns`, but in `fewest` or more."""
     return lambda seconds: len(seconds) < fewest or sum(seconds) < budget_s
-
-
-def progress(rounds: Iterable[T], shows: bool, total: int | None = None) -> Iterable[T]:
-    """Iterate over the rounds, with a progress bar, which is drawn rarely without a terminal."""
-    every_s = 0.5 if sys.stderr.isatty() else 10
-    return tqdm(rounds, total=total, disable=not shows, mininterval=every_s, unit="round")
 
 
 @dataclass(frozen=True)

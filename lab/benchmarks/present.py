@@ -130,11 +130,7 @@ def intervals(key: str, scale: float = 1.0, reference: str = "-") -> Column:
 
 def ranged(value: IntervalJson | None, scale: float = 1.0) -> str:
     """Format an interval as 1.02 [0.99, 1.05]; omit unknown ends; - if all is unknown."""
-    known = Interval.read(value).scaled(scale)
-    if math.isnan(known.mid):
-        return "-"
-    ends = "" if math.isnan(known.lo) else f" [{known.lo:.3g}, {known.hi:.3g}]"
-    return f"{known.mid:.3g}{ends}"
+    return f"{Interval.read(value).scaled(scale):.3g}"
 
 
 def ends(value: IntervalJson | None, scale: float = 1.0) -> dict[str, float]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from lab.benchmarks.harness import on_ranks, progress
+from lab.benchmarks.harness import on_ranks
 from lab.benchmarks.present import Column, number, text
 from lab.benchmarks.request import Request
 from lab.distributed.world import World
 from lab.measure import PHASES
+from lab.settings.streams import progress
 from lab.training.assemble import assembled
 
 STEP_S = 0.05  # seconds of a fast step, for comparison
@@ -32,7 +33,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
 
         trainer._step = step_without_work  # type: ignore[method-assign]
         began = time.perf_counter()
-        for _ in progress(trainer.steps(), world.rank == 0, trainer.total_steps):
+        for _ in progress(trainer.steps(), "step", world.rank == 0, trainer.total_steps):
             pass
         seconds = (time.perf_counter() - began) / trainer.total_steps
     row = {"seconds_per_step": seconds, "share_of_a_50_ms_step": seconds / STEP_S}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lab.benchmarks.harness import on_ranks, progress
+from lab.benchmarks.harness import on_ranks
 from lab.benchmarks.present import Column, number, on_ranks_of, text
 from lab.benchmarks.request import Request
 from lab.cluster.settings import PHASES, Straggler
@@ -21,6 +21,7 @@ from lab.distributed.world import World
 from lab.measure.statistics import Interval, least_warmup, wilson
 from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
 from lab.settings.config import ConfigError
+from lab.settings.streams import progress
 from lab.sync.pattern import alike, pattern_of
 from lab.training.assemble import assembled
 
@@ -60,9 +61,10 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     config = request.only_config
     can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
     phases = [phase for phase in PHASES if phase in can and phase in alike(config)]
+    draws = draw(request.own["runs"], world.size, phases)
     trials = [
         Trial(delay, step_s, stragglers(own_s, step_s, alike(config)))
-        for injected in progress(draw(request.own["runs"], world.size, phases), world.rank == 0)
+        for injected in progress(draws, "run", world.rank == 0)
         for delay in (injected, None)
         for own_s, step_s in [_run(_with(config, delay), world)]
     ]
@@ -173,5 +175,4 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def _percent(share: dict[str, float]) -> str:
-    value = Interval.read(share).scaled(100)
-    return f"{value.mid:.1f} [{value.lo:.1f}, {value.hi:.1f}]"
+    return f"{Interval.read(share).scaled(100):.1f}"

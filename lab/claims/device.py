@@ -455,9 +455,5 @@ def _line(one: Network) -> list[str]:
         *(one.name, str(one.batch_size), ", ".join(f"{s:g}" if s else "–" for s in torch)),
         f"{alone[0]:g} to {alone[-1]:g}" if alone else "–",
         *(one.fastest(machine) for machine in ("desktop", "server", "gpu")),
-        *(_interval(one.here.get(threads)) for threads in (1, 2)),
+        *(f"{one.here[threads]:.3g}" if threads in one.here else "–" for threads in (1, 2)),
     ]
-
-
-def _interval(value: Interval | None) -> str:
-    return "–" if value is None else f"{value.mid:.3g} [{value.lo:.3g}, {value.hi:.3g}]"

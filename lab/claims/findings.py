@@ -52,7 +52,7 @@ KINDS = {
     "input": "We do not count these claims as evidence, because their values are inputs to the "
     "cost model or come directly from the profile.",
     "own": "We do not count these claims as evidence about the source, because they are our own "
-    "statements and not the source's.",
+    "statements, not the source's.",
 }
 # Those that are no evidence, as heads of columns.
 OTHERS = {

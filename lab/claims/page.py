@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 LINEAR = "error of linear scaling"  # the null model: N ranks are N times as fast
 OUTCOMES = (
-    "A claim disagrees if our value is outside the range that it allows; either may be wrong. It "
-    "is undecided if the value's interval is partly inside."
+    "A claim disagrees if our value is outside the range that the claim allows; either the claim "
+    "or our value may be wrong. It is undecided if only part of our value's interval is inside the "
+    "range."
 )
 SKILL = (
     "Linear scaling means that N ranks are N times as fast as one. The skill is 1 − (cost model's "
@@ -199,7 +200,10 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
     yield from ("", "## Speedup", "", f"![speedup]({folder}/speedup.png)")
     if reproduced.scored is not None:
         yield from ("", "## Every cell", "")
-        yield "Each line of the table is a cell: one strategy, profile, number of ranks and batch."
+        yield (
+            "Each row of the table is a cell: one combination of strategy, profile, number of "
+            "ranks (N) and batch size."
+        )
         yield "The hardware parameters are fitted to the cells on one and two ranks."
         yield from (errors(reproduced.scored), "")
         yield from cells_table(reproduced.scored)
@@ -219,13 +223,13 @@ def _sources_of_scaling(findings: Findings) -> list[str]:
     if findings.conditions:
         machines = "; ".join(findings.conditions.machines)
         emulations = [f"* {each}" for each in findings.conditions.emulations]
-        head = "The cluster was emulated in these respects:"
+        head = "The cluster was emulated as follows:"
         listed = [head, "", *emulations, ""] if emulations else []
         brackets = "Brackets after a measured value give the 95 % interval over repeats. The "
         brackets += "verdict on a measured claim depends on this interval."
         model = f"`model={paper.model}`"
-        counted = f"The numbers of parameters are those of {model}. They are larger than those of "
-        counted += "the model that was replayed in the measurements."
+        counted = f"The parameter counts are those of {model}. They are larger than those of the "
+        counted += "model that the measurements replayed."
         measured = f"The measurements ran on {machines}."
         return [predicted, "", measured, *listed, f"{brackets} {counted}"]
     if not paper.reproduction:

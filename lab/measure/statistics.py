@@ -44,6 +44,16 @@ class Interval:
         """Scale value and interval by a positive `factor`."""
         return Interval(self.lo * factor, self.mid * factor, self.hi * factor)
 
+    def __format__(self, spec: str) -> str:
+        """Write the value, and its interval if it has one: 1.02 [0.99, 1.05]; "-" if unknown.
+
+        Args: spec: of each number, as in f"{interval:.2f}".
+        """
+        middle = "-" if math.isnan(self.mid) else format(self.mid, spec)
+        if math.isnan(self.lo):
+            return middle
+        return f"{middle} [{format(self.lo, spec)}, {format(self.hi, spec)}]"
+
 
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from lab.settings.errors import OutputLost
 
@@ -18,6 +18,8 @@ from lab.settings.errors import OutputLost
 CONTROL = re.compile(
     r"[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
+
+T = TypeVar("T")
 
 
 class Output:
@@ -133,3 +135,16 @@ def visible_output() -> Iterator[None]:
     """Show controls on standard output while the context lasts."""
     with redirect_stdout(VisibleOutput(sys.stdout)):  # pyright: ignore[reportArgumentType]
         yield
+
+
+def progress(
+    items: Iterable[T], unit: str, shows: bool = True, total: int | None = None
+) -> Iterable[T]:
+    """Iterate with a progress bar on standard error, drawn rarely if that is no terminal.
+
+    Args: unit: what one item is called. total: how many there are, if `items` does not say.
+    """
+    from tqdm import tqdm  # imported here, as help shows none
+
+    every_s = 0.5 if sys.stderr.isatty() else 10
+    return tqdm(items, total=total, disable=not shows, mininterval=every_s, unit=unit, delay=1)

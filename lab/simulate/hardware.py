@@ -311,7 +311,10 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         for way in ("intra", "inter", "server"):
             if node.get(way):
                 given[way] = _link(f"{name}: {way}", node[way])
-        given |= {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
+        for key in {"node_rates", "protocols"} & node.keys():
+            if not isinstance(node[key], list):
+                raise ValueError(f"{name}: {key}={node[key]}: must be a list")
+            given[key] = tuple(node[key])
         given[CODEC_RATES] = _pairs(f"{name}: {CODEC_RATES}", node.get(CODEC_RATES, {}), 1)
         if given.get("num_cores") == HERE:
             given["num_cores"] = len(os.sched_getaffinity(0))
@@ -319,9 +322,11 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         given["host"] = made(Host, node["host"], f"{name}: host.") if node.get("host") else None
         hardware = made(Hardware, given, f"{name}: ", apart=NOT_OF_A_FILE)
         _check_hardware(name, hardware)
+        ranges = node.get("assumed", {})
+        if not isinstance(ranges, Mapping):
+            raise ValueError(f"{name}: assumed={ranges}: must map keys to [lowest, highest]")
         assumed = tuple(
-            _range(f"{name}: assumed.{key}", hardware, key, ends)
-            for key, ends in node.get("assumed", {}).items()
+            _range(f"{name}: assumed.{key}", hardware, key, ends) for key, ends in ranges.items()
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{name}: {error}") from None
@@ -408,6 +413,8 @@ def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
 
 
 def _link(where: str, figures: Mapping[str, Any]) -> Link:
+    if not isinstance(figures, Mapping):
+        return made(Link, figures, f"{where}.")  # refuses it
     for key in figures.keys() & RENAMED.keys():
         raise ValueError(f"{where}.{key}={figures[key]} has been renamed to {RENAMED[key]}")
     links = figures.get("num_links", 1)

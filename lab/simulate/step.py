@@ -20,7 +20,6 @@ from lab.simulate.costs import (
     class_of,
     exchange_of,
     phases_of,
-    stages_of,
     ways_of,
 )
 from lab.simulate.hardware import Hardware
@@ -498,7 +497,8 @@ def exchanges(
     pattern = strategy.pattern
     steps = pattern.delay if pattern.begins is Begin.NEXT_STEPS else pattern.every
     share = pattern.num_exchanges / (max(1, len(pattern.legs)) * steps)
-    in_parts = Leg.PARTS_OF_GRADIENTS in pattern.legs and not exchange_of(strategy.exchange).exact
+    made = exchange_of(strategy.exchange)
+    in_parts = Leg.PARTS_OF_GRADIENTS in pattern.legs and not made.exact
     # Layer 0 is the last to have a gradient; past the last layer is the previous step.
     after = len(places) if pattern.outlasts_step else 0
     found = []
@@ -513,10 +513,10 @@ def exchanges(
             part = -(-sum(map(math.prod, shapes)) // network.size)
             load = Load([(part * network.size,)], class_of(strategy.exchange), network)
             add_scatter(load, strategy.exchange)
-            stages = load.stages
         else:
-            stages = [s.scaled(share) for s in stages_of(shapes, strategy.exchange, network)]
-        found.append(Exchange(label, begins, stages))
+            load = Load(shapes, class_of(strategy.exchange), network)
+            load.add(made, share=share)
+        found.append(Exchange(label, begins, load.stages))
     return found
 
 

@@ -235,7 +235,8 @@ def _points(
         for arguments, size in plain
         for under_it in under(conditions, arguments, size)
     )
-    return [_cell(arguments, size) for arguments, size in points]
+    composed = functools.cache(load)  # once for all numbers of ranks
+    return [_cell(arguments, composed(arguments), size) for arguments, size in points]
 
 
 def _sharing(points: list[Cell]) -> list[Cell]:
@@ -247,8 +248,7 @@ def _sharing(points: list[Cell]) -> list[Cell]:
     return [point for point in points if not point.baseline or kept[point.baseline] is point]
 
 
-def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
-    config = load(arguments)
+def _cell(arguments: tuple[str, ...], config: DictConfig, world_size: int) -> Cell:
     check_batch(config, world_size)
     cluster_of(config, world_size)
     straggler_of(config, world_size)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lab import advise as command
+from lab.advice import request
 from lab.advice.request import read
 from lab.advice.view import chart
 from lab.claims.predicted import profile_of
@@ -67,6 +68,25 @@ def test_a_setting_leaves_the_strategies_that_accept_it() -> None:
     names = {c.strategy for c in read([*small, "precision=fp16"]).prediction.cells}
     assert "local_sgd" not in names and "overlap" in names
     assert {c.strategy for c in read([*small, "strategy=caffe"]).prediction.cells} == {"caffe"}
+
+
+def test_what_is_wrong_with_any_strategy_is_refused_before_all_are_composed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request, "_strategies", pytest.fail)
+    for wrong in (
+        "batchsize=12",
+        "hardware=mine",
+        "hardware.ranks_per_node=mine",
+        "world_size=two",
+    ):
+        assert wrong.rpartition(".")[2] in refusal(command.main, wrong)
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_chosen_can_be_accumulated() -> None:
+    cells = read(["world_size=1", "accumulate=3"]).prediction.cells
+    assert all(cell.batch_size % 3 == 0 for cell in cells)
 
 
 def test_ranks_divide_a_given_batch_and_batches_given_ranks() -> None:
