@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LINEAR = "error of linear scaling"  # the null model: N ranks are N times as fast
 OUTCOMES = (
     "A claim disagrees if our value is outside its range; either may be wrong. It is undecided if "
-    "only part of our value's interval is inside the range."
+    "only part of our value's interval is inside."
 )
 SKILL = (
     "Linear scaling means that N ranks are N times as fast as one. The skill is 1 − (cost model's "
