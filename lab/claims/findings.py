@@ -33,6 +33,7 @@ from lab.model.work import Counts
 from lab.settings.config import build, load
 from lab.settings.files import located, read_file
 from lab.settings.overrides import own_choices
+from lab.settings.streams import progress
 from lab.simulate.fit import fitted_groups
 from lab.simulate.hardware import draws, parse, places
 from lab.simulate.score import ScoredCell, scored_cell
@@ -432,7 +433,7 @@ def verify_all(
         runs: folder of studies, each in a folder of its name.
     """
     found = {}
-    for name in names:
+    for name in progress([*names], "source"):
         paper = _paper(name, config_dir)
         study = paper.reproduction.study if paper.reproduction else paper.study
         folder = runs / study if runs and study and (runs / study).is_dir() else None

@@ -31,6 +31,7 @@ from lab.claims.metrics import of_linear_scaling
 from lab.claims.predicted import hardware_of, profile_of, strategy_of, with_texts
 from lab.model.profile import Layer, Profile
 from lab.settings.files import read_file
+from lab.settings.streams import progress
 from lab.simulate.hardware import Hardware, Learned
 from lab.simulate.score import skill
 from lab.simulate.step import simulate
@@ -322,7 +323,7 @@ class HeldOut:
 def held_out(given: Sequence[Figure], start: Array = MEANS) -> list[HeldOut]:
     """Predict the figures of each origin by terms fitted to all others."""
     found: dict[int, HeldOut] = {}
-    for origin in dict.fromkeys(figure.origin for figure in given):
+    for origin in progress([*dict.fromkeys(figure.origin for figure in given)], "source"):
         fit = fitted([figure for figure in given if figure.origin != origin], start)
         left = [place for place, figure in enumerate(given) if figure.origin == origin]
         found |= zip(left, predicted([given[place] for place in left], fit), strict=True)
