@@ -31,9 +31,12 @@ SMALLER = {
 
 
 def shown(cell: Any) -> set[str]:
-    """Return the types of what a code cell shows: `stderr`, `text/html`, `image/png` …"""
+    """Return the types of what a code cell shows: `stdout`, `text/html`, `image/png` …
+
+    Without `stderr`: a progress bar comes only where the machine takes long enough.
+    """
     found = (output.get("data", {output.get("name", "error"): ""}) for output in cell.outputs)
-    return {kind for each in found for kind in each}
+    return {kind for each in found for kind in each} - {"stderr"}
 
 
 def code_of(notebook: Any) -> list[Any]:
