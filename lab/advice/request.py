@@ -12,6 +12,7 @@ from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, read_file
+from lab.settings.names import is_of_strategy, root_of
 from lab.settings.overrides import config_dir_of
 from lab.settings.streams import progress
 from lab.simulate import predict as prediction
@@ -30,8 +31,7 @@ UNITS = ("device", "node")
 BOUND = re.compile(r"efficiency>=(.+)")
 ESTIMATED_BATCH = 64  # samples of a rank
 MOST_NODES = 8  # of hardware whose nodes are linked, unless world_size= says otherwise
-# What a strategy sets, or alone accepts.
-OF_STRATEGIES = ("comm", "sync", "optim", "exchange", "path", "codec", "memory", "transform")
+PARTS = ("path", "codec", "memory", "optim")  # that some strategies alone accept
 # Emulate frameworks of 2016, which nobody would choose today unless named.
 FRAMEWORKS = ("RootUpdate", "DoubleBuffer")
 
@@ -190,7 +190,7 @@ def _with_grid(run: list[str]) -> Request:
         first = prediction.read([*run, *one, *batch])
     else:
         # What is wrong with any strategy is refused at once: to compose them all takes seconds.
-        _, others = split(run, OF_STRATEGIES)
+        others = [word for word in run if not _is_of_strategy(word)]
         first = prediction.read([*others, "strategy=allreduce", *one, *batch])
         run = [*run, f"strategy={','.join(_strategies([*run, *batch]))}"]
     if {"world_size", "batch_size"} <= given.keys():
@@ -208,6 +208,11 @@ def _with_grid(run: list[str]) -> Request:
     grid = {"world_size": sizes, "batch_size": _batches(first, sizes, unit)}
     lists = [f"{key}={','.join(map(str, values))}" for key, values in grid.items()]
     return prediction.read([*run, *lists])
+
+
+def _is_of_strategy(word: str) -> bool:
+    key = word.lstrip("+~").partition("=")[0]
+    return is_of_strategy(key) or root_of(key) in PARTS
 
 
 def _divides_batch(size: int, cell: Cell) -> bool:
