@@ -33,7 +33,7 @@ from lab.draw.chart import (
 from lab.draw.plots import GAP, Axis, bars, fitted, in_rows, joined, lines
 from lab.draw.text import in_words, number_of
 from lab.measure import PHASES
-from lab.measure.statistics import ENOUGH_REPEATS
+from lab.measure.statistics import ENOUGH_REPEATS, Interval
 from lab.task import heading
 
 Frame = Any  # a pandas.DataFrame, and
@@ -219,7 +219,12 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     message = f"{least['label']} sends {factor:.3g} times fewer bytes than {most['label']}"
     if factor < 1.05:
         message = f"All series send the same amount: {most['payload_mid']:.3g} MB per rank per step"
+    if last["series"].nunique() == 1:
+        message = f"{most['label']} sends {most['payload_mid']:.3g} MB per rank per step"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
+    several = summary[summary["world_size"] > 1]
+    if missing := {*several["label"][several["payload_max_bytes"].isna()]} - {*sent["label"]}:
+        about.append(f"Not counted: {in_words(sorted(missing))}.")
     if parameters > 0:
         about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")
     about += (
@@ -396,10 +401,11 @@ def _best(points: Frame, column: str) -> Point:
 def _fastest(points: Frame) -> str:
     best = _best(points, "speedup_mid")
     ranks = number_of(best["world_size"], "rank")
-    return (
-        f"{_lead(points, best)}: {best['speedup_mid']:.2f} × one rank, on {ranks} at "
-        f"{_batch_of(best)} {best['fixed_batch_size']}"
-    )
+    where = f"on {ranks} at {_batch_of(best)} {best['fixed_batch_size']}"
+    speedup = Interval(best["speedup_lo"], best["speedup_mid"], best["speedup_hi"])
+    if best["world_size"] > 1 and speedup.lo <= 1 <= speedup.hi:
+        return f"Not shown to be faster than one rank: {best['label']}, {speedup:.2f} ×, {where}"
+    return f"{_lead(points, best)}: {speedup.mid:.2f} × one rank, {where}"
 
 
 def _lead(points: Frame, best: Point) -> str:

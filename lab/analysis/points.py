@@ -31,6 +31,7 @@ from lab.analysis.series import CONTEXT
 from lab.draw.chart import order
 from lab.measure import PHASES
 from lab.measure.statistics import (
+    ENOUGH_REPEATS,
     Interval,
     geometric_mean,
     of_difference,
@@ -394,13 +395,15 @@ def _median(values: Iterable[float]) -> float:
 def leaders(points: Iterable[Point], floor: float) -> list[str]:
     """List the series of one context and world size that no other has been shown to beat.
 
-    `none` is left out: it is a ceiling that trains no common model.
+    `none` is left out: it is a ceiling that trains no common model. So is a series of too few
+    repeats, which nothing could beat, where others have enough.
 
     Args:
         floor: see noise_floor; NaN if unknown.
     """
-    running = {p.series: p.steps_s for p in points if p.strategy != CEILING and p.num_repeats}
-    return leaders_of(running, floor)
+    running = [point for point in points if point.strategy != CEILING and point.num_repeats]
+    ranked = [point for point in running if point.num_repeats >= ENOUGH_REPEATS] or running
+    return leaders_of({point.series: point.steps_s for point in ranked}, floor)
 
 
 def leaders_of(steps_s: Mapping[str, Times], floor: float = math.nan) -> list[str]:

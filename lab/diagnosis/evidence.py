@@ -38,8 +38,8 @@ class Evidence:
         step_s: step time of its throughput runs, or, without any, of its breakdowns.
         one_s: step time of `none` (or of the strategy) on one rank, at the same batch.
         ceiling_s: step time of `none` on as many ranks.
-        exposed_s: exposed communication: the step less the ceiling; without a ceiling, the
-            breakdown's exchange phase on the rank that waited least.
+        exposed_s: exposed communication: the step less the ceiling, in pairs of repeats; without a
+            ceiling, the breakdown's exchange phase on the rank that waited least.
         input_s: waiting for data, mean over ranks.
         straggler_s: the mean delay of the slowest of the slow ranks. In records without own times:
             the slowest rank's own work less the median of the other ranks'.
@@ -171,8 +171,8 @@ def _median(values: Any) -> float:
 def _exposed_s(point: Point, runs: Sequence[Cell], every: int, scale: float) -> float:
     if point.strategy == CEILING:
         return 0.0
-    if point.ceiling and point.steps_s:
-        return max(0.0, point.step_s - point.ceiling.step_s)
+    if not math.isnan(known := point.exposed_exchange_s.mid):
+        return max(0.0, known)
     waits = _by_rank(runs, ("exchange_s",), every)
     return scale * float(waits.min()) if len(waits) else math.nan
 

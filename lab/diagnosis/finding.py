@@ -95,6 +95,9 @@ def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) ->
         told = ", ".join(filter(None, (f"{number_text(best.step_s, 1e3)} ms per step", gain)))
         return f"On {ranks}, {name} is the fastest strategy measured: {told}."
     told = ", and ".join(filter(None, (f"{number_text(times)} times as fast as one", gain)))
+    if best.speedup.lo <= 1 <= best.speedup.hi:
+        unsure = f"The repeats cannot show whether {ranks} train faster than one"
+        return f"{unsure}: with {name}, the fastest strategy, {told}."
     if times > 1:
         return f"With {name}, {ranks} train {told}."
     return f"{ranks} train no faster than one rank: with {name}, the fastest strategy, {told}."
@@ -132,8 +135,11 @@ def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list
     if best.world_size == 1 or not faster:
         return []
     first = max(faster, key=lambda point: point.speedup.mid)
+    if best.speedup.lo <= first.speedup.mid <= best.speedup.hi:
+        return []
     ranks, times = number_of(first.world_size, "rank"), number_text(first.speedup.mid)
-    return [f"Fewer ranks are faster: with {first.label}, {ranks} reach a speedup of {times}."]
+    verb = "reaches" if first.world_size == 1 else "reach"
+    return [f"Fewer ranks are faster: with {first.label}, {ranks} {verb} a speedup of {times}."]
 
 
 def _best(here: Sequence[Point], names: Mapping[Place, str]) -> Figure:

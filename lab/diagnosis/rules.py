@@ -124,11 +124,13 @@ def _shared(e: Evidence) -> bool:
 
 
 def _exchange(e: Evidence) -> tuple[str, float, str]:
+    may_be_none = e.point.exposed_exchange_s.lo <= 0  # False if it has no interval
+    unsure = " (which may be noise: the interval includes 0)" if may_be_none else ""
     if e.codec_s >= CODEC_SHARE * e.exposed_s:
         return "compute-bound", e.exposed_s, "waits for gradients, mostly to be encoded and decoded"
     if e.payload_bytes < SMALL_MESSAGE_BYTES * e.messages:
-        return "latency-bound", e.exposed_s, "waits for gradients in small messages"
-    return "bandwidth-bound", e.exposed_s, "waits for gradients"
+        return "latency-bound", e.exposed_s, f"waits for gradients in small messages{unsure}"
+    return "bandwidth-bound", e.exposed_s, f"waits for gradients{unsure}"
 
 
 def _fixed(e: Evidence) -> tuple[str, float, str]:

@@ -115,8 +115,14 @@ def _evidence_lines(e: Evidence) -> Lines:
         yield "computing", f"{_ms(e.ideal_s)} ({_share(e.ideal_s, e)}) if divided evenly"
     if not math.isnan(e.exposed_s):
         against = "" if math.isnan(e.ceiling_s) else f"; strategy=none takes {_ms(e.ceiling_s)}"
-        yield "exchange", f"{_ms(e.exposed_s)} ({_share(e.exposed_s, e)}) not hidden{against}"
-    yield "payload", _payload(e)
+        ends = e.point.exposed_exchange_s.scaled(1e3)
+        between = (
+            "" if math.isnan(ends.lo) else f", 95 % interval {ends.lo:.1f} to {ends.hi:.1f} ms"
+        )
+        text = f"{_ms(e.exposed_s)} ({_share(e.exposed_s, e)}{between}) not hidden{against}"
+        yield "exchange", text
+    if not math.isnan(e.payload_bytes):
+        yield "payload", _payload(e)
     if e.codec_s > 0:
         yield "encoding", f"{_ms(e.codec_s)} on each rank, and decoding"
     for slow in e.slow:

@@ -244,9 +244,9 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
     if line.asks:
         return line
     if not (len(words) == bool(command.word) or (command.several and words)):
-        asked = " ".join(words) or "(nothing)"
+        asked = f"{' '.join(words)}: expected" if words else "needs"
         number = "at least one" if command.several else "one"
-        raise ConfigError(f"{asked}: expected {number} {command.word}, as in {command.usage}")
+        raise ConfigError(f"{asked} {number} {command.word}, as in {command.usage}")
     if lonely := [flag for flag in OF_CFG if flag in flags and "--cfg" not in flags]:
         raise ConfigError(f"{lonely[0]}: needs --cfg job")
     if kept_words(settings) != settings:

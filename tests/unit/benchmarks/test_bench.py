@@ -70,7 +70,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "(nothing): expected one collective|reduce_scatter|codec|step"),
+        ([], "needs one collective|reduce_scatter|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs at least two"),
         (["step", "strategy=overlap,nope"], "strategy=nope: did you mean none? allowed:"),
         (["step", "strategy=ddp,ddp"], "to compare equal ones, use lab.bench step aa=true"),

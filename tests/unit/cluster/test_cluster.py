@@ -198,7 +198,7 @@ def test_changes_of_a_link() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "(nothing): expected one run|check, as in python -m lab.cluster"),
+        ([], "needs one run|check, as in python -m lab.cluster"),
         (["walk"], "walk: the first word must be run or check"),
         (["run", "hosts=2"], "run needs torchrun's arguments after --"),
         (["check", "hosts=2", "--", "-m", "lab.train"], "run needs torchrun's arguments after --"),

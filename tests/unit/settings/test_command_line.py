@@ -160,7 +160,7 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
         (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: use format=svg"),
         (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: use runs=runs/k"),
         (explain.COMMAND, ["runs/a", "--why"], "--why: no such flag; the flags are --help"),
-        (plot.COMMAND, [], "(nothing): expected at least one STUDY[/CELL]"),
+        (plot.COMMAND, [], "needs at least one STUDY[/CELL]"),
         (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: expected one STUDY[/CELL]"),
         (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed: out, format, only"),
         (plot.COMMAND, ["runs/a", "-m"], "-m: no such flag; the flags are --help, --version, "),
