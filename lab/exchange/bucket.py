@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from lab.codec.layout import spans
 from lab.exchange.grouping import group
@@ -132,6 +137,8 @@ class BucketPlan:
         self._plans = Plans()
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
+        self._places: list[int] = []  # their addresses
+        self._dtypes = [p.dtype for p in self._ordered]
         self._seen: list[Tensor | None] = []  # by Python, which is fast as long as it holds them
 
     def twin(self) -> BucketPlan:
@@ -161,6 +168,8 @@ class BucketPlan:
         if self.in_place and (flat := self._in_place()) is not None:
             return GradBucket(self.shapes, flat, step, divided, plans=self._plans)
         bucket = GradBucket(self.shapes, self._allocated(), step, divided, plans=self._plans)
+        if [*map(Tensor.data_ptr, self._values)] != self._places:
+            self._make_views(bucket.flat)
         if not self.has_views or not self._copied_at_once():
             self._pack_each(bucket)
         self._seen = []
@@ -249,8 +258,26 @@ class BucketPlan:
         if self._buffer is not None:
             return self._buffer
         first = next(iter(self._in_flat.values()))
-        sizes = [math.prod(shape) for shape in self.shapes.values()]
         self._buffer = buffer = first.new_zeros(self.num_values + self._missing, dtype=self.dtype)
+        self._make_views(buffer)
+        return buffer
+
+    def _make_views(self, buffer: Tensor) -> None:
+        """Make the views; anew if something has given other memory to the gradients that they are.
+
+        Module.to and `grad.data = ...` do so: the tensors stay the same, and their memory does not.
+
+        Raises: RuntimeError: a parameter has another dtype than when buckets were planned.
+        """
+        for (name, p), dtype in zip(self._in_flat.items(), self._dtypes, strict=True):
+            if p.dtype != dtype:
+                raise RuntimeError(
+                    f"{name}: is {p.dtype} now, and was {dtype} when its exchange was set up; "
+                    "convert the model before that"
+                )
+        for known in ("has_views", "_are_views"):  # a layout may have changed
+            self.__dict__.pop(known, None)
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
         parts = buffer[: self.num_values].split(sizes)
         # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
         self._values = [
@@ -259,7 +286,7 @@ class BucketPlan:
                 parts, self._in_flat.values(), self.shapes.values(), self._are_views, strict=True
             )
         ]
-        return buffer
+        self._places = [values.data_ptr() for values in self._values]
 
 
 def plan(
@@ -328,18 +355,26 @@ class Outside:
         self._model, self._admitted = model, admitted
         self._parameters = self._found()
         self._has_trained = False
+        self._has_changed = False  # perhaps: torch tells of the registrations of all modules
+        for register in (
+            register_module_parameter_registration_hook,
+            register_module_module_registration_hook,
+        ):
+            weakref.finalize(self, register(partial(_note_change, weakref.ref(self))).remove)
 
     def refuse_trained(self) -> None:
         """Refuse a model in which one of them trains; call this in each step, after backward.
 
-        Parameters that a model registered by itself are looked for until a backward has been seen.
+        Parameters that a model registered by itself are looked for until a backward has been seen,
+        and later ones, added or in the place of others, once any module has registered something.
 
         Raises:
             RuntimeError: names one that has a gradient, which no other rank would get.
         """
-        if not self._has_trained:
+        if self._has_changed or not self._has_trained:
+            self._has_changed = False
             self._parameters = self._found()
-            self._has_trained = any(p.grad is not None for p in self._admitted.values())
+            self._has_trained |= any(p.grad is not None for p in self._admitted.values())
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
                 raise RuntimeError(
@@ -351,3 +386,8 @@ class Outside:
     def _found(self) -> dict[str, nn.Parameter]:
         admitted = {id(p) for p in self._admitted.values()}
         return {n: p for n, p in named(self._model).items() if id(p) not in admitted}
+
+
+def _note_change(outside: weakref.ref[Outside], *_: object) -> None:
+    if (found := outside()) is not None:
+        found._has_changed = True

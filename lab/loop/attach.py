@@ -201,11 +201,13 @@ class LoopSync(Checked, GradSync):
     ) -> None:
         super().__init__(parts)
         self.divides_loss = False  # the loop's loss is what it is
+        self._has_begun = False
         self.settings = settings
         self._model, self._world = parts.model, world
         self._guard = NonfiniteGuard(self.exchange, scaler)
 
     def __enter__(self) -> Self:
+        self._has_begun = True
         replicas.broadcast_state(self._model, self._world)
         super().__enter__()
         self._arrivals.armed = True
@@ -228,10 +230,15 @@ class LoopSync(Checked, GradSync):
         """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.
 
         Raises:
+            RuntimeError: the loop is outside `with`, so ranks may have started differently.
             FloatingPointError: see NonfiniteGuard.
             CertificateError: check="first" has found a fault.
             Exception: the first error of an exchange.
         """
+        if not self._has_begun:
+            raise RuntimeError(
+                "grad_sync: finish() outside `with`; use `with grad_sync(...) as s:`"
+            )
         if self.clock:
             self.clock.next_phase("exchange")
         finite = super().finish()
@@ -298,8 +305,10 @@ def grad_sync(
     """
     looks = is_on(check)
     config = compose(strategy, overrides, ("overlap", "bucket_mb"))
-    if isinstance(model, DistributedDataParallel):
-        raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            where = f"{name}: DistributedDataParallel" if name else "DistributedDataParallel"
+            raise ConfigError(f"{where}: exchanges gradients itself; use lab.attach")
     exchange: Exchange = build(config.exchange)
     with as_config_error():
         parameters = admit(model, exchange)

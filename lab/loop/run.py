@@ -13,6 +13,7 @@ from typing import Any, Self, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Sent
@@ -25,6 +26,7 @@ from lab.measure.environment import source_hash
 from lab.record.recorders import Recorder
 from lab.record.schema import Certificate
 from lab.settings.config import Settings, build, load
+from lab.settings.errors import ConfigError
 from lab.settings.names import of_all_ranks, run_name
 from lab.sync.base import Exchanging
 from lab.sync.ddp import LastGradient, waits_of_ddp
@@ -104,6 +106,8 @@ class Run(Recording):
         module = model if isinstance(model, nn.Module) else None
         device = next(module.parameters()).device if module else torch.device("cpu")
         world = world_of(None, device)
+        if strategy == "none" and world.size > 1:
+            _refuse_exchange(module, sync)
         config = settings_of_run(
             strategy,
             sync.settings if sync else None,
@@ -194,7 +198,8 @@ class Run(Recording):
         self._loop.pause()
         progress, clock = self._loop.progress, self._loop.clock
         when = {"step": progress.step, "seconds": clock.total_seconds()}
-        result = {**when, "loss": float(loss), **metrics}
+        values = {"loss": loss, **metrics}
+        result = {**when, **{name: _number(name, value) for name, value in values.items()}}
         progress.evaluations.append(result)
         self.curves.evaluated(result)
 
@@ -219,6 +224,24 @@ def _name(model: nn.Module) -> str:
     for wrapper in ("_orig_mod", "module"):
         model = getattr(model, wrapper, model)
     return type(model).__name__
+
+
+def _refuse_exchange(model: nn.Module | None, sync: Checked | None) -> None:
+    """Refuse a run of strategy "none", to which others are compared, that exchanges gradients."""
+    of_ddp = any(isinstance(module, DDP) for module in (model.modules() if model else ()))
+    if sync or of_ddp:
+        what = "sync=" if sync else "DistributedDataParallel"
+        raise ConfigError(
+            f"strategy=none: {what} exchanges gradients; record a loop without it, whose ranks "
+            "train apart, to measure what exchanges cost"
+        )
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]  # whatever has one: a tensor, a number
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"evaluated({name}={value!r}): must be one number") from None
 
 
 class Unchecked(Exchanging):
@@ -295,4 +318,6 @@ class OwnLoop(Measured[Exchanging]):
         if self._last:
             self._last.end_step()
         value = torch.as_tensor(loss, dtype=torch.float32, device=self.world.device)
-        self.losses.append(value.detach().clone())
+        if value.numel() != 1:
+            raise ValueError(f"step.loss: has shape {list(value.shape)}; must be one number")
+        self.losses.append(value.detach().reshape(()).clone())

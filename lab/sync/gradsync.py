@@ -116,8 +116,10 @@ class Arrivals:
     def counted(self) -> Generator[None]:
         """Enclose the last micro-batch of a step, whose gradients are those that leave."""
         self.armed = True
-        yield
-        self.armed = False
+        try:
+            yield
+        finally:
+            self.armed = False
 
     @contextmanager
     def uncounted(self) -> Generator[None]:
@@ -126,8 +128,10 @@ class Arrivals:
             self._watches_all = True
             self._watch()
         before, self.armed = self.armed, False
-        yield
-        self.armed = before
+        try:
+            yield
+        finally:  # a loop may catch an error, and go on
+            self.armed = before
 
     def end_backward(self) -> None:
         """Note whether hooks of the last gradients were misleading: then hook all again."""

@@ -512,3 +512,103 @@ def test_grad_sync_makes_the_process_group_and_replicas_equal() -> None:
     assert size == 2
     assert apart(first, second) == 0
     assert first["0.weight"].eq(1).all() and first["mask"].all()
+
+
+def unmoved(net: nn.Module) -> None: ...
+
+
+def moved(net: nn.Module) -> None:
+    net.double().float()  # Module.to gives `grad` other memory
+
+
+def relaid(net: nn.Module) -> None:
+    net.to(memory_format=torch.channels_last)
+
+
+def scaled_in_place(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data * 2
+
+
+def halved(net: nn.Module) -> None:
+    net.bfloat16()
+
+
+def replaced(net: nn.Module) -> None:
+    net.last = nn.Linear(8 * 4 * 4, 3)  # type: ignore[assignment]
+
+
+def reassigned(net: nn.Module) -> None:
+    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 8, 3), nn.Linear(8 * 4 * 4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(self.first(images).relu().flatten(1))
+
+
+def change_while_training(change: Callable[[nn.Module], None]) -> dict[str, Tensor] | str:
+    """Train with gradients left in place while the model changes; return weights, or the error."""
+    dist.init_process_group("gloo")
+    net, rank = Images(), dist.get_rank()
+    with lab.grad_sync(net, "allreduce", overlap=True, check=None) as sync:
+        for step in range(6):
+            inputs = torch.randn(
+                4, 3, 6, 6, generator=torch.Generator().manual_seed(2 * step + rank)
+            )
+            try:
+                net(inputs.to(net.last.weight.dtype)).square().mean().backward()
+                sync.finish()
+            except RuntimeError as error:
+                return str(error)
+            torch.optim.SGD(net.parameters(), lr=0.1).step()
+            if step == 3:
+                change(net)
+            net.zero_grad()
+    dist.destroy_process_group()
+    return {name: value.contiguous() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("change", [moved, relaid, scaled_in_place])
+def test_gradients_that_are_moved_are_exchanged_all_the_same(
+    change: Callable[[nn.Module], None],
+) -> None:
+    first, second = spawn(2, change_while_training, change)
+    unchanged, _ = spawn(2, change_while_training, unmoved)
+    assert apart(first, second) == 0
+    assert apart(first, unchanged) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (halved, "is torch.bfloat16 now, and was torch.float32 when its exchange was set up"),
+        (replaced, "last.weight: was frozen or missing when the exchange was set up"),
+        (reassigned, "was frozen or missing when the exchange was set up"),
+    ],
+)
+def test_a_model_whose_parameters_change_is_refused(
+    change: Callable[[nn.Module], None], message: str
+) -> None:
+    for found in spawn(2, change_while_training, change):
+        assert isinstance(found, str) and message in found
+
+
+def outside_with() -> None:
+    dist.init_process_group("gloo")
+    sync = lab.grad_sync(nn.Linear(2, 2), "allreduce", check=None)
+    with pytest.raises(RuntimeError, match="outside `with`"):
+        sync.finish()
+    with pytest.raises(lab.ConfigError, match="^1: DistributedDataParallel: exchanges"):
+        lab.grad_sync(nn.Sequential(nn.ReLU(), DistributedDataParallel(nn.Linear(2, 2))))
+    dist.destroy_process_group()
+
+
+def test_a_sync_that_would_do_nothing_or_twice_is_refused() -> None:
+    CREW.call(2, outside_with)

@@ -163,6 +163,45 @@ def test_wrong_settings_are_one_line() -> None:
     ]
 
 
+def not_apart(runs: Path) -> str:
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(lab.ConfigError) as caught:
+        lab.Run(study="mine", model=ddp, strategy="none", batch_size=8, runs_dir=runs)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_what_others_are_compared_to_may_exchange_nothing(tmp_path: Path) -> None:
+    for message in CREW.call(2, not_apart, tmp_path):
+        assert message.startswith("strategy=none: DistributedDataParallel exchanges gradients")
+
+
+def odd_numbers(runs: Path) -> dict[str, float]:
+    dist.init_process_group("gloo")
+
+    def run() -> lab.Run:
+        return lab.Run(study="mine", model="mine", strategy="ddp", batch_size=8, runs_dir=runs)
+
+    refused = pytest.raises(ValueError, match=r"step\.loss: has shape \[3\]; must be one number")
+    with refused, run() as failing, failing.step() as step:
+        step.loss = torch.ones(3)
+    with run() as right:
+        with right.step() as step:
+            step.loss = torch.ones(1)
+        with pytest.raises(ValueError, match=r"evaluated\(accuracy=None\): must be one number"):
+            right.evaluated(loss=0.5, accuracy=None)  # type: ignore[arg-type]
+        half: Any = torch.tensor(0.5)
+        right.evaluated(loss=half, accuracy=half)
+    dist.destroy_process_group()
+    assert read_record(failing.path / "record.json").status == "failed"
+    return read_record(right.path / "record.json").final
+
+
+def test_numbers_may_be_tensors_of_one_value(tmp_path: Path) -> None:
+    assert CREW.call(1, odd_numbers, tmp_path) == [{"loss": 0.5, "accuracy": 0.5}]
+
+
 def misused_steps(runs: Path) -> int | None:
     dist.init_process_group("gloo")
     run = lab.Run(study="mine", model="mine", strategy="ddp", batch_size=8, runs_dir=runs)
