@@ -21,11 +21,14 @@ from lab.settings.errors import ConfigError
 from lab.settings.streams import progress
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.predict import (
+    ESTIMATE,
     Source,
     groups_of,
+    intervals,
     machines,
     plain,
     profile_on,
+    residual_of,
     sources_of,
     strategy_of,
 )
@@ -148,6 +151,7 @@ def advised(advice: Advice) -> dict[str, Any]:
         "most_efficient": max((one.efficiency for one in kept), default=math.nan),
         "too_large": sorted({one.forecast.name for one in options} - fitting),
         "profiles": {name: asdict(profile) for name, profile in profiles.items()},
+        "open_profiles": [name for name, profile in profiles.items() if profile.is_open],
         "hardware": {"conditions": group.conditions, **asdict(group.hardware)},
         "fit": str(request.own.fit) if request.own.fit else None,
         "errors": str(errors) if errors.num_cells else None,
@@ -195,13 +199,14 @@ def _row(advice: Advice, group: Group, option: Option) -> Row:
     hours = target.hours(forecast.seconds_per_sample, total)
     ranks_per_node = group.hardware.ranks_per_node
     units = target.units(cell.world_size, ranks_per_node)
-    shortest_s, longest_s = min(forecast.steps_s), max(forecast.steps_s)
+    shortest_s, longest_s = option.interval_s
     cost = None
     if target.price_per_hour is not None:
         per_sample = target.price_per_hour * units * forecast.seconds_per_sample / 3600
         cost = per_sample * (1e6 if total is None else total)
     return {
         "series": forecast.name,
+        "basis": option.basis,
         "strategy": cell.strategy,
         "world_size": cell.world_size,
         "batch_size": cell.batch_size,
@@ -254,6 +259,8 @@ class Option:
     """A cell that may be chosen.
 
     Attributes:
+        basis: of its times, as in lab.predict.
+        interval_s: 95 %, of its step.
         forecast: its predicted steps; its name is the series'.
         memory_bytes: of the rank that needs most, without activations; NaN: unknown.
         limit: name and share, as lab.advice.advise finds them.
@@ -262,6 +269,8 @@ class Option:
     """
 
     cell: Cell
+    basis: str
+    interval_s: tuple[float, float]
     forecast: Forecast
     efficiency: float
     memory_bytes: float
@@ -280,8 +289,11 @@ def _option(advice: Advice, group: Group, name: str, cell: Cell, source: Source)
     profile = profile_on(source, hardware)
     steps_s = steps_on(group, source, strategy, size, per_rank)
     weight = advice.target.weight(size, hardware.ranks_per_node)
+    residual = residual_of(hardware, strategy, size)
     return Option(
         cell,
+        "profile" if isinstance(source, Profile) else ESTIMATE,
+        intervals("step_s", steps_s, residual)["step_s_interval"],
         Forecast(name, strategy.lossy, cell.batch_size, weight, steps_s),
         predict(profile, hardware, strategy, size, cell.batch_size, weak).efficiency,
         rank_bytes(profile, strategy, plain(cell.config), size, hardware),

@@ -12,6 +12,7 @@ from lab.advice.advise import KINDS
 from lab.draw.chart import Chart, looks_of
 from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
+from lab.simulate.view import open_values
 
 Row = dict[str, Any]
 TITLES = {
@@ -91,13 +92,12 @@ def about(result: Row) -> list[str]:
     hardware = result["hardware"]
     at = f" at {hardware['conditions']}" if hardware["conditions"] else ""
     fitted = f", fitted to {result['fit']}{at}" if result["fit"] else ""
-    open_values = [each["key"] for each in hardware["assumed"]]
-    open_values += ["the fit"] if result["fit"] else []
+    sources = open_values(result, [hardware])
     return [
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
         *([f"cells held out of the fit: {result['errors']}"] if result["errors"] else []),
-        f"intervals: 95 %, given the uncertainty of {', '.join(open_values)}"
-        if open_values
+        f"intervals: 95 %, given the uncertainty of {', '.join(sources)}"
+        if sources
         else "intervals: none, because no value is uncertain",
     ]
 

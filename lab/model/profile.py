@@ -123,8 +123,15 @@ class Profile:
         )
         _check_profile(where, profile, layers)
         share = _share(where, profile.fixed_share)
+        if not isinstance(profile.fits, list | tuple):
+            raise ValueError(f"{where}: fits={profile.fits}: must be a list")
         fits = tuple(_fit_of(f"{where}: fits[{i}]", each) for i, each in enumerate(profile.fits))
         return replace(profile, layers=layers, fixed_share=share, fits=fits)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the part of its times that is fixed is known only to lie in a range."""
+        return self.drawn(0.0) != self.drawn(1.0)
 
     def drawn(self, place: float) -> Profile:
         """Return the profile with its fixed part at `place`, from 0 to 1, of what it may be.

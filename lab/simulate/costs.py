@@ -22,6 +22,7 @@ from lab.settings.config import build, choices_of
 from lab.settings.files import read_file
 from lab.settings.names import class_name
 from lab.settings.own_code import targets
+from lab.simulate.hardware import Hardware
 from lab.simulate.network import Cost, Network
 
 if TYPE_CHECKING:
@@ -321,6 +322,19 @@ def _path_of(path: str) -> str:
     raise ValueError(
         f"exchange={path} is neither one of the lab's exchanges nor an imported class of your own"
     )
+
+
+def refuse_unknown_rates(hardware: Hardware) -> None:
+    """Refuse rates of codecs that no exchange of the lab's has; a user's has a path with a dot.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for name, _ in hardware.codec_rates:
+        known = {FSDP, *map(class_name, _own_paths().values())}
+        if name not in known and "." not in name:
+            where, allowed = f"hardware={hardware.name}: codec_rates.{name}", sorted(known)
+            raise ValueError(f"{where}: no such exchange; allowed: {', '.join(allowed)}")
 
 
 @cache

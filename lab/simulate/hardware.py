@@ -22,6 +22,7 @@ HERE = "here"  # num_cores: those that this process may use
 LIBRARIES = ("gloo", "nccl")
 NOT_OF_A_FILE = ("learned", "measured")
 CODEC_RATES = "codec_rates"
+WHOLE = ("ranks_per_node", "num_links", "num_cores", "num_slow")  # known, in any range
 LINK = ("latency_s", "bandwidth_bytes_per_s")  # what a fit finds of a link
 RENAMED = {"alpha_s": "latency_s", "beta_bytes_per_s": "bandwidth_bytes_per_s"}  # of a link
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -388,6 +389,7 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
             f"{name}: intra=null: must be the link between the {hardware.ranks_per_node} ranks of "
             "a node"
         )
+    checks.whole(f"{name}: num_slow", hardware.num_slow, 0)
     for rate in hardware.node_rates:
         checks.number(f"{name}: node_rates", rate, 1)
     if not hardware.protocols or set(hardware.protocols) - set(PROTOCOLS):
@@ -402,9 +404,11 @@ def _range(where: str, hardware: Hardware, dotted: str, ends: Any) -> Range:
     if not isinstance(ends, list) or len(ends) != 2:
         raise ValueError(f"{where}={ends}: must be [lowest, highest]")
     low, high = ends
-    way, _, key = dotted.rpartition(".")
-    part: Any = getattr(hardware, way) if way else hardware
-    value = dict(part).get(key) if way == CODEC_RATES else getattr(part, key)
+    way, _, key = str(dotted).rpartition(".")
+    part: Any = getattr(hardware, way, None) if way else hardware
+    value = dict(part).get(key) if way == CODEC_RATES else getattr(part, key, None)
+    if not checks.is_number(value) or key in WHOLE:
+        raise ValueError(f"{where}: must be the key of a number that may be uncertain")
     checks.number(where, low, 0)
     checks.number(where, high, low)
     if value is None or not low <= value <= high or math.isnan(value):

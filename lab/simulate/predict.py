@@ -24,6 +24,7 @@ from lab.settings.names import class_name, root_of
 from lab.settings.overrides import config_dir_of
 from lab.settings.storage import escaped
 from lab.simulate.collectives import read_log
+from lab.simulate.costs import refuse_unknown_rates
 from lab.simulate.hardware import Device, Hardware, draws, of_this_machine, places
 from lab.simulate.hardware import parse as parse_hardware
 from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell
@@ -115,8 +116,11 @@ def read(arguments: Sequence[str]) -> Request:
     config_dir = config_dir_of(run)
     try:
         hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
-        if log := texts.get(LOG):
-            hardware = replace(hardware, measured=read_log(Path(log)))
+        if LOG in texts:
+            if not texts[LOG]:
+                raise ConfigError(f"{LOG}=: must be the path of a log")
+            hardware = replace(hardware, measured=read_log(Path(texts[LOG])))
+        refuse_unknown_rates(hardware)
         if not fit:  # which has cells of this machine
             hardware = learned(hardware, _given(texts))
         profiles = [traced.profile if traced else _profile(cell) for cell in cells]
@@ -170,6 +174,9 @@ def _profile(cell: Cell) -> Profile | None:
     settings = plain(cell.config)
     if settings["profile"]:
         return replayed(settings) or Profile.parse(settings["profile"])
+    for word in cell.arguments:
+        if word.startswith("profile=") and word not in ("profile=none", "profile=null"):
+            raise ConfigError(f"{word}: the file is empty; a profile has a name, and layers")
     if _is_given(cell):
         return replayed(settings)  # refuses model=replay, which needs one
     return Profile.parse(read_file("profile", DEFAULT_PROFILE))
@@ -189,7 +196,14 @@ def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Ma
     try:
         node: Any = OmegaConf.create(escaped(read_file("hardware", name, config_dir)))
         for key in changes:  # a value that is given is not assumed
-            node.get("assumed", {}).pop(key.removeprefix("hardware."), None)
+            of_file = key.removeprefix("hardware.")
+            assumed = node.get("assumed", {})
+            is_gone = changes[key] == "null"  # as in hardware.inter=null
+            for each in [*assumed]:
+                if each == of_file or (is_gone and each.startswith(f"{of_file}.")):
+                    assumed.pop(each)
+            if key.endswith(".num_links"):  # a map replaces the file's, of other numbers of ranks
+                node.get(key.split(".")[1], {}).pop("num_links", None)
         return plain(OmegaConf.merge(node, OmegaConf.from_dotlist(dotted)))
     except (OmegaConfBaseException, TypeError) as error:
         lines = " ".join(f"{key}={text}" for key, text in changes.items())
@@ -399,6 +413,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     result = {
         "rows": rows,
         "profiles": {name: profile.gradient_bytes for name, profile in known.items()},
+        "open_profiles": [name for name, profile in known.items() if profile.is_open],
         "sources": {name: profile.source for name, profile in known.items()},
         "by_default": request.by_default,
         "logs": [f"from the log: {curve}" for curve in request.hardware.measured]
@@ -459,9 +474,7 @@ def _predict(
     every = [predict(*machine, *point) for machine in machines(group, source)]
     prediction = every[0]
     across_bytes = prediction.step.across_bytes
-    exchanging = cell.world_size > 1 and strategy != CEILING
-    prior = group.hardware.learned if exchanging else None
-    residual = prior.residual if prior else None
+    residual = residual_of(group.hardware, strategy, cell.world_size)
     steps = [each.step.step_s for each in every]
     exposed = sorted(each.exposed_s for each in every)
     return prediction, {
@@ -473,18 +486,24 @@ def _predict(
         "per_rank_batch_size": _per_rank(cell),
         "scaling": cell.config.scaling,
         "step_s": prediction.step.step_s,
-        **_intervals("step_s", steps, residual),
+        **intervals("step_s", steps, residual),
         "exposed_s": prediction.exposed_s,
         "exposed_s_interval": (exposed[0], exposed[-1]),
         "speedup": prediction.speedup,
-        **_intervals("speedup", [each.speedup for each in every], residual),
+        **intervals("speedup", [each.speedup for each in every], residual),
         "efficiency": prediction.efficiency,
         "payload_bytes": prediction.step.payload_bytes,
         "across_bytes": None if math.isnan(across_bytes) else across_bytes,
     }
 
 
-def _intervals(key: str, values: Sequence[float], residual: float | None) -> dict[str, Any]:
+def residual_of(hardware: Hardware, strategy: Strategy, world_size: int) -> float | None:
+    """Return the error that remains beside the learned terms, of steps that they change."""
+    exchanging = world_size > 1 and strategy != CEILING
+    return hardware.learned.residual if exchanging and hardware.learned else None
+
+
+def intervals(key: str, values: Sequence[float], residual: float | None) -> dict[str, Any]:
     """Return the columns of a value's intervals.
 
     Args:

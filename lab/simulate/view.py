@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -163,18 +163,24 @@ def _percent(error: float) -> str:
     return "-" if math.isnan(error) else f"{100 * error:+.1f}"
 
 
-def _open(result: Row, where: str) -> list[str]:
-    """Say where the intervals come from, and where they are."""
-    keys = {each["key"] for hardware in result["hardware"] for each in hardware["assumed"]}
+def open_values(result: Row, machines: Sequence[Row]) -> list[str]:
+    """Name the uncertain values that make the intervals of a result's rows."""
+    keys = {each["key"] for hardware in machines for each in hardware["assumed"]}
     if not any(row["basis"] == ESTIMATE for row in result["rows"]):
         keys = {key for key in keys if not key.startswith("device.")}  # a profile needs no device
     fitted = ["the fit"] if result["fit"] and not result["fit"].endswith(".json") else []
     terms = [
         f"terms learned from published scaling ({', '.join(hardware['learned']['keys'])})"
-        for hardware in result["hardware"]
+        for hardware in machines
         if hardware["learned"]
     ]
-    sources = [*fitted, *terms, *sorted(keys)]
+    profiles = [f"the fixed part of the times of {name}" for name in result["open_profiles"]]
+    return [*fitted, *terms, *profiles, *sorted(keys)]
+
+
+def _open(result: Row, where: str) -> list[str]:
+    """Say where the intervals come from, and where they are."""
+    sources = open_values(result, result["hardware"])
     return (
         [f"{where}: 95 % intervals, given the uncertainty of {', '.join(sources)}"]
         if sources

@@ -179,6 +179,8 @@ def read(arguments: Sequence[str]) -> Study:
         listed = expanded([f"world_size={sizes}"])["world_size"]
         given = given | {"world_size": ",".join(each.partition("=")[2] for each in listed)}
     own = parsed(SweepSettings, given)
+    if not own.world_size:
+        raise ConfigError("world_size=: must be one or more integers of at least 1")
     points = _points(expanded(run), own.world_size, conditions, typed=arguments)
     if len({point.name for point in points}) < len(points):
         raise ConfigError(

@@ -522,7 +522,7 @@ def moved(net: nn.Module) -> None:
 
 
 def relaid(net: nn.Module) -> None:
-    net.to(memory_format=torch.channels_last)
+    cast(Any, net).to(memory_format=torch.channels_last)
 
 
 def scaled_in_place(net: nn.Module) -> None:

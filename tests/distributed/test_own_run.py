@@ -177,7 +177,7 @@ def test_what_others_are_compared_to_may_exchange_nothing(tmp_path: Path) -> Non
         assert message.startswith("strategy=none: DistributedDataParallel exchanges gradients")
 
 
-def odd_numbers(runs: Path) -> dict[str, float]:
+def odd_numbers(runs: Path) -> dict[str, float | None]:
     dist.init_process_group("gloo")
 
     def run() -> lab.Run:

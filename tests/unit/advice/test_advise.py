@@ -17,7 +17,9 @@ from lab.advice.view import chart
 from lab.claims.predicted import profile_of
 from lab.draw.chart import drawn
 from lab.settings.config import check_batch, load
+from lab.simulate import predict
 from lab.simulate.hardware import with_rate
+from lab.simulate.predict import predicted
 from tests.support.commands import refusal, said
 from tests.support.simulated import TRUE, leave_study
 from tests.support.slow import some_of
@@ -262,3 +264,10 @@ def test_it_predicts_on_what_a_study_measured(tmp_path: Path) -> None:
 )
 def test_a_wrong_setting_is_one_line(words: list[str], message: str) -> None:
     assert message in refusal(command.main, *words)
+
+
+def test_an_option_has_the_interval_of_its_prediction(tmp_path: Path) -> None:
+    words = ["profile=resnet50_p100", "hardware=eth25g", "world_size=8", "batch_size=512"]
+    (row,) = advice(tmp_path, *words, "strategy=overlap")["rows"]
+    result, _ = predicted(predict.read([*words, "strategy=overlap"]))
+    assert row["step_s_interval"] == pytest.approx(result["rows"][0]["step_s_interval"])

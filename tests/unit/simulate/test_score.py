@@ -125,7 +125,7 @@ def test_hosts_of_two_ranks_are_fitted_inside_and_scored_on_two(tmp_path: Path) 
     ("words", "message"),
     [
         (["nowhere"], "nowhere: no such folder"),
-        ([], "expected one runs/STUDY"),
+        ([], "needs one runs/STUDY"),
         (["runs", "hardware=eth1g"], "hardware=eth1g: allowed:"),
         (["runs", "out=scores.pdf"], "out=scores.pdf: must name FILE.md"),
     ],

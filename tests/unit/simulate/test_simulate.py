@@ -22,6 +22,7 @@ from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.fit import fit, fit_result
 from lab.simulate.hardware import PROTOCOLS, Link, slowest, with_rate
 from lab.simulate.network import Network
+from lab.simulate.predict import read
 from lab.simulate.score import Observation
 from lab.simulate.step import (
     Beside,
@@ -407,10 +408,27 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
         (["trace=step.json", "world_size=1,2"], "trace=step.json: needs one cell, but there are 2"),
         (["model=replay"], "profile=none: must be a file in conf/profile"),
+        (["world_size="], "world_size=: must be one or more integers of at least 1"),
+        (["hardware.from="], "hardware.from=: must be the path of a log"),
+        (["hardware.codec_rates.onebit=1e8"], "codec_rates.onebit: no such exchange; allowed:"),
     ],
 )
 def test_a_wrong_setting_is_one_line(arguments: list[str], message: str) -> None:
     assert message in refusal(command.main, *arguments)
+
+
+def test_an_empty_profile_is_no_estimate(tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile/mine.yaml").write_text("")
+    found = refusal(command.main, f"config_dir={tmp_path}", "profile=mine")
+    assert found.startswith("profile=mine: the file is empty")
+
+
+def test_what_is_given_replaces_the_files_value_as_a_whole() -> None:
+    links = read(["hardware=dgx1_p100", "hardware.intra.num_links={2: 1}"]).hardware.intra
+    assert links and links.num_links == ((2, 1),)
+    alone = read(["hardware=eth10g", "hardware.inter=null"]).hardware  # and its assumed values
+    assert alone.inter is None and not any(r.key.startswith("inter.") for r in alone.assumed)
 
 
 def test_a_step_leaves_a_timeline(tmp_path: Path) -> None:
