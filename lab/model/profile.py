@@ -123,7 +123,7 @@ class Profile:
         )
         _check_profile(where, profile, layers)
         share = _share(where, profile.fixed_share)
-        if not isinstance(profile.fits, list | tuple):
+        if not isinstance(profile.fits, Sequence) or isinstance(profile.fits, str):
             raise ValueError(f"{where}: fits={profile.fits}: must be a list")
         fits = tuple(_fit_of(f"{where}: fits[{i}]", each) for i, each in enumerate(profile.fits))
         return replace(profile, layers=layers, fixed_share=share, fits=fits)
