@@ -182,6 +182,8 @@ def read(arguments: Sequence[str]) -> Advice:
 
 def _with_grid(run: list[str]) -> Request:
     given = _texts(run)
+    if {"strategy", "world_size", "batch_size"} <= given.keys():
+        return prediction.read(run)
     sizes_given = given.get("world_size", "1").split(",")
     unit = math.lcm(*_integers(given.get("accumulate", "1")))
     batch = [] if "batch_size" in given else [f"batch_size={unit}"]
