@@ -115,16 +115,14 @@ class Profile:
             raise ValueError("profile=none: must be a file in conf/profile")
         where = f"profile={node.get('name') if isinstance(node, Mapping) else node}"
         profile = made(cls, node, f"{where}: ")
-        if not isinstance(profile.layers, Sequence) or isinstance(profile.layers, str):
-            raise ValueError(f"{where}: layers={profile.layers}: must be a list")
+        checks.listed(f"{where}: layers", profile.layers)
         layers = tuple(
             made(Layer, layer, f"{where}: layers[{index}].")
             for index, layer in enumerate(profile.layers)
         )
         _check_profile(where, profile, layers)
         share = _share(where, profile.fixed_share)
-        if not isinstance(profile.fits, Sequence) or isinstance(profile.fits, str):
-            raise ValueError(f"{where}: fits={profile.fits}: must be a list")
+        checks.listed(f"{where}: fits", profile.fits)
         fits = tuple(_fit_of(f"{where}: fits[{i}]", each) for i, each in enumerate(profile.fits))
         return replace(profile, layers=layers, fixed_share=share, fits=fits)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, partial
 from operator import ge, gt, le, lt
@@ -74,6 +74,13 @@ def truth(key: str, value: object) -> bool:
     """Return true or false. ConfigError: it is neither."""
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={as_text(value)}: must be true or false")
+    return value
+
+
+def listed(key: str, value: Any) -> Sequence[Any]:
+    """Return a list, of YAML or of OmegaConf. ConfigError: it is none."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(f"{key}={as_text(value)}: must be a list")
     return value
 
 

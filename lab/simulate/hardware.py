@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -313,9 +313,7 @@ def parse(node: Mapping[str, Any]) -> Hardware:
             if node.get(way):
                 given[way] = _link(f"{name}: {way}", node[way])
         for key in {"node_rates", "protocols"} & node.keys():
-            if not isinstance(node[key], Sequence) or isinstance(node[key], str):
-                raise ValueError(f"{name}: {key}={node[key]}: must be a list")
-            given[key] = tuple(node[key])
+            given[key] = tuple(checks.listed(f"{name}: {key}", node[key]))
         given[CODEC_RATES] = _pairs(f"{name}: {CODEC_RATES}", node.get(CODEC_RATES, {}), 1)
         if given.get("num_cores") == HERE:
             given["num_cores"] = len(os.sched_getaffinity(0))
