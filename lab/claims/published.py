@@ -181,10 +181,16 @@ def _steps_s(series: Mapping[str, Any], batch: int) -> dict[int, float]:
 
 
 def _network(node: Mapping[str, Any]) -> Profile:
-    """Return layers of equal size, whose backward takes twice as long as forward."""
+    """Return layers of equal size, whose backward takes twice as long as forward.
+
+    An embedding that shares its weight with the output comes first. It takes no time of its own,
+    and has its gradient when backward ends.
+    """
     each = int(node["parameters"] / node["layers"])
-    layers = tuple(Layer(f"layer{i}", each, 1.0, 2.0) for i in range(node["layers"]))
-    return Profile("layers", "of equal size", 1, layers)
+    layers = [Layer(f"layer{i}", each, 1.0, 2.0) for i in range(node["layers"])]
+    if "embedding" in node:
+        layers.insert(0, Layer("embedding", int(node["embedding"]), 0.0, 0.0))
+    return Profile("layers", "of equal size", 1, tuple(layers))
 
 
 @dataclass(frozen=True)
