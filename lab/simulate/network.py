@@ -83,18 +83,6 @@ class Network:
         self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
 
     @property
-    def contention(self) -> float:
-        """How much longer compute takes beside a collective, as a share; see Hardware.
-
-        What kernels of a library take of a device's memory follows from the rate of their bytes.
-        """
-        hardware = self.hardware
-        if self.size == 1:
-            return hardware.contention
-        of_kernels = hardware.wire_passes * self._ring_rate / hardware.codec_bytes_per_s
-        return hardware.contention + of_kernels
-
-    @property
     def _ring_rate(self) -> float:
         """Bytes per second of the slowest stretch of a ring; each adapter of a node carries one."""
         inside, between = self.intra.rate_of(self.local), self.inter.rate_of(self.num_nodes)

@@ -117,9 +117,7 @@ def read(arguments: Sequence[str]) -> Request:
     try:
         hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
         if LOG in texts:
-            if not texts[LOG]:
-                raise ConfigError(f"{LOG}=: must be the path of a log")
-            hardware = replace(hardware, measured=read_log(Path(texts[LOG])))
+            hardware = _with_log(hardware, texts[LOG])
         refuse_unknown_rates(hardware)
         if not fit:  # which has cells of this machine
             hardware = learned(hardware, _given(texts))
@@ -155,11 +153,24 @@ def _traced(arguments: Sequence[str]) -> tuple[Traced | None, list[str]]:
     return read_profile(path, plain(OmegaConf.from_dotlist(dotted))), others
 
 
+def _with_log(hardware: Hardware, path: str) -> Hardware:
+    """Return the hardware with the collectives of a log, on as many ranks as it can have."""
+    if not path:
+        raise ConfigError(f"{LOG}=: must be the path of a log")
+    curves = read_log(Path(path))
+    most = max(curve.ranks for curve in curves)
+    if most > hardware.ranks_per_node and not hardware.inter:
+        raise ConfigError(
+            f"{LOG}={path}: has {most} ranks; hardware={hardware.name} has a single node of "
+            f"ranks_per_node={hardware.ranks_per_node}"
+        )
+    return replace(hardware, measured=curves)
+
+
 def _given(texts: Mapping[str, str]) -> set[str]:
     """Return the terms that a command line gives itself."""
     keys = {key.removeprefix("hardware.") for key in texts}
-    keys |= {"wire_passes"} if "contention" in keys else set()
-    return keys | ({"wire", "incast"} if LOG in texts else set())  # the log has them
+    return keys | ({"wire_passes"} if "contention" in keys else set())
 
 
 def plain(node: Any) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class Rank:
 
     Attributes:
         contention, burst_s, codec_contention: see Hardware.
+        passing_s: in which kernels of a library pass over memory for each byte that they send:
+            compute beside them takes as much longer as that is of their time.
         now_s: the time on that thread.
         free_s: when the links, or the thread or stream of exchanges, are free; and, where stages
             inside nodes go their own way, when the links there are.
@@ -75,9 +77,11 @@ class Rank:
     contention: float
     burst_s: float = 0.0
     codec_contention: float = 0.0
+    passing_s: float = 0.0
     now_s: float = 0.0
     free_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     spans: list[Span] = field(default_factory=list)
+    _beside: deque[tuple[float, float]] = field(default_factory=deque)  # end, and contention
 
     @property
     def busy_until_s(self) -> float:
@@ -86,9 +90,16 @@ class Rank:
 
     def compute(self, row: str, name: str, seconds: float) -> None:
         """Advance the computing thread, slower while an exchange is under way."""
-        busy_s = max(0.0, self.busy_until_s - self.now_s)
-        delay_s = min(self.contention * seconds, busy_s * self.contention / (1 + self.contention))
-        end_s = self.now_s + seconds + delay_s
+        end_s = self.now_s
+        while self._beside:
+            until_s, contention = self._beside[0]
+            done_s = max(0.0, until_s - end_s) / (1 + contention)
+            if done_s > seconds:
+                end_s, seconds = end_s + (1 + contention) * seconds, 0.0
+                break
+            self._beside.popleft()
+            end_s, seconds = max(end_s, until_s), seconds - done_s
+        end_s += seconds
         self._note(row, name, self.now_s, end_s)
         self.now_s = end_s
 
@@ -103,6 +114,8 @@ class Rank:
         shaped = stage.payload_bytes and not stage.inside
         saved_s = min(self.burst_s, start_s - free_s) if shaped else 0.0
         self.free_s[inside] = start_s + max(0.0, stage.seconds - saved_s)
+        sending = self.passing_s * stage.payload_bytes / stage.seconds if stage.seconds else 0.0
+        self._beside.append((self.free_s[inside], self.contention + sending))
         self._note(stage.row, name, start_s, self.free_s[inside])
         return self.free_s[inside]
 
@@ -342,8 +355,9 @@ class _Scene:
     def rank(self) -> Rank:
         """Return a rank at time 0, whose compute an exchange beside it slows."""
         hardware = self.network.hardware
-        contention = (self.network if self.by_kernels else hardware).contention
-        return Rank(contention, hardware.burst_s, hardware.codec_contention)
+        passes = hardware.wire_passes if self.by_kernels else 0.0
+        passing_s = passes / hardware.codec_bytes_per_s
+        return Rank(hardware.contention, hardware.burst_s, hardware.codec_contention, passing_s)
 
     def layers(self) -> list[Compute]:
         """Return the layers' times on the slowest rank, of one micro-batch."""

@@ -55,31 +55,44 @@ EFFECTS = ("host", "link")
 
 
 def with_terms(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
-    """Return the hardware with values of terms; `wire` divides the rates of its links."""
+    """Return the hardware with values of terms; `wire` divides the rates of unmeasured links."""
     own = {key: value for key, value in values.items() if key != WIRE}
     changed = replace(hardware, **own)
-    for way in LINKS:
+    for way in unmeasured(hardware):
         link = getattr(changed, way)
-        if link and WIRE in values:
+        if WIRE in values:
             rate = link.bandwidth_bytes_per_s / values[WIRE]
             changed = with_value(changed, f"{way}.{RATE}", rate)
     return changed
 
 
+def unmeasured(hardware: Hardware) -> list[str]:
+    """List the kinds of links that the hardware has, and that no log of collectives covers."""
+    covered = {
+        "inter" if curve.ranks > hardware.ranks_per_node else "intra" for curve in hardware.measured
+    }
+    return [way for way in LINKS if getattr(hardware, way) and way not in covered]
+
+
 def learned(hardware: Hardware, given: Collection[str] = ()) -> Hardware:
     """Return a GPU's hardware with the learned terms, but for those that are `given`.
 
-    They stand for the contention and the jitter that its file assumes.
+    They stand for the contention and the jitter that its file assumes. What a log has measured of
+    links needs no term.
     """
     if not (hardware.on_gpu and hardware.published_terms):
         return hardware
-    prior = published().without(given)
+    open_links = unmeasured(hardware)
+    measured = {"incast"} if hardware.measured and "inter" not in open_links else set[str]()
+    measured |= set() if open_links else {WIRE}
+    prior = published().without({*given, *measured})
     values = {key: math.exp(mean) for key, mean in zip(prior.keys, prior.means, strict=True)}
     wire = values.get(WIRE, 1.0)
     replaced = {"contention"} if "wire_passes" in values else set[str]()
     replaced |= values.keys()
+    moved = {f"{way}.{RATE}" for way in open_links}
     assumed = tuple(
-        Range(each.key, each.low / wire, each.high / wire) if each.key.endswith(RATE) else each
+        Range(each.key, each.low / wire, each.high / wire) if each.key in moved else each
         for each in hardware.assumed
         if each.key not in replaced
     )

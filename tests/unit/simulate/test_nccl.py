@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from lab.claims.claims import Paper
+from lab.settings.errors import ConfigError
 from lab.settings.files import read_file
 from lab.simulate import nccl
 from lab.simulate.collectives import read_log
 from lab.simulate.hardware import parse
 from lab.simulate.nccl import Ranks, all_gather, all_reduce
 from lab.simulate.network import Network
+from lab.simulate.predict import read
+from lab.simulate.terms import drawn
 
 MIB = 2**20
 HOPPER = Ranks("hopper", 8, 1, 18 * 20.6e9, math.inf)
@@ -155,6 +158,33 @@ def test_a_collective_takes_what_the_log_says_at_its_size_and_ranks() -> None:
     more = Network(plain, 32).all_reduce(MIB).seconds
     assert Network(hardware, 32).all_reduce(MIB).seconds == pytest.approx(longer * more)
     assert Network(hardware, 8).all_reduce(MIB) == Network(plain, 8).all_reduce(MIB)
+
+
+def test_a_log_replaces_learned_terms_only_of_the_links_that_it_has(tmp_path: Path) -> None:
+    plain = ["profile=resnet50_p100", "hardware=h100x8_ndr"]
+    inside = tmp_path / "inside.json"
+    sizes = {MIB: 40, GIB: 4400}
+    rows = [
+        {"size": size, "out_of_place": {"time": us, "alg_bw": size / us, "bus_bw": 1.75 * size / us}}
+        for size, us in sizes.items()
+    ]
+    inside.write_text(json.dumps({"args": ["./all_reduce_perf", "-J"], "results": rows}))
+    unlogged = read(plain).hardware
+    within, between = (read([*plain, f"hardware.from={log}"]).hardware for log in (inside, A3MEGA))
+    of_file = parse(read_file("hardware", "h100x8_ndr"))
+    assert within.inter == unlogged.inter != of_file.inter == between.inter
+    assert between.intra == unlogged.intra != of_file.intra == within.intra
+    assert within.incast == unlogged.incast > between.incast == 0
+    # Nodes exchange as without a log, and a node as in it; so do all draws of the terms.
+    draws = [replace(each, measured=()) for each in drawn([within, unlogged])]
+    assert draws[0].inter != unlogged.inter and draws[0].intra == of_file.intra
+    assert Network(within, 32).all_reduce(GIB) == Network(unlogged, 32).all_reduce(GIB)
+    assert Network(within, 8).all_reduce(GIB).seconds == pytest.approx(4400e-6)
+
+
+def test_a_log_of_more_ranks_than_the_hardware_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has 16 ranks; hardware=titanx_x4 has a single node"):
+        read(["hardware=titanx_x4", f"hardware.from={A3MEGA}"])
 
 
 def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from lab.measure import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace
+from lab.settings.files import read_file
 from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.fit import fit, fit_result
-from lab.simulate.hardware import PROTOCOLS, Link, slowest, with_rate
+from lab.simulate.hardware import PROTOCOLS, Link, parse, slowest, with_rate, with_value
 from lab.simulate.network import Network
 from lab.simulate.predict import read
 from lab.simulate.score import Observation
@@ -28,6 +29,7 @@ from lab.simulate.step import (
     Beside,
     Compute,
     Exchange,
+    Rank,
     Step,
     Turns,
     predict,
@@ -35,6 +37,7 @@ from lab.simulate.step import (
     stages_of_step,
 )
 from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.terms import learned
 from lab.simulate.view import chart
 from lab.sync.pattern import gradsync
 from tests.conftest import ROOT
@@ -234,6 +237,26 @@ def test_beside_backward_codecs_cost_it_nothing_but_contention() -> None:
     assert run(LAYERS, [exchange], Beside(), contention=0.0).now_s == 6.0
     slowed = run(LAYERS, [exchange], Beside(), contention=0.5)
     assert slowed.now_s == pytest.approx(6.0 + 1.75 * (1 - 1 / 1.5))
+
+
+def test_kernels_slow_compute_as_fast_as_they_send_and_codecs_do_not() -> None:
+    rank = Rank(0.0, passing_s=0.25)
+    for stage in (ENCODE, replace(SEND, seconds=2.0, payload_bytes=4.0)):
+        rank.beside(stage, "x", 0.0)
+    rank.compute("backward", "a", 0.25)
+    assert rank.now_s == 0.25
+    rank.compute("backward", "a", 3.0)  # 0.25 s beside the codec, and 2 s at two thirds
+    assert rank.now_s == pytest.approx(2.5 + 3.0 - 0.25 - 2.0 / 1.5)
+
+
+@pytest.mark.parametrize("name", ["overlap", "layerwise", "tree_overlap", "onebit", "hierarchical"])
+def test_a_faster_link_is_never_slower(name: str, profile: Profile) -> None:
+    machine = learned(parse(read_file("hardware", "h100x8_ndr")))
+    for way in ("intra", "inter"):
+        key, link = f"{way}.bandwidth_bytes_per_s", getattr(machine, way)
+        faster = [with_value(machine, key, f * link.bandwidth_bytes_per_s) for f in (1, 2, 8)]
+        steps = [simulate(profile, each, strategy(name), 16, 16).step_s for each in faster]
+        assert steps == sorted(steps, reverse=True)
 
 
 def test_blocking_exchanges_follow_backward() -> None:
