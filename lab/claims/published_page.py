@@ -11,14 +11,15 @@ import pandas as pd
 
 from lab.claims.page import write_csv
 from lab.claims.published import Fit, HeldOut, Score, figures, fitted, held_out, predicted, unseen
-from lab.draw.chart import GREY, Chart, alt
-from lab.draw.plots import ALONE, legend_columns
+from lab.draw.chart import BLUE, GREY, ORANGE, Chart, alt
+from lab.draw.plots import ALONE
 from lab.draw.text import in_words, markdown
 from lab.settings.errors import ConfigError
 from lab.settings.storage import write_atomically
 from lab.simulate.terms import FREEDOM, LEVELS, TERMS, reach
 
 WORST = 15  # figures on the page
+KINDS = ["source left out of the fit", "never seen"]
 HEADER = ("origin", "source", "figure", "from_gpus", "gpus", "published", "predicted")
 HEADER += ("low_80", "high_80", "low_95", "high_95", "error", "linear_error")
 SCORES = ("figures", "median error", "worst", "bias", "error of linear scaling", "skill")
@@ -138,7 +139,7 @@ def write(
     Raises:
         OSError: a file cannot be written.
     """
-    pictures = chart(rows).write(path.with_suffix(""), ["png"])
+    pictures = chart(rows, exam).write(path.with_suffix(""), ["png"])
     table = path.with_suffix(".csv")
     write_csv(table, HEADER, [_values(row) for row in (*rows, *exam)])
     lines = [
@@ -218,10 +219,11 @@ def _values(row: HeldOut) -> list[object]:
     return [*about, *speedups, *ends, row.error, row.linear_error]
 
 
-def chart(rows: Sequence[HeldOut]) -> Chart:
+def chart(rows: Sequence[HeldOut], exam: Sequence[HeldOut]) -> Chart:
     """Chart predicted over published efficiency, with 80 % intervals."""
     data: Any = pd.DataFrame(
         {
+            "kind": kind,
             "source": row.figure.origin,
             "figure": row.figure.says,
             "published": _efficiency(row, row.figure.slowdown),
@@ -229,30 +231,33 @@ def chart(rows: Sequence[HeldOut]) -> Chart:
             "low": row.ends(LEVELS[0])[0] / _growth(row),
             "high": row.ends(LEVELS[0])[1] / _growth(row),
         }
-        for row in rows
+        for kind, of_kind in zip(KINDS, (rows, exam), strict=True)
+        for row in of_kind
     )
     ends = float(data[["published", "low"]].min().min()), float(data["high"].max())
     scale = alt.Scale(domain=ends, nice=False)
     x = alt.X("published:Q", scale=scale, title="published / linear speedup")
-    sources = list(dict.fromkeys(data["source"]))
-    columns = legend_columns(sources, ALONE)
-    legend = alt.Legend(columns=columns, title=None, orient="bottom", symbolOpacity=1)
-    colour: Any = alt.Color("source:N", sort=sources, legend=legend)
-    base = alt.Chart(data).encode(x, colour)
-    line = alt.Chart(pd.DataFrame({"published": ends, "predicted": ends}))
     y = alt.Y("predicted:Q", scale=scale, title="predicted / linear speedup")
+    legend = alt.Legend(title=None, orient="bottom", symbolOpacity=1)
+    colours = alt.Scale(domain=KINDS, range=[BLUE, ORANGE])
+    base = alt.Chart(data).encode(x, alt.Color("kind:N", scale=colours, legend=legend))
+    right = pd.DataFrame({"published": ends, "predicted": ends})
+    linear = pd.DataFrame({"published": ends, "predicted": [1, 1], "text": ["linear scaling", ""]})
+    words = {"align": "left", "baseline": "bottom", "dx": 4, "dy": -2, "color": GREY}
     body = alt.layer(
-        line.mark_line(color=GREY, strokeWidth=1).encode(x, y),
-        base.mark_rule(opacity=0.4).encode(alt.Y("low:Q", scale=scale), alt.Y2("high:Q")),
-        base.mark_point(filled=True, size=40, opacity=1).encode(y, tooltip=list(data.columns)),
+        base.mark_rule(opacity=0.2).encode(alt.Y("low:Q", scale=scale), alt.Y2("high:Q")),
+        alt.Chart(right).mark_line(color=GREY, strokeWidth=1).encode(x, y),
+        alt.Chart(linear).mark_line(color=GREY, strokeDash=[4, 3]).encode(x, y),
+        alt.Chart(linear).mark_text(**words).encode(x, y, alt.Text("text:N")),
+        base.mark_point(filled=True, size=30, opacity=0.8).encode(y, tooltip=list(data.columns)),
     ).properties(width=ALONE, height=ALONE)
     score = Score.of(rows)
     message = (
         f"Predicted speedups are off by {100 * score.median:.1f} %, and linear scaling "
         f"by {100 * score.linear_median:.1f} % (medians)"
     )
-    about = f"{len(rows)} figures; each is predicted with terms fitted to the other sources; "
-    about += "bars: 80 % intervals"
+    about = f"{len(rows)} figures, each predicted with terms fitted to the other sources"
+    about += "; on the diagonal, prediction and publication agree; bars: 80 % intervals"
     return Chart("published", message, [about], body, ALONE)
 
 
