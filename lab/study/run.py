@@ -42,7 +42,8 @@ Serve = Callable[[Study, Path], AbstractContextManager[CellEnded]]
 # What the ranks of a start have in common: the work, and all that a process has only once.
 SHARED = (
     *("model", "profile", "data", "task", "precision", "accumulate", "straggler", "cluster"),
-    *("device", "backend", "share_gpus", "threads", "tf32", "deterministic", "code"),
+    *("device", "backend", "share_gpus", "threads", "tf32", "deterministic", "benchmark_limit"),
+    "code",
 )
 
 

@@ -184,7 +184,8 @@ def test_cells_of_the_same_work_share_a_start_if_they_take_turns() -> None:
     assert [[cell.strategy for cell in each] for each in shared] == [["none", "onebit"]] * 8
     assert len({(c.world_size, c.batch_size, c.repeat) for each in shared for c in each}) == 8
     # A process has one value of these, and trains one model.
-    for apart in ("deterministic=false,true", "model=mlp,lenet", "precision=fp32,bf16"):
+    of_process = ("deterministic=false,true", "tf32=false,true", "benchmark_limit=1,10")
+    for apart in (*of_process, "threads=1,2", "model=mlp,lenet", "precision=fp32,bf16"):
         assert len(starts(read(["study=s", "strategy=none,onebit", apart, "turns=4"]))) == 2
 
 
