@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LOCK_WAIT_S = 60.0
 FILE = "study.json"  # of the saved grids, in the study's folder
-NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "config_dir")  # no grid by themselves
+NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "baselines", "config_dir")  # no grid by themselves
 CellEnded = Callable[[bool], None]  # is told of each cell, and whether it was run now
 Serve = Callable[[Study, Path], AbstractContextManager[CellEnded]]
 # What the ranks of a start have in common: the work, and all that a process has only once.

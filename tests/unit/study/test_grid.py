@@ -143,8 +143,9 @@ def test_a_study_alone_goes_on_with_its_saved_grids(tmp_path: Path) -> None:
     assert source == f"study=mine: the 2 grids saved in {tmp_path}/mine/study.json"
     assert names(again.cells) == names(first.cells) + names(second.cells)
     assert (again.own.launcher, again.retries) == ("local", True)
-    longer, _ = run.read([*place, "repeats=2"])
+    longer, _ = run.read([*place, "repeats=2", "baselines=all"])
     assert len(longer.cells) == 2 * len(again.cells)
+    assert names(run.read([*place, "baselines=all"])[0].cells) == names(again.cells)
     assert run.load(tmp_path / "mine") == [
         ["world_size=2", "strategy=tree,ring"],
         ["strategy=onebit", "strategy=onebit:steps=3,4"],
