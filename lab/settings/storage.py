@@ -192,8 +192,9 @@ def mapped(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > len(str(LARGEST_WHOLE)) or abs(int(digits)) > LARGEST_WHOLE:
-        raise ValueError(f"{digits[:20]}…: a whole number of {len(digits)} digits is too large")
+    length = len(digits.lstrip("-"))
+    if length > len(str(LARGEST_WHOLE)) or abs(int(digits)) > LARGEST_WHOLE:
+        raise ValueError(f"{digits[:20]}…: a whole number of {length} digits is too large")
     return int(digits)
 
 
