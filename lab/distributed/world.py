@@ -197,7 +197,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 class Waits:
-    """The current wait of a rank: its label, and since when."""
+    """The wait of a rank outside any exchange: its label, and since when."""
 
     def __init__(self) -> None:
         self._current: tuple[str, float] | None = None
@@ -225,7 +225,7 @@ class World:
             launcher, or else in rank 0.
         comm: collectives of the exchanges.
         control: a Gloo group for small messages outside measurements.
-        waits: this rank's current wait in `control`, outside any exchange.
+        waits: this rank's current wait in `control`.
     """
 
     place: RankInfo
