@@ -187,10 +187,9 @@ def lonely_hint(arguments: Sequence[str], index: int, strategies: Collection[str
     before = arguments[index - 1] if index else ""
     if before.endswith("="):
         return f"write {before}{word}, without spaces"
-    if rest and rest[0] == "=":
-        return f"write {word}={''.join(rest[1:2])}, without spaces"
     if rest and rest[0].startswith("="):
-        return f"write {word}{rest[0]}, without spaces"
+        value = "".join(rest[1:2]) if rest[0] == "=" else rest[0][1:]
+        return f"write {word}={value}, without spaces"
     if word in strategies:
         return f"write strategy={word}"
     if rest and word.isidentifier() and "=" not in rest[0]:
