@@ -5,7 +5,7 @@ from __future__ import annotations
 from lab.benchmarks.catalogue import BENCHES, OwnSettings
 from lab.benchmarks.request import REFUSED, hand_over, measure, read, was_asked
 from lab.distributed.launcher import let_first_rank_report, run_as_process
-from lab.settings.command import Command, CommandLine, answers, report_error, show
+from lab.settings.command import Command, CommandLine, answers, show
 from lab.settings.errors import ConfigError, Failed
 
 COMMAND = Command(
@@ -30,12 +30,8 @@ It compares the listed values of one setting, or sets of settings: a='...' b='..
 )
 
 
-def _refuse(error: ConfigError) -> int:
-    if was_asked():
-        return hand_over({REFUSED: str(error)})
-    let_first_rank_report()
-    report_error(COMMAND.name, error)
-    return 2
+def _refuse(error: ConfigError) -> int | None:
+    return hand_over({REFUSED: str(error)}) if was_asked() else let_first_rank_report()
 
 
 @answers(COMMAND, _refuse)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from lab.benchmarks.request import measure, read
 from lab.distributed.launcher import let_first_rank_report, run_as_process
-from lab.settings.command import Command, CommandLine, answers, report_error, show
-from lab.settings.errors import ConfigError
+from lab.settings.command import Command, CommandLine, answers, show
 from lab.settings.fields import file_setting, parsed, setting, split
 
 
@@ -42,13 +41,7 @@ in exchange=A,B, its codec is measured and its steps are checked.""",
 )
 
 
-def _refuse(error: ConfigError) -> int:
-    let_first_rank_report()
-    report_error(COMMAND.name, error)
-    return 2
-
-
-@answers(COMMAND, _refuse)
+@answers(COMMAND, let_first_rank_report)
 def main(line: CommandLine) -> int:
     """Measure, print a table, and write the files of `out=`.
 

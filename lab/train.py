@@ -5,7 +5,7 @@ from __future__ import annotations
 from lab.cluster import sandbox
 from lab.cluster.settings import adopt_ranks, cluster_of, num_launched, straggler_of
 from lab.distributed import launcher
-from lab.settings.command import Command, CommandLine, answers, report_error, show
+from lab.settings.command import Command, CommandLine, answers, show
 from lab.settings.config import ConfigError, check_batch, load
 from lab.settings.errors import SharedError
 from lab.settings.streams import output_as_messages
@@ -28,14 +28,10 @@ COMMAND = Command(
 )
 
 
-def _refuse(error: ConfigError) -> int:
+def _refuse(error: ConfigError) -> int | None:
     if isinstance(error, SharedError):
-        if launcher.reports_for_host():
-            report_error(COMMAND.name, error)
-        return 2
-    launcher.let_first_rank_report()
-    report_error(COMMAND.name, error)
-    return 2
+        return None if launcher.reports_for_host() else 2
+    return launcher.let_first_rank_report()
 
 
 @answers(COMMAND, _refuse)
@@ -47,7 +43,7 @@ def main(line: CommandLine) -> int:
     """
     # torch is imported only where it is needed: wrong settings are answered without it.
     adopt_ranks()
-    if line.is_multirun:
+    if "--multirun" in line.flags:
         if launcher.was_launched():
             raise ConfigError("--multirun: starts its own ranks; leave the launcher out")
         from lab.web.live import served

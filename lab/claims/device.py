@@ -234,10 +234,10 @@ def operation_share(device: Device, network: str, layers: str) -> Interval:
 def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd") -> Interval:
     """Compute the memory that a training step needs at most (lab.device.footprint)."""
     from lab.device.footprint import Step, footprint
-    from lab.training.optim import make_optim
+    from lab.training.optim import Optim
 
     plan = device.blueprint(network)
-    optimizer = make_optim(load(own_choices([f"optim={optim}"])).optim, batch_size).optimizer
+    optimizer = Optim(load(own_choices([f"optim={optim}"])).optim, batch_size).optimizer
     step = Step(
         plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss, optimizer
     )

@@ -42,7 +42,7 @@ from lab.settings.config import ConfigError, check_batch, load
 from lab.settings.errors import as_config_error
 from lab.settings.names import class_name
 from lab.simulate.strategy import sync_bytes
-from lab.training.optim import make_optim
+from lab.training.optim import Optim
 from lab.training.trainer import AUTOCAST
 
 NUM_STEPS = 2  # the optimizer's state is made in the first
@@ -161,7 +161,7 @@ def main(settings: list[str]) -> None:
 
 
 def _step_of(config: DictConfig, plan: Blueprint) -> Step:
-    optim = make_optim(config.optim, config.batch_size)
+    optim = Optim(config.optim, config.batch_size)
     return Step(
         *(plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss),
         *(optim.optimizer, config.precision),

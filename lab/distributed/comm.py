@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -540,24 +541,19 @@ def run_ranks(size: int, rank_main: Callable[[Comm], Any], nodes: Nodes | None =
     Raises:
         Exception: the first rank's error, once every rank has stopped.
     """
-    meeting = _Meeting(size)
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
+    meeting, errors = _Meeting(size), list[BaseException]()
 
-    def target(rank: int) -> None:
+    def target(rank: int) -> Any:
         comm = ThreadComm(rank, size, meeting)
         comm.nodes = nodes or comm.nodes
         try:
-            results[rank] = rank_main(comm)
+            return rank_main(comm)
         except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()
 
-    threads = [threading.Thread(target=target, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(size) as ranks:
+        results = list(ranks.map(target, range(size)))
     if errors:
         raise errors[0]
     return results

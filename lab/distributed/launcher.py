@@ -204,7 +204,7 @@ def is_first_rank() -> bool:
     return (os.environ.get("HOROVOD_RANK") or os.environ.get("RANK") or "0") == "0"
 
 
-def let_first_rank_report() -> None:
+def let_first_rank_report(*_: object) -> None:
     """Wait so long that a launcher ends this rank, unless rank 0 hangs or is on another host.
 
     An error that all ranks have is reported by rank 0, with which a launcher ends the others.
@@ -265,11 +265,16 @@ def _end_at_signal(command: str, read_end: int) -> None:
     os._exit(1)  # not 75: a job whose time ends here would be requeued forever
 
 
+def end_with_parent() -> None:
+    """Ask Linux for SIGTERM when this process's parent dies: killed, that cannot end it itself."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _end_with_torchrun() -> None:
-    """Ask Linux for SIGTERM when torchrun dies: killed, it cannot end its ranks itself."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     if os.getppid() == 1 and not re.search(b"python|torch", Path("/proc/1/cmdline").read_bytes()):
         os.kill(os.getpid(), signal.SIGTERM)  # it died before: its ranks are init's now
 

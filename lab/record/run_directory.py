@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
@@ -16,6 +14,7 @@ from typing import IO, Any
 from lab.record.schema import Record
 from lab.settings.storage import (
     DamagedFile,
+    lock,
     open_lock,
     read_json,
     read_yaml,
@@ -96,20 +95,9 @@ class RunDirectory:
             self._lock = open_lock(self.path / LOCK)
         except OSError as error:
             raise ValueError(f"runs_dir: cannot write {self.path}: {error.strerror}") from None
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    self.release()
-                    raise ValueError(
-                        f"runs_dir: another run is still writing {self.path}"
-                    ) from None
-                time.sleep(0.2)
-            except OSError:  # a file system without locks
-                return
+        if not lock(self._lock, LOCK_WAIT_S):
+            self.release()
+            raise ValueError(f"runs_dir: another run is still writing {self.path}")
 
     def _check_free(self, resume: str | None) -> None:
         status, holds = self.status(), ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from lab.measure.statistics import Warmup
-from lab.settings.names import class_name
+from lab.settings.names import by_class
 from lab.settings.secrets import without_secrets
 from lab.settings.storage import DamagedFile, read_json, write_json
 
@@ -405,36 +405,29 @@ def worded(emulation: Iterable[Emulation]) -> str:
     return "; ".join(one.detail for one in emulation)
 
 
-def append_stretch(earlier: list[dict[str, Any]], now: dict[str, Any]) -> list[dict[str, Any]]:
+def append_stretch(earlier: list[Stretch], now: Stretch) -> list[Stretch]:
     """Add steps to those made before, in one stretch with the last ones if these were made alike.
 
-    Args: earlier, now: values of a Stretch, with all settings.
+    Args: earlier, now: with all settings.
     """
     if earlier:
-        longer = {**earlier[-1], "end_step": now["end_step"]}
-        if longer == {**now, "first_step": longer["first_step"]}:
+        longer = dataclasses.replace(earlier[-1], end_step=now.end_step)
+        if longer == dataclasses.replace(now, first_step=longer.first_step):
             return [*earlier[:-1], longer]
-    return [*earlier, now] if now["end_step"] > now["first_step"] else [*earlier]
+    return [*earlier, now] if now.end_step > now.first_step else earlier
 
 
-def stretches_of(made: list[dict[str, Any]]) -> list[Stretch]:
+def stretches_of(made: list[Stretch]) -> list[Stretch]:
     """Return what a record holds of the steps made: none if all were made alike."""
     if len(made) < 2:
         return []
-    own = made[-1]["settings"]
-    found: list[Stretch] = []
+    # Of the lab's classes the name counts, as their modules may have moved since.
+    own, found = by_class(made[-1].settings), list[Stretch]()
     for one in made:
-        then = one["settings"]
-        unlike = {k: then.get(k) for k in {**then, **own} if _known(then, k) != _known(own, k)}
-        values: dict[str, Any] = {**one, "settings": unlike}
-        found.append(Stretch(**values))
+        then = by_class(one.settings)
+        unlike = {k: one.settings.get(k) for k in then | own if then.get(k) != own.get(k)}
+        found.append(dataclasses.replace(one, settings=unlike))
     return found
-
-
-def _known(settings: Mapping[str, Any], key: str) -> Any:
-    """Return a setting; of the lab's classes the name, as their modules may have moved since."""
-    value = settings.get(key)
-    return class_name(value) if key.endswith("_target_") and isinstance(value, str) else value
 
 
 def _upgraded(record: dict[str, Any]) -> dict[str, Any]:

@@ -129,17 +129,13 @@ def _place(row: str) -> tuple[int, str]:
 def _names(rank: int, row: str, lane: int, thread: int) -> list[Event]:
     """Return metadata: a viewer's names and positions of a rank and one of its rows."""
     label = row if lane == 0 else f"{row} {lane + 1}"
-    facts: list[tuple[str, dict[str, Any]]] = [
-        ("thread_name", {"name": label}),
-        ("thread_sort_index", {"sort_index": thread}),
-    ]
+    facts: dict[str, Event] = {"thread_name": {"name": label}}
+    facts["thread_sort_index"] = {"sort_index": thread}
     if thread == 0:
-        facts = [
-            ("process_name", {"name": f"rank {rank}"}),
-            ("process_sort_index", {"sort_index": rank}),
-            *facts,
-        ]
-    return [{"ph": "M", "name": n, "pid": rank, "tid": thread, "args": args} for n, args in facts]
+        of_rank: dict[str, Event] = {"process_name": {"name": f"rank {rank}"}}
+        facts = of_rank | {"process_sort_index": {"sort_index": rank}} | facts
+    about = {"pid": rank, "tid": thread}
+    return [{"ph": "M", "name": name, **about, "args": args} for name, args in facts.items()]
 
 
 def _span(event: Event) -> Span:

@@ -112,10 +112,6 @@ class CommandLine:
         return "--cfg" in self.flags
 
     @property
-    def is_multirun(self) -> bool:
-        return "--multirun" in self.flags
-
-    @property
     def asks(self) -> bool:
         """Whether the command line asks for a text about the command, and for nothing else."""
         return any(flag in self.flags for flag in ABOUT)
@@ -137,13 +133,13 @@ def answer(
     command: Command,
     arguments: Sequence[str],
     act: Callable[[CommandLine], int],
-    refuse: Callable[[ConfigError], int] | None = None,
+    refuse: Callable[[ConfigError], int | None] | None = None,
 ) -> int:
     """Execute a command line.
 
     Args:
-        act: runs the command and returns its exit code. refuse: handles a wrong setting; by default
-        one line on stderr, and exit code 2.
+        act: runs the command and returns its exit code. refuse: is told of a wrong setting first;
+        it returns the exit code, or None for one line on stderr and exit code 2.
 
     Returns:
         The exit code: 0 after help and the like, 1 for work that failed, an error in the user's own
@@ -163,16 +159,14 @@ def answer(
     except BrokenPipeError:  # whoever read the output has enough of it, as `head` has
         drop_output()
         return EXIT_UNREAD
-    except OutputLost as error:
-        drop_output()
-        report_error(command.name, error)
-        return 1
-    except Failed as error:
+    except (Failed, OutputLost) as error:
+        if isinstance(error, OutputLost):
+            drop_output()
         report_error(command.name, error)
         return 1
     except ConfigError as error:
-        if refuse:
-            return refuse(error)
+        if refuse and (code := refuse(error)) is not None:
+            return code
         report_error(command.name, error)
         return 2
     except ModuleNotFoundError as error:
@@ -194,7 +188,7 @@ def answer(
 
 
 def answers(
-    command: Command, refuse: Callable[[ConfigError], int] | None = None
+    command: Command, refuse: Callable[[ConfigError], int | None] | None = None
 ) -> Callable[[Callable[[CommandLine], int]], Callable[[Sequence[str]], int]]:
     """Make the `main` of a command, which takes words, of what it does with them; see `answer`."""
     return lambda act: update_wrapper(partial(answer, command, act=act, refuse=refuse), act)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from lab.settings import checks
 from lab.settings.checks import Limits, as_text
 from lab.settings.errors import ConfigError
+from lab.settings.hints import number
 
 T = TypeVar("T")
 Parser = Callable[[str, str], Any]
@@ -185,10 +186,7 @@ def number_of(key: str, text: str, kind: type, limits: Limits) -> float:
     if kind is int:
         value = int(text) if INTEGER.fullmatch(text) else text
         return checks.whole(key, value, limits.at_least, limits.at_most)
-    try:
-        value = float(text)
-    except ValueError:
-        value = text
+    value = number(text)
     if not checks.is_number(value) or not limits.hold(value):
         raise ConfigError(f"{key}={text}: must be a number{limits}")
     return value

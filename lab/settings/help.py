@@ -8,7 +8,6 @@ so far in COMP_LINE and COMP_POINT.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import textwrap
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from lab.settings.checks import as_text
 from lab.settings.command import Command
 from lab.settings.config import FIELDS, GROUPS, ConfigError, load
 from lab.settings.fields import columns
@@ -123,7 +123,7 @@ def _as_written(value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{key}: {_as_written(nested)}" for key, nested in value.items())
         return "{" + ", ".join(items) + "}"
-    return json.dumps(value) if value in (None, True, False) else str(value)
+    return as_text(value)
 
 
 def _is_data(value: Any) -> bool:

@@ -38,7 +38,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "strategy": ("compression", "algorithm", "algo", "method"),
     "study": ("exp", "experiment"),
 }
-OF_NAME = {name: key for key, names in NAMES.items() for name in names}
 # Switches of other programs, and the setting that does the same.
 SWITCHES = {
     "fp16": "precision=fp16",
@@ -74,7 +73,10 @@ OF_HYDRA = {
     "hydra/sweeper": f"use python -m lab.sweep, which runs grids, {IN_A_PROGRAM}",
     "hydra.searchpath": "use --config-dir DIR, which adds to the choices",
 }
-OF_SWEEP = ("repeats", "launcher", "dry_run", "retry", "baselines", "cell_timeout_s")
+OF_SWEEP = (
+    *("repeats", "turns", "launcher", "dry_run", "retry", "baselines", "report"),
+    "cell_timeout_s",
+)
 # By choice, as others call it, ours; compared without case, dashes and underscores.
 CHOICES = {
     "strategy": {
@@ -125,9 +127,8 @@ def hint(key: str, value: str) -> str | None:
         return f"this is a setting of a grid: python -m lab.sweep {key}={value}"
     if key in SWITCHES:
         return f"write {SWITCHES[key]}"
-    if key in OF_NAME:
-        return f"write {OF_NAME[key]}={value}"
-    return None
+    ours = next((name for name, others in NAMES.items() if key in others), None)
+    return f"write {ours}={value}" if ours else None
 
 
 def nearest(key: str, known: Collection[str]) -> str | None:
@@ -186,10 +187,9 @@ def lonely_hint(arguments: Sequence[str], index: int, strategies: Collection[str
     before = arguments[index - 1] if index else ""
     if before.endswith("="):
         return f"write {before}{word}, without spaces"
-    if rest and rest[0] == "=":
-        return f"write {word}={''.join(rest[1:2])}, without spaces"
     if rest and rest[0].startswith("="):
-        return f"write {word}{rest[0]}, without spaces"
+        value = "".join(rest[1:2]) if rest[0] == "=" else rest[0][1:]
+        return f"write {word}={value}, without spaces"
     if word in strategies:
         return f"write strategy={word}"
     if rest and word.isidentifier() and "=" not in rest[0]:

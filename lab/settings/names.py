@@ -52,8 +52,13 @@ def class_name(path: str) -> str:
 
 
 def by_class(settings: Any) -> Any:
-    """Return settings whose every `_target_` is the name by which the lab knows the class."""
-    return mapped(settings, lambda key, value: class_name(value) if key == "_target_" else value)
+    """Return settings, nested or by dotted key, that name each class as the lab knows it."""
+
+    def known(key: str, value: Any) -> Any:
+        is_target = key.endswith("_target_") and isinstance(value, str)
+        return class_name(value) if is_target else value
+
+    return mapped(settings, known)
 
 
 def variant(arguments: Sequence[str]) -> dict[str, str]:

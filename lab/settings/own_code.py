@@ -344,8 +344,7 @@ def blame(error: BaseException) -> Blame | None:
     for each in _with_causes(error):
         if isinstance(each, ConfigError):  # a message, made to be shown alone
             continue
-        place = _place(each)
-        if place:
+        if place := _place(each):
             return Blame(each, place, _text(each))
     return None
 

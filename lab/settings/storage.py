@@ -7,6 +7,7 @@ holds, and anchors that stand for too much, are refused.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import io
 import json
@@ -15,6 +16,7 @@ import os
 import re
 import socket
 import stat
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
@@ -190,8 +192,9 @@ def mapped(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > len(str(LARGEST_WHOLE)) or abs(int(digits)) > LARGEST_WHOLE:
-        raise ValueError(f"{digits[:20]}…: a whole number of {len(digits)} digits is too large")
+    length = len(digits.lstrip("-"))
+    if length > len(str(LARGEST_WHOLE)) or abs(int(digits)) > LARGEST_WHOLE:
+        raise ValueError(f"{digits[:20]}…: a whole number of {length} digits is too large")
     return int(digits)
 
 
@@ -228,6 +231,25 @@ def open_lock(path: Path) -> IO[str]:
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "w")
+
+
+def lock(file: IO[str], wait_s: float) -> bool:
+    """Lock an open file; return whether no other process has held its lock for `wait_s` seconds.
+
+    Where the file system has no locks, nothing is locked, and the answer is true.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+            continue
+        except OSError:  # no locks here
+            pass
+        return True
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import IO, Any, TypeVar
 
 from lab.settings.errors import OutputLost
@@ -61,23 +61,21 @@ class Messages(Output):
 def safe_streams() -> Iterator[None]:
     """Write to whatever the standard streams are, while the context lasts."""
     _open_closed()
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Output(sys.stdout), Messages(sys.stderr)  # type: ignore[assignment]
-    try:
+    out: Any = Output(sys.stdout)
+    messages: Any = Messages(sys.stderr)
+    with redirect_stdout(out), redirect_stderr(messages):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 @contextmanager
 def output_as_messages() -> Iterator[None]:
     """Let a run go on without standard output, if that fails, while the context lasts."""
     before = sys.stdout
-    sys.stdout = Messages(before)  # type: ignore[assignment]
+    messages: Any = Messages(before)
     try:
-        yield
+        with redirect_stdout(messages):
+            yield
     finally:
-        sys.stdout = before
         try:
             before.flush()
         except OSError:

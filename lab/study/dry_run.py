@@ -80,7 +80,8 @@ def _sum(likes: list[Measured | None]) -> str:
 
 def _needs(known: Sequence[Measured]) -> tuple[str, str] | None:
     """Return the minutes and the MB that cells took together; None without cells."""
-    seconds, num_bytes = sum(k.duration_s for k in known), sum(k.num_bytes for k in known)
+    seconds = sum(each.record.duration_s or 0.0 for each in known)
+    num_bytes = sum(each.num_bytes for each in known)
     return (_short(seconds / 60), _short(num_bytes / 1e6)) if known else None
 
 
@@ -94,11 +95,6 @@ class Measured:
 
     record: Record
     num_bytes: int
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from the ranks' start to the record."""
-        return self.record.duration_s or 0.0
 
 
 def measured_in(root: Path) -> list[Measured]:

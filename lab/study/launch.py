@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lab.cluster.settings import Cluster
+from lab.distributed.launcher import end_with_parent
 from lab.record.run_directory import OUTPUT
 from lab.record.schema import Record, Status, read_record
 from lab.settings.errors import ConfigError
@@ -21,7 +20,6 @@ from lab.settings.secrets import without_secrets
 from lab.study.grid import Cell
 
 STOP_S = 40.0  # seconds for a launcher to end its ranks; torchrun itself kills after 30
-PR_SET_PDEATHSIG = 1
 FAILED: tuple[Status, ...] = ("failed", "oom", "timeout")
 EARLIER = "failed-"  # then a number: an earlier attempt that `retry=failed` ran again
 
@@ -157,12 +155,6 @@ def starter(world_size: int, over_horovod: bool, cluster: Cluster | None) -> lis
         return [*horovodrun, "-np", str(world_size), sys.executable]
     torchrun = [sys.executable, "-m", "lab.distributed.torchrun"]
     return [*torchrun, f"--nproc-per-node={world_size}"]
-
-
-def end_with_parent() -> None:
-    """Have Linux end the launcher, and so its ranks, when its parent is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stop(launcher: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import importlib.util
 import itertools
 import random
@@ -28,7 +27,7 @@ from lab.settings.fields import split
 from lab.settings.files import choices_of, is_file
 from lab.settings.names import root_of
 from lab.settings.overrides import config_dir_of, one_value
-from lab.settings.storage import open_lock, read_json, write_json
+from lab.settings.storage import lock, open_lock, read_json, write_json
 from lab.study.grid import DEFAULTS, NOT_OF_GRID, Cell, Study
 from lab.study.grid import read as read_grid
 
@@ -37,13 +36,14 @@ if TYPE_CHECKING:
 
 LOCK_WAIT_S = 60.0
 FILE = "study.json"  # of the saved grids, in the study's folder
-NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "config_dir")  # no grid by themselves
+NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "baselines", "config_dir")  # no grid by themselves
 CellEnded = Callable[[bool], None]  # is told of each cell, and whether it was run now
 Serve = Callable[[Study, Path], AbstractContextManager[CellEnded]]
 # What the ranks of a start have in common: the work, and all that a process has only once.
 SHARED = (
     *("model", "profile", "data", "task", "precision", "accumulate", "straggler", "cluster"),
-    *("device", "backend", "share_gpus", "threads", "tf32", "deterministic", "code"),
+    *("device", "backend", "share_gpus", "threads", "tf32", "deterministic", "benchmark_limit"),
+    "code",
 )
 
 
@@ -75,22 +75,18 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     root = _make_root(study)
     print(source, flush=True)
     run_missing = _run_here if study.own.launcher == "local" else _run_by_scheduler
-    page = serve(study, root) if study.own.report == "live" else _unseen()
+    is_live = study.own.report == "live"
+    page = serve(study, root) if is_live else contextlib.nullcontext(lambda _was_run: None)
     try:
-        with _alone(root) as lock, page as ended:
+        with _alone(root) as descriptor, page as ended:
             save(root, study)
-            statuses = list(run_missing(study, root, lock, ended))
+            statuses = list(run_missing(study, root, descriptor, ended))
     except KeyboardInterrupt:
         print("\nstopped; run the same command to continue from here", file=sys.stderr)
         return 130
     num_done = statuses.count("done")
     print(f"{num_done} of {len(statuses)} cells done; figures: python -m lab.plot {root}")
     return 0 if num_done else 1
-
-
-@contextlib.contextmanager
-def _unseen() -> Iterator[CellEnded]:
-    yield lambda _was_run: None
 
 
 def _without_record(
@@ -109,7 +105,7 @@ def _without_record(
     return [cell for cell, record in known if record is None]
 
 
-def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator[str]:
+def _run_here(study: Study, root: Path, descriptor: int, ended: CellEnded) -> Iterator[str]:
     """Run every cell that has no record yet, in order; yield the status of each."""
     from lab.study.launch import recorded, run_cells  # imports torch
 
@@ -128,7 +124,7 @@ def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator
         begins = f"{len(missing)} cells take turns:\n" if several else label(missing[0])
         print(begins, end="" if several else " ", flush=True)
         began = time.monotonic()
-        records = run_cells(root, missing, study.own.turns, study.own.cell_timeout_s, lock)
+        records = run_cells(root, missing, study.own.turns, study.own.cell_timeout_s, descriptor)
         durations.append((time.monotonic() - began) / len(missing))
         later = (recorded(root, each, study.retries) for each in itertools.chain(*groups[number:]))
         eta = timedelta(seconds=round([*later].count(None) * sum(durations) / len(durations)))
@@ -217,19 +213,10 @@ def _make_root(study: Study) -> Path:
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[int]:
     """Hold the study's lock and yield its descriptor. A killed sweep's launcher still holds it."""
-    with open_lock(root / ".lock") as lock:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"study={root.name}: another sweep of this study is running"
-                    ) from None
-                time.sleep(0.5)
-        yield lock.fileno()
+    with open_lock(root / ".lock") as file:
+        if not lock(file, LOCK_WAIT_S):
+            raise ConfigError(f"study={root.name}: another sweep of this study is running")
+        yield file.fileno()
 
 
 def shuffled(cells: Sequence[Cell]) -> list[Cell]:

@@ -32,7 +32,7 @@ from lab.sync.gradsync import GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
 from lab.training import graph
-from lab.training.optim import make_optim, require_elementwise, require_piecewise
+from lab.training.optim import Optim, require_elementwise, require_piecewise
 from lab.training.rank_consistency import data_facts, parameters, settings_and_software
 from lab.training.trainer import Delay, Progress, Trainer, total_steps
 
@@ -109,7 +109,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
     progress = Progress(total_steps(settings, data.num_train, batch_size))
-    optim = make_optim(config.optim, batch_size, config.graph)
+    optim = Optim(config.optim, batch_size, config.graph)
     exchange: Exchange = build(config.exchange)
     with as_config_error():
         admit(model, exchange)

@@ -33,52 +33,30 @@ SHAPE = (6, 8)
 TOLERANCE = 1e-3  # of the largest change; rounding differs by the length of a vector register
 
 
-def make_optim(node: DictConfig, batch_size: int, capturable: bool = False) -> Optim:
-    """Read the settings of the group `optim`.
+class Optim:
+    """Makes an optimizer, and sets its hyperparameters in each step.
 
     Args:
-        node: `_target_`, the optimizer's class or a function that makes one from parameters; its
-            hyperparameters; `decay_vectors`; and the settings of Schedule.
+        node: the group `optim`: `_target_`, the path of the optimizer's class, or of a function
+            that makes one from parameters; its hyperparameters, of which those left out have its
+            own defaults; the settings of Schedule; and `decay_vectors`, False for weight decay of
+            parameters of two dimensions or more alone, and not of biases and the weights of norms.
         batch_size: global batch of the run.
-        capturable: see Optim.
+        capturable: steps may be part of a CUDA graph: the learning rate is a number on the device,
+            float32, and so are counts of steps, in optimizers that have the argument.
 
     Raises:
         ConfigError: there is no such optimizer, or a setting is not one of its own, has another
             type or is out of range.
     """
-    settings: Any = OmegaConf.to_container(node, resolve=True)
-    target = settings.pop("_target_")
-    of_schedule = {field.name for field in fields(Schedule)} & settings.keys()
-    schedule = Schedule(**{name: settings.pop(name) for name in of_schedule})
-    decay_vectors = checks.truth("optim.decay_vectors", settings.pop("decay_vectors", True))
-    return Optim(target, settings, schedule, batch_size, decay_vectors, capturable)
 
-
-class Optim:
-    """Makes an optimizer, and sets its hyperparameters in each step.
-
-    Args:
-        target: path of the optimizer's class, or of a function that makes one from parameters.
-        settings: its hyperparameters; those left out have its own defaults.
-        batch_size: global batch of the run.
-        decay_vectors: False: weight decay only for parameters of two dimensions or more, and none
-            for biases and the weights of norms.
-        capturable: steps may be part of a CUDA graph: the learning rate is a number on the device,
-            float32, and so are counts of steps, in optimizers that have the argument.
-
-    Raises: ConfigError: see make_optim.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        settings: Mapping[str, Any],
-        schedule: Schedule,
-        batch_size: int,
-        decay_vectors: bool = True,
-        capturable: bool = False,
-    ) -> None:
-        self.target, self.schedule, self.decay_vectors = target, schedule, decay_vectors
+    def __init__(self, node: DictConfig, batch_size: int, capturable: bool = False) -> None:
+        settings: Any = OmegaConf.to_container(node, resolve=True)
+        self.target = target = str(settings.pop("_target_"))
+        of_schedule = {field.name for field in fields(Schedule)} & settings.keys()
+        self.schedule = Schedule(**{name: settings.pop(name) for name in of_schedule})
+        decay_vectors = settings.pop("decay_vectors", True)
+        self.decay_vectors = checks.truth("optim.decay_vectors", decay_vectors)
         self._make: Callable[..., Any] = callable_at(target, f"optim={target}")
         if target == "torch.optim.SparseAdam":
             raise ConfigError(
@@ -93,13 +71,13 @@ class Optim:
         lr = settings.get("lr", self._own["lr"].default if "lr" in self._own else None)
         if not isinstance(lr, int | float):
             raise ConfigError(f"optim={target}: needs a learning rate; set optim.lr")
-        self.peak_lr = schedule.peak(lr, batch_size)
+        self.peak_lr = self.schedule.peak(lr, batch_size)
         tuples = {n: tuple[Any](v) for n, v in settings.items() if isinstance(v, list)}
         self._settings = {**settings, **tuples, "lr": self.peak_lr}
         self._capturable = capturable
         if capturable and "capturable" in self._own:
             self._settings.setdefault("capturable", True)
-        if not decay_vectors and "weight_decay" not in self._own:
+        if not self.decay_vectors and "weight_decay" not in self._own:
             raise ConfigError(f"optim.decay_vectors=false: {target} has no weight_decay")
         self._groups: list[dict[str, Any]] = []
         self._rates: list[Tensor] = []  # of each group, if they are on the device
@@ -304,7 +282,7 @@ def _trained(
         for _, alike in groupby(trained, key=lambda p: p.dim())
         for p in list(alike)[:2]
     )
-    optimizer = make_optim(config.optim, batch_size).optimizer(copies)
+    optimizer = Optim(config.optim, batch_size).optimizer(copies)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] or 0.01  # at 0 any two ways agree
     for _ in range(NUM_STEPS):

@@ -85,13 +85,14 @@ def measured(loop: Loop, record: Record, directory: RunDirectory) -> Record:
 def _gradient_noise(loop: Loop, warmup: int) -> dict[str, float | None] | None:
     """Compute the gradient noise scale over the steps after warm-up; all ranks call it together."""
     noise = loop.sync.noise if isinstance(loop.sync, GradSync) else None
-    if noise is None:
+    if noise is None or not noise.mean:
         return None
     local, mean = (torch.stack(norms)[warmup:] for norms in (noise.local, noise.mean))
-    small = loop.world.gather(local).mean(dim=0)
+    made = mean.isfinite()  # and not skipped, as overflows of fp16 are on all ranks
+    small = loop.world.gather(local[made]).mean(dim=0)
     sizes = loop.batch_size // loop.world.size, loop.batch_size
-    found = noise_scale(small.cpu().numpy(), mean.cpu().numpy(), sizes)
-    return {"samples": found.mid, "lo": found.lo, "hi": found.hi, "num_steps": len(mean)}
+    found = noise_scale(small.cpu().numpy(), mean[made].cpu().numpy(), sizes)
+    return {"samples": found.mid, "lo": found.lo, "hi": found.hi, "num_steps": int(made.sum())}
 
 
 def write_steps(loop: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:

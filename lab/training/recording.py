@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -165,24 +165,37 @@ def claim(
 
     Raises: ConfigError: it is taken, or cannot be written.
     """
-    answer, claimed = "", None
-    if world.rank == 0:
+    claimed: RunDirectory | None = None
+
+    def of_rank_0() -> str:
+        nonlocal claimed
         parent = Path(config.runs_dir).absolute() / config.study
-        try:
-            cell, resume = config.get("cell"), config.get("resume")  # not of a loop of one's own
-            claimed = RunDirectory.claim(parent, cell, name, resume, launch)
-            answer = f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
-        except ValueError as error:
-            answer = f"no {error}"
-    verdict, _, text = world.broadcast_text(answer).partition(" ")
-    if verdict == "no":
-        raise ConfigError(text)
+        cell, resume = config.get("cell"), config.get("resume")  # not of a loop of one's own
+        claimed = RunDirectory.claim(parent, cell, name, resume, launch)
+        return f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
+
+    verdict, _, text = decided(world, of_rank_0).partition(" ")
     if verdict == "done":
         if claimed:
             claimed.release()
             print(f"already done by an earlier start of this job: {text}")
         return None
     return claimed or RunDirectory(Path(text))  # rank 0's holds the lock
+
+
+def decided(world: World, decide: Callable[[], str]) -> str:
+    """Return on every rank what rank 0 decides: others may see an old state of a shared directory.
+
+    Raises: ConfigError: it cannot, for a ValueError of its own.
+    """
+    try:
+        answer = f"yes {'' if world.rank else decide()}"
+    except ValueError as error:
+        answer = f"no {error}"
+    verdict, _, text = world.broadcast_text(answer).partition(" ")
+    if verdict == "no":
+        raise ConfigError(text)
+    return text
 
 
 def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -32,7 +31,7 @@ from lab.training import checkpoint, outcome
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
 from lab.training.outcome import compute_of
 from lab.training.rank_consistency import checkpoint_facts
-from lab.training.recording import Curves, ProgressBar, Recording, claim_directory
+from lab.training.recording import Curves, ProgressBar, Recording, claim_directory, decided
 from lab.training.trainer import Trainer
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
@@ -75,7 +74,7 @@ class Run(Recording):
         )
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
-        self._made_before: list[dict[str, Any]] = []  # steps, by runs that this one goes on from
+        self._made_before: list[Stretch] = []  # steps, by runs that this one goes on from
         self.watch = watch or Watchdog(world, config.exchange_timeout_s, self._end_process)
 
     def execute(self) -> int:
@@ -123,7 +122,7 @@ class Run(Recording):
         """Write a checkpoint. All ranks call this after the same step."""
         shared, of_rank = checkpoint.state_of(parts.trainer)
         step = parts.trainer.progress.step
-        shared["made"] = self._made()
+        shared["made"] = list(map(asdict, self._made()))
         self.directory.require_own()
         outcome.write_steps(parts.trainer, self.directory)  # rows of a step are written over
         checkpoint.save(self.directory.checkpoints, step, shared, of_rank, self.world)
@@ -137,12 +136,7 @@ class Run(Recording):
 
     def _resumed(self) -> Path | None:
         """Return the checkpoint from which all ranks continue, if any."""
-        # Rank 0 decides: other hosts may see an old state of a shared directory.
-        answer = self.world.broadcast_text("" if self.world.rank else self._checkpoint())
-        verdict, _, text = answer.partition(" ")
-        if verdict == "no":
-            raise ConfigError(text)
-        if not text:
+        if not (text := decided(self.world, self._checkpoint)):
             return None
         require_alike(self.world, checkpoint_facts(Path(text)))
         return Path(text)
@@ -151,8 +145,7 @@ class Run(Recording):
         try:
             shared, by_rank = checkpoint.load(path)
             checkpoint.restore(trainer, shared, by_rank)
-            made = decode(list[Stretch], shared.get("made", []), "made")
-            self._made_before = [asdict(each) for each in made]
+            self._made_before = decode(list[Stretch], shared.get("made", []), "made")
         except ValueError as error:
             raise ConfigError(str(error)) from None
         except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -166,36 +159,33 @@ class Run(Recording):
                 f"{trainer.total_steps}; use a larger steps= or epochs="
             )
 
-    def _made(self) -> list[dict[str, Any]]:
+    def _made(self) -> list[Stretch]:
         """Return how all steps so far were made, those before a resume too."""
         first, end = (self.loop.first_step, self.loop.progress.step) if self.loop else (0, 0)
         record, git = self.record, self.record.git_commit
         also = ("strategy", "scaling", "repeat", "model_source")
-        now = {
-            "first_step": first,
-            "end_step": end,
-            "cell": f"{record.study}/{record.cell}",
-            "world_size": record.world_size,
-            "batch_size": record.batch_size,
-            "commit": git["commit"] and git["commit"] + (" changed" if git["dirty"] else ""),
-            "settings": record.settings | {key: getattr(record, key) for key in also},
-        }
+        now = Stretch(
+            first_step=first,
+            end_step=end,
+            cell=f"{record.study}/{record.cell}",
+            world_size=record.world_size,
+            batch_size=record.batch_size,
+            commit=git["commit"] and git["commit"] + (" changed" if git["dirty"] else ""),
+            settings=record.settings | {key: getattr(record, key) for key in also},
+        )
         return append_stretch(self._made_before, now)
 
     def _checkpoint(self) -> str:
-        """Return "from PATH" of the checkpoint to resume, "no REASON", or nothing.
+        """Return the path of the checkpoint to resume, or nothing. A restarted job prefers its own.
 
-        A restarted job prefers its own.
+        Raises: ValueError: there is none but damaged ones.
         """
         resume = self.config.resume
         if resume == "auto" or self.continues:
-            try:
-                newest = checkpoint.newest(self.directory.checkpoints)
-            except ValueError as error:
-                return f"no {error}"
+            newest = checkpoint.newest(self.directory.checkpoints)
             if newest or resume == "auto":
-                return f"from {newest}" if newest else ""
-        return f"from {resume}" if resume else ""
+                return str(newest or "")
+        return resume or ""
 
     def steps(self, parts: Assembly, shown: bool) -> Iterator[int]:
         """Train and measure; yield the number of steps done after each one.

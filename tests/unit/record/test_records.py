@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lab.record.schema import (
     Bucket,
     Emulation,
     Record,
+    Stretch,
     append_stretch,
     read_record,
     stretches_of,
@@ -170,9 +172,8 @@ def read(text: str) -> float | str:
         return text
 
 
-def made(first: int, end: int, **others: Any) -> dict[str, Any]:
-    own = {"cell": "s/a", "world_size": 2, "batch_size": 8, "commit": "abc", "settings": {"lr": 1}}
-    return {"first_step": first, "end_step": end, **own, **others}
+def made(first: int, end: int, **others: Any) -> Stretch:
+    return replace(Stretch(first, end, "s/a", 2, 8, "abc", {"lr": 1}), **others)
 
 
 def test_steps_made_alike_are_one_stretch() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import subprocess
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.settings.storage import write_atomically
+from lab.settings.storage import lock, open_lock, write_atomically
 
 KILLED = """
 import os, signal, sys
@@ -56,3 +58,18 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         write_atomically(tmp_path / "nowhere" / "a", lambda temporary: temporary.write_text(""))
+
+
+def test_a_lock_is_waited_for_and_not_asked_of_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep on such a file system ended with a traceback."""
+    with open_lock(tmp_path / ".lock") as first, open_lock(tmp_path / ".lock") as second:
+        assert lock(first, 0.0)
+        assert not lock(second, 0.0)
+
+        def refused(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", refused)
+        assert lock(second, 0.0)

@@ -8,6 +8,7 @@ from lab import predict, sweep, train
 from lab.settings import hints
 from lab.settings.config import FIELDS, GROUPS
 from lab.settings.files import choices_of, keys_of
+from lab.study import grid
 from tests.support.commands import refusal
 
 COMMANDS = {"train": train, "sweep": sweep, "predict": predict}
@@ -35,6 +36,8 @@ MISTAKES = [
     ("train", "--nproc-per-node 4", "torchrun --nproc-per-node 4 -m lab.train"),
     ("train", "strategy=onebit,tree", "for a list, use python -m lab.sweep"),
     ("train", "repeats=3", "python -m lab.sweep repeats=3"),
+    ("train", "turns=4", "python -m lab.sweep turns=4"),
+    ("train", "report=live", "python -m lab.sweep report=live"),
     ("train", "study=kim2017", "python -m lab.sweep study=kim2017"),
     ("train", "strategy=onebit:bucket_mb=4", "python -m lab.sweep strategy=onebit:bucket_mb=4"),
     # Another form than key=value.
@@ -84,7 +87,8 @@ def test_hints_name_settings_and_choices_that_are_there() -> None:
         for names in keys_of(group).values():
             known |= {f"{group}.{name}" for name in names}
     assert set(hints.NAMES) <= known
-    assert not set(hints.OF_NAME) & known
+    assert not {name for names in hints.NAMES.values() for name in names} & known
+    assert {*hints.OF_SWEEP} == grid.OF_SWEEP - {"world_size"}  # of that, the launcher decides
     strategies = {
         name for each in hints.CHOICES["strategy"].values() for name in each.split(" or ")
     }

@@ -70,8 +70,8 @@ def test_a_number_that_no_table_holds_is_damage(tmp_path: Path, digits: int) -> 
     path.write_text(f'{{"a": {"9" * digits}}}')
     with pytest.raises(DamagedFile, match=f"a whole number of {digits} digits"):
         read_json(path)
-    path.write_text(f'{{"a": {2**63 - 1}, "b": -4}}')
-    assert read_json(path) == {"a": 2**63 - 1, "b": -4}
+    path.write_text(f'{{"a": {2**63 - 1}, "b": {-(2**63)}}}')
+    assert read_json(path) == {"a": 2**63 - 1, "b": -(2**63)}
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:

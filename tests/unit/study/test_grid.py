@@ -143,8 +143,9 @@ def test_a_study_alone_goes_on_with_its_saved_grids(tmp_path: Path) -> None:
     assert source == f"study=mine: the 2 grids saved in {tmp_path}/mine/study.json"
     assert names(again.cells) == names(first.cells) + names(second.cells)
     assert (again.own.launcher, again.retries) == ("local", True)
-    longer, _ = run.read([*place, "repeats=2"])
+    longer, _ = run.read([*place, "repeats=2", "baselines=all"])
     assert len(longer.cells) == 2 * len(again.cells)
+    assert names(run.read([*place, "baselines=all"])[0].cells) == names(again.cells)
     assert run.load(tmp_path / "mine") == [
         ["world_size=2", "strategy=tree,ring"],
         ["strategy=onebit", "strategy=onebit:steps=3,4"],
@@ -184,7 +185,8 @@ def test_cells_of_the_same_work_share_a_start_if_they_take_turns() -> None:
     assert [[cell.strategy for cell in each] for each in shared] == [["none", "onebit"]] * 8
     assert len({(c.world_size, c.batch_size, c.repeat) for each in shared for c in each}) == 8
     # A process has one value of these, and trains one model.
-    for apart in ("deterministic=false,true", "model=mlp,lenet", "precision=fp32,bf16"):
+    of_process = ("deterministic=false,true", "tf32=false,true", "benchmark_limit=1,10")
+    for apart in (*of_process, "threads=1,2", "model=mlp,lenet", "precision=fp32,bf16"):
         assert len(starts(read(["study=s", "strategy=none,onebit", apart, "turns=4"]))) == 2
 
 

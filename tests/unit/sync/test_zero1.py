@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
@@ -22,7 +23,7 @@ from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.zero1 import Zero1
 from lab.training import checkpoint
-from lab.training.optim import Optim, Schedule, require_elementwise
+from lab.training.optim import Optim, require_elementwise
 from lab.training.trainer import clip_gradients
 from tests.support.steps import take_steps
 
@@ -262,7 +263,7 @@ def test_what_has_no_reduce_scatter_and_too_many_ranks_are_refused() -> None:
 
 
 def optim(target: str, **settings: Any) -> Optim:
-    return Optim(target, settings, Schedule(), batch_size=8)
+    return Optim(OmegaConf.create({"_target_": target, **settings}), batch_size=8)
 
 
 WHOLE = ("torch.optim.Muon", "torch.optim.Adafactor", "tests.unit.sync.test_zero1.CountsCalls")

@@ -12,7 +12,7 @@ from lab.settings.config import ConfigError, build, load
 from lab.sync.base import Sync
 from lab.sync.pattern import pattern_of
 from lab.training import graph
-from lab.training.optim import make_optim
+from lab.training.optim import Optim
 from lab.training.trainer import LossScale, Progress
 from tests.support import refused, refusing
 
@@ -41,7 +41,7 @@ def a_run(*settings: str, backend: str = "nccl") -> Any:
         exchange=build(config.exchange),
         eager_steps=Sync.eager_steps,
     )
-    optimizer = make_optim(config.optim, 24, capturable=True).optimizer(nn.Linear(3, 2))
+    optimizer = Optim(config.optim, 24, capturable=True).optimizer(nn.Linear(3, 2))
     return SimpleNamespace(
         config=config,
         sync=sync,
@@ -84,7 +84,7 @@ def test_the_page_lists_what_is_refused() -> None:
 
 def test_a_rate_on_the_device_changes_in_place() -> None:
     config = load(["optim.lr=0.5", "optim.warmup_steps=4"])
-    optim = make_optim(config.optim, 24, capturable=True)
+    optim = Optim(config.optim, 24, capturable=True)
     optimizer = optim.optimizer(nn.Linear(3, 2))
     (group,) = optimizer.param_groups
     optim.prepare(optimizer, 0, 10)

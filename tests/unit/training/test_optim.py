@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.settings.config import ConfigError, load
-from lab.training.optim import Optim, Schedule, make_optim, require_piecewise
+from lab.training.optim import Optim, Schedule, require_piecewise
 
 MINE = "tests.support.optimizers"
 
 
 def optim(target: str, **settings: Any) -> Optim:
-    return make_optim(OmegaConf.create({"_target_": target, **settings}), batch_size=512)
+    return Optim(OmegaConf.create({"_target_": target, **settings}), batch_size=512)
 
 
 def model() -> nn.Module:
@@ -101,11 +101,11 @@ def test_what_lies_around_a_slice_is_left_alone(target: str, layout: str) -> Non
 
 
 def test_choices_of_the_lab_are_torchs_with_these_hyperparameters() -> None:
-    (sgd,) = make_optim(load([]).optim, 128).optimizer(model()).param_groups
+    (sgd,) = Optim(load([]).optim, 128).optimizer(model()).param_groups
     assert {key: sgd[key] for key in ("lr", "momentum", "weight_decay", "nesterov")} == {
         "lr": 0.01, "momentum": 0.9, "weight_decay": 0.0005, "nesterov": False,
     }  # fmt: skip
-    (adamw,) = make_optim(load(["optim=adamw"]).optim, 128).optimizer(model()).param_groups
+    (adamw,) = Optim(load(["optim=adamw"]).optim, 128).optimizer(model()).param_groups
     reference = torch.optim.AdamW(model().parameters()).param_groups[0]
     same = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     assert {key: adamw[key] for key in same} == {key: reference[key] for key in same}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from lab.measure.operations import Uncountable
 from lab.measure.peaks import Peak
 from lab.record.schema import Compute, read_record
 from lab.settings.config import load
+from lab.sync.drift import GradientNoise
+from lab.sync.gradsync import GradSync
 from lab.training import outcome
 from lab.training.outcome import flops_per_sample, note_rates, peak_of
 from lab.training.recording import ProgressBar, summary
@@ -89,6 +92,31 @@ def test_ranks_that_share_gpus_do_not_multiply_their_peak(monkeypatch: pytest.Mo
         assert peak and peak.flops_per_s["fp32"] == num_gpus * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another")
     assert peak_of(world(2, "cuda")) is None
+
+
+def noise_of(norms: list[tuple[float, float]]) -> dict[str, float | None] | None:
+    """The gradient noise of two ranks: squared norms of a rank's gradient and of the mean."""
+    sync, noise = GradSync.__new__(GradSync), GradientNoise()
+    for local, mean in norms:
+        noise.local.append(torch.tensor(local, dtype=torch.float64))
+        noise.mean.append(torch.tensor(mean, dtype=torch.float64))
+    sync.noise = noise
+    world = SimpleNamespace(size=2, gather=lambda each: torch.stack([each, each]))
+    loop: Any = SimpleNamespace(sync=sync, world=world, batch_size=32)
+    return outcome._gradient_noise(loop, warmup=1)
+
+
+def test_gradient_noise_leaves_out_steps_that_overflowed() -> None:
+    norms = [(9.0, 8.0), (4.0, 2.0), (5.0, 2.5), (4.5, 2.0), (4.0, 2.5)]
+    found = noise_of(norms)
+    assert found and found["num_steps"] == 4 and found["samples"] is not None
+    assert noise_of([*norms[:2], (math.inf, math.inf), *norms[2:]]) == found
+    few = noise_of([(9.0, 8.0), (1.0, math.nan)])
+    assert few and few["num_steps"] == 0 and math.isnan(few["samples"] or 0)
+
+
+def test_a_run_that_made_no_step_has_no_gradient_noise() -> None:
+    assert noise_of([]) is None
 
 
 def test_rates_stand_before_the_metrics() -> None:
