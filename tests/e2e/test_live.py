@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from http.client import HTTPConnection
 from pathlib import Path
@@ -41,9 +40,8 @@ def address_of(process: subprocess.Popen[str]) -> str:
     raise AssertionError("the sweep printed no address")
 
 
-def get(url: str, host: str | None = None) -> str:
-    request = urllib.request.Request(url, headers={"Host": host} if host else {})
-    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=HANG_S) as answer:
         return answer.read().decode()
 
 
@@ -58,17 +56,6 @@ def test_a_sweep_is_watched_stopped_and_resumed(
     assert "Stop the sweep" in page
     assert "<h1>watched</h1>" in page
 
-    root = address.rpartition("/")[0].rpartition("/")[0]
-    for wrong in (f"{root}/", f"{root}/guess/", f"{address}../etc/passwd", f"{address}record.json"):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            get(wrong)
-        assert refused.value.code == 404
-        refused.value.close()
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        get(address, host="evil.example")
-    assert refused.value.code == 404
-    refused.value.close()
-
     where = urlsplit(address)
     asking = HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
     asking.request("POST", f"{where.path}stop")
@@ -76,6 +63,7 @@ def test_a_sweep_is_watched_stopped_and_resumed(
     asking.close()
     output, _ = first.communicate(timeout=HANG_S)
     assert first.returncode == 130, output
+    assert "the same command" in output
 
     again = sweep(environment, tmp_path)
     output, _ = again.communicate(timeout=HANG_S)
