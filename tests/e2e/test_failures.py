@@ -234,7 +234,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed(
     rank_processes = launcher.children()
     process.kill()  # before they have joined, when no watchdog sees that
     process.wait()
-    gone, alive = psutil.wait_procs(rank_processes, timeout=30)
+    gone, alive = psutil.wait_procs(rank_processes, timeout=HANG_S)
     assert len(gone) == 2
     assert alive == []
 

@@ -53,7 +53,7 @@ def test_a_killed_sweep_leaves_nothing_running_and_goes_on(
     assert "2 of 2 cells done" in again.out
     assert "ETA" in again.out
     assert started(tmp_path).items() > done.items()
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not psutil.wait_procs(children, timeout=HANG_S)[1]
 
     # The same study with one cell that does not fit into memory: only this one runs, and again.
     before = started(tmp_path)
