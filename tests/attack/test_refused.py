@@ -23,7 +23,7 @@ from lab.settings.secrets import without_secrets
 from lab.study import grid
 from tests.support import refusing
 from tests.support.commands import refusal
-from tests.support.ranks import CREW, refusals
+from tests.support.ranks import told
 
 LARGE = "99999999999999999999"
 # A setting, the values that it cannot have, and what is said of each.
@@ -191,6 +191,6 @@ class Gives(nn.Linear):
 def test_outputs_that_are_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     kinds = ("none", "tuple", "dict")
-    model = ("device=cpu", "data.size=16", f"model={__name__}.Gives")
-    (lines,) = CREW.call(1, refusals, [(*model, f"model.kind={kind}") for kind in kinds])
+    model = ("data.size=16", f"model={__name__}.Gives")
+    lines = told(*((*model, f"model.kind={kind}") for kind in kinds))
     assert all("it must return a tensor" in line and "\n" not in line for line in lines)

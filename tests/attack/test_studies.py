@@ -15,7 +15,7 @@ from lab import explain, plot, report, sweep
 from lab.record.schema import read_record
 from tests.attack.files import CELL, STUDY, make_files
 from tests.support.commands import refusal, said
-from tests.support.ranks import CREW, refusals
+from tests.support.ranks import told
 
 
 @pytest.fixture
@@ -99,11 +99,11 @@ def test_a_run_goes_on_from_its_last_step_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = ("device=cpu", "model=mlp", "data.size=16", "batch_size=24", "cell=a")
-    assert CREW.call(1, refusals, [(*run, "steps=6", "checkpoint_every=2")]) == [[""]]
+    run = ("model=mlp", "data.size=16", "batch_size=24", "cell=a")
+    assert told((*run, "steps=6", "checkpoint_every=2")) == [""]
     cell = Path("runs/default/a")
     (cell / "record.json").unlink()
     change(cell)
-    assert CREW.call(1, refusals, [(*run, "steps=12", "resume=auto")]) == [[""]]
+    assert told((*run, "steps=12", "resume=auto")) == [""]
     record = read_record(cell / "record.json")
     assert (record.num_steps, record.attempts[-1]["first_step"]) == (12, 6)

@@ -20,6 +20,7 @@ from lab.record.schema import SCHEMA, Record
 from tests.attack.acts import seal
 from tests.conftest import LAUNCHER, Finished, record, wait_for
 from tests.support import HANG_S, ranks
+from tests.support.ranks import told
 from tests.support.slow import some_of
 
 Train = Callable[..., Finished]
@@ -84,18 +85,12 @@ LATER = [
 ]
 
 
-def told(*runs: tuple[str, ...]) -> list[str]:
-    """Make runs in turn, all by one process; return the line that each is refused with, or none."""
-    (found,) = ranks.CREW.call(1, ranks.refusals, [("device=cpu", *run) for run in runs])
-    return found
-
-
 def test_settings_that_prove_wrong_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Finished]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cases = [(s, m) for s, m in LATER if s != ("device=cuda",) or not torch.cuda.is_available()]
-    (found,) = ranks.CREW.call(1, ranks.refusals, [settings for settings, _ in cases])
+    found = told(*(settings for settings, _ in cases))
     expected = [message for _, message in cases]
     wrong = [(m, said) for m, said in zip(expected, found, strict=True) if not re.search(m, said)]
     assert wrong == []

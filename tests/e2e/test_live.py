@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import urllib.request
 from http.client import HTTPConnection
 from pathlib import Path
@@ -15,21 +14,14 @@ import pytest
 
 from tests.conftest import wait_for
 from tests.support import HANG_S
+from tests.support.commands import begun
 
 CELLS = ("study=watched", "strategy=none,allreduce,onebit", "world_size=1", "baselines=all")
 RUN = ("device=cpu", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=200")
 
 
 def sweep(environment: dict[str, str], folder: Path, *more: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "lab.sweep", *CELLS, *RUN, *more]
-    return subprocess.Popen(
-        line,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return begun(environment, folder, "lab.sweep", *CELLS, *RUN, *more)
 
 
 def address_of(process: subprocess.Popen[str]) -> str:

@@ -15,7 +15,7 @@ from lab import sweep, train
 from tests.attack.acts import seal
 from tests.attack.strangers import Malice
 from tests.conftest import Finished
-from tests.support.ranks import CREW, refusals
+from tests.support.ranks import told
 from tests.support.records import leave, make_record
 
 Command = Callable[..., Finished]
@@ -39,12 +39,12 @@ def test_planted_keys_are_in_no_file_and_no_output(
 
 def test_pickle_in_a_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert CREW.call(1, refusals, [(*QUICK, "cell=a", "checkpoint_every=3")]) == [[""]]
+    assert told((*QUICK, "cell=a", "checkpoint_every=3")) == [""]
     checkpoint = tmp_path / "runs/default/a/checkpoints/step_000006"
     content = pickle.dumps(Malice())
     (checkpoint / "shared.pt").write_bytes(content)
     seal(checkpoint / "shared.pt")  # an attacker who can write can also hash
-    ((line,),) = CREW.call(1, refusals, [(*QUICK, "cell=b", f"resume={checkpoint}")])
+    (line,) = told((*QUICK, "cell=b", f"resume={checkpoint}"))
     assert "corrupt checkpoint: shared.pt" in line and "\n" not in line
     assert not (tmp_path / "ran").exists()
     pickle.loads(content)  # unpickling runs the command

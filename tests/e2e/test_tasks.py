@@ -11,7 +11,7 @@ import torch
 from lab.record.schema import Record
 from lab.training import recording
 from tests.conftest import ROOT
-from tests.support.ranks import CREW, refusals, train
+from tests.support.ranks import told, train
 
 MISFITS = "tests.support.misfits"
 
@@ -74,9 +74,7 @@ def test_misfits_are_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cases = [("device=cpu", *settings) for settings, _ in UNFIT]
-    (found,) = CREW.call(1, refusals, cases)
-    assert found == [line for _, line in UNFIT]
+    assert told(*(settings for settings, _ in UNFIT)) == [line for _, line in UNFIT]
     assert not list(tmp_path.rglob("record.json"))
 
 
