@@ -13,7 +13,7 @@ from lab.training import recording
 from tests.conftest import ROOT
 from tests.support.ranks import told, train
 
-MISFITS = "tests.support.misfits"
+MISFITS = "tests.e2e.misfits"
 
 
 UNFIT = [
@@ -110,7 +110,7 @@ def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "bigram.yaml").write_text(
-        "_target_: tests.support.misfits.Bigram\nwidth: 8\n"
+        "_target_: tests.e2e.misfits.Bigram\nwidth: 8\n"
     )
     data = ("data=text", f"data.path={ROOT}/docs", "data.suffix=.md", "data.context=32")
     settings = ("task=language_modelling", "config_dir=conf", "model=bigram", *data)
