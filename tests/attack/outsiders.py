@@ -45,6 +45,15 @@ class M(nn.Module):
 '
 base() { cp -r "$BASE/runs" .; }
 m() { cat > m.py; }
+acts() {  # a model N whose fifth forward pass does ACT
+  m <<< "import os, signal, sys, time, torch.distributed as dist; $HEAD
+class N(M):
+    calls = 0
+    def forward(self, x):
+        N.calls += 1
+        if N.calls == 5: exec(os.environ['ACT'])
+        return super().forward(x)"
+}
 until_true() { for _ in $(seq 300); do "$@" > /dev/null 2>&1 && break; sleep .2; done; }
 begun() { until_true test -e "runs/default/$1/attempts.json"; sleep 2; }
 live() {  # starts a sweep with its page: p is its process, u the address
@@ -63,6 +72,13 @@ record() {
   "$PY" -c 'import json, sys; found = json.load(open(sys.argv[1]))[sys.argv[2]]
 if str(found) != sys.argv[3]: sys.exit(f"record: {sys.argv[2]} is {found!r}")' \
     "runs/default/$1/record.json" "$2" "$3"
+}
+ends() {  # as try, where a traceback may be printed
+  local code=0
+  timeout 120 "${@:3}" > out 2>&1 || code=$?
+  if [ $code != "$1" ] || ! grep -q -- "$2" out; then
+    echo "exit code $code, not $1, or does not say '$2': ${*:3}: $(tail -n 2 out)"; exit 1
+  fi
 }
 try() {
   local codes=$1 says=$2 code=0; shift 2

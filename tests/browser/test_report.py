@@ -10,6 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from tests.browser.conftest import Opened, open_page
+from tests.conftest import wait_for
 from tests.support.slow import some_of
 from tests.support.studies import STRATEGIES
 
@@ -122,14 +123,12 @@ def test_the_timeline_zooms_by_wheel_and_keyboard(opened: Opened) -> None:
     figure.evaluate("figure => figure.scrollIntoView({block: 'center'})")
     picture = figure.screenshot()
     figure.press("+")
-    closer = figure.screenshot()
-    assert closer != picture
+    wait_for(lambda: figure.screenshot() != picture)
     figure.press("0")
-    assert figure.screenshot() == picture
+    wait_for(lambda: figure.screenshot() == picture)
     figure.hover()
     opened.page.mouse.wheel(0, -400)
-    opened.page.wait_for_timeout(200)
-    assert figure.screenshot() != picture
+    wait_for(lambda: figure.screenshot() != picture)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import read_record
+from tests.distributed.misused import MISTAKES, lines_of_clean_loops, lines_of_mistakes
 from tests.support.hosts import enter_network, has_own_network, own_network
-from tests.support.misused import MISTAKES, lines_of_clean_loops, lines_of_mistakes
 from tests.support.ranks import CREW, Crew, Outcome, composed, execute, spawn
 
 

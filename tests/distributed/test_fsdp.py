@@ -20,7 +20,7 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import stop
 from lab.sync.fsdp_units import units
 from tests.distributed.test_strategies import distance
-from tests.support.ranks import CREW, Outcome, composed, execute, join, refusals, spawn, train
+from tests.support.ranks import CREW, Outcome, composed, execute, join, spawn, told, train
 from tests.support.slow import some_of
 
 # Adam divides by a gradient's own size, so eps stands above rounding errors.
@@ -172,7 +172,6 @@ MISTAKES = {
 
 
 def test_what_fsdp_cannot_do_is_one_line() -> None:
-    run = ("device=cpu", "strategy=fsdp", *RUN, "steps=2")
-    (found,) = CREW.call(1, refusals, [(*run, *settings.split()) for settings in MISTAKES])
+    found = told(*(("strategy=fsdp", *RUN, "steps=2", *each.split()) for each in MISTAKES))
     for message, line in zip(MISTAKES.values(), found, strict=True):
         assert line.startswith(message) and "\n" not in line

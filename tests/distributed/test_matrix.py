@@ -12,7 +12,7 @@ import re
 import pytest
 
 from lab.settings.config import choices_of
-from tests.support.ranks import CREW, refusals, train, train_on_two_nodes
+from tests.support.ranks import told, train, train_on_two_nodes
 from tests.support.slow import some_of
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=4", "warmup_steps=1")
@@ -81,7 +81,6 @@ def test_trains_with_a_certificate(
 @pytest.mark.parametrize("every", some_of([13, 1], also=[13]))
 def test_what_a_sync_does_not_take_is_refused_in_a_line(every: int) -> None:
     cases = [case for case in MATRIX if refusal_of(*case[:2])][::every]
-    runs = [("device=cpu", *settings_of(*case)) for case in cases]
-    (found,) = CREW.call(1, refusals, runs)
+    found = told(*(settings_of(*case) for case in cases))
     for case, line in zip(cases, found, strict=True):
         assert re.match(f"exchange=.*{refusal_of(*case[:2])}", line), case

@@ -114,4 +114,4 @@ def test_after_ctrl_c_no_rank_is_left() -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=HANG_S)
     assert process.returncode == 130 and error.endswith("stopped\n")
-    assert not psutil.wait_procs(left, timeout=5)[1]
+    assert not psutil.wait_procs(left, timeout=HANG_S)[1]

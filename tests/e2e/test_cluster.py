@@ -16,8 +16,8 @@ from lab.cluster import sandbox
 from lab.cluster.settings import Cluster
 from lab.settings.config import ConfigError
 from tests.conftest import Finished, record, wait_for
+from tests.e2e.peak import PEAK
 from tests.support import HANG_S
-from tests.support.peak import PEAK
 from tests.support.slow import some_of
 
 Command = Callable[..., Finished]
@@ -174,7 +174,7 @@ def peak_bytes(command: Command, tmp_path: Path, cell: str, *settings: str) -> i
     """Return the most bytes that left a host within a few steps, between two exchanges of all."""
     run = ("steps=130", "model=mlp", f"model.hidden={[32] * 37}", "cluster.rate=null")
     recorder = (
-        "recorder=tests.support.peak.PeakRecorder",
+        "recorder=tests.e2e.peak.PeakRecorder",
         "+recorder.first=40",
         "+recorder.last=112",
     )

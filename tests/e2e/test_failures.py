@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,26 +17,24 @@ import torch
 
 from lab import train as command
 from lab.record.schema import SCHEMA, Record
+from tests.attack.acts import seal
 from tests.conftest import LAUNCHER, Finished, record, wait_for
 from tests.support import HANG_S, ranks
+from tests.support.ranks import told
 from tests.support.slow import some_of
 
 Train = Callable[..., Finished]
 QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
 
 
-# More of them: tests/unit/settings/test_mistakes.py and test_command_line.py.
+# More of them: tests/attack/test_refused.py, tests/unit/settings/test_mistakes.py.
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("strategy=teleport", r"strategy=teleport: allowed: allreduce, auto, .*tree"),
         ("cluster.hosts=2", r"cluster\.hosts=2: needs cluster=emulated"),
-        ("strategy=tree,ring", r"strategy=tree,ring: a run accepts only one value; .* lab.sweep"),
-        ("batch_size", r"'batch_size' is not a setting: write key=value"),
         ("~exchange.nope", r"~exchange.nope: Could not delete from config"),
         ("--cfg=hydra", r"--cfg hydra: use --cfg job"),
-        ("batch_size=${foo}", r"batch_size=\$\{foo\}: Interpolation key 'foo' not found"),
-        ("runs_dir=", r"runs_dir=: must name a directory"),
     ],
 )
 def test_wrong_settings(
@@ -85,18 +85,12 @@ LATER = [
 ]
 
 
-def told(*runs: tuple[str, ...]) -> list[str]:
-    """Make runs in turn, all by one process; return the line that each is refused with, or none."""
-    (found,) = ranks.CREW.call(1, ranks.refusals, [("device=cpu", *run) for run in runs])
-    return found
-
-
 def test_settings_that_prove_wrong_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Finished]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cases = [(s, m) for s, m in LATER if s != ("device=cuda",) or not torch.cuda.is_available()]
-    (found,) = ranks.CREW.call(1, ranks.refusals, [settings for settings, _ in cases])
+    found = told(*(settings for settings, _ in cases))
     expected = [message for _, message in cases]
     wrong = [(m, said) for m, said in zip(expected, found, strict=True) if not re.search(m, said)]
     assert wrong == []
@@ -117,8 +111,12 @@ def test_batch_that_does_not_divide(train: Train) -> None:
 def test_unwritable_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file stands where the directory should")
-    (refused,) = told(QUICK)
-    assert re.search(r"runs_dir: cannot write .*runs/default", refused)
+    (tmp_path / "loop").symlink_to("loop")
+    places = ("runs", "loop", "/proc/self", "/proc/1/x", "/sys/kernel", "/dev/null")
+    for place, refused in zip(
+        places, told(*((*QUICK, f"runs_dir={p}") for p in places)), strict=True
+    ):
+        assert re.search(rf"runs_dir: cannot write .*{place}/default", refused)
     assert (tmp_path / "runs").read_text().startswith("a file")
 
 
@@ -231,7 +229,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed(
     rank_processes = launcher.children()
     process.kill()  # before they have joined, when no watchdog sees that
     process.wait()
-    gone, alive = psutil.wait_procs(rank_processes, timeout=30)
+    gone, alive = psutil.wait_procs(rank_processes, timeout=HANG_S)
     assert len(gone) == 2
     assert alive == []
 
@@ -288,20 +286,44 @@ def test_resume_never_writes_over_a_finished_run(
     assert {path: path.read_text() for path in before} == before
 
 
+def edited(name: str, change: Callable[[dict[str, Any]], object]) -> str:
+    """Copy the checkpoint of step 3, change what all ranks share, and seal it anew."""
+    shared = Path(shutil.copytree(CHECKPOINTS / "step_000003", name), "shared.pt")
+    state = torch.load(shared, weights_only=True)
+    change(state)
+    torch.save(state, shared)
+    seal(shared)
+    return f"resume={name}"
+
+
+CHECKPOINTS = Path("runs/default/a/checkpoints")
+
+
 def test_resume_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    onebit, middle = (*QUICK, "strategy=onebit"), "resume=runs/default/a/checkpoints/step_000003"
+    onebit, middle = (*QUICK, "strategy=onebit"), f"resume={CHECKPOINTS}/step_000003"
+    assert told((*onebit, "cell=a", "checkpoint_every=3")) == [""]
+    whole = "not a complete checkpoint"
     wrong = {
-        "exchange.granularity=block": "the checkpoint contains residuals of exchange=",
-        "channels_last=true": "the checkpoint was written with channels_last=False",
-        "model=mlp": "the checkpoint belongs to another model",
-        "steps=2": "is at step 3, but this run ends at step 2",
+        (middle, "exchange.granularity=block"): "contains residuals of exchange=",
+        (middle, "strategy=allreduce"): "contains residuals of exchange=",
+        (middle, "channels_last=true"): "the checkpoint was written with channels_last=False",
+        (middle, "model=mlp"): "the checkpoint belongs to another model",
+        (middle, "steps=2"): "is at step 3, but this run ends at step 2",
+        (middle, "optim=torch.optim.Adam"): "contains the state of torch.optim.SGD",
+        (edited("none", lambda state: state.pop("progress")),): "not a checkpoint of a run",
+        **{
+            (edited(f"at {step}", lambda state, step=step: state["progress"].update(step=step)),): (
+                "must be integers of at least 0"
+            )
+            for step in (-5, "7", float("nan"))
+        },
+        **{(f"resume={CHECKPOINTS / place}",): whole for place in ("..", ".", "step_000003/DONE")},
+        ("resume=Auto",): whole,
     }
-    whole = (*onebit, "cell=a", "checkpoint_every=3")
-    done, *refused = told(whole, *((*onebit, middle, setting) for setting in wrong))
-    assert done == ""
-    for message, line in zip(wrong.values(), refused, strict=True):
-        assert message in line
+    for said, line in zip(wrong.values(), told(*((*onebit, *more) for more in wrong)), strict=True):
+        assert said in line and "\n" not in line
+    assert told((*onebit, middle, "seed=5")) == [""]
 
 
 def test_epochs_are_counted_in_samples_when_the_batch_changes(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
-import urllib.error
 import urllib.request
 from http.client import HTTPConnection
 from pathlib import Path
@@ -16,21 +14,14 @@ import pytest
 
 from tests.conftest import wait_for
 from tests.support import HANG_S
+from tests.support.commands import begun
 
 CELLS = ("study=watched", "strategy=none,allreduce,onebit", "world_size=1", "baselines=all")
 RUN = ("device=cpu", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=200")
 
 
 def sweep(environment: dict[str, str], folder: Path, *more: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "lab.sweep", *CELLS, *RUN, *more]
-    return subprocess.Popen(
-        line,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return begun(environment, folder, "lab.sweep", *CELLS, *RUN, *more)
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
@@ -41,9 +32,8 @@ def address_of(process: subprocess.Popen[str]) -> str:
     raise AssertionError("the sweep printed no address")
 
 
-def get(url: str, host: str | None = None) -> str:
-    request = urllib.request.Request(url, headers={"Host": host} if host else {})
-    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=HANG_S) as answer:
         return answer.read().decode()
 
 
@@ -58,17 +48,6 @@ def test_a_sweep_is_watched_stopped_and_resumed(
     assert "Stop the sweep" in page
     assert "<h1>watched</h1>" in page
 
-    root = address.rpartition("/")[0].rpartition("/")[0]
-    for wrong in (f"{root}/", f"{root}/guess/", f"{address}../etc/passwd", f"{address}record.json"):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            get(wrong)
-        assert refused.value.code == 404
-        refused.value.close()
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        get(address, host="evil.example")
-    assert refused.value.code == 404
-    refused.value.close()
-
     where = urlsplit(address)
     asking = HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
     asking.request("POST", f"{where.path}stop")
@@ -76,6 +55,7 @@ def test_a_sweep_is_watched_stopped_and_resumed(
     asking.close()
     output, _ = first.communicate(timeout=HANG_S)
     assert first.returncode == 130, output
+    assert "the same command" in output
 
     again = sweep(environment, tmp_path)
     output, _ = again.communicate(timeout=HANG_S)

@@ -18,6 +18,7 @@ import pytest
 
 from tests.conftest import record, wait_for
 from tests.support import HANG_S
+from tests.support.commands import begun
 from tests.support.ports import free_port
 
 pytestmark = [
@@ -106,14 +107,7 @@ def nodes(environment: dict[str, str]) -> Iterator[list[Node]]:
 
 
 def sweep(environment: dict[str, str], folder: Path, *grid: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "lab.sweep", "launcher=ray", "study=s", *SMALL, *grid],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return begun(environment, folder, "lab.sweep", "launcher=ray", "study=s", *SMALL, *grid)
 
 
 def test_cells_of_a_lost_node_run_on_the_other_and_none_is_done_twice(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import pickle
 import subprocess
 import sys
@@ -15,8 +12,10 @@ from types import ModuleType
 import pytest
 
 from lab import sweep, train
+from tests.attack.acts import seal
+from tests.attack.strangers import Malice
 from tests.conftest import Finished
-from tests.support.ranks import CREW, refusals
+from tests.support.ranks import told
 from tests.support.records import leave, make_record
 
 Command = Callable[..., Finished]
@@ -38,31 +37,18 @@ def test_planted_keys_are_in_no_file_and_no_output(
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
-class Malicious:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, ("touch owned",)
-
-
 def test_pickle_in_a_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert CREW.call(1, refusals, [(*QUICK, "cell=a", "checkpoint_every=3")]) == [[""]]
+    assert told((*QUICK, "cell=a", "checkpoint_every=3")) == [""]
     checkpoint = tmp_path / "runs/default/a/checkpoints/step_000006"
-    content = pickle.dumps(Malicious())
+    content = pickle.dumps(Malice())
     (checkpoint / "shared.pt").write_bytes(content)
-    done_file = checkpoint / "DONE"
-    done = json.loads(done_file.read_text())
-    # An attacker who can write can also hash.
-    done["files"]["shared.pt"] = hashlib.sha256(content).hexdigest()
-    done["sizes"]["shared.pt"] = len(content)
-    done_file.write_text(json.dumps(done))
-
-    ((line,),) = CREW.call(1, refusals, [(*QUICK, "cell=b", f"resume={checkpoint}")])
+    seal(checkpoint / "shared.pt")  # an attacker who can write can also hash
+    (line,) = told((*QUICK, "cell=b", f"resume={checkpoint}"))
     assert "corrupt checkpoint: shared.pt" in line and "\n" not in line
-    assert not (tmp_path / "owned").exists()
+    assert not (tmp_path / "ran").exists()
     pickle.loads(content)  # unpickling runs the command
-    assert (tmp_path / "owned").exists()
+    assert (tmp_path / "ran").exists()
 
 
 def test_modules_in_a_folder_of_results_do_not_run(

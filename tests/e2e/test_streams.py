@@ -21,7 +21,7 @@ STREAMS = {
     ">/dev/full 2>/dev/full": 1,
     ">&-": 0,
     "2>&-": 0,
-    ">&- 2>&-": 0,
+    "<&- >&- 2>&-": 0,
 }
 TRAIN = "lab.train device=cpu model=mlp data=synthetic data.num_images=64 batch_size=8 steps=3"
 
@@ -79,14 +79,3 @@ def test_a_terminal_of_ascii_gets_the_whole_summary_and_files_have_the_users_uma
     assert len(modes) > 8
     wrong = {name: oct(mode) for name, mode in modes.items() if mode not in (0o640, 0o750)}
     assert wrong == {}
-
-
-@pytest.mark.parametrize(
-    "module", some_of(["lab.plot --help", "lab.train --cfg job device=cpu"], every=2)
-)
-def test_a_reader_that_has_enough_ends_a_command_without_a_word(
-    module: str, tmp_path: Path
-) -> None:
-    done = shell(module, "| head -c 1; exit ${PIPESTATUS[0]}", tmp_path)
-    assert done.returncode in (0, 141)
-    assert done.stderr == ""

@@ -16,6 +16,7 @@ import pytest
 from lab import sweep as command
 from tests.conftest import Finished, record, wait_for
 from tests.support import HANG_S
+from tests.support.commands import begun
 from tests.support.svg import boxes_of
 
 Command = Callable[..., Finished]
@@ -53,7 +54,7 @@ def test_a_killed_sweep_leaves_nothing_running_and_goes_on(
     assert "2 of 2 cells done" in again.out
     assert "ETA" in again.out
     assert started(tmp_path).items() > done.items()
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not psutil.wait_procs(children, timeout=HANG_S)[1]
 
     # The same study with one cell that does not fit into memory: only this one runs, and again.
     before = started(tmp_path)
@@ -152,14 +153,8 @@ def test_cells_of_a_repeat_run_in_an_order_of_its_own_and_those_to_compare_toget
 def test_interrupted_sweep_runs_the_cell_anew_and_ends_one_that_takes_too_long(
     command: Command, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    line = [sys.executable, "-m", "lab.sweep", "study=s", "strategy=none", "steps=1000000"]
-    sweep = subprocess.Popen(
-        [*line, *QUICK[:-1]],
-        cwd=tmp_path,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    line = ("lab.sweep", "study=s", "strategy=none", *QUICK[:-1], "steps=1000000")
+    sweep = begun(environment, tmp_path, *line, stderr=subprocess.PIPE)
     wait_for(lambda: list((tmp_path / "runs/s").glob("*/config.yaml")))
     os.kill(sweep.pid, signal.SIGINT)
     _, err = sweep.communicate(timeout=HANG_S)
@@ -168,6 +163,6 @@ def test_interrupted_sweep_runs_the_cell_anew_and_ends_one_that_takes_too_long(
     (cell,) = cells(tmp_path / "runs/s")
     assert record(cell)["status"] == "interrupted"
 
-    again = command("lab.sweep", *line[3:], *QUICK[:-1], "cell_timeout_s=3")
+    again = command(*line, "cell_timeout_s=3")
     assert "timeout: cell_timeout_s=3" in again.out  # it ran anew, from the start
     assert record(cell)["status"] == "timeout"

@@ -11,9 +11,9 @@ import torch
 from lab.record.schema import Record
 from lab.training import recording
 from tests.conftest import ROOT
-from tests.support.ranks import CREW, refusals, train
+from tests.support.ranks import told, train
 
-MISFITS = "tests.support.misfits"
+MISFITS = "tests.e2e.misfits"
 
 
 UNFIT = [
@@ -74,9 +74,7 @@ def test_misfits_are_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cases = [("device=cpu", *settings) for settings, _ in UNFIT]
-    (found,) = CREW.call(1, refusals, cases)
-    assert found == [line for _, line in UNFIT]
+    assert told(*(settings for settings, _ in UNFIT)) == [line for _, line in UNFIT]
     assert not list(tmp_path.rglob("record.json"))
 
 
@@ -112,7 +110,7 @@ def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "bigram.yaml").write_text(
-        "_target_: tests.support.misfits.Bigram\nwidth: 8\n"
+        "_target_: tests.e2e.misfits.Bigram\nwidth: 8\n"
     )
     data = ("data=text", f"data.path={ROOT}/docs", "data.suffix=.md", "data.context=32")
     settings = ("task=language_modelling", "config_dir=conf", "model=bigram", *data)

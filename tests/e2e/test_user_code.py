@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import Finished, record
-from tests.support.ranks import CREW, refusals
+from tests.support.ranks import told
 from tests.support.slow import some_of
 
 BUGS = "tests.support.bugs"
@@ -117,6 +117,6 @@ def test_settings_of_a_users_code_that_do_not_exist_are_one_line(
             "model.width: no such argument; allowed: none"
         ),
     }
-    (found,) = CREW.call(1, refusals, [(*QUICK, *settings) for settings in wrong])
-    for message, line in zip(wrong.values(), found, strict=True):
+    lines = told(*((*QUICK, *settings) for settings in wrong))
+    for message, line in zip(wrong.values(), lines, strict=True):
         assert message in line and "\n" not in line

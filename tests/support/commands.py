@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -49,6 +50,20 @@ def refusal(main: Callable[[list[str]], int], *words: str) -> str:
     assert (name, out.getvalue()) == (main.__module__.removesuffix(".__main__"), "")
     assert message.count("\n") == 1
     return message.removesuffix("\n")
+
+
+def begun(
+    environment: dict[str, str], folder: Path, *words: str, stderr: int = subprocess.STDOUT
+) -> subprocess.Popen[str]:
+    """Start `python -m WORDS` in a folder; what it prints can be read."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+    )
 
 
 def run_module(

@@ -197,6 +197,12 @@ def refusals(cases: list[tuple[str, ...]]) -> list[str]:
     return found
 
 
+def told(*runs: tuple[str, ...]) -> list[str]:
+    """Make runs in turn, all by one process; return the line that each is refused with, or none."""
+    (found,) = CREW.call(1, refusals, [("device=cpu", *run) for run in runs])
+    return found
+
+
 def composed(*settings: str) -> tuple[list[str], DictConfig]:
     """Compose a run's settings, once for all ranks: Hydra takes a tenth of a second for it."""
     arguments = ["device=cpu", *settings]

@@ -32,8 +32,8 @@ from tests.support.slow import some_of
 SHAPE = torch.Size((384, 2048))  # 2, 3, 4 and 8 ranks share it equally, in whole lines of a message
 
 
-def exchange_once(exchange: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Return gradients, each rank's result, and the bytes that the busiest rank sent.
+def exchange_once(exchange: str, size: int) -> tuple[list[torch.Tensor], int]:
+    """Return each rank's result, and the bytes that the busiest rank sent.
 
     It is the second step that counts.
     """
@@ -49,20 +49,17 @@ def exchange_once(exchange: str, size: int) -> tuple[list[torch.Tensor], list[to
         return buckets[-1].flat, comm.traffic.payload_bytes
 
     means, payloads = zip(*run_ranks(size, rank_main), strict=True)
-    return gradients, list(means), max(payloads)
+    return list(means), max(payloads)
 
 
 @pytest.mark.parametrize("size", some_of([1, 2, 3, 4, 8], also=[3]))
 @pytest.mark.parametrize("exchange", REPEATABLE)
 def test_sends_what_its_card_says_and_leaves_all_ranks_the_same(exchange: str, size: int) -> None:
-    gradients, means, payload = exchange_once(exchange, size)
+    means, payload = exchange_once(exchange, size)
     settings = exchange_settings(exchange, *STEADY.get(exchange, ()))
     expected = payload_bytes([tuple(SHAPE)], settings, Network(LINKS, size))
     assert payload == pytest.approx(expected, rel=0.01, abs=64)
     assert all(torch.equal(mean, means[0]) for mean in means)
-    if build(load([f"exchange={exchange}"]).exchange).exact:
-        truth = torch.stack(gradients).double().mean(dim=0)
-        torch.testing.assert_close(means[0].double(), truth, rtol=1e-6, atol=1e-6)
 
 
 class EchoComm(Comm):

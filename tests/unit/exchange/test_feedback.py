@@ -17,11 +17,14 @@ from lab.codec.codecs import Int8 as Int8Levels
 from lab.codec.codecs import OneBit as OneBitRows
 from lab.codec.codecs import TopK as Largest
 from lab.distributed.comm import Comm, run_ranks
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.auto import Auto
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import AllGather, OneBit, TopK, TwoStage
 from lab.exchange.memory import Memory
 from lab.exchange.powersgd import PowerSGD
 from lab.exchange.randomk import RandomK
+from lab.exchange.schedule import Schedule
 from tests.support.cases import COMPRESSES_LITTLE, COMPRESSING, maker
 from tests.support.ledger import (
     NUM_VALUES,
@@ -81,6 +84,12 @@ FEEDBACK: dict[str, Callable[[bool], Any]] = {
         for codec, path in OTHER_PATHS
     },
 }
+# What was kept must go on at a switch, or be given up.
+BETWEEN = {"exact": AllReduce, "trials": lambda: Auto({"topk": TopK(0.1)}, ["topk"], 1, 0.0)}
+for _name, _second in BETWEEN.items():
+    FEEDBACK[f"a schedule, {_name} between"] = lambda keeps, second=_second: Schedule(
+        one_bit("zero", "column", keeps), second(), PowerSGD(1, error_feedback=keeps), until=(2, 4)
+    )
 # Hydra composes in one thread alone.
 for _name in [name for name in FEEDBACK if name in COMPRESSING]:
     _both = {keeps: compressor(_name, error_feedback=keeps) for keeps in (True, False)}
@@ -100,6 +109,16 @@ def test_delivered_and_residuals_make_the_true_sum_though_buckets_change(
     ledgers = exchanged(keeping(name), gradients, *4 * [WHOLE], *4 * [TWO], WHOLE)
     assert_nothing_is_lost(ledgers, gradients.double().sum(dim=(0, 1)))
     assert all(all(ledger.finite) for ledger in ledgers)
+
+
+def test_an_exact_phase_delivers_what_one_before_it_kept() -> None:
+    gradients = torch.randn(2, 3, NUM_VALUES)
+    ledgers = exchanged(
+        lambda: Schedule(one_bit("zero", "column"), AllReduce(), None, (1,)), gradients
+    )
+    truth = gradients.double().sum(dim=(0, 1))
+    assert (ledgers[0].delivered - truth).norm() <= 1e-5 * truth.norm()
+    assert not kept_by_all(ledgers).any()
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -281,10 +300,11 @@ def test_other_ranks_share_what_was_kept(name: str) -> None:
     ledgers = exchanged(keeping(name), torch.randn(3, 4, NUM_VALUES), TWO)
     states, total = states_of(ledgers), kept_by_all(ledgers)
     shared = {"residual", "owner", "owner_start"}
+    equal = [kind for kind in states[0] if kind.rpartition(".")[2] not in shared]
     for new_size in (1, 3, 5):
         new = keeping(name)()
         new.load_state_dict(new.redistribute(states, new_size - 1, new_size))
-        for kind in states[0].keys() - shared:  # equal on all ranks
+        for kind in equal:  # on all ranks
             for parameter, value in states[0][kind].items():
                 assert torch.equal(new.state_dict()[kind][parameter], value)
         none = torch.zeros(1, new_size, NUM_VALUES)  # of which all that arrives was kept

@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch import nn
 
 from lab.model.alexnet import alexnet, alexnet_small
 from lab.model.convnet import ConvNet, lenet
 from lab.model.mlp import mlp
-from lab.settings.files import conf_dir
 from lab.transform.transforms import Checkpoint, Fc1x1
 
 SMALL = partial(alexnet_small, hidden=64)
@@ -104,12 +101,6 @@ def test_refuses_in_one_line(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         Fc1x1(**arguments)
     assert str(caught.value) == message
-
-
-def test_configs() -> None:
-    folder = conf_dir() / "transform"
-    assert OmegaConf.load(folder / "none.yaml") == {}
-    assert isinstance(instantiate(OmegaConf.load(folder / "fc1x1.yaml")), Fc1x1)
 
 
 def blocks() -> nn.Sequential:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 from collections.abc import Iterator
-from http.client import HTTPConnection
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +28,56 @@ def address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]
         yield SimpleNamespace(url=urlsplit(found[1]), ended=ended)
 
 
-def ask(url: Any, method: str, path: str, **headers: str) -> int:
+def answer(url: Any, method: str, path: str, **headers: str) -> HTTPResponse:
     connection = HTTPConnection(url.hostname, url.port, timeout=60)
-    connection.request(method, url.path + path, headers=headers)
-    return connection.getresponse().status
+    connection.request(method, path, headers=headers)
+    return connection.getresponse()
+
+
+def ask(url: Any, method: str, path: str, **headers: str) -> int:
+    return answer(url, method, url.path + path, **headers).status
+
+
+def test_only_its_own_address_is_answered_and_no_site_may_frame_it(address: Any) -> None:
+    url = address.url
+    word = url.path.strip("/")
+    assert len(word) >= 20
+    others = ("/", "/favicon.ico", f"/{word[:-1]}/", f"/{word.swapcase()}/", f"/?{word}", "/guess/")
+    others += (f"/{word}/../../etc/passwd", f"/{word}/..%2f..%2fetc/passwd", f"/{word}/record.json")
+    for path in (url.path, *others):
+        found = answer(url, "GET", path)
+        assert found.status == (200 if path == url.path else 404), path
+        assert {name: found.headers[name] for name in live.SAFE_HEADERS} == live.SAFE_HEADERS
+        assert "Python" not in (found.headers["Server"] or "")
+    hosts = ("evil.example", f"evil.example:{url.port}", f"127.0.0.1.evil:{url.port}", "[::1]", "")
+    assert {ask(url, "GET", "", Host=host) for host in hosts} == {404}
+    for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE"):
+        assert ask(url, method, "stop") in (404, 501), method
+    for host in ("127.0.0.2", "::1"):
+        with pytest.raises(OSError):
+            socket.create_connection((host, url.port), timeout=60)
+
+
+def test_visitors_that_leave_before_the_answer_are_not_mentioned(
+    address: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asks = f"GET {address.url.path} HTTP/1.0\r\nHost: {address.url.netloc}\r\n\r\n".encode()
+    for _ in range(20):
+        with (
+            suppress(OSError),
+            socket.create_connection((address.url.hostname, address.url.port), 60) as visitor,
+        ):
+            visitor.sendall(asks)
+    wait_for(lambda: answers(address.url))
+    assert capsys.readouterr().err == ""
+
+
+def answers(url: Any) -> bool:
+    """Return whether the page is there; other visitors may have all places."""
+    try:
+        return ask(url, "GET", "progress") == 200
+    except OSError:
+        return False
 
 
 @pytest.mark.slow
@@ -43,15 +89,7 @@ def test_half_sent_requests_are_bounded_and_end(
     for _ in range(300):
         opened.append(socket.create_connection((address.url.hostname, address.url.port)))
         opened[-1].sendall(b"GET / HT")
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if ask(address.url, "GET", "progress") == 200:
-                break
-        except OSError:  # no place yet
-            time.sleep(0.1)
-    else:
-        raise AssertionError("the page answers no more")
+    wait_for(lambda: answers(address.url))
     for each in opened:
         each.close()
 
@@ -85,6 +123,5 @@ def test_only_the_pages_own_button_stops_the_sweep(
 
 
 def test_progress_is_told(address: Any) -> None:
-    connection = HTTPConnection(address.url.hostname, address.url.port, timeout=60)
-    connection.request("GET", f"{address.url.path}progress")
-    assert json.loads(connection.getresponse().read())["num_cells"] == 2
+    told = answer(address.url, "GET", f"{address.url.path}progress").read()
+    assert json.loads(told)["num_cells"] == 2

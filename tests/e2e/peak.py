@@ -18,7 +18,7 @@ class PeakRecorder:
 
     Steps, not milliseconds, bound the windows: so a slow machine finds the same peak. The run's
     last exchange, of all fragments at once, comes after these steps. For
-    `recorder=tests.support.peak.PeakRecorder +recorder.first=20 +recorder.last=100`.
+    `recorder=tests.e2e.peak.PeakRecorder +recorder.first=20 +recorder.last=100`.
     """
 
     def __init__(self, first: int, last: int) -> None:
