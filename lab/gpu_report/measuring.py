@@ -12,9 +12,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from lab.benchmarks.catalogue import BENCHES, module_of
+from lab.benchmarks.catalogue import BENCHES
 from lab.benchmarks.harness import joined, wait_for
-from lab.benchmarks.request import read
+from lab.benchmarks.request import module_of, read
 from lab.gpu_report.items import STRATEGIES, Item, Result
 from lab.measure.environment import num_cores
 from lab.measure.layers import kernels_ms
