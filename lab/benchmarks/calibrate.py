@@ -36,8 +36,8 @@ from omegaconf import DictConfig
 from torch.distributed import distributed_c10d
 
 from lab.benchmarks import compute, host
-from lab.benchmarks.catalogue import NUM_RANKS, size_name
-from lab.benchmarks.collective import LIBRARY, make_candidates, measure_size
+from lab.benchmarks.catalogue import NUM_RANKS
+from lab.benchmarks.collective import LIBRARY, axis_of, make_candidates, measure_size
 from lab.benchmarks.harness import joined
 from lab.benchmarks.present import (
     Column,
@@ -436,10 +436,7 @@ def chart(result: dict[str, Any]) -> Drawn:
         }
         for row in rows
     )
-    sizes = sorted(set(data["x"]))
-    texts = ", ".join(f"'{size}': '{size_name(size)}'" for size in sizes)
-    x = Axis("tensor", log=2, ticks=sizes, label=f"({{{texts}}})[datum.value]")
-    y = Axis("all-reduce (ms)", log=10)
+    x, y = axis_of(sorted(set(data["x"]))), Axis("all-reduce (ms)", log=10)
 
     def title(panel: int) -> str:
         link, ranks = groups[panel]

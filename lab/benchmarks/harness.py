@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -401,9 +401,7 @@ def mean_ratio(times: Times, reference: Times) -> IntervalJson:
     return interval(lambda a, b: a / b, times, reference, average=np.mean)
 
 
-def across_starts(
-    of_starts: Sequence[IntervalJson | None], positive: bool = True
-) -> IntervalJson | None:
+def across_starts(of_starts: Sequence[IntervalJson | None], positive: bool) -> IntervalJson | None:
     """Average a quantity over starts, each of fresh ranks, with Student's t interval of 95 %.
 
     All steps of a start share what it has drawn, such as the layout of memory and the cores, so
@@ -424,15 +422,19 @@ def across_starts(
     return _in_json(of_level(values) if positive else student(np.array(values)))
 
 
-def joined_starts(
-    starts: Sequence[dict[str, Any]], of_row: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
-) -> dict[str, Any]:
-    """Combine results of several starts: each row by `of_row`, from that row of all starts.
+def joined_starts(starts: Sequence[dict[str, Any]], positive: Mapping[str, bool]) -> dict[str, Any]:
+    """Combine results of several starts, row by row.
+
+    Args:
+        positive: for each quantity of a row that is averaged, whether it is; see `across_starts`.
 
     Returns:
         A result of the first one's form, and `starts`: each one's rows and order_seed.
     """
-    rows = [of_row(each) for each in zip(*(start["rows"] for start in starts), strict=True)]
+    rows = [
+        of_row[0] | {k: across_starts([each[k] for each in of_row], positive[k]) for k in positive}
+        for of_row in zip(*(start["rows"] for start in starts), strict=True)
+    ]
     kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
     return {**starts[0], "rows": rows, "starts": kept}
 

@@ -33,6 +33,11 @@ from lab.training.assemble import Assembly, assembled
 from lab.training.trainer import Trainer
 
 BASELINE, REFERENCE = "none", "ddp"  # without communication, and torch's own
+# Whether each quantity that starts are averaged over is a ratio above 0.
+POSITIVE = {
+    **{"ratio": True, "wall_ratio": True},
+    **{"exposed_exchange_s": False, "exposed_to_ddp": False},
+}
 TURN = 10  # steps of a turn, where there are enough for several
 ALONE = (
     "1 rank sends nothing: exact exchanges return at once, lossy ones only encode and decode, "
@@ -82,14 +87,9 @@ def in_order(
 
 def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the results of several starts; see `lab.benchmarks.harness.across_starts`."""
-    return harness.joined_starts(starts, _across)
-
-
-def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    found = {**rows[0], "step_s": harness.middle([row["step_s"]["median"] for row in rows])}
-    for key in ("ratio", "wall_ratio", "exposed_exchange_s", "exposed_to_ddp"):
-        of_starts = [row[key] for row in rows]
-        found[key] = harness.across_starts(of_starts, positive=key in ("ratio", "wall_ratio"))
+    found = harness.joined_starts(starts, POSITIVE)
+    for place, row in enumerate(found["rows"]):
+        row["step_s"] = harness.middle([s["rows"][place]["step_s"]["median"] for s in starts])
     return found
 
 
