@@ -23,6 +23,10 @@ NOTHING_SENT = "a single rank exchanges nothing; must be at least 2"
 PROBLEM = "model data task transform "
 ALONE = f"{PROBLEM}optim precision tf32 batch_size channels_last compile device seed"
 TALKING = "comm backend device share_gpus exchange_timeout_s cluster"
+# Settings that hold for a whole process, as torch and NCCL have one value of each; and those with
+# which ranks join, where all variants have one world.
+OF_A_PROCESS = "deterministic tf32 benchmark_limit threads comm.deterministic"
+OF_A_WORLD = f"{OF_A_PROCESS} comm backend device share_gpus exchange_timeout_s"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Bench:
         group: the setting that it compares, unless another setting has the list.
         default: choices of that group, if none are given.
         num_variants: least number of variants.
+        alone: it measures one set of settings.
+        alike: settings that all variants must have in common.
         only: settings of a run that it uses; empty: all of them.
         fixed: settings that all its runs have.
         apart: each variant has fresh ranks of its own.
@@ -52,6 +58,8 @@ class Bench:
     group: str = "strategy"
     default: str = ""
     num_variants: int = 1
+    alone: bool = False
+    alike: str = OF_A_WORLD
     only: str = ""
     fixed: str = ""
     apart: bool = False
@@ -63,7 +71,7 @@ class Bench:
     one_rank: str = ""
 
 
-def _of_device(text: str, own: str, only: str, **rest: str) -> Bench:
+def _of_device(text: str, own: str, only: str, **rest: Any) -> Bench:
     """Describe a benchmark of one device: nothing is exchanged, or copied into buckets."""
     if rest.get("group") == "batch_size":
         rest["fixed"] = "strategy=none"
@@ -85,6 +93,7 @@ BENCHES = {
         "the lab's reduce-scatter by size, compared with torch's, and the bytes sent",
         "sizes rounds world_size",
         default="none",
+        alone=True,
         only=TALKING,
         one_rank=NOTHING_SENT,
     ),
@@ -92,17 +101,20 @@ BENCHES = {
         "encode and decode, compared with torch.add on the same tensors",
         "codec num_values columns threads rounds",
         default="none",
+        alone=True,
         only="device",
     ),
     "step": Bench(
         "step times of strategy=A,B,... taking turns, as ratios to the last",
         "world_size starts order_seed aa pairs",
         num_variants=2,
+        alike=OF_A_PROCESS,
     ),
     "aa": Bench(
         "how often the step benchmark finds a difference between two equal candidates",
         "world_size starts order_seed pairs",
         default="overlap",
+        alike=OF_A_PROCESS,
     ),
     "hook": Bench(
         "step times of hooks in DDP, and of the trainer's own exchange",
@@ -115,12 +127,14 @@ BENCHES = {
             "strategy=ddp",
             "strategy=onebit",
         ),
+        alike=OF_A_PROCESS,
         runs="step",
     ),
     "memory": Bench(
         "peak memory of strategy=A,B,..., compared with theory",
         "world_size",
         default="allreduce,overlap,onebit,ddp",
+        alike="",
         apart=True,
         # glibc then returns freed blocks at once, so that resident memory is memory in use.
         environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
@@ -130,15 +144,21 @@ BENCHES = {
         "DDP",
         "rounds starts order_seed",
         default="overlap,onebit,int8,topk,powersgd",
+        alike=f"{PROBLEM}device seed",
         only=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
     ),
     "recording": Bench(
-        "what the lab's own bookkeeping adds to a step", "world_size", default="none", num_ranks=1
+        "what the lab's own bookkeeping adds to a step",
+        "world_size",
+        default="none",
+        alone=True,
+        num_ranks=1,
     ),
     "straggler": Bench(
         "delays injected into a rank's phases, and how many of them are found",
         "runs world_size",
         default="overlap",
+        alone=True,
         fixed="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
         "model.bytes_scale=0.002 model.time_scale=0.3 batch_size=1024 steps=30",
         num_ranks=4,
@@ -148,6 +168,7 @@ BENCHES = {
         "unmarked steps",
         "world_size",
         default="overlap",
+        alone=True,
     ),
     "calibrate": Bench(
         "links, host, codecs and compute of this cluster, as a hardware file (lab.calibrate)",
@@ -164,16 +185,19 @@ BENCHES = {
         "time that check=first adds to the first three steps of strategy=A,B,..., in step times",
         "rounds world_size",
         default="overlap,onebit,int8,ddp",
+        alike=OF_A_PROCESS,
     ),
     "convolution": _of_device(
         "algorithms for a model's convolutions: time, operations, workspace, error",
         "algorithm rounds threads",
         "model data task batch_size device seed",
+        alone=True,
     ),
     "layout": _of_device(
         "a model's convolutions and steps in NCHW, NHWC, blocked and mixed layouts, and reorders",
         "rounds threads",
         "model data task optim precision tf32 batch_size device seed",
+        alone=True,
     ),
     "counters": _of_device(
         "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs; with "
@@ -190,6 +214,7 @@ BENCHES = {
         "scaling device",
         group="batch_size",
         default="64,128,256",
+        alike="",
     ),
     "transfer": _of_device(
         "copies between host and device in trace=FILE: number, bytes, rate, share hidden",
@@ -214,5 +239,6 @@ BENCHES = {
         "layers by operations per byte, compared with this machine's measured peaks",
         "threads",
         f"{PROBLEM}precision tf32 batch_size channels_last device seed",
+        alone=True,
     ),
 }

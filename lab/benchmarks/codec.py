@@ -64,7 +64,7 @@ class Operation:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    settings, wanted = request.own, request.variants[0].config.device
+    settings, wanted = request.own, request.config.device
     names = settings["codec"] or list(CODECS)
     for name in names:
         if name not in CODECS:

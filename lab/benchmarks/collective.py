@@ -339,7 +339,9 @@ def chart(result: dict[str, Any]) -> present.Drawn:
         for name, row in largest.items()
         if name not in (LIBRARY, SEND_RECV)
     }
-    message = f"{present.fastest(others, 'the library')}, at {size_name(sizes[-1])}"
+    message = f"Bus bandwidth of the library's all-reduce on {present.ranks_of(result)}"
+    if others:
+        message = f"{present.fastest(others, 'the library')}, at {size_name(sizes[-1])}"
     sample = f"medians of {result['num_rounds']} interleaved rounds, 95 % bootstrap intervals"
     below = [
         f"All-reduce of float32; {LIBRARY} is the library's, {SEND_RECV} a plain send and recv.",

@@ -56,7 +56,7 @@ def measure(request: Request) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         with ExitStack() as stack:
-            first = request.variants[0].config
+            first = request.config
             device = harness.device_for(first.device)
             comm = stack.enter_context(_fake_comm(device))
             stack.enter_context(_no_work())

@@ -33,8 +33,6 @@ from lab.sync.pattern import pattern_of
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# Settings that hold for a whole process: torch and NCCL have one value of each.
-OF_A_PROCESS = ("deterministic", "tf32", "benchmark_limit", "comm.deterministic")
 STARTS = 3  # fewest with an interval of Student's t that is of use
 LETTERED = re.compile(r"[a-z]=")
 ANSWER = "LAB_BENCH_ANSWER"  # variable with the path of rank 0's result file
@@ -171,19 +169,12 @@ class Request:
 
     def cluster(self, alone: Variant | None = None) -> Cluster | None:
         """Return the emulated cluster of the ranks, if any: for all variants, or for `alone`."""
-        config = (alone or self.variants[0]).config
+        config = alone.config if alone else self.config
         return cluster_of(config, self.own.get("world_size") or NUM_RANKS)
 
     @property
-    def only_config(self) -> DictConfig:
-        """Return the settings of the only variant.
-
-        Raises:
-            ConfigError: there are several.
-        """
-        if len(self.variants) > 1:
-            labels = ", ".join(variant.label for variant in self.variants)
-            raise ConfigError(f"{labels}: {self.bench} measures only one set of settings")
+    def config(self) -> DictConfig:
+        """The settings of the first variant, with which ranks join."""
         return self.variants[0].config
 
 
@@ -222,8 +213,12 @@ def read(arguments: list[str]) -> Request:
             allowed = ", ".join((*keys[1:], "out", *only))
             raise ConfigError(f"{part} is not used by {name}; allowed: {allowed}")
     variants = _variants(bench, others)
+    if bench.alone and len(variants) > 1:
+        labels = ", ".join(variant.label for variant in variants)
+        raise ConfigError(f"{labels}: {name} measures only one set of settings")
+    _refuse_unlike(variants, bench.alike.split())
     if {"aa", "step"} & {name, bench.runs}:
-        _refuse_incomparable(variants)
+        _refuse_overlapping(variants)
     for variant in () if only else variants:
         check_batch(variant.config, given.world_size or NUM_RANKS)
     request = Request(bench.runs or name, variants, own, arguments)
@@ -266,16 +261,21 @@ def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
     return variants
 
 
-def _refuse_incomparable(variants: list[Variant]) -> None:
+def _refuse_unlike(variants: list[Variant], keys: list[str]) -> None:
+    """Refuse variants of which all would run with the first one's or the last one's settings."""
     from omegaconf import OmegaConf  # takes a tenth of a second, which help can do without
 
-    for key in OF_A_PROCESS:
+    for key in keys:
         # comm=horovod has no settings of NCCL.
-        if len({bool(OmegaConf.select(variant.config, key)) for variant in variants}) > 1:
+        first, *others = (OmegaConf.select(each.config, key) or None for each in variants)
+        if any(other != first for other in others):
             raise ConfigError(
                 f"{key}: must be the same for all candidates, which take turns in one process; "
-                "to compare its values, use python -m lab.sweep"
+                "to compare its values, run the benchmark once for each, or use python -m lab.sweep"
             )
+
+
+def _refuse_overlapping(variants: list[Variant]) -> None:
     for variant in variants:
         pattern = pattern_of(variant.config)
         if pattern.outlasts_step or pattern.waits_in_forward:
@@ -384,9 +384,8 @@ def with_world_size(request: Request) -> Request:
 
     from lab.distributed.world import check_gpus
 
-    config = request.variants[0].config
     with as_config_error():
-        alone = check_gpus(config.device, 1) and not config.share_gpus
+        alone = check_gpus(request.config.device, 1) and not request.config.share_gpus
     most = torch.cuda.device_count() if alone else NUM_RANKS
     return replace(request, own={**request.own, "world_size": min(NUM_RANKS, most)})
 

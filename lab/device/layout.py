@@ -81,7 +81,7 @@ class Operation:
 @harness.on_one_rank
 def measure(request: Request, world: World) -> dict[str, Any]:
     """Measure layers, then steps, in all layouts in turns."""
-    config, num_rounds = request.only_config, request.own["rounds"]
+    config, num_rounds = request.config, request.own["rounds"]
     config.steps, config.optim.lr = WARMUP + NUM_LOGGED + num_rounds, 0.0  # 0 keeps the weights
     layers = _layers(config, world.device, num_rounds)
     return {

@@ -363,8 +363,11 @@ def _by_settings(result: dict[str, Any]) -> tuple[str, tuple[Any, int]]:
     looks = {name: Look(COLOURS[at % len(COLOURS)], "-", "o") for at, name in enumerate(names)}
     ordered = sorted(rows, key=lambda row: row["training"]["median"])
     least, best = ordered[0], ordered[-1]
-    factor = best["training"]["median"] / least["training"]["median"]
+    rate = best["training"]["median"]
+    factor = rate / least["training"]["median"]
     message = f"Training {_models(rows)}: {_name(best)} is {factor:.2f} × as fast as {_name(least)}"
+    if best is least:
+        message = f"Training {_models(rows)} reaches {rate:.3g} {result['unit']}s per second"
     return message, dots(data, looks)
 
 
