@@ -134,7 +134,7 @@ BENCHES = {
         "peak memory of strategy=A,B,..., compared with theory",
         "world_size",
         default="allreduce,overlap,onebit,ddp",
-        alike="",
+        alike=f"{PROBLEM}optim precision batch_size accumulate",  # the baseline's too
         apart=True,
         # glibc then returns freed blocks at once, so that resident memory is memory in use.
         environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),

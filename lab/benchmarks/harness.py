@@ -187,8 +187,13 @@ def slowest(
     takes = [partial(per_call, call, num_calls, world.device, align) for call in calls]
     taken = take_turns(takes, num_rounds, shows=False)
     own_s = [[(one.call_s, one.host_s or np.nan) for one in each] for each in taken]
-    calls_s, hosts_s = world.gather(torch.tensor(own_s, dtype=torch.float64)).amax(dim=0).unbind(-1)
-    return calls_s.numpy(), hosts_s.numpy()
+    calls_s, hosts_s = np.moveaxis(of_slowest(own_s, world), -1, 0)
+    return calls_s, hosts_s
+
+
+def of_slowest(seconds: Any, world: World) -> NDArray[np.float64]:
+    """Return seconds, of any shape, on the rank where each is longest; all ranks call it."""
+    return world.gather(torch.tensor(seconds, dtype=torch.float64)).amax(dim=0).numpy()
 
 
 def per_call(

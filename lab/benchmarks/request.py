@@ -216,7 +216,7 @@ def read(arguments: list[str]) -> Request:
     if bench.alone and len(variants) > 1:
         labels = ", ".join(variant.label for variant in variants)
         raise ConfigError(f"{labels}: {name} measures only one set of settings")
-    _refuse_unlike(variants, bench.alike.split())
+    _refuse_unlike(name, variants, bench.alike.split())
     if {"aa", "step"} & {name, bench.runs}:
         _refuse_overlapping(variants)
     for variant in () if only else variants:
@@ -261,8 +261,8 @@ def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
     return variants
 
 
-def _refuse_unlike(variants: list[Variant], keys: list[str]) -> None:
-    """Refuse variants of which all would run with the first one's or the last one's settings."""
+def _refuse_unlike(name: str, variants: list[Variant], keys: list[str]) -> None:
+    """Refuse variants that would run with each other's settings, or that no table compares."""
     from omegaconf import OmegaConf  # takes a tenth of a second, which help can do without
 
     for key in keys:
@@ -270,8 +270,8 @@ def _refuse_unlike(variants: list[Variant], keys: list[str]) -> None:
         first, *others = (OmegaConf.select(each.config, key) or None for each in variants)
         if any(other != first for other in others):
             raise ConfigError(
-                f"{key}: must be the same for all candidates, which take turns in one process; "
-                "to compare its values, run the benchmark once for each, or use python -m lab.sweep"
+                f"{key}: must be the same for all candidates of lab.bench {name}; to compare its "
+                "values, run the benchmark once for each, or use python -m lab.sweep"
             )
 
 

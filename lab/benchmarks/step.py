@@ -166,14 +166,13 @@ def in_turns(
 
     takes = [partial(turn_s, *each) for each in zip(trainers, loops, strict=True)]
     taken = harness.take_turns(takes, num_turns, shows and world.rank == 0)
-    of_turns = world.gather(torch.tensor(taken, dtype=torch.float64)).amax(dim=0)
     steps = torch.from_numpy(np.stack([each.clock.step_seconds() for each in trainers]))
     counted = turns.counted(steps.shape[1])
-    rounds = (
-        round_means(each[:, counted], 0, turns.every)
+    of_steps = [
+        turns.seconds(round_means(each[:, counted], 0, turns.every))
         for each in world.gather(steps).transpose(0, 1).numpy()
-    )
-    return turns, of_turns.numpy(), np.array([turns.seconds(each) for each in rounds])
+    ]
+    return turns, harness.of_slowest(taken, world), np.array(of_steps)
 
 
 def warm_up(trainer: Trainer, loop: Iterator[object]) -> None:

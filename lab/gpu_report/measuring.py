@@ -50,10 +50,6 @@ def bench(words: Sequence[str], pretended: bool) -> Result:
     return {"bench": request.bench, "command": command, **found}
 
 
-def _bench(words: Sequence[str], pretended: bool) -> Result:
-    return {"benches": [bench(words, pretended)]}
-
-
 def _steps(words: Sequence[str], pretended: bool) -> Result:
     """Compare strategies by steps in turns, and count the kernels of those that encode."""
     found = bench(["step", *words, f"strategy={','.join(STRATEGIES)}"], pretended)
@@ -81,14 +77,6 @@ def _cpu(words: Sequence[str], pretended: bool) -> Result:
     on_cpu = [*(word for word in words if not word.startswith("device=")), "device=cpu"]
     on_cpu += [] if pretended else [f"threads={num_cores()}"]
     return {"benches": [bench(words, pretended), bench(on_cpu, pretended)]}
-
-
-def _copies(words: Sequence[str], pretended: bool) -> Result:
-    return _read("transfer", _profiled(words, [], _copy), pretended)
-
-
-def _counters(words: Sequence[str], pretended: bool) -> Result:
-    return _read("counters", _profiled(words, METRICS, wait_for), pretended)
 
 
 def _read(name: str, profiler: profile, pretended: bool) -> Result:
@@ -144,10 +132,10 @@ def _copy(device: torch.device) -> None:
 
 
 KINDS: dict[str, Callable[[Sequence[str], bool], Result]] = {
-    "bench": _bench,
+    "bench": lambda words, pretended: {"benches": [bench(words, pretended)]},
     "steps": _steps,
     "graphs": _graphs,
     "cpu": _cpu,
-    "copies": _copies,
-    "counters": _counters,
+    "copies": lambda *item: _read("transfer", _profiled(item[0], [], _copy), item[1]),
+    "counters": lambda *item: _read("counters", _profiled(item[0], METRICS, wait_for), item[1]),
 }

@@ -91,6 +91,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["certificate", "benchmark_limit=5,6"], "benchmark_limit: must be the same"),
         (["collective", "exchange_timeout_s=9,10"], "exchange_timeout_s: must be the same for all"),
         (["throughput", "device=cpu,cuda"], "device: must be the same for all candidates"),
+        (["memory", "strategy=overlap", "model=lenet,mlp"], "model: must be the same for all"),
         (["host", "model=lenet,mlp"], "model: must be the same for all candidates"),
         (["codec", "device=cpu,cuda"], "device=cpu, device=cuda: codec measures only one set"),
         (["recording", "strategy=none,ddp"], "none, ddp: recording measures only one set"),
