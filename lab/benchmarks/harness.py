@@ -46,6 +46,7 @@ RESAMPLES, SEED = 10_000, 0
 # the true median with probability 1 - 2^(1-n): below six values that is less than 95 %.
 ENOUGH_ROUNDS = 6
 NUM_EMULATED_CALLS, COUNTED_CALLS = 3, 4
+KERNELS_EACH = 8  # torch's own limit of a model: training, inference, and what else it compiles
 
 
 @contextmanager
@@ -80,7 +81,8 @@ def on_ranks(
     @wraps(measure)
     def measure_jointly(request: Request) -> dict[str, Any] | None:
         configs = [variant.config for variant in request.variants]
-        with joined(configs[0], request.own.get("threads")) as world:
+        threads = request.own.get("threads")
+        with joined(configs[0], threads) as world, _compiling_each(configs):
             found = measure(request, world)
             if names_ranks:
                 found |= {"world_size": world.size, "backend": world.comm.backend}
@@ -91,6 +93,23 @@ def on_ranks(
 
 
 on_one_rank = partial(on_ranks, names_ranks=False)
+
+
+@contextmanager
+def _compiling_each(configs: Sequence[DictConfig]) -> Iterator[None]:
+    """Let torch.compile make kernels for each batch, as in a run of its own.
+
+    It would take other batches of a model for changes of shape, make the second one's kernels for
+    any, and after eight of them compile no more.
+    """
+    if not any(config.compile for config in configs):
+        yield
+        return
+    import torch._dynamo
+
+    limit = KERNELS_EACH * len(configs)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=limit):
+        yield
 
 
 def worlds_of(request: Request, first: World) -> list[World]:
@@ -107,26 +126,6 @@ def here(emulation: str = "none", asks_tools: bool = True) -> dict[str, Any]:
     """
     about = environment(1, asks_tools)
     return {"emulation": emulation, "environment": about, "git_commit": git_commit()}
-
-
-@contextmanager
-def compiling_each(configs: Sequence[DictConfig], num_ways: int) -> Iterator[None]:
-    """Let torch.compile make kernels for each batch, as in a run of its own.
-
-    It would take other batches of a model for changes of shape, make the second one's kernels for
-    any, and after eight of them compile no more.
-
-    Args:
-        num_ways: forms of each model: training alone, or inference too.
-    """
-    if not any(config.compile for config in configs):
-        yield
-        return
-    import torch._dynamo
-
-    limit = 2 * num_ways * len(configs)
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=limit):
-        yield
 
 
 def take_turns(

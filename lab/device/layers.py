@@ -56,7 +56,6 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         # As lab.profile_layers: a rate of 0 keeps the weights.
         config.measure, config.steps, config.optim.lr = "breakdown", WARMUP + 3 * rounds, 0.0
     with ExitStack() as stack:
-        stack.enter_context(harness.compiling_each(configs, 1))
         candidates = [
             Candidate(variant.label, stack.enter_context(assembled(config, world)), input_grad)
             for variant, config in zip(request.variants, configs, strict=True)

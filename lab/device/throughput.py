@@ -61,7 +61,6 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     for config in configs:
         config.steps = WARMUP + num_rounds
     with ExitStack() as stack:
-        stack.enter_context(harness.compiling_each(configs, len(WAYS)))
         parts = [stack.enter_context(assembled(config, world)) for config in configs]
         candidates = [Candidate(*each) for each in zip(request.variants, parts, strict=True)]
         taken = harness.take_turns([each.take for each in candidates], num_rounds)

@@ -25,6 +25,7 @@ from lab.exchange.compressed import Int8
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.measure.statistics import of_ratio
 from lab.settings.config import ConfigError, build, load
+from lab.training import assemble
 from tests.support.commands import refusal
 from tests.unit.benchmarks.test_shown import SURROUNDINGS, committed, results
 
@@ -444,6 +445,21 @@ def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:
     assert gossip["of_theory"] is None and gossip["extra_bytes"] == pytest.approx(1.1e8)
     assert tree["theory_bytes"] == pytest.approx(3.3e8)
     assert tree["of_theory"] == pytest.approx(3.5 / 3.3)
+
+
+def test_each_candidate_is_compiled_for_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise torch makes the second one's kernels for any batch, which are slower."""
+    compiled: list[list[Any]] = []
+
+    def note(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compiled.append([each for each in inputs if isinstance(each, torch.SymInt)])
+        return module.forward
+
+    monkeypatch.setattr(assemble, "BACKEND", note)
+    words = ("strategy=none", "batch_size=8,16", "compile=true", "model=mlp", "steps=12")
+    request = read(["step", *words, "world_size=1", "starts=1"])
+    assert step.measure(request)
+    assert compiled == [[], []]
 
 
 def test_host_time_is_measured_beside_ddp() -> None:
