@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ COUNTED = ("none", "onebit", "int8", "powersgd")  # whose kernels are counted
 METRICS = ["dram__bytes_read.sum", "dram__bytes_write.sum", "sm__inst_executed.sum"]
 COPIED_BYTES, COPIES = (4_000, 400_000, 40_000_000), 5
 PROFILED, UNPROFILED = 3, 4  # steps
+Ends = Callable[[torch.device], None]  # called after steps, and waits for all
 PRETENDED = "a GPU, on a CPU at tiny sizes: no number is from a GPU"
 
 
@@ -79,8 +81,11 @@ def _cpu(words: Sequence[str], pretended: bool) -> Result:
     return {"benches": [bench(words, pretended), bench(on_cpu, pretended)]}
 
 
-def _read(name: str, profiler: profile, pretended: bool) -> Result:
-    """Let a benchmark read a trace."""
+def _traced(
+    name: str, metrics: Sequence[str], ends: Ends, words: Sequence[str], pretended: bool
+) -> Result:
+    """Let a benchmark read a trace of steps; see `_profiled`."""
+    profiler = _profiled(words, metrics, ends)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -96,13 +101,11 @@ def _kernels_s(words: Sequence[str]) -> float:
     return sum(each.self_cpu_time_total for each in averages) / PROFILED / 1e6
 
 
-def _profiled(
-    words: Sequence[str], metrics: Sequence[str], ends: Callable[[torch.device], None]
-) -> profile:
+def _profiled(words: Sequence[str], metrics: Sequence[str], ends: Ends) -> profile:
     """Profile steps of a run, after others.
 
     Args:
-        metrics: counted for each kernel, by CUPTI. ends: called after the steps, and waits for all.
+        metrics: counted for each kernel, by CUPTI.
     """
     config = load([*words, f"steps={UNPROFILED + PROFILED}"])
     counted = _ExperimentalConfig(profiler_metrics=[*metrics], profiler_measure_per_kernel=True)
@@ -136,6 +139,6 @@ KINDS: dict[str, Callable[[Sequence[str], bool], Result]] = {
     "steps": _steps,
     "graphs": _graphs,
     "cpu": _cpu,
-    "copies": lambda *item: _read("transfer", _profiled(item[0], [], _copy), item[1]),
-    "counters": lambda *item: _read("counters", _profiled(item[0], METRICS, wait_for), item[1]),
+    "copies": partial(_traced, "transfer", [], _copy),
+    "counters": partial(_traced, "counters", METRICS, wait_for),
 }
