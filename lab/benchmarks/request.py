@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -208,23 +208,26 @@ def read(arguments: list[str]) -> Request:
             f"world_size={as_text(given.world_size)}: the launcher has started {num_ranks} ranks; "
             "leave world_size out"
         )
-    for part in (part for each in others for part in _set(each)) if only else ():
-        if re.split(r"[.=]", part)[0] not in only:
-            allowed = ", ".join((*keys[1:], "out", *only))
-            raise ConfigError(f"{part} is not used by {name}; allowed: {allowed}")
+    _refuse_unused(name, [part for each in others for part in _set(each)], keys, only)
     variants = _variants(bench, others)
-    if bench.alone and len(variants) > 1:
-        labels = ", ".join(variant.label for variant in variants)
-        raise ConfigError(f"{labels}: {name} measures only one set of settings")
-    _refuse_unlike(name, variants, bench.alike.split())
-    if {"aa", "step"} & {name, bench.runs}:
-        _refuse_overlapping(variants)
+    _refuse_unlike(name, bench, variants)
     for variant in () if only else variants:
         check_batch(variant.config, given.world_size or NUM_RANKS)
     request = Request(bench.runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
         raise ConfigError("cluster: must be the same for all candidates")
     return request
+
+
+def _refuse_unused(name: str, settings: list[str], own: Sequence[str], only: list[str]) -> None:
+    """Refuse settings of runs that a benchmark does not use, and its own in a set of settings."""
+    for text in settings:
+        key = re.split(r"[.=]", text)[0]
+        if key in own:
+            raise ConfigError(f"{text} holds for all candidates; give it outside of a='...'")
+        if only and key not in only:
+            allowed = ", ".join((*own[1:], "out", *only))
+            raise ConfigError(f"{text} is not used by {name}; allowed: {allowed}")
 
 
 def _starts(asked: int | None) -> int:
@@ -261,11 +264,14 @@ def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
     return variants
 
 
-def _refuse_unlike(name: str, variants: list[Variant], keys: list[str]) -> None:
+def _refuse_unlike(name: str, bench: Bench, variants: list[Variant]) -> None:
     """Refuse variants that would run with each other's settings, or that no table compares."""
     from omegaconf import OmegaConf  # takes a tenth of a second, which help can do without
 
-    for key in keys:
+    if bench.alone and len(variants) > 1:
+        labels = ", ".join(variant.label for variant in variants)
+        raise ConfigError(f"{labels}: {name} measures only one set of settings")
+    for key in bench.alike.split():
         # comm=horovod has no settings of NCCL.
         first, *others = (OmegaConf.select(each.config, key) or None for each in variants)
         if any(other != first for other in others):
@@ -273,10 +279,7 @@ def _refuse_unlike(name: str, variants: list[Variant], keys: list[str]) -> None:
                 f"{key}: must be the same for all candidates of lab.bench {name}; to compare its "
                 "values, run the benchmark once for each, or use python -m lab.sweep"
             )
-
-
-def _refuse_overlapping(variants: list[Variant]) -> None:
-    for variant in variants:
+    for variant in variants if {"aa", "step"} & {name, bench.runs} else ():
         pattern = pattern_of(variant.config)
         if pattern.outlasts_step or pattern.waits_in_forward:
             raise ConfigError(

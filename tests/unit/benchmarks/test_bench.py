@@ -92,6 +92,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["certificate", "benchmark_limit=5,6"], "benchmark_limit: must be the same"),
         (["collective", "exchange_timeout_s=9,10"], "exchange_timeout_s: must be the same for all"),
         (["throughput", "device=cpu,cuda"], "device: must be the same for all candidates"),
+        (["layers", "a=batch_size=4 rounds=3", "b=batch_size=8"], "rounds=3 holds for all"),
         (["memory", "strategy=overlap", "model=lenet,mlp"], "model: must be the same for all"),
         (["host", "model=lenet,mlp"], "model: must be the same for all candidates"),
         (["codec", "device=cpu,cuda"], "device=cpu, device=cuda: codec measures only one set"),
