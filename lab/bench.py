@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lab.benchmarks.catalogue import BENCHES, OwnSettings
-from lab.benchmarks.request import REFUSED, hand_over, measure, read, was_asked
+from lab.benchmarks.catalogue import BENCHES
+from lab.benchmarks.request import REFUSED, OwnSettings, hand_over, measure, read, was_asked
 from lab.distributed.launcher import let_first_rank_report, run_as_process
 from lab.settings.command import Command, CommandLine, answers, show
 from lab.settings.errors import ConfigError, Failed

@@ -36,16 +36,18 @@ from omegaconf import DictConfig
 from torch.distributed import distributed_c10d
 
 from lab.benchmarks import compute, host
-from lab.benchmarks.catalogue import NUM_RANKS, size_name
-from lab.benchmarks.collective import LIBRARY, make_candidates, measure_size
+from lab.benchmarks.catalogue import NUM_RANKS
+from lab.benchmarks.collective import LIBRARY, axis_of, make_candidates, measure_size
 from lab.benchmarks.harness import joined
 from lab.benchmarks.present import (
     Column,
     Drawn,
     IntervalJson,
+    decimals,
     machine,
     number,
     on_ranks_of,
+    tabulate,
     text,
     text_of,
     write,
@@ -436,10 +438,7 @@ def chart(result: dict[str, Any]) -> Drawn:
         }
         for row in rows
     )
-    sizes = sorted(set(data["x"]))
-    texts = ", ".join(f"'{size}': '{size_name(size)}'" for size in sizes)
-    x = Axis("tensor", log=2, ticks=sizes, label=f"({{{texts}}})[datum.value]")
-    y = Axis("all-reduce (ms)", log=10)
+    x, y = axis_of(sorted(set(data["x"]))), Axis("all-reduce (ms)", log=10)
 
     def title(panel: int) -> str:
         link, ranks = groups[panel]
@@ -485,6 +484,7 @@ def page(result: dict[str, Any], figure: str) -> str:
     rates = " and ".join(
         f"{rate / 1e9:.4g} GFLOP/s ({key})" for key, rate in result["rates"].items()
     )
+    header, *steps = tabulate(result["steps"], STEPS)
     commit = f" at commit {at['commit']}" if (at := result["git_commit"]) else ""
     about = [f"The measurements ran on {machine(result)}.", ""]
     if result["emulation"] != "none":
@@ -498,7 +498,7 @@ def page(result: dict[str, Any], figure: str) -> str:
         ],
         [*about, f"![collectives]({figure})"],
         ["## Errors of the predictions", "", *_of_scores(result)],
-        markdown(*_of_steps(result["steps"])),
+        markdown(header, steps),
         ["## Hardware values and their intervals", ""],
         markdown(["value", "low", "high"], values),
         ["## Compute", "", f"The measured rates of matrix products are {rates}."],
@@ -556,20 +556,18 @@ def _told_in_sentences(score: dict[str, Any]) -> str:
     return f"{' '.join(told)} Of the measured step times, {inside}."
 
 
-def _of_steps(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["strategy", "ranks", "measured ms", "predicted ms", "95 %", "error", "exposed ms"]
-    header += ["predicted exposed ms", "error of linear scaling"]
-    written = list[list[str]]()
-    for row in rows:
-        low, high = row["intervals"]["95"]
-        measured_s, linear_s = row["measured_s"], row["linear_s"]
-        written.append(
-            [
-                *(row["strategy"], str(row["world_size"]), f"{1e3 * measured_s:.1f}"),
-                *(f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"),
-                f"{100 * row['error']:+.1f} %",
-                *(f"{1e3 * seconds:.1f}" for seconds in row["exposed_s"]),
-                f"{100 * (linear_s / measured_s - 1):+.1f} %",
-            ]
-        )
-    return header, written
+STEPS: dict[str, Column] = {
+    "strategy": text("strategy"),
+    "ranks": text("world_size"),
+    "measured ms": number("measured_s", 1e3),
+    "predicted ms": number("predicted_s", 1e3),
+    "95 %": lambda row: " to ".join(f"{1e3 * end:.1f}" for end in row["intervals"]["95"]),
+    "error": lambda row: _off(row["error"]),
+    "exposed ms": lambda row: decimals(row["exposed_s"][0], 1e3),
+    "predicted exposed ms": lambda row: decimals(row["exposed_s"][1], 1e3),
+    "error of linear scaling": lambda row: _off(row["linear_s"] / row["measured_s"] - 1),
+}
+
+
+def _off(error: float) -> str:
+    return f"{100 * error:+.1f} %"

@@ -1,43 +1,15 @@
-"""All benchmarks, and the settings that each takes."""
+"""All benchmarks: what each measures, and the settings that it takes."""
 
 from __future__ import annotations
 
-import importlib
-import re
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-from lab.settings.errors import ConfigError
-from lab.settings.fields import file_setting, setting
 
 NUM_RANKS = 2  # the default
 NUM_VALUES = {"cpu": 25_000_000, "cuda": 400_000_000}  # larger than the caches
 # Larger units first; of a pair, the one that has powers of two. IEC 80000-13.
 UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "kB": 10**3, "B": 1}
-BYTES = {unit.lower(): num_bytes for unit, num_bytes in UNITS.items()}
 VALUE_BYTES = 4  # everything that is measured is float32
-
-
-def sizes_in_bytes(key: str, text: str) -> list[int]:
-    """Parse `[4KiB,1MB]`, in upper or lower case, into bytes, in the order given.
-
-    Raises:
-        ConfigError: one of them is not a whole number of float32 values.
-    """
-    sizes = []
-    for word in text.strip("[]").split(","):
-        match = re.fullmatch(r"(\d+)([a-z]+)", word.strip().lower())
-        size = int(match[1]) * BYTES.get(match[2], 0) if match else 0
-        if size == 0 or size % VALUE_BYTES:
-            raise ConfigError(
-                f"{key}={text}: {word.strip()!r} is not a size; give multiples of 4 bytes "
-                "in KiB, MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000) or B, as in "
-                "[4KiB,1MiB]"
-            )
-        sizes.append(size)
-    return sizes
 
 
 def size_name(size: int) -> str:
@@ -46,91 +18,15 @@ def size_name(size: int) -> str:
     return f"{size // UNITS[unit]} {unit}"
 
 
-@dataclass(frozen=True)
-class OwnSettings:
-    """The settings that are no run's; each benchmark takes some of them."""
-
-    out: Path | None = file_setting(
-        "FILE.json for the result; its figure goes into the same folder", ".json"
-    )
-    world_size: int | None = setting(
-        None,
-        "ranks to start, unless a launcher has started them; null: 2, or 1 with one GPU "
-        "(recording: 1, straggler: 4)",
-        at_least=1,
-    )
-    starts: int | None = setting(
-        None,
-        "aa, host, hook, step: number of starts; null: 3, or 1 under a launcher",
-        at_least=1,
-    )
-    order_seed: int = setting(0, "seed for the order of candidates", at_least=0)
-    aa: bool = setting(False, "step: true runs the aa benchmark")
-    pairs: int = setting(200, "aa: number of pairs", at_least=1)
-    runs: int = setting(
-        100, "straggler: number of runs with an injected delay, and of runs without one", at_least=1
-    )
-    rounds: int = setting(
-        20,
-        "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
-        "throughput: number of rounds",
-        at_least=1,
-    )
-    minutes: float = setting(
-        5.0, "calibrate: approximate total time", above=0, at_most=600, unit="min"
-    )
-    sizes: list[int] = setting(
-        "[4KiB,64KiB,1MiB,16MiB,64MiB]",
-        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6",
-        parse=sizes_in_bytes,
-    )
-    codec: tuple[str, ...] | None = setting(None, "codec: codecs to measure; null: all")
-    algorithm: tuple[str, ...] | None = setting(
-        None, "convolution: algorithms to measure; null: all"
-    )
-    num_values: int | None = setting(
-        None, "codec: number of float32 values; null: 25 M on CPUs, 400 M on GPUs", at_least=1
-    )
-    columns: int = setting(
-        4096, "codec: number of values that share two reconstruction values", at_least=1
-    )
-    trace: Path | None = setting(
-        None, "counters, transfer: FILE.json or FILE.json.gz from torch.profiler"
-    )
-    l1: str = setting("32768,8,64", "counters: first-level data cache: bytes, ways, bytes per line")
-    l2: str = setting("8388608,16,64", "counters: second-level data cache, in the same form")
-    isa: str = setting(
-        "avx", "counters: instruction set for oneDNN and MKL; avx2 is far slower", ("avx", "avx2")
-    )
-    memory_gb: int | None = setting(
-        None,
-        "footprint: memory that the largest batch must fit into",
-        unit="GB",
-        at_least=1,
-    )
-    num_ranks: int = setting(
-        1,
-        "footprint: number of ranks that share the batch, and exchange gradients as in strategy=",
-        at_least=1,
-    )
-    measured: bool = setting(
-        False, "footprint: true also trains for a few steps, and measures resident memory"
-    )
-    threads: int = setting(
-        2,
-        "codec, convolution, layout, layers, throughput, roofline: number of CPU threads",
-        at_least=1,
-    )
-    input_grad: bool = setting(
-        False, "layers: true also times the gradient with respect to the input"
-    )
-
-
 NOTHING_SENT = "a single rank exchanges nothing; must be at least 2"
 # Settings of a run that benchmarks of parts of it take.
 PROBLEM = "model data task transform "
 ALONE = f"{PROBLEM}optim precision tf32 batch_size channels_last compile device seed"
 TALKING = "comm backend device share_gpus exchange_timeout_s cluster"
+# Settings that hold for a whole process, as torch and NCCL have one value of each; and those with
+# which ranks join, where all variants have one world.
+OF_A_PROCESS = "deterministic tf32 benchmark_limit threads comm.deterministic"
+OF_A_WORLD = f"{OF_A_PROCESS} comm backend device share_gpus exchange_timeout_s"
 
 
 @dataclass(frozen=True)
@@ -143,6 +39,8 @@ class Bench:
         group: the setting that it compares, unless another setting has the list.
         default: choices of that group, if none are given.
         num_variants: least number of variants.
+        alone: it measures one set of settings.
+        alike: settings that all variants must have in common.
         only: settings of a run that it uses; empty: all of them.
         fixed: settings that all its runs have.
         apart: each variant has fresh ranks of its own.
@@ -160,6 +58,8 @@ class Bench:
     group: str = "strategy"
     default: str = ""
     num_variants: int = 1
+    alone: bool = False
+    alike: str = OF_A_WORLD
     only: str = ""
     fixed: str = ""
     apart: bool = False
@@ -171,7 +71,7 @@ class Bench:
     one_rank: str = ""
 
 
-def _of_device(text: str, own: str, only: str, **rest: str) -> Bench:
+def _of_device(text: str, own: str, only: str, **rest: Any) -> Bench:
     """Describe a benchmark of one device: nothing is exchanged, or copied into buckets."""
     if rest.get("group") == "batch_size":
         rest["fixed"] = "strategy=none"
@@ -193,6 +93,7 @@ BENCHES = {
         "the lab's reduce-scatter by size, compared with torch's, and the bytes sent",
         "sizes rounds world_size",
         default="none",
+        alone=True,
         only=TALKING,
         one_rank=NOTHING_SENT,
     ),
@@ -200,17 +101,20 @@ BENCHES = {
         "encode and decode, compared with torch.add on the same tensors",
         "codec num_values columns threads rounds",
         default="none",
+        alone=True,
         only="device",
     ),
     "step": Bench(
         "step times of strategy=A,B,... taking turns, as ratios to the last",
         "world_size starts order_seed aa pairs",
         num_variants=2,
+        alike=OF_A_PROCESS,
     ),
     "aa": Bench(
         "how often the step benchmark finds a difference between two equal candidates",
         "world_size starts order_seed pairs",
         default="overlap",
+        alike=OF_A_PROCESS,
     ),
     "hook": Bench(
         "step times of hooks in DDP, and of the trainer's own exchange",
@@ -223,12 +127,14 @@ BENCHES = {
             "strategy=ddp",
             "strategy=onebit",
         ),
+        alike=OF_A_PROCESS,
         runs="step",
     ),
     "memory": Bench(
         "peak memory of strategy=A,B,..., compared with theory",
         "world_size",
         default="allreduce,overlap,onebit,ddp",
+        alike=f"{PROBLEM}optim precision batch_size accumulate",  # the baseline's too
         apart=True,
         # glibc then returns freed blocks at once, so that resident memory is memory in use.
         environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
@@ -238,15 +144,21 @@ BENCHES = {
         "DDP",
         "rounds starts order_seed",
         default="overlap,onebit,int8,topk,powersgd",
+        alike=f"{PROBLEM}device seed",
         only=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
     ),
     "recording": Bench(
-        "what the lab's own bookkeeping adds to a step", "world_size", default="none", num_ranks=1
+        "what the lab's own bookkeeping adds to a step",
+        "world_size",
+        default="none",
+        alone=True,
+        num_ranks=1,
     ),
     "straggler": Bench(
         "delays injected into a rank's phases, and how many of them are found",
         "runs world_size",
         default="overlap",
+        alone=True,
         fixed="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
         "model.bytes_scale=0.002 model.time_scale=0.3 batch_size=1024 steps=30",
         num_ranks=4,
@@ -256,6 +168,7 @@ BENCHES = {
         "unmarked steps",
         "world_size",
         default="overlap",
+        alone=True,
     ),
     "calibrate": Bench(
         "links, host, codecs and compute of this cluster, as a hardware file (lab.calibrate)",
@@ -272,16 +185,19 @@ BENCHES = {
         "time that check=first adds to the first three steps of strategy=A,B,..., in step times",
         "rounds world_size",
         default="overlap,onebit,int8,ddp",
+        alike=OF_A_PROCESS,
     ),
     "convolution": _of_device(
         "algorithms for a model's convolutions: time, operations, workspace, error",
         "algorithm rounds threads",
         "model data task batch_size device seed",
+        alone=True,
     ),
     "layout": _of_device(
         "a model's convolutions and steps in NCHW, NHWC, blocked and mixed layouts, and reorders",
         "rounds threads",
         "model data task optim precision tf32 batch_size device seed",
+        alone=True,
     ),
     "counters": _of_device(
         "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs; with "
@@ -298,6 +214,7 @@ BENCHES = {
         "scaling device",
         group="batch_size",
         default="64,128,256",
+        alike="",
     ),
     "transfer": _of_device(
         "copies between host and device in trace=FILE: number, bytes, rate, share hidden",
@@ -322,10 +239,6 @@ BENCHES = {
         "layers by operations per byte, compared with this machine's measured peaks",
         "threads",
         f"{PROBLEM}precision tf32 batch_size channels_last device seed",
+        alone=True,
     ),
 }
-
-
-def module_of(bench: str) -> ModuleType:
-    """Import what measures and shows a benchmark; it imports torch, which help does not need."""
-    return importlib.import_module(f"{BENCHES[bench].package}.{bench}")

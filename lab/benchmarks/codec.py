@@ -16,23 +16,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lab.benchmarks import harness
+from lab.benchmarks import harness, present
 from lab.benchmarks.catalogue import NUM_VALUES, VALUE_BYTES
 from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec
-from lab.benchmarks.present import (
-    Drawn,
-    ends,
-    host_column,
-    in_cache,
-    intervals,
-    machine,
-    medians,
-    number,
-    ranged,
-    span,
-    tabulate,
-    text,
-)
 from lab.benchmarks.request import Request
 from lab.codec import build
 from lab.codec.base import Reference
@@ -78,7 +64,7 @@ class Operation:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    settings, wanted = request.own, request.variants[0].config.device
+    settings, wanted = request.own, request.config.device
     names = settings["codec"] or list(CODECS)
     for name in names:
         if name not in CODECS:
@@ -232,19 +218,19 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     """List a header, a line for the memory-bound operation, and two for each codec."""
     reference = result["reference"]
     columns = {
-        "codec": text("codec"),
-        "": text("operation"),
-        "bits/value": number("bits_per_value", digits=3, missing=""),
-        **medians("time (ms)", "time_s", 1e3, 3),
-        "GB/s": number("gb_per_s", digits=2),
-        "ratio": intervals("ratio", reference="1"),
-        "of bandwidth": intervals("of_bandwidth", reference="1"),
-        "over torch": lambda row: "" if row is reference else ranged(row.get("over_torch")),
-        "rounds": text("num_rounds"),
-        "#wrong": text("wrong"),
-        **host_column(result["rows"]),
+        "codec": present.text("codec"),
+        "": present.text("operation"),
+        "bits/value": present.number("bits_per_value", digits=3, missing=""),
+        **present.medians("time (ms)", "time_s", 1e3, 3),
+        "GB/s": present.number("gb_per_s", digits=2),
+        "ratio": present.intervals("ratio", reference="1"),
+        "of bandwidth": present.intervals("of_bandwidth", reference="1"),
+        "over torch": lambda row: "" if row is reference else present.ranged(row.get("over_torch")),
+        "rounds": present.text("num_rounds"),
+        "#wrong": present.text("wrong"),
+        **present.host_column(result["rows"]),
     }
-    header, first, *lines = tabulate([reference, *result["rows"]], columns)
+    header, first, *lines = present.tabulate([reference, *result["rows"]], columns)
     return [header, [reference["name"], *first[1:]], *lines]
 
 
@@ -256,11 +242,11 @@ def notes(result: dict[str, Any]) -> list[str]:
         "with 95 % intervals; GB/s: the fewest bytes that must be read and written, divided by the "
         "time; over torch: time of the codec's _reference in the same rounds, divided by the time "
         "of the codec",
-        *in_cache(result, VALUE_BYTES * result["num_values"]),
+        *present.in_cache(result, VALUE_BYTES * result["num_values"]),
     ]
 
 
-def chart(result: dict[str, Any]) -> Drawn:
+def chart(result: dict[str, Any]) -> present.Drawn:
     """Draw a mark for each operation of each codec: its time over the memory-bound one's."""
     rows, against = result["rows"], result["reference"]["name"]
     encodes = sorted(
@@ -272,15 +258,15 @@ def chart(result: dict[str, Any]) -> Drawn:
     if encodes:
         ends_ = dict.fromkeys(f"{of:.3g} ({codec})" for of, codec in (encodes[0], encodes[-1]))
         message = f"Encode takes {' to '.join(ends_)} times as long as {against}"
-    rounds = span([row["num_rounds"] for row in rows], "")
-    about = (
-        f"{result['num_values'] / 1e6:.3g} M values · {machine(result)} · {_engine(result)} · "
-        f"medians of {rounds} interleaved rounds, 95 % bootstrap intervals"
-    )
+    rounds = present.span([row["num_rounds"] for row in rows], "")
+    about = [
+        f"{result['num_values'] / 1e6:.3g} M values · {present.machine(result)} · "
+        f"{_engine(result)} · medians of {rounds} interleaved rounds, 95 % bootstrap intervals"
+    ]
     names = list(dict.fromkeys(row["codec"] for row in rows))
     body = _marks(rows, names, f"time / time of {against}", result["emulation"] != "none")
     width = int(BARS + LETTER * LABEL_PX * max(map(len, names)) + 40)
-    return message, [about], (body, width)
+    return message, about, (body, width)
 
 
 def _marks(rows: list[dict[str, Any]], names: list[str], title: str, hollow: bool) -> Any:
@@ -290,7 +276,7 @@ def _marks(rows: list[dict[str, Any]], names: list[str], title: str, hollow: boo
     data: Any = pd.DataFrame(
         {
             **{"name": row["codec"], "operation": kinds[row["operation"]], "one": 1.0},
-            **ends(row["ratio"]),
+            **present.ends(row["ratio"]),
             "text": f"{row['ratio']['median']:.3g}",
         }
         for row in rows

@@ -27,22 +27,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lab.benchmarks import harness
+from lab.benchmarks import harness, present
 from lab.benchmarks.catalogue import VALUE_BYTES, size_name
-from lab.benchmarks.present import (
-    Column,
-    Drawn,
-    ends,
-    fastest,
-    host_column,
-    in_cache,
-    intervals,
-    machine,
-    medians,
-    number,
-    on_ranks_of,
-    text,
-)
 from lab.benchmarks.request import Request
 from lab.distributed.comm import Comm
 from lab.distributed.launcher import Nodes
@@ -262,67 +248,75 @@ def _row(
     }
 
 
-def columns(result: dict[str, Any]) -> dict[str, Column]:
+def columns(result: dict[str, Any]) -> dict[str, present.Column]:
+    counted = {"across (B)": "across_bytes", "link (B)": "link_bytes"}
     rows = result["rows"]
 
-    def ratio_to(reference: str, key: str) -> Column:
-        write = intervals(key)
+    def ratio_to(reference: str, key: str) -> present.Column:
+        write = present.intervals(key)
         return lambda row: "1" if row["algorithm"] == reference else write(row)
 
-    counted = {"across (B)": "across_bytes", "link (B)": "link_bytes"}
     return {
-        "algorithm": text("algorithm"),
-        "size (B)": text("size_bytes"),
-        "count": text("count"),
-        "type": text("type"),
-        **medians("time (us)", "time_s", 1e6, 1),
-        "algbw": number("algbw_gb_per_s", digits=3),
-        "busbw": number("busbw_gb_per_s", digits=3),
-        "#wrong": text("wrong"),
+        "algorithm": present.text("algorithm"),
+        "size (B)": present.text("size_bytes"),
+        "count": present.text("count"),
+        "type": present.text("type"),
+        **present.medians("time (us)", "time_s", 1e6, 1),
+        "algbw": present.number("algbw_gb_per_s", digits=3),
+        "busbw": present.number("busbw_gb_per_s", digits=3),
+        "#wrong": present.text("wrong"),
         "ratio to allreduce": ratio_to(LIBRARY, "ratio_to_library"),
         "of bound": ratio_to(SEND_RECV, "of_bound"),
-        **host_column(rows),
-        **{name: text(key) for name, key in counted.items() if any(row.get(key) for row in rows)},
+        **present.host_column(rows),
+        **{name: present.text(key) for name, key in counted.items() if _known(rows, key)},
     }
 
 
 def notes(result: dict[str, Any]) -> list[str]:
     return [
-        f"medians of {result['num_rounds']} rounds {on_ranks_of(result)}; a call's time is "
+        f"medians of {result['num_rounds']} rounds {present.on_ranks_of(result)}; a call's time is "
         "that of its slowest rank",
         "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: time divided by the time of "
         "allreduce, with 95 % intervals",
         *_notes_on_bounds(result["rows"]),
-        *in_cache(result, min(row["size_bytes"] for row in result["rows"])),
+        *present.in_cache(result, min(row["size_bytes"] for row in result["rows"])),
     ]
 
 
 def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
-    if not any(row.get("across_bytes") for row in rows):
+    if not _known(rows, "across_bytes"):
         what = "what the busiest rank sends and receives"
         return [f"of bound: (time for {what}, at sendrecv's rate) / time"]
     text = "across: payload per call that the busiest host's ranks send to other hosts"
-    if any(row.get("link_bytes") for row in rows):
+    if _known(rows, "link_bytes"):
         text += "; link: what its interface counted, including headers"
     return [text, "of bound: (time for across, at the rate of sendrecv's across) / time"]
 
 
-def chart(result: dict[str, Any]) -> Drawn:
+def _known(rows: list[dict[str, Any]], key: str) -> bool:
+    return any(row.get(key) for row in rows)
+
+
+def axis_of(sizes: list[int]) -> Axis:
+    """Return an axis of tensors' bytes, with a named tick at each."""
+    texts = ", ".join(f"'{size}': '{size_name(size)}'" for size in sizes)
+    return Axis("tensor", log=2, ticks=sizes, label=f"({{{texts}}})[datum.value]")
+
+
+def chart(result: dict[str, Any]) -> present.Drawn:
     """Draw bus bandwidth, ratio to the library's time, and share of the bound, by size."""
     rows, hollow = result["rows"], result["emulation"] != "none"
     sizes = sorted({row["size_bytes"] for row in rows})
     data: Any = pd.DataFrame(
         {
             **{"series": row["algorithm"], "x": row["size_bytes"], "hollow": hollow, "key": key},
-            **(ends(row[key]) if key != "busbw_gb_per_s" else ends({"median": row[key]})),
+            **present.ends({"median": row[key]} if key == "busbw_gb_per_s" else row[key]),
             "one": 1.0,
         }
         for row in rows
         for key in ("busbw_gb_per_s", "ratio_to_library", "of_bound")
         if row["algorithm"] != {"ratio_to_library": LIBRARY, "of_bound": SEND_RECV}.get(key)
     ).dropna(subset="value")
-    texts = ", ".join(f"'{size}': '{size_name(size)}'" for size in sizes)
-    x = Axis("tensor", log=2, ticks=sizes, label=f"({{{texts}}})[datum.value]")
     ys = {
         "busbw_gb_per_s": Axis("bus bandwidth (GB/s)", log=10),
         "ratio_to_library": Axis("time / the library's (below 1: faster)", log=10),
@@ -337,7 +331,7 @@ def chart(result: dict[str, Any]) -> Drawn:
         shown = {name: looks[name] for name in names if name in set(one["series"])}
         if shown:
             line = "" if key == "busbw_gb_per_s" else "one"
-            panels.append(lines(one, x, y, shown, reference=line, size=PANEL_PX))
+            panels.append(lines(one, axis_of(sizes), y, shown, reference=line, size=PANEL_PX))
     body = joined([panel for panel, _ in panels], 2)
     largest = {row["algorithm"]: row for row in rows if row["size_bytes"] == sizes[-1]}
     others = {
@@ -345,11 +339,13 @@ def chart(result: dict[str, Any]) -> Drawn:
         for name, row in largest.items()
         if name not in (LIBRARY, SEND_RECV)
     }
-    message = f"{fastest(others, 'the library')}, at {size_name(sizes[-1])}"
+    message = f"Bus bandwidth of the library's all-reduce on {present.ranks_of(result)}"
+    if others:
+        message = f"{present.fastest(others, 'the library')}, at {size_name(sizes[-1])}"
     sample = f"medians of {result['num_rounds']} interleaved rounds, 95 % bootstrap intervals"
     below = [
         f"All-reduce of float32; {LIBRARY} is the library's, {SEND_RECV} a plain send and recv.",
-        f"{machine(result)} · {sample}",
+        f"{present.machine(result)} · {sample}",
     ]
     # A single size is in the middle of its panel, with its names.
     width = sum(wide for _, wide in panels[:2]) if len(sizes) > 1 else 2 * (PANEL_PX[0] + 50)

@@ -6,7 +6,7 @@ Products of matrices stand for a model's layers, as large ones reach most of a d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from lab.benchmarks import codec
-from lab.benchmarks.harness import Call, Times, aligner, per_call, ratio, take_turns
+from lab.benchmarks.harness import Call, Times, aligner, of_slowest, per_call, ratio, take_turns
 from lab.benchmarks.present import IntervalJson
 from lab.benchmarks.request import read
 from lab.distributed.world import World
@@ -144,7 +144,7 @@ def contention(world: World, size: int, all_reduce_s: float) -> IntervalJson:
         handles[0].wait()
         return taken
 
-    return excess(_slowest(world, [beside, alone]))
+    return excess(of_slowest(take_turns([beside, alone], ROUNDS, shows=False), world))
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def crowding(world: World) -> IntervalJson:
     def together() -> float:
         return per_call(call, ROUNDS, world.device, align).call_s
 
-    times = _slowest(world, [together, alone])
+    times = of_slowest(take_turns([together, alone], ROUNDS, shows=False), world)
     loaded = world.size / num_cores()
     times[0] /= max(1.0, loaded)
     return {key: value and value / min(1.0, loaded) for key, value in excess(times).items()}
@@ -261,12 +261,6 @@ def codec_rates(device: torch.device) -> dict[str, IntervalJson]:
             "high": memory["bytes"] / (seconds - mad),
         },
     }
-
-
-def _slowest(world: World, takes: list[Callable[[], float]]) -> np.ndarray:
-    """Return the seconds of each call on the rank where it took longest: [calls, rounds]."""
-    taken = take_turns(takes, ROUNDS, shows=False)
-    return world.gather(torch.tensor(taken, dtype=torch.float64)).numpy().max(axis=0)
 
 
 def excess(times: np.ndarray) -> IntervalJson:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -46,6 +46,7 @@ RESAMPLES, SEED = 10_000, 0
 # the true median with probability 1 - 2^(1-n): below six values that is less than 95 %.
 ENOUGH_ROUNDS = 6
 NUM_EMULATED_CALLS, COUNTED_CALLS = 3, 4
+KERNELS_EACH = 8  # torch's own limit of a model: training, inference, and what else it compiles
 
 
 @contextmanager
@@ -80,7 +81,8 @@ def on_ranks(
     @wraps(measure)
     def measure_jointly(request: Request) -> dict[str, Any] | None:
         configs = [variant.config for variant in request.variants]
-        with joined(configs[0], request.own.get("threads")) as world:
+        threads = request.own.get("threads")
+        with joined(configs[0], threads) as world, _compiling_each(configs):
             found = measure(request, world)
             if names_ranks:
                 found |= {"world_size": world.size, "backend": world.comm.backend}
@@ -91,6 +93,23 @@ def on_ranks(
 
 
 on_one_rank = partial(on_ranks, names_ranks=False)
+
+
+@contextmanager
+def _compiling_each(configs: Sequence[DictConfig]) -> Iterator[None]:
+    """Let torch.compile make kernels for each batch, as in a run of its own.
+
+    It would take other batches of a model for changes of shape, make the second one's kernels for
+    any, and after eight of them compile no more.
+    """
+    if not any(config.compile for config in configs):
+        yield
+        return
+    import torch._dynamo
+
+    limit = KERNELS_EACH * len(configs)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=limit):
+        yield
 
 
 def worlds_of(request: Request, first: World) -> list[World]:
@@ -107,26 +126,6 @@ def here(emulation: str = "none", asks_tools: bool = True) -> dict[str, Any]:
     """
     about = environment(1, asks_tools)
     return {"emulation": emulation, "environment": about, "git_commit": git_commit()}
-
-
-@contextmanager
-def compiling_each(configs: Sequence[DictConfig], num_ways: int) -> Iterator[None]:
-    """Let torch.compile make kernels for each batch, as in a run of its own.
-
-    It would take other batches of a model for changes of shape, make the second one's kernels for
-    any, and after eight of them compile no more.
-
-    Args:
-        num_ways: forms of each model: training alone, or inference too.
-    """
-    if not any(config.compile for config in configs):
-        yield
-        return
-    import torch._dynamo
-
-    limit = 2 * num_ways * len(configs)
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=limit):
-        yield
 
 
 def take_turns(
@@ -187,8 +186,13 @@ def slowest(
     takes = [partial(per_call, call, num_calls, world.device, align) for call in calls]
     taken = take_turns(takes, num_rounds, shows=False)
     own_s = [[(one.call_s, one.host_s or np.nan) for one in each] for each in taken]
-    calls_s, hosts_s = world.gather(torch.tensor(own_s, dtype=torch.float64)).amax(dim=0).unbind(-1)
-    return calls_s.numpy(), hosts_s.numpy()
+    calls_s, hosts_s = np.moveaxis(of_slowest(own_s, world), -1, 0)
+    return calls_s, hosts_s
+
+
+def of_slowest(seconds: Any, world: World) -> NDArray[np.float64]:
+    """Return seconds, of any shape, on the rank where each is longest; all ranks call it."""
+    return world.gather(torch.tensor(seconds, dtype=torch.float64)).amax(dim=0).numpy()
 
 
 def per_call(
@@ -401,9 +405,7 @@ def mean_ratio(times: Times, reference: Times) -> IntervalJson:
     return interval(lambda a, b: a / b, times, reference, average=np.mean)
 
 
-def across_starts(
-    of_starts: Sequence[IntervalJson | None], positive: bool = True
-) -> IntervalJson | None:
+def across_starts(of_starts: Sequence[IntervalJson | None], positive: bool) -> IntervalJson | None:
     """Average a quantity over starts, each of fresh ranks, with Student's t interval of 95 %.
 
     All steps of a start share what it has drawn, such as the layout of memory and the cores, so
@@ -424,15 +426,19 @@ def across_starts(
     return _in_json(of_level(values) if positive else student(np.array(values)))
 
 
-def joined_starts(
-    starts: Sequence[dict[str, Any]], of_row: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
-) -> dict[str, Any]:
-    """Combine results of several starts: each row by `of_row`, from that row of all starts.
+def joined_starts(starts: Sequence[dict[str, Any]], positive: Mapping[str, bool]) -> dict[str, Any]:
+    """Combine results of several starts, row by row.
+
+    Args:
+        positive: for each quantity of a row that is averaged, whether it is; see `across_starts`.
 
     Returns:
         A result of the first one's form, and `starts`: each one's rows and order_seed.
     """
-    rows = [of_row(each) for each in zip(*(start["rows"] for start in starts), strict=True)]
+    rows = [
+        of_row[0] | {k: across_starts([each[k] for each in of_row], positive[k]) for k in positive}
+        for of_row in zip(*(start["rows"] for start in starts), strict=True)
+    ]
     kept = [{key: start[key] for key in ("order_seed", "rows")} for start in starts]
     return {**starts[0], "rows": rows, "starts": kept}
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -27,28 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lab.benchmarks.harness import (
-    across_starts,
-    device_for,
-    here,
-    joined_starts,
-    level,
-    middle,
-    places,
-    ratio,
-    take_turns,
-    wait_for,
-)
-from lab.benchmarks.present import (
-    Column,
-    Drawn,
-    ends,
-    intervals,
-    intervals_of,
-    machine,
-    span,
-    text,
-)
+from lab.benchmarks import harness, present
 from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
@@ -61,6 +40,7 @@ from lab.sync.base import SyncParts
 
 NUM_RANKS = 8
 SCALE = 64  # a matrix has 1 of so many rows, and of so many columns
+EMULATED = f"{NUM_RANKS} ranks, of which only one exists, with 1/{SCALE**2} of the values"
 WARMUP, STEPS = 6, 4  # steps before any is timed, and those that are timed together
 DDP, BUCKET_MB = "DDP, gradients as views", 25.0  # torch's own size of a bucket
 
@@ -76,54 +56,42 @@ def measure(request: Request) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         with ExitStack() as stack:
-            first = request.variants[0].config
-            device = device_for(first.device)
+            first = request.config
+            device = harness.device_for(first.device)
             comm = stack.enter_context(_fake_comm(device))
             stack.enter_context(_no_work())
-            built = {DDP: Candidate(DDP, _ddp(first, device), _plain(first, device))}
-            for at in places(len(request.variants), request.own["order_seed"]):
+            # Of each a step that exchanges, and one of the same model that does not.
+            built = {DDP: (_ddp(first, device), _plain(first, device))}
+            for at in harness.places(len(request.variants), request.own["order_seed"]):
                 variant = request.variants[at]
                 step = stack.enter_context(_exchanging(variant, comm))
-                plain = _plain(variant.config, device)
-                built[variant.label] = Candidate(variant.label, step, plain)
-            candidates = [built[name] for name in (DDP, *(one.label for one in request.variants))]
-            times = _in_turns(candidates, request.own["rounds"], device)
+                built[variant.label] = step, _plain(variant.config, device)
+            names = [DDP, *(variant.label for variant in request.variants)]
+            steps = [step for name in names for step in built[name]]
+            times = _in_turns(steps, request.own["rounds"], device).reshape(len(names), 2, -1)
     finally:
         torch.set_num_threads(threads)
     added = times[:, 0] - times[:, 1]
     return {
         "rows": [
-            {"name": candidate.name, "added_s": level(own), "over_ddp": ratio(own, added[0])}
-            for candidate, own in zip(candidates, added, strict=True)
+            {"name": name, "added_s": harness.level(own), "over_ddp": harness.ratio(own, added[0])}
+            for name, own in zip(names, added, strict=True)
         ],
-        "plain_s": middle(times[0, 1]),
+        "plain_s": harness.middle(times[0, 1]),
         "num_rounds": times.shape[2],
         "num_parameters": sum(p.requires_grad for p in _skeleton(first, device).parameters()),
         "device": device.type,
         "num_ranks": NUM_RANKS,
         "order_seed": request.own["order_seed"],
-        **here(f"{NUM_RANKS} ranks, of which only one exists, with 1/{SCALE**2} of the values"),
+        **harness.here(EMULATED),
     }
 
 
 def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the results of several processes; see `lab.benchmarks.harness.across_starts`."""
-    plain_s = middle([start["plain_s"]["median"] for start in starts])
-    return joined_starts(starts, _across) | {"plain_s": plain_s}
-
-
-def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    keys = ("added_s", "over_ddp")
-    combined = {key: across_starts([row[key] for row in rows], positive=False) for key in keys}
-    return {"name": rows[0]["name"], **combined}
-
-
-class Candidate(NamedTuple):
-    """A step that exchanges, and one of the same model that does not."""
-
-    name: str
-    step: Step
-    plain: Step
+    plain_s = harness.middle([start["plain_s"]["median"] for start in starts])
+    found = harness.joined_starts(starts, {"added_s": False, "over_ddp": False})
+    return found | {"plain_s": plain_s}
 
 
 def _skeleton(config: DictConfig, device: torch.device) -> nn.Module:
@@ -250,9 +218,8 @@ def _cleared(model: nn.Module, step: Step) -> Step:
     return run
 
 
-def _in_turns(candidates: list[Candidate], num_rounds: int, device: torch.device) -> np.ndarray:
-    """Return processor seconds of a step: [candidates, with and without exchange, rounds]."""
-    steps = [step for candidate in candidates for step in candidate[1:]]
+def _in_turns(steps: list[Step], num_rounds: int, device: torch.device) -> np.ndarray:
+    """Return processor seconds of each step: [steps, rounds]."""
     for step in steps:
         for _ in range(WARMUP):
             step()
@@ -261,7 +228,7 @@ def _in_turns(candidates: list[Candidate], num_rounds: int, device: torch.device
     clock = time.process_time if device.type == "cuda" else time.thread_time
 
     def seconds(step: Step) -> float:
-        wait_for(device)
+        harness.wait_for(device)
         began = clock()
         for _ in range(STEPS):
             step()
@@ -270,16 +237,15 @@ def _in_turns(candidates: list[Candidate], num_rounds: int, device: torch.device
     gc.collect()
     gc.freeze()  # what the collector looks at would grow with each candidate
     try:
-        times = np.array(take_turns([partial(seconds, step) for step in steps], num_rounds))
+        return np.array(harness.take_turns([partial(seconds, step) for step in steps], num_rounds))
     finally:
         gc.unfreeze()
-    return times.reshape(len(candidates), 2, num_rounds)
 
 
-COLUMNS: dict[str, Column] = {
-    "": text("name"),
-    "added (us)": intervals("added_s", 1e6),
-    "x DDP": intervals("over_ddp"),
+COLUMNS: dict[str, present.Column] = {
+    "": present.text("name"),
+    "added (us)": present.intervals("added_s", 1e6),
+    "x DDP": present.intervals("over_ddp"),
 }
 
 
@@ -290,16 +256,16 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"parameters on {result['num_ranks']} ranks, less that of backward alone "
         f"({1e6 * result['plain_s']['median']:.0f} us)",
         f"medians of {result['num_rounds']} interleaved rounds; [95 % intervals] "
-        + intervals_of(result),
+        + present.intervals_of(result),
     ]
 
 
-def chart(result: dict[str, Any]) -> Drawn:
+def chart(result: dict[str, Any]) -> present.Drawn:
     """Draw a bar for each strategy, with its interval; marks show DDP's time."""
     rows = result["rows"]
     ddp = 1e6 * rows[0]["added_s"]["median"]
     data: Any = pd.DataFrame(
-        {"name": row["name"], "part": "added", "mark": ddp, **ends(row["added_s"], 1e6)}
+        {"name": row["name"], "part": "added", "mark": ddp, **present.ends(row["added_s"], 1e6)}
         for row in rows
     )
     factors = [row["over_ddp"]["median"] for row in rows]
@@ -307,8 +273,8 @@ def chart(result: dict[str, Any]) -> Drawn:
         f"{us:,.0f} ({factor:.2f} × DDP)" for us, factor in zip(data["value"], factors, strict=True)
     ]
     title = "processor time added to the training thread (µs per step)"
-    times = span(factors[1:], ".2f")
+    times = present.span(factors[1:], ".2f")
     message = f"Exchanges cost the training thread {times} × DDP's host time"
     sample = f"medians of {result['num_rounds']} rounds, 95 % intervals"
-    about = f"{result['num_parameters']} parameters · {machine(result)} · {sample}"
+    about = f"{result['num_parameters']} parameters · {present.machine(result)} · {sample}"
     return message, [about], bars(data, title, {"added": BLUE}, marks="DDP's time")

@@ -30,7 +30,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
 
     On GPUs, which the host runs ahead of, steps alone.
     """
-    config = request.only_config
+    config = request.config
     with ExitStack() as stack:
         parts = [stack.enter_context(assembled(config, world)) for _ in NAMES]
         _, without = (part.trainer for part in parts)

@@ -40,7 +40,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
             "memory: lab.bench must start new ranks for each strategy; leave the launcher out, as "
             "in python -m lab.bench memory world_size=2"
         )
-    config = request.variants[0].config
+    config = request.config
     try:
         reset_peak(world.device)
     except OSError as error:

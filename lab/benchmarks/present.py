@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.catalogue import BENCHES, module_of
-from lab.benchmarks.request import Request
+from lab.benchmarks.catalogue import BENCHES
+from lab.benchmarks.request import Request, module_of
 from lab.draw.chart import Chart
 from lab.draw.text import aligned, number_of
 from lab.measure.statistics import Interval

@@ -21,7 +21,7 @@ STEP_S = 0.05  # seconds of a fast step, for comparison
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
     """Time the clock's marks, losses, progress and the watchdog's lock, on rank 0."""
-    with assembled(request.variants[0].config, world) as part:
+    with assembled(request.config, world) as part:
         trainer = part.trainer
         loss = torch.ones(())
 

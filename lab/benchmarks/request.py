@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,18 +13,19 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, Bench, OwnSettings, module_of
+from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, UNITS, VALUE_BYTES, Bench
 from lab.cluster.settings import Cluster, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
 from lab.settings.checks import as_text
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError, Failed, as_config_error
-from lab.settings.fields import parsed, split
+from lab.settings.fields import file_setting, parsed, setting, split
 from lab.settings.overrides import config_dir_of, listed, parse_overrides
 from lab.settings.storage import write_json
 from lab.sync.pattern import pattern_of
@@ -31,12 +33,111 @@ from lab.sync.pattern import pattern_of
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# Settings that hold for a whole process: torch and NCCL have one value of each.
-OF_A_PROCESS = ("deterministic", "tf32", "benchmark_limit", "comm.deterministic")
 STARTS = 3  # fewest with an interval of Student's t that is of use
 LETTERED = re.compile(r"[a-z]=")
 ANSWER = "LAB_BENCH_ANSWER"  # variable with the path of rank 0's result file
 REFUSED = "refused"
+BYTES = {unit.lower(): num_bytes for unit, num_bytes in UNITS.items()}
+
+
+def sizes_in_bytes(key: str, text: str) -> list[int]:
+    """Parse `[4KiB,1MB]`, in upper or lower case, into bytes, in the order given.
+
+    Raises:
+        ConfigError: one of them is not a whole number of float32 values.
+    """
+    sizes = []
+    for word in text.strip("[]").split(","):
+        match = re.fullmatch(r"(\d+)([a-z]+)", word.strip().lower())
+        size = int(match[1]) * BYTES.get(match[2], 0) if match else 0
+        if size == 0 or size % VALUE_BYTES:
+            raise ConfigError(
+                f"{key}={text}: {word.strip()!r} is not a size; give multiples of 4 bytes "
+                "in KiB, MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000) or B, as in "
+                "[4KiB,1MiB]"
+            )
+        sizes.append(size)
+    return sizes
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """The settings that are no run's; each benchmark takes some of them."""
+
+    out: Path | None = file_setting(
+        "FILE.json for the result; its figure goes into the same folder", ".json"
+    )
+    world_size: int | None = setting(
+        None,
+        "ranks to start, unless a launcher has started them; null: 2, or 1 with one GPU "
+        "(recording: 1, straggler: 4)",
+        at_least=1,
+    )
+    starts: int | None = setting(
+        None,
+        "aa, host, hook, step: number of starts; null: 3, or 1 under a launcher",
+        at_least=1,
+    )
+    order_seed: int = setting(0, "seed for the order of candidates", at_least=0)
+    aa: bool = setting(False, "step: true runs the aa benchmark")
+    pairs: int = setting(200, "aa: number of pairs", at_least=1)
+    runs: int = setting(
+        100, "straggler: number of runs with an injected delay, and of runs without one", at_least=1
+    )
+    rounds: int = setting(
+        20,
+        "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
+        "throughput: number of rounds",
+        at_least=1,
+    )
+    minutes: float = setting(
+        5.0, "calibrate: approximate total time", above=0, at_most=600, unit="min"
+    )
+    sizes: list[int] = setting(
+        "[4KiB,64KiB,1MiB,16MiB,64MiB]",
+        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6",
+        parse=sizes_in_bytes,
+    )
+    codec: tuple[str, ...] | None = setting(None, "codec: codecs to measure; null: all")
+    algorithm: tuple[str, ...] | None = setting(
+        None, "convolution: algorithms to measure; null: all"
+    )
+    num_values: int | None = setting(
+        None, "codec: number of float32 values; null: 25 M on CPUs, 400 M on GPUs", at_least=1
+    )
+    columns: int = setting(
+        4096, "codec: number of values that share two reconstruction values", at_least=1
+    )
+    trace: Path | None = setting(
+        None, "counters, transfer: FILE.json or FILE.json.gz from torch.profiler"
+    )
+    l1: str = setting("32768,8,64", "counters: first-level data cache: bytes, ways, bytes per line")
+    l2: str = setting("8388608,16,64", "counters: second-level data cache, in the same form")
+    isa: str = setting(
+        "avx", "counters: instruction set for oneDNN and MKL; avx2 is far slower", ("avx", "avx2")
+    )
+    memory_gb: int | None = setting(
+        None,
+        "footprint: memory that the largest batch must fit into",
+        unit="GB",
+        at_least=1,
+    )
+    num_ranks: int = setting(
+        1,
+        "footprint: number of ranks that share the batch, and exchange gradients as in strategy=",
+        at_least=1,
+    )
+    measured: bool = setting(
+        False, "footprint: true also trains for a few steps, and measures resident memory"
+    )
+    threads: int = setting(
+        2,
+        "codec, convolution, layout, layers, throughput, roofline: number of CPU threads",
+        at_least=1,
+    )
+    input_grad: bool = setting(
+        False, "layers: true also times the gradient with respect to the input"
+    )
 
 
 @dataclass(frozen=True)
@@ -68,19 +169,12 @@ class Request:
 
     def cluster(self, alone: Variant | None = None) -> Cluster | None:
         """Return the emulated cluster of the ranks, if any: for all variants, or for `alone`."""
-        config = (alone or self.variants[0]).config
+        config = alone.config if alone else self.config
         return cluster_of(config, self.own.get("world_size") or NUM_RANKS)
 
     @property
-    def only_config(self) -> DictConfig:
-        """Return the settings of the only variant.
-
-        Raises:
-            ConfigError: there are several.
-        """
-        if len(self.variants) > 1:
-            labels = ", ".join(variant.label for variant in self.variants)
-            raise ConfigError(f"{labels}: {self.bench} measures only one set of settings")
+    def config(self) -> DictConfig:
+        """The settings of the first variant, with which ranks join."""
         return self.variants[0].config
 
 
@@ -114,19 +208,26 @@ def read(arguments: list[str]) -> Request:
             f"world_size={as_text(given.world_size)}: the launcher has started {num_ranks} ranks; "
             "leave world_size out"
         )
-    for part in (part for each in others for part in _set(each)) if only else ():
-        if re.split(r"[.=]", part)[0] not in only:
-            allowed = ", ".join((*keys[1:], "out", *only))
-            raise ConfigError(f"{part} is not used by {name}; allowed: {allowed}")
+    _refuse_unused(name, [part for each in others for part in _set(each)], keys, only)
     variants = _variants(bench, others)
-    if {"aa", "step"} & {name, bench.runs}:
-        _refuse_incomparable(variants)
+    _refuse_unlike(name, bench, variants)
     for variant in () if only else variants:
         check_batch(variant.config, given.world_size or NUM_RANKS)
     request = Request(bench.runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
         raise ConfigError("cluster: must be the same for all candidates")
     return request
+
+
+def _refuse_unused(name: str, settings: list[str], own: Sequence[str], only: list[str]) -> None:
+    """Refuse settings of runs that a benchmark does not use, and its own in a set of settings."""
+    for text in settings:
+        key = re.split(r"[.=]", text)[0]
+        if key in own:
+            raise ConfigError(f"{text} holds for all candidates; give it outside of a='...'")
+        if only and key not in only:
+            allowed = ", ".join((*own[1:], "out", *only))
+            raise ConfigError(f"{text} is not used by {name}; allowed: {allowed}")
 
 
 def _starts(asked: int | None) -> int:
@@ -163,17 +264,22 @@ def _variants(bench: Bench, settings: list[str]) -> list[Variant]:
     return variants
 
 
-def _refuse_incomparable(variants: list[Variant]) -> None:
+def _refuse_unlike(name: str, bench: Bench, variants: list[Variant]) -> None:
+    """Refuse variants that would run with each other's settings, or that no table compares."""
     from omegaconf import OmegaConf  # takes a tenth of a second, which help can do without
 
-    for key in OF_A_PROCESS:
+    if bench.alone and len(variants) > 1:
+        labels = ", ".join(variant.label for variant in variants)
+        raise ConfigError(f"{labels}: {name} measures only one set of settings")
+    for key in bench.alike.split():
         # comm=horovod has no settings of NCCL.
-        if len({bool(OmegaConf.select(variant.config, key)) for variant in variants}) > 1:
+        first, *others = (OmegaConf.select(each.config, key) or None for each in variants)
+        if any(other != first for other in others):
             raise ConfigError(
-                f"{key}: must be the same for all candidates, which take turns in one process; "
-                "to compare its values, use python -m lab.sweep"
+                f"{key}: must be the same for all candidates of lab.bench {name}; to compare its "
+                "values, run the benchmark once for each, or use python -m lab.sweep"
             )
-    for variant in variants:
+    for variant in variants if {"aa", "step"} & {name, bench.runs} else ():
         pattern = pattern_of(variant.config)
         if pattern.outlasts_step or pattern.waits_in_forward:
             raise ConfigError(
@@ -241,6 +347,11 @@ def measure(request: Request) -> dict[str, Any] | None:
         raise Failed(failure.error) from None
 
 
+def module_of(bench: str) -> ModuleType:
+    """Import what measures and shows a benchmark; it imports torch, which help does not need."""
+    return importlib.import_module(f"{BENCHES[bench].package}.{bench}")
+
+
 def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:
     for number, variant in enumerate(request.variants, start=1):
         print(f"[{number}/{len(request.variants)}] {variant.label}", file=sys.stderr)
@@ -276,9 +387,8 @@ def with_world_size(request: Request) -> Request:
 
     from lab.distributed.world import check_gpus
 
-    config = request.variants[0].config
     with as_config_error():
-        alone = check_gpus(config.device, 1) and not config.share_gpus
+        alone = check_gpus(request.config.device, 1) and not request.config.share_gpus
     most = torch.cuda.device_count() if alone else NUM_RANKS
     return replace(request, own={**request.own, "world_size": min(NUM_RANKS, most)})
 

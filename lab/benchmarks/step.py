@@ -33,6 +33,11 @@ from lab.training.assemble import Assembly, assembled
 from lab.training.trainer import Trainer
 
 BASELINE, REFERENCE = "none", "ddp"  # without communication, and torch's own
+# Whether each quantity that starts are averaged over is a ratio above 0.
+POSITIVE = {
+    **{"ratio": True, "wall_ratio": True},
+    **{"exposed_exchange_s": False, "exposed_to_ddp": False},
+}
 TURN = 10  # steps of a turn, where there are enough for several
 ALONE = (
     "1 rank sends nothing: exact exchanges return at once, lossy ones only encode and decode, "
@@ -82,14 +87,9 @@ def in_order(
 
 def combine(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the results of several starts; see `lab.benchmarks.harness.across_starts`."""
-    return harness.joined_starts(starts, _across)
-
-
-def _across(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    found = {**rows[0], "step_s": harness.middle([row["step_s"]["median"] for row in rows])}
-    for key in ("ratio", "wall_ratio", "exposed_exchange_s", "exposed_to_ddp"):
-        of_starts = [row[key] for row in rows]
-        found[key] = harness.across_starts(of_starts, positive=key in ("ratio", "wall_ratio"))
+    found = harness.joined_starts(starts, POSITIVE)
+    for place, row in enumerate(found["rows"]):
+        row["step_s"] = harness.middle([s["rows"][place]["step_s"]["median"] for s in starts])
     return found
 
 
@@ -166,14 +166,13 @@ def in_turns(
 
     takes = [partial(turn_s, *each) for each in zip(trainers, loops, strict=True)]
     taken = harness.take_turns(takes, num_turns, shows and world.rank == 0)
-    of_turns = world.gather(torch.tensor(taken, dtype=torch.float64)).amax(dim=0)
     steps = torch.from_numpy(np.stack([each.clock.step_seconds() for each in trainers]))
     counted = turns.counted(steps.shape[1])
-    rounds = (
-        round_means(each[:, counted], 0, turns.every)
+    of_steps = [
+        turns.seconds(round_means(each[:, counted], 0, turns.every))
         for each in world.gather(steps).transpose(0, 1).numpy()
-    )
-    return turns, of_turns.numpy(), np.array([turns.seconds(each) for each in rounds])
+    ]
+    return turns, harness.of_slowest(taken, world), np.array(of_steps)
 
 
 def warm_up(trainer: Trainer, loop: Iterator[object]) -> None:

@@ -58,7 +58,7 @@ class Trial:
 
 @on_ranks
 def measure(request: Request, world: World) -> dict[str, Any]:
-    config = request.only_config
+    config = request.config
     can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
     phases = [phase for phase in PHASES if phase in can and phase in alike(config)]
     draws = draw(request.own["runs"], world.size, phases)

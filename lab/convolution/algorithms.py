@@ -283,11 +283,6 @@ class Winograd(Algorithm):
 
     def __init__(self, m: int, r: int) -> None:
         self.m, self.r, self.n = m, r, m + r - 1
-        if self.n - 1 > len(POINTS):
-            raise ValueError(
-                f"winograd: tiles of {self.n} need {self.n - 1} points, but only {len(POINTS)} are "
-                "defined"
-            )
         self.name = f"winograd{m}x{r}"
 
     def refusal(self, problem: Problem, which: Pass) -> str | None:

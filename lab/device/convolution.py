@@ -60,7 +60,7 @@ Refused = dict[tuple[Algorithm, Pass], str | None]
 @harness.on_one_rank
 def measure(request: Request, world: World) -> dict[str, Any]:
     """Measure every algorithm on every convolution of the model, all passes."""
-    config, names = request.only_config, request.own["algorithm"]
+    config, names = request.config, request.own["algorithm"]
     for name in names or ():
         if name not in ALGORITHMS:
             raise ConfigError(

@@ -82,11 +82,12 @@ def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) 
     check_batch(config, num_ranks)
     parts = blueprint(config)
     step = _step_of(config, parts)
-    per_rank = config.batch_size // (num_ranks if config.scaling == "strong" else 1)
+    sharing = num_ranks if config.scaling == "strong" else 1  # ranks that divide batch_size
+    per_rank = config.batch_size // sharing
     exchange = exchange_bytes(parts.model, config, num_ranks)
     with as_config_error(f"model={config.model['_target_']}: "):
         found = footprint(parts.model, step, per_rank, exchange)
-        most = largest_batch(parts.model, step, 1e9 * memory_gb, exchange) if memory_gb else None
+        most = memory_gb and largest_batch(parts.model, step, 1e9 * memory_gb, exchange)
     return {
         "name": label if "=" in label else f"batch_size={label}",
         "model": class_name(config.model["_target_"]),
@@ -97,7 +98,7 @@ def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) 
         "total_bytes": found.total_bytes,
         "modules": found.modules,
         "measured_bytes": None,
-        "largest_batch": most,
+        "largest_batch": most and sharing * most,
     }
 
 

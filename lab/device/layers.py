@@ -14,15 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
-from lab.benchmarks.harness import (
-    compiling_each,
-    difference,
-    level,
-    middle,
-    on_one_rank,
-    ratio,
-    take_turns,
-)
+from lab.benchmarks import harness
 from lab.benchmarks.present import Drawn, Row, decimals, medians_of, ranged, span
 from lab.benchmarks.request import Request
 from lab.device.clock import (
@@ -56,7 +48,7 @@ HEADER = ["", "", *(f"{name} (ms)" for name in PASSES), "of the step %"]
 Values = NDArray[np.float64]
 
 
-@on_one_rank
+@harness.on_one_rank
 def measure(request: Request, world: World) -> dict[str, Any]:
     configs = [variant.config for variant in request.variants]
     rounds, input_grad = request.own["rounds"], request.own["input_grad"]
@@ -64,14 +56,14 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         # As lab.profile_layers: a rate of 0 keeps the weights.
         config.measure, config.steps, config.optim.lr = "breakdown", WARMUP + 3 * rounds, 0.0
     with ExitStack() as stack:
-        stack.enter_context(compiling_each(configs, 1))
         candidates = [
             Candidate(variant.label, stack.enter_context(assembled(config, world)), input_grad)
             for variant, config in zip(request.variants, configs, strict=True)
         ]
         gc.freeze()  # spans are many objects: without it, clocked steps wait for the collector
         stack.callback(gc.unfreeze)
-        take_turns([partial(one.take, kind) for one in candidates for kind in one.kinds], rounds)
+        takes = [partial(one.take, kind) for one in candidates for kind in one.kinds]
+        harness.take_turns(takes, rounds)
         return {
             "rows": [_row(one) for one in candidates],
             "num_rounds": rounds,
@@ -137,13 +129,13 @@ def _row(one: Candidate) -> dict[str, Any]:
         "name": one.label,
         "batch_size": trainer.batch_size,
         "compiled": one.compiled,
-        "step_s": middle(step_s[PLAIN]),
-        "phases_s": {name: middle(np.nan_to_num(s)) for name, s in phases.items()},
+        "step_s": harness.middle(step_s[PLAIN]),
+        "phases_s": {name: harness.middle(np.nan_to_num(s)) for name, s in phases.items()},
         "input_grad_s": None,
         "layers": [],
     }
     if WITHOUT in step_s:
-        row["input_grad_s"] = difference(step_s[PLAIN], step_s[WITHOUT])
+        row["input_grad_s"] = harness.difference(step_s[PLAIN], step_s[WITHOUT])
     return row if one.compiled else row | _layers(one, step_s[PLAIN], phases, phases_s)
 
 
@@ -175,9 +167,9 @@ def _layers(
             _layer(one, name, times[:, place]) for place, name in enumerate(names) if working[place]
         ],
         "clock_cost_s": asdict(cost),
-        "rest_s": {name: middle(values) for name, values in rest.items()},
-        "sum_s": middle(total),
-        "sum_ratio": ratio(total, step_s),
+        "rest_s": {name: harness.middle(values) for name, values in rest.items()},
+        "sum_s": harness.middle(total),
+        "sum_ratio": harness.ratio(total, step_s),
     }
 
 
@@ -186,12 +178,13 @@ def _layer(one: Candidate, name: str, times: Values) -> dict[str, Any]:
     model, call = one.trainer.model, one.calls.get(name)
     module = model if name == "model" else dict(model.named_modules()).get(name)
     bias_s = seconds_of_bias(call) if call else None
+    of_bias = None if bias_s is None else map(harness.level, bias_s.T)
     return {
         "name": name,
         "kind": type(module).__name__ if module else "loss",
-        **{f"{way}_s": level(each) for way, each in zip(WAYS, times.T, strict=True)},
+        **{f"{way}_s": harness.level(each) for way, each in zip(WAYS, times.T, strict=True)},
         "data_share": share_of_data(call) if call else None,
-        "bias_s": None if bias_s is None else dict(zip(WAYS, map(level, bias_s.T), strict=True)),
+        "bias_s": of_bias and dict(zip(WAYS, of_bias, strict=True)),
         "has_weights": call is not None,
     }
 

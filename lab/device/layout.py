@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -57,31 +57,24 @@ PARTS = {"reorders": BLACK, "copies by torch": GREY, "the rest": SKY}
 
 @dataclass
 class Times:
-    """Seconds of each timed call of a computation in one layout, and moves of NUM_LOGGED others."""
+    """A computation in one layout: moves of NUM_LOGGED calls, and seconds of each of the others.
+
+    Attributes:
+        about: of one pass of a layer: layer, shape, pass; count: layers of the model with these
+            shapes; is_needed: steps compute it: all but backward data of the first layer; ran:
+            which of its implementations oneDNN chose; None: it was not asked.
+    """
 
     layout: str
     logs: list[Moves]
     call_s: list[float]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One pass of a layer in one layout.
-
-    Attributes:
-        about: layer, shape, pass; count: layers of the model with these shapes; is_needed: steps
-            compute it: all but backward data of the first layer; ran: which of its implementations
-            oneDNN chose; None: it was not asked.
-    """
-
-    times: Times
-    about: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 @harness.on_one_rank
 def measure(request: Request, world: World) -> dict[str, Any]:
     """Measure layers, then steps, in all layouts in turns."""
-    config, num_rounds = request.only_config, request.own["rounds"]
+    config, num_rounds = request.config, request.own["rounds"]
     config.steps, config.optim.lr = WARMUP + NUM_LOGGED + num_rounds, 0.0  # 0 keeps the weights
     layers = _layers(config, world.device, num_rounds)
     return {
@@ -98,28 +91,28 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     }
 
 
-def sums(name: str, operations: Sequence[Operation]) -> dict[str, Any]:
+def sums(name: str, operations: Sequence[Times]) -> dict[str, Any]:
     """Add up what a step needs, round by round, times the number of layers of the same shapes."""
     needed = [each for each in operations if each.about["is_needed"]]
     totals = []
-    for layout in dict.fromkeys(each.times.layout for each in needed):
-        of_layout = [each for each in needed if each.times.layout == layout]
-        counted = [each.about["count"] * np.array(each.times.call_s) for each in of_layout]
+    for layout in dict.fromkeys(each.layout for each in needed):
+        of_layout = [each for each in needed if each.layout == layout]
+        counted = [each.about["count"] * np.array(each.call_s) for each in of_layout]
         logs = [_joined(of_layout, number) for number in range(NUM_LOGGED)]
         totals.append(Times(layout, logs, np.sum(counted, axis=0).tolist()))
     return {"layer": name, "layouts": _compared(totals)}
 
 
-def _joined(operations: Sequence[Operation], number: int) -> Moves:
+def _joined(operations: Sequence[Times], number: int) -> Moves:
     """Return what all operations move in their logged call of this number."""
-    moved = [each.times.logs[number] for each in operations for _ in range(each.about["count"])]
+    moved = [each.logs[number] for each in operations for _ in range(each.about["count"])]
     return Moves(
         tuple(reorder for each in moved for reorder in each.reorders),
         tuple(seconds for each in moved for seconds in each.copy_s),
     )
 
 
-def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[list[Operation]]:
+def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[list[Times]]:
     """Measure the passes of each distinct convolution."""
     dtype, on_gpu = AUTOCAST.get(config.precision, torch.float32), device.type == "cuda"
 
@@ -135,12 +128,10 @@ def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[l
             num_rounds,
         )
         about = {"layer": names[0], "shape": described(problem), "count": len(names)}
-        operations = []
         for one, (_, which, _), by in zip(times, calls, ran, strict=True):
             is_needed = place > 0 or which != Pass.BACKWARD_DATA
-            own = {"pass": str(which), "is_needed": is_needed, "ran": by}
-            operations.append(Operation(one, about | own))
-        layers.append(operations)
+            one.about = {**about, "pass": str(which), "is_needed": is_needed, "ran": by}
+        layers.append(times)
     return layers
 
 
@@ -186,13 +177,12 @@ def _in_turns(
     return list(map(Times, layouts, logged, harness.take_turns(takes, num_rounds)))
 
 
-def _rows(operations: Sequence[Operation]) -> list[dict[str, Any]]:
+def _rows(operations: Sequence[Times]) -> list[dict[str, Any]]:
     """Return a row for each pass and layout of a layer."""
     rows = []
     for which in Pass:
         of_pass = [each for each in operations if each.about["pass"] == which]
-        compared = _compared([each.times for each in of_pass])
-        rows += [one.about | row for one, row in zip(of_pass, compared, strict=True)]
+        rows += [one.about | row for one, row in zip(of_pass, _compared(of_pass), strict=True)]
     return rows
 
 

@@ -101,7 +101,7 @@ def _under(
 @on_one_rank
 def measure(request: Request, world: World) -> dict[str, Any]:
     """Measure the roofs and the layers of one model at one batch."""
-    config = request.only_config
+    config = request.config
     # As lab.profile_layers: a rate of 0 keeps the weights.
     config.measure, config.steps, config.warmup_steps = "breakdown", STEPS, WARMUP
     config.optim.lr = 0.0

@@ -61,7 +61,6 @@ def measure(request: Request, world: World) -> dict[str, Any]:
     for config in configs:
         config.steps = WARMUP + num_rounds
     with ExitStack() as stack:
-        stack.enter_context(harness.compiling_each(configs, len(WAYS)))
         parts = [stack.enter_context(assembled(config, world)) for config in configs]
         candidates = [Candidate(*each) for each in zip(request.variants, parts, strict=True)]
         taken = harness.take_turns([each.take for each in candidates], num_rounds)
@@ -363,8 +362,11 @@ def _by_settings(result: dict[str, Any]) -> tuple[str, tuple[Any, int]]:
     looks = {name: Look(COLOURS[at % len(COLOURS)], "-", "o") for at, name in enumerate(names)}
     ordered = sorted(rows, key=lambda row: row["training"]["median"])
     least, best = ordered[0], ordered[-1]
-    factor = best["training"]["median"] / least["training"]["median"]
+    rate = best["training"]["median"]
+    factor = rate / least["training"]["median"]
     message = f"Training {_models(rows)}: {_name(best)} is {factor:.2f} × as fast as {_name(least)}"
+    if best is least:
+        message = f"Training {_models(rows)} reaches {rate:.3g} {result['unit']}s per second"
     return message, dots(data, looks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +13,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from lab.benchmarks.catalogue import BENCHES, module_of
+from lab.benchmarks.catalogue import BENCHES
 from lab.benchmarks.harness import joined, wait_for
-from lab.benchmarks.request import read
+from lab.benchmarks.request import module_of, read
 from lab.gpu_report.items import STRATEGIES, Item, Result
 from lab.measure.environment import num_cores
 from lab.measure.layers import kernels_ms
@@ -25,6 +26,7 @@ COUNTED = ("none", "onebit", "int8", "powersgd")  # whose kernels are counted
 METRICS = ["dram__bytes_read.sum", "dram__bytes_write.sum", "sm__inst_executed.sum"]
 COPIED_BYTES, COPIES = (4_000, 400_000, 40_000_000), 5
 PROFILED, UNPROFILED = 3, 4  # steps
+Ends = Callable[[torch.device], None]  # called after steps, and waits for all
 PRETENDED = "a GPU, on a CPU at tiny sizes: no number is from a GPU"
 
 
@@ -48,10 +50,6 @@ def bench(words: Sequence[str], pretended: bool) -> Result:
         found["emulation"] = PRETENDED
     command = shlex.join(["python", "-m", "lab.bench", *words])
     return {"bench": request.bench, "command": command, **found}
-
-
-def _bench(words: Sequence[str], pretended: bool) -> Result:
-    return {"benches": [bench(words, pretended)]}
 
 
 def _steps(words: Sequence[str], pretended: bool) -> Result:
@@ -83,16 +81,11 @@ def _cpu(words: Sequence[str], pretended: bool) -> Result:
     return {"benches": [bench(words, pretended), bench(on_cpu, pretended)]}
 
 
-def _copies(words: Sequence[str], pretended: bool) -> Result:
-    return _read("transfer", _profiled(words, [], _copy), pretended)
-
-
-def _counters(words: Sequence[str], pretended: bool) -> Result:
-    return _read("counters", _profiled(words, METRICS, wait_for), pretended)
-
-
-def _read(name: str, profiler: profile, pretended: bool) -> Result:
-    """Let a benchmark read a trace."""
+def _traced(
+    name: str, metrics: Sequence[str], ends: Ends, words: Sequence[str], pretended: bool
+) -> Result:
+    """Let a benchmark read a trace of steps; see `_profiled`."""
+    profiler = _profiled(words, metrics, ends)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -108,13 +101,11 @@ def _kernels_s(words: Sequence[str]) -> float:
     return sum(each.self_cpu_time_total for each in averages) / PROFILED / 1e6
 
 
-def _profiled(
-    words: Sequence[str], metrics: Sequence[str], ends: Callable[[torch.device], None]
-) -> profile:
+def _profiled(words: Sequence[str], metrics: Sequence[str], ends: Ends) -> profile:
     """Profile steps of a run, after others.
 
     Args:
-        metrics: counted for each kernel, by CUPTI. ends: called after the steps, and waits for all.
+        metrics: counted for each kernel, by CUPTI.
     """
     config = load([*words, f"steps={UNPROFILED + PROFILED}"])
     counted = _ExperimentalConfig(profiler_metrics=[*metrics], profiler_measure_per_kernel=True)
@@ -144,10 +135,10 @@ def _copy(device: torch.device) -> None:
 
 
 KINDS: dict[str, Callable[[Sequence[str], bool], Result]] = {
-    "bench": _bench,
+    "bench": lambda words, pretended: {"benches": [bench(words, pretended)]},
     "steps": _steps,
     "graphs": _graphs,
     "cpu": _cpu,
-    "copies": _copies,
-    "counters": _counters,
+    "copies": partial(_traced, "transfer", [], _copy),
+    "counters": partial(_traced, "counters", METRICS, wait_for),
 }

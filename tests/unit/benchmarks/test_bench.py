@@ -25,6 +25,7 @@ from lab.exchange.compressed import Int8
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.measure.statistics import of_ratio
 from lab.settings.config import ConfigError, build, load
+from lab.training import assemble
 from tests.support.commands import refusal
 from tests.unit.benchmarks.test_shown import SURROUNDINGS, committed, results
 
@@ -87,6 +88,15 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["step", "strategy=overlap,priority"], "the turns of others"),
         (["step", "strategy=ddp", "tf32=true,false"], "tf32: must be the same for all candidates"),
         (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: must be"),
+        (["step", "a=strategy=ddp threads=1", "b=strategy=overlap threads=2"], "threads: must be"),
+        (["certificate", "benchmark_limit=5,6"], "benchmark_limit: must be the same"),
+        (["collective", "exchange_timeout_s=9,10"], "exchange_timeout_s: must be the same for all"),
+        (["throughput", "device=cpu,cuda"], "device: must be the same for all candidates"),
+        (["layers", "a=batch_size=4 rounds=3", "b=batch_size=8"], "rounds=3 holds for all"),
+        (["memory", "strategy=overlap", "model=lenet,mlp"], "model: must be the same for all"),
+        (["host", "model=lenet,mlp"], "model: must be the same for all candidates"),
+        (["codec", "device=cpu,cuda"], "device=cpu, device=cuda: codec measures only one set"),
+        (["recording", "strategy=none,ddp"], "none, ddp: recording measures only one set"),
         (["collective", "sizes=[4KiB,6B]"], "'6B' is not a size; give multiples of 4 bytes in KiB"),
         (["collective", "sizes=[16]"], "MiB, GiB (powers of 1024), kB, MB, GB (powers of 1000)"),
         (["collective", "batch_size=8"], "batch_size=8 is not used by collective; allowed:"),
@@ -436,6 +446,21 @@ def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:
     assert gossip["of_theory"] is None and gossip["extra_bytes"] == pytest.approx(1.1e8)
     assert tree["theory_bytes"] == pytest.approx(3.3e8)
     assert tree["of_theory"] == pytest.approx(3.5 / 3.3)
+
+
+def test_each_candidate_is_compiled_for_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise torch makes the second one's kernels for any batch, which are slower."""
+    compiled: list[list[Any]] = []
+
+    def note(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compiled.append([each for each in inputs if isinstance(each, torch.SymInt)])
+        return module.forward
+
+    monkeypatch.setattr(assemble, "BACKEND", note)
+    words = ("strategy=none", "batch_size=8,16", "compile=true", "model=mlp", "steps=12")
+    request = read(["step", *words, "world_size=1", "starts=1"])
+    assert step.measure(request)
+    assert compiled == [[], []]
 
 
 def test_host_time_is_measured_beside_ddp() -> None:

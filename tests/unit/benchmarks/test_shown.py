@@ -148,6 +148,16 @@ def test_a_chart_says_what_it_shows_and_no_text_hides_another(name: str) -> None
     assert readable(committed(name)).message == MESSAGES[name]
 
 
+def test_a_chart_of_one_candidate_compares_it_with_nothing() -> None:
+    alone = committed("collective")
+    alone["rows"] = [row for row in alone["rows"] if row["algorithm"] in ("allreduce", "sendrecv")]
+    assert readable(alone).message == "Bus bandwidth of the library's all-reduce on 4 ranks"
+    alone = committed("throughput")
+    alone["rows"], alone["knees"] = alone["rows"][:1], {}
+    rate = alone["rows"][0]["training"]["median"]
+    assert readable(alone).message == f"Training resnet50 reaches {rate:.3g} images per second"
+
+
 @pytest.mark.slow
 def test_no_text_hides_another_in_any_committed_figure() -> None:
     files = [path for path in (ROOT / "docs/results").rglob("*.json") if "pages" not in path.parts]

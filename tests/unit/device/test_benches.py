@@ -19,7 +19,7 @@ from lab.convolution.algorithms import ALGORITHMS
 from lab.device import callgrind, convolution, counters, layout, roofline, throughput
 from lab.device.counters import hits
 from lab.device.formats import Moves, Reorder
-from lab.device.layout import NUM_LOGGED, Operation, Times
+from lab.device.layout import NUM_LOGGED, Times
 from lab.training import assemble
 from tests.support.commands import refusal
 from tests.unit.benchmarks.test_shown import chart_in
@@ -101,9 +101,11 @@ def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
 
 
 def test_memory_of_ranks_that_exchange(tmp_path: Path) -> None:
-    words = ("model=lenet", "batch_size=64", "strategy=allreduce,onebit", "num_ranks=4")
-    exact, lossy = measured(tmp_path, "footprint", *words)["rows"]
+    words = ("model=lenet", "batch_size=64", "num_ranks=4", "memory_gb=1")
+    exact, lossy = measured(tmp_path, "footprint", *words, "strategy=allreduce,onebit")["rows"]
     assert exact["per_rank_batch_size"] == 16
+    (weak,) = measured(tmp_path, "footprint", *words, "strategy=allreduce", "scaling=weak")["rows"]
+    assert exact["largest_batch"] == 4 * weak["largest_batch"]  # both are values of batch_size
     assert lossy["bytes"]["exchange"] > exact["bytes"]["exchange"] > 0  # residuals
     assert bench.main(["footprint", "num_ranks=4", "batch_size=6"]) == 2
     assert "num_ranks=2: measured=true trains on one rank" in refusal(
@@ -323,9 +325,9 @@ def test_layers_and_steps_take_turns_in_all_layouts(
 def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
     moved = Moves((Reorder("abcd", "acdb", 0.25),), (0.5,))
 
-    def operation(which: Pass, seconds: float, count: int, is_needed: bool) -> Operation:
-        times = Times("NCHW", [moved] * NUM_LOGGED, [seconds, 2 * seconds])
-        return Operation(times, {"count": count, "pass": which, "is_needed": is_needed})
+    def operation(which: Pass, seconds: float, count: int, is_needed: bool) -> Times:
+        about = {"count": count, "pass": which, "is_needed": is_needed}
+        return Times("NCHW", [moved] * NUM_LOGGED, [seconds, 2 * seconds], about)
 
     operations = [
         operation(Pass.FORWARD, 1.0, 3, True),
