@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,8 +24,8 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit
 from lab.exchange.grouping import MIB
-from lab.loop.check import FORGOT_FINISH, FORGOT_HOOK, Checked, LoopCheck, follow, is_on
-from lab.loop.setup import compose, world_of
+from lab.loop.check import FORGOT_FINISH, FORGOT_HOOK, SYNCS, Checked, LoopCheck, follow, is_on
+from lab.loop.setup import compose, refuses_misuse, require_module, world_of
 from lab.settings.config import ConfigError, build
 from lab.settings.errors import as_config_error
 from lab.sync.base import SyncParts
@@ -39,8 +40,35 @@ from lab.training.rank_consistency import parameters, settings_and_software
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 
 
+class Unhooked:
+    """Stands for the state of a hook in a copy of a DDP model, which has no hook."""
+
+
+def meet_to_load(sync: Checked, world: World, facts: Mapping[str, str]) -> None:
+    """Wait until all ranks load a state: later, those that load none would hang the others.
+
+    Raises: ValueError: some ranks have not come within exchange_timeout_s, or state other `facts`.
+    """
+    sync.num_loads += 1
+    limit_s = float(sync.settings["exchange_timeout_s"])
+    with as_config_error("load_state_dict: "):
+        absent = world.meet(f"loads/{sync.num_loads}", facts, limit_s)
+    if absent:
+        raise ValueError(
+            f"load_state_dict: {absent} did not call it within {limit_s:g} s "
+            "(exchange_timeout_s); all ranks must, each with its own state"
+        )
+
+
 class LoopState(Checked, HookState):
-    """The state of a hook in a loop."""
+    """The state of a hook in a loop. Copies of the DDP model, as of an average of its weights, and
+    files of it hold none: DDP registers no hook for them.
+    """
+
+    world: World
+
+    def __reduce__(self) -> tuple[type[Unhooked], tuple[()]]:
+        return Unhooked, ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to save beside the model; every rank has its own.
@@ -53,6 +81,7 @@ class LoopState(Checked, HookState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
         require_state(state, "step", "exchange")
+        meet_to_load(self, self.world, {"step": str(state["step"])})
         self._owner.check(state.get(KEY), state["exchange"])
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
@@ -63,6 +92,7 @@ class LoopState(Checked, HookState):
         super().close()
 
 
+@refuses_misuse
 def ddp_comm_hook(
     strategy: str,
     ddp: nn.Module,
@@ -102,10 +132,12 @@ def ddp_comm_hook(
     device = next(wrapped.parameters()).device
     world, settings = _join(config, exchange, wrapped.module, wrapped.process_group, device)
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
-    guard = NonfiniteGuard(exchange, scaler)
     with as_config_error():
+        guard = NonfiniteGuard(exchange, scaler)
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
+    state.world = world
+    SYNCS.add(state)
     state.settings = settings | {
         "sync": {"_target_": "lab.sync.ddp.DDPSync", "hook": "lab"},
         "overlap": True,
@@ -117,6 +149,7 @@ def ddp_comm_hook(
     return state, exchange_hook
 
 
+@refuses_misuse
 def attach(
     ddp: nn.Module,
     strategy: str,
@@ -161,6 +194,7 @@ def _join(
 
 def _checked(module: nn.Module) -> DistributedDataParallel:
     """Return the DistributedDataParallel in `module`, which has no hook yet."""
+    require_module("ddp", module)
     inner = getattr(module, "_orig_mod", module)  # of torch.compile
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
@@ -173,7 +207,7 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
             f"{type(inner).__name__}: must be a DistributedDataParallel module; "
             "without DDP, use lab.grad_sync"
         )
-    if inner._comm_hooks:
+    if any(not isinstance(state, Unhooked) for _, state in inner._comm_hooks):
         raise ConfigError(
             "DistributedDataParallel already has a communication hook, from register_comm_hook "
             "or mixed_precision=, and can have only one"
@@ -201,13 +235,14 @@ class LoopSync(Checked, GradSync):
     ) -> None:
         super().__init__(parts)
         self.divides_loss = False  # the loop's loss is what it is
-        self._has_begun = False
+        self._has_begun = self._is_open = False
         self.settings = settings
         self._model, self._world = parts.model, world
         self._guard = NonfiniteGuard(self.exchange, scaler)
 
     def __enter__(self) -> Self:
-        self._has_begun = True
+        self._refuse_shared()
+        self._has_begun = self._is_open = True
         replicas.broadcast_state(self._model, self._world)
         super().__enter__()
         self._arrivals.armed = True
@@ -217,10 +252,24 @@ class LoopSync(Checked, GradSync):
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         super().__exit__()
+        self._is_open = False
         if kind is None:  # after an error, an exchange may wait for a rank that is lost
             self.worker.close()
         if self.check:
             self.check.close() if kind is None else self.check.abandon()
+
+    def _refuse_shared(self) -> None:
+        """Refuse a parameter of another sync: one might send its gradient while the other does."""
+        for other in SYNCS:
+            if not (isinstance(other, LoopSync) and other._is_open):
+                continue
+            theirs = {id(parameter) for parameter in other.parameters.values()}
+            for name, parameter in self.parameters.items():
+                if id(parameter) in theirs:
+                    raise ConfigError(
+                        f"{name}: another open lab.grad_sync exchanges its gradient; make one "
+                        "grad_sync of both models, as of nn.ModuleList([first, second])"
+                    )
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Enclose forward and backward of a micro-batch that is not its step's last."""
@@ -264,12 +313,16 @@ class LoopSync(Checked, GradSync):
         Raises: ValueError: it is of another exchange, or see Owner.check.
         """
         require_state(state, "step")
+        step, order = int(state["step"]["step"]), state.get("order", {})
+        digest = hashlib.sha256(" ".join(order).encode()).hexdigest()
+        facts = {"step": str(step), "order of gradients": digest[:12]}
+        meet_to_load(self, self._world, facts)
         prefix = "exchange."
         kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         self._owner.check(state.get(KEY), kept)
         self.exchange.resume(kept, self._world.device)
-        super().load_state_dict({"order": state.get("order", {})})
-        self.step = int(state["step"]["step"])
+        super().load_state_dict({"order": order})
+        self.step = step
 
     def _submit_next(self) -> None:
         if not self._exchanged:
@@ -277,6 +330,7 @@ class LoopSync(Checked, GradSync):
         super()._submit_next()
 
 
+@refuses_misuse
 def grad_sync(
     model: nn.Module,
     strategy: str = "onebit",
@@ -305,6 +359,7 @@ def grad_sync(
     """
     looks = is_on(check)
     config = compose(strategy, overrides, ("overlap", "bucket_mb"))
+    require_module("model", model)
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             where = f"{name}: DistributedDataParallel" if name else "DistributedDataParallel"
@@ -319,6 +374,7 @@ def grad_sync(
     parts = SyncParts(model, model, exchange, comm, worker, config.overlap, config.bucket_mb)
     with as_config_error():
         sync = LoopSync(parts, world, settings, scaler)
+    SYNCS.add(sync)
     if looks:
         sync.check = LoopCheck(model, sync, world, certificate, FORGOT_FINISH)
     return sync
@@ -363,6 +419,7 @@ class ReduceScatters:
         return Owner(self._model, self._exchange, settings, rank, mesh.size())
 
 
+@refuses_misuse
 def fsdp_reduce_scatter(
     model: nn.Module, exchange: str = "allreduce", **overrides: Any
 ) -> ReduceScatters:
@@ -378,6 +435,7 @@ def fsdp_reduce_scatter(
     Raises:
         ConfigError: a setting, or a model without FSDP modules.
     """
+    require_module("model", model)
     config = compose(exchange, overrides)
     settings: Any = OmegaConf.to_container(config.exchange, resolve=True)
     with as_config_error():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,10 +49,12 @@ class Checked(Exchanging):
     Attributes:
         settings: the composed settings that made it.
         check: examines the first exchanges; None: nothing does. Set before the loop.
+        num_loads: states loaded so far.
     """
 
     settings: Mapping[str, Any]
     check: LoopCheck | None = None
+    num_loads = 0
     _model: nn.Module
 
     @property
@@ -63,6 +66,9 @@ class Checked(Exchanging):
     def _owner(self) -> Owner:
         comm, made_from = self.comm, self.settings["exchange"]
         return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
+
+
+SYNCS = weakref.WeakSet[Checked]()  # of all loops of this process
 
 
 class LoopCheck:
@@ -222,11 +228,12 @@ class LoopCheck:
                 raise
 
     def _is_copy(self, parameters: list[nn.Parameter]) -> bool:
-        """Return whether these look like the model's own parameters, but are others."""
+        """Return whether these look like the model's own parameters, but nobody exchanges them."""
         assert self._observer
         ours = [*self._observer.watch.parameters.values()]
         alike = sorted(tuple(p.shape) for p in ours) == sorted(tuple(p.shape) for p in parameters)
-        return alike and {*map(id, ours)}.isdisjoint(map(id, parameters))
+        exchanged = {id(p) for sync in SYNCS for p in sync._model.parameters()}
+        return alike and exchanged.isdisjoint(map(id, parameters))
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

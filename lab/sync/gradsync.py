@@ -241,9 +241,11 @@ def accumulator(parameter: nn.Parameter) -> Node:
 
 def _refuse(name: str, times: str, due: int) -> NoReturn:
     raise RuntimeError(
-        f"{name}: its gradient grew again after it had been sent (number of times it grew: {times} "
-        f"in this step, expected {due}); put all but the last backward pass of a step into "
-        "sync.accumulate() and recompute with checkpoint(use_reentrant=False), or set overlap=false"
+        f"{name}: backward reached it again after its gradient had been sent (number of times: "
+        f"{times} in this step, expected {due}); call finish() after the backward of every step, "
+        "also of one that is skipped; detach() what another model's loss must not train; put all "
+        "but the last backward of a step into sync.accumulate(), and recompute with "
+        "checkpoint(use_reentrant=False); or set overlap=false"
     )
 
 
