@@ -242,9 +242,9 @@ def accumulator(parameter: nn.Parameter) -> Node:
 def _refuse(name: str, times: str, due: int) -> NoReturn:
     raise RuntimeError(
         f"{name}: backward reached it again after its gradient had been sent (number of times: "
-        f"{times} in this step, expected {due}); call finish() after the backward of every step, "
-        "also of one that is skipped; detach() what another model's loss must not train; put all "
-        "but the last backward of a step into sync.accumulate(), and recompute with "
+        f"{times} in this step, expected {due}); call finish() after each step's backward, also "
+        "if the step is skipped; put any other backward that reaches this model, as that of a "
+        "GAN's generator or of an earlier micro-batch, into sync.accumulate(); recompute with "
         "checkpoint(use_reentrant=False); or set overlap=false"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -98,6 +99,27 @@ def with_a_common_part() -> str:
 def test_two_syncs_with_a_common_parameter_are_refused() -> None:
     for line in CREW.call(2, with_a_common_part):
         assert line.startswith("0.weight: another open lab.grad_sync exchanges its gradient")
+
+
+def clipped_too_early(overlap: bool) -> str:
+    with joined(), lab.grad_sync(model := net(), "allreduce", overlap=overlap) as sync:
+
+        def clip_and_finish() -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            sync.finish()
+
+        if not overlap:
+            train(model, clip_and_finish, range(3))
+            return ""
+        with pytest.raises(RuntimeError) as caught:
+            train(model, clip_and_finish, range(1))
+        return str(caught.value)
+
+
+def test_gradients_that_are_changed_when_they_may_have_left_are_refused() -> None:
+    for line in CREW.call(2, clipped_too_early, True):
+        assert re.match(r"(weight|bias): its gradient was changed between backward and fin", line)
+    assert CREW.call(2, clipped_too_early, False) == ["", ""]
 
 
 def copied_and_saved(runs: Path) -> list[float]:
