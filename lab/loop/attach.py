@@ -26,7 +26,16 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit
 from lab.exchange.grouping import MIB
-from lab.loop.check import FORGOT_FINISH, FORGOT_HOOK, SYNCS, Checked, LoopCheck, follow, is_on
+from lab.loop.check import (
+    FORGOT_FINISH,
+    FORGOT_HOOK,
+    Checked,
+    LoopCheck,
+    follow,
+    is_on,
+    remember,
+    syncs,
+)
 from lab.loop.setup import compose, refuses_misuse, require_module, world_of
 from lab.settings.config import ConfigError, build
 from lab.settings.errors import as_config_error
@@ -139,7 +148,7 @@ def ddp_comm_hook(
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
     state.world = world
-    SYNCS.add(state)
+    remember(state)
     state.settings = settings | {
         "sync": {"_target_": "lab.sync.ddp.DDPSync", "hook": "lab"},
         "overlap": True,
@@ -308,7 +317,7 @@ class LoopSync(Checked, GradSync):
 
     def _refuse_shared(self) -> None:
         """Refuse a parameter of another sync: one might send its gradient while the other does."""
-        for other in SYNCS:
+        for other in syncs():
             if not (isinstance(other, LoopSync) and other._is_open):
                 continue
             theirs = {id(parameter) for parameter in other.parameters.values()}
@@ -425,7 +434,7 @@ def grad_sync(
     parts = SyncParts(model, model, exchange, comm, worker, config.overlap, config.bucket_mb)
     with as_config_error():
         sync = LoopSync(parts, world, settings, scaler)
-    SYNCS.add(sync)
+    remember(sync)
     if looks:
         sync.check = LoopCheck(model, sync, world, certificate, FORGOT_FINISH)
     return sync

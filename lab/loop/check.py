@@ -68,7 +68,17 @@ class Checked(Exchanging):
         return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
 
-SYNCS = weakref.WeakSet[Checked]()  # of all loops of this process
+_syncs = weakref.WeakValueDictionary[int, Checked]()
+
+
+def remember(sync: Checked) -> None:
+    """Let `syncs` list this one, as long as anything else holds it."""
+    _syncs[id(sync)] = sync
+
+
+def syncs() -> list[Checked]:
+    """List what loops of this process exchange by."""
+    return [sync for held in _syncs.valuerefs() if (sync := held()) is not None]
 
 
 class LoopCheck:
@@ -232,7 +242,7 @@ class LoopCheck:
         assert self._observer
         ours = [*self._observer.watch.parameters.values()]
         alike = sorted(tuple(p.shape) for p in ours) == sorted(tuple(p.shape) for p in parameters)
-        exchanged = {id(p) for sync in SYNCS for p in sync._model.parameters()}
+        exchanged = {id(p) for sync in syncs() for p in sync._model.parameters()}
         return alike and exchanged.isdisjoint(map(id, parameters))
 
 
