@@ -299,7 +299,7 @@ class LoopSync(Checked, GradSync):
         replicas.broadcast_state(self._model, self._world)
         super().__enter__()
         self._arrivals.armed = True
-        if self._during_backward:
+        if self._during_backward and not self.step:
             self._untouched = Untouched(self.parameters)
         if self.check:
             self.check.begin()

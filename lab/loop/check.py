@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim.optimizer import (
     Optimizer,
@@ -124,6 +124,9 @@ class LoopCheck:
         )
         self._forgotten = forgotten
         self._observer: Observer | None = None
+        self._has_exchanged = False
+        # The gradients, and their versions, of updates since the last exchange, by parameter's id.
+        self._used: dict[int, tuple[Tensor, int]] = {}
         self._is_idle: bool | None = None  # no exchange so far has had a gradient of this rank
 
     def begin(self) -> None:
@@ -152,6 +155,7 @@ class LoopCheck:
         """
         if (observer := self._observer) is None:
             return
+        self._has_exchanged, self._used = True, {}
         self._is_idle = self._is_idle is not False and observer.watch.is_empty and not joined
         seen = observer.seen(1.0, kept_factor)
         if joined:  # what is left in `grad` was not sent
@@ -225,8 +229,10 @@ class LoopCheck:
             return
         watch, updated = observer.watch, [p for g in optimizer.param_groups for p in g["params"]]
         grown = {id(watch.parameters[name]) for name in watch.grown}
+        ours = {*map(id, watch.parameters.values())}.intersection(map(id, updated))
+        unsent = [p for p in updated if id(p) in ours and not self._was_sent(p)]
         text = ""
-        if any(id(p) in grown and _has_values(p) for p in updated):
+        if any(_has_values(p) for p in updated if id(p) in grown) or any(map(_has_values, unsent)):
             text = f"{self._forgotten}; {MEANT}"
         elif self._is_idle and any(map(_has_values, updated)) and self._is_copy(updated):
             text = COPY_TRAINS
@@ -236,6 +242,16 @@ class LoopCheck:
             except CertificateError as error:
                 self._end(error.certificate)
                 raise
+
+    def _was_sent(self, parameter: nn.Parameter) -> bool:
+        """Tell whether an exchange came before this update, and no other with another gradient.
+
+        A loop may set `grad` itself, which no hook sees, and forget to exchange that.
+        """
+        if (gradient := parameter.grad) is None:
+            return True
+        used = self._used.setdefault(id(parameter), (gradient, gradient._version))
+        return self._has_exchanged and used[0] is gradient and used[1] == gradient._version
 
     def _is_copy(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether these look like the model's own parameters, but nobody exchanges them."""

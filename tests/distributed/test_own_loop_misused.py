@@ -122,6 +122,56 @@ def test_gradients_that_are_changed_when_they_may_have_left_are_refused() -> Non
     assert CREW.call(2, clipped_too_early, False) == ["", ""]
 
 
+def entered_again() -> list[Tensor]:
+    with joined():
+        found = []
+        for times in (1, 2):
+            sync = lab.grad_sync(model := net(), "allreduce", overlap=True, bucket_mb=0)
+            for _ in range(times):
+                with sync:
+                    train(model, sync.finish, range(4 // times))
+            found.append(weight(model))
+        return found
+
+
+def test_a_sync_may_be_entered_again() -> None:
+    first, second = CREW.call(2, entered_again)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(each.isfinite().all() for each in first)
+
+
+def set_by_hand(way: str, first: int) -> str:
+    """Set gradients in the loop from a step on, and exchange those by backward alone."""
+    with joined() as rank, ExitStack() as stack:
+        model = net()
+        sync: Any = None
+        if way == "attach":
+            lab.attach(module := DistributedDataParallel(model), "allreduce")
+        else:
+            sync, module = stack.enter_context(lab.grad_sync(model, "allreduce")), model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(module, sync.finish if sync else lambda: None, range(first))
+        model.zero_grad()
+        loss = module(batch(first, rank)).square().mean()
+        slopes = torch.autograd.grad(loss, [*model.parameters()])
+        for parameter, slope in zip(model.parameters(), slopes, strict=True):
+            parameter.grad = slope
+        with pytest.raises(lab.CertificateError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("way", "line"), [("attach", "hook ignored: DDP gave"), ("grad_sync", "not exchanged: optim")]
+)
+def test_gradients_set_by_hand_that_nobody_exchanges_are_refused(
+    way: str, line: str, first: int
+) -> None:
+    for said in spawn(2, set_by_hand, way, first):
+        assert said.startswith(f"certificate: {line}")
+
+
 def copied_and_saved(runs: Path) -> list[float]:
     """Train while copies are made, as an average of weights is; return what they differ by."""
     with joined():
