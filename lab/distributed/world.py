@@ -274,6 +274,21 @@ class World:
         if bool((digests != digests[0]).any()):
             raise Disagreement(differences([json.loads(each) for each in self.gather_text(text)]))
 
+    def meet(self, event: str, facts: Facts, limit_s: float) -> str:
+        """Wait in the store until all ranks come to `event`, and compare what they state.
+
+        Args: event: of this World, a new one for each call.
+
+        Returns: the ranks that have not come within `limit_s`, in words; empty: all have.
+
+        Raises: Disagreement: facts differ.
+        """
+        key, limit = f"{self.control.group_name}/{event}", timedelta(seconds=limit_s)
+        if absent := _absent(self.place, key, limit_s, written(facts)):
+            return ranks_in_words(absent)
+        compare_in_store(self.place, key, limit)
+        return ""
+
     def clock_ahead_s(self) -> tuple[float, float]:
         """Return the seconds that `perf_counter` is ahead of rank 0's, and its largest error.
 

@@ -107,7 +107,7 @@ class BucketPlan:
 
     Args:
         in_place: the single parameter's gradient is exchanged where autograd left it. No other
-            gradient may share its memory, as those of parameters that are only viewed and added do.
+            gradient may share its memory; see `in_one_memory`.
         multiple: divides the length of `flat`.
         dtype: of the buffer; None: that of the parameters, which are all of one.
 
@@ -174,6 +174,11 @@ class BucketPlan:
             self._pack_each(bucket)
         self._seen = []
         return bucket
+
+    def addresses(self) -> list[tuple[int, str]]:
+        """Return where each dense gradient begins in memory, and its parameter's name."""
+        grads = ((p.grad, name) for name, p in self._in_flat.items())
+        return [(g.data_ptr(), n) for g, n in grads if g is not None and g.layout == torch.strided]
 
     def has_gradients(self, fresh: bool = False) -> bool:
         """Tell whether all parameters have a gradient; `fresh`: made since `pack` took the last."""
@@ -296,6 +301,7 @@ def plan(
     only: Container[str] | None = None,
     multiple: int = 1,
     carrier: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+    copied: Container[str] = (),
 ) -> list[BucketPlan]:
     """Divide the trainable parameters into buckets, in the order in which backward fills them.
 
@@ -312,6 +318,7 @@ def plan(
         only: names of the parameters to divide. None: all.
         multiple: divides the length of each bucket's flat tensor.
         carrier: returns the real dtype in which gradients of a dtype travel.
+        copied: names of parameters whose gradients are not exchanged in place.
     """
     named = [
         (name, p)
@@ -321,7 +328,7 @@ def plan(
     if order is not None:
         position = {name: index for index, name in enumerate(order)}
         named.sort(key=lambda pair: position[pair[0]])
-    # Their gradients share no memory with another gradient. No subclasses: theirs may do more.
+    # Their own forward makes gradients of fresh memory. No subclasses: theirs may do more.
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     fresh = {id(m.weight) for m in model.modules() if type(m) in layers}
     scale = getattr(model, "bytes_scale", 1.0)
@@ -336,12 +343,24 @@ def plan(
     return [
         BucketPlan(
             {name: by_name[name] for name in names},
-            in_place=len(names) == 1 and id(by_name[names[0]]) in fresh,
+            in_place=len(names) == 1 and id(by_name[names[0]]) in fresh and names[0] not in copied,
             multiple=multiple,
             dtype=carrier(by_name[names[0]].dtype),
         )
         for names in groups
     ]
+
+
+def in_one_memory(buckets: Iterable[BucketPlan]) -> set[str]:
+    """Return the parameters whose gradient lies where another's does.
+
+    Backward gives one memory to all parts of a stack that is summed: `torch.stack([a, b]).sum(0)`.
+    """
+    names: dict[int, set[str]] = {}  # several buckets may be parts of one gradient
+    for bucket in buckets:
+        for address, name in bucket.addresses():
+            names.setdefault(address, set()).add(name)
+    return {name for those in names.values() if len(those) > 1 for name in those}
 
 
 class Outside:

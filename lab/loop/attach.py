@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lab.distributed import replicas
 from lab.distributed.comm import Traffic
@@ -23,15 +26,24 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit
 from lab.exchange.grouping import MIB
-from lab.loop.check import FORGOT_FINISH, FORGOT_HOOK, Checked, LoopCheck, follow, is_on
-from lab.loop.setup import compose, world_of
+from lab.loop.check import (
+    FORGOT_FINISH,
+    FORGOT_HOOK,
+    Checked,
+    LoopCheck,
+    follow,
+    is_on,
+    remember,
+    syncs,
+)
+from lab.loop.setup import compose, refuses_misuse, require_module, world_of
 from lab.settings.config import ConfigError, build
 from lab.settings.errors import as_config_error
 from lab.sync.base import SyncParts
 from lab.sync.ddp import HookState, exchange_hook
 from lab.sync.fsdp import WholeGradients, set_reduce_scatter
 from lab.sync.fsdp_units import require_scattered
-from lab.sync.gradsync import GradSync
+from lab.sync.gradsync import GradSync, accumulator
 from lab.sync.owner import KEY, NonfiniteGuard, Owner, Scaler, require_state
 from lab.training.assemble import require_alike, require_like_gpus
 from lab.training.rank_consistency import parameters, settings_and_software
@@ -39,8 +51,35 @@ from lab.training.rank_consistency import parameters, settings_and_software
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 
 
+class Unhooked:
+    """Stands for the state of a hook in a copy of a DDP model, which has no hook."""
+
+
+def meet_to_load(sync: Checked, world: World, facts: Mapping[str, str]) -> None:
+    """Wait until all ranks load a state: later, those that load none would hang the others.
+
+    Raises: ValueError: some ranks have not come within exchange_timeout_s, or state other `facts`.
+    """
+    sync.num_loads += 1
+    limit_s = float(sync.settings["exchange_timeout_s"])
+    with as_config_error("load_state_dict: "):
+        absent = world.meet(f"loads/{sync.num_loads}", facts, limit_s)
+    if absent:
+        raise ValueError(
+            f"load_state_dict: {absent} did not call it within {limit_s:g} s "
+            "(exchange_timeout_s); all ranks must, each with its own state"
+        )
+
+
 class LoopState(Checked, HookState):
-    """The state of a hook in a loop."""
+    """The state of a hook in a loop. Copies of the DDP model, as of an average of its weights, and
+    files of it hold none: DDP registers no hook for them.
+    """
+
+    world: World
+
+    def __reduce__(self) -> tuple[type[Unhooked], tuple[()]]:
+        return Unhooked, ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to save beside the model; every rank has its own.
@@ -53,6 +92,7 @@ class LoopState(Checked, HookState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
         require_state(state, "step", "exchange")
+        meet_to_load(self, self.world, {"step": str(state["step"])})
         self._owner.check(state.get(KEY), state["exchange"])
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
@@ -63,6 +103,7 @@ class LoopState(Checked, HookState):
         super().close()
 
 
+@refuses_misuse
 def ddp_comm_hook(
     strategy: str,
     ddp: nn.Module,
@@ -102,10 +143,12 @@ def ddp_comm_hook(
     device = next(wrapped.parameters()).device
     world, settings = _join(config, exchange, wrapped.module, wrapped.process_group, device)
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
-    guard = NonfiniteGuard(exchange, scaler)
     with as_config_error():
+        guard = NonfiniteGuard(exchange, scaler)
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
+    state.world = world
+    remember(state)
     state.settings = settings | {
         "sync": {"_target_": "lab.sync.ddp.DDPSync", "hook": "lab"},
         "overlap": True,
@@ -117,6 +160,7 @@ def ddp_comm_hook(
     return state, exchange_hook
 
 
+@refuses_misuse
 def attach(
     ddp: nn.Module,
     strategy: str,
@@ -161,6 +205,7 @@ def _join(
 
 def _checked(module: nn.Module) -> DistributedDataParallel:
     """Return the DistributedDataParallel in `module`, which has no hook yet."""
+    require_module("ddp", module)
     inner = getattr(module, "_orig_mod", module)  # of torch.compile
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
@@ -173,12 +218,53 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
             f"{type(inner).__name__}: must be a DistributedDataParallel module; "
             "without DDP, use lab.grad_sync"
         )
-    if inner._comm_hooks:
+    if any(not isinstance(state, Unhooked) for _, state in inner._comm_hooks):
         raise ConfigError(
             "DistributedDataParallel already has a communication hook, from register_comm_hook "
             "or mixed_precision=, and can have only one"
         )
     return inner
+
+
+class Untouched:
+    """Tells gradients that a loop changes between backward and `finish`, in its first step.
+
+    In later ones they have been sent by then, so clipping, say, would do nothing without a word.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._made: dict[str, tuple[Tensor, int]] = {}  # gradients and their versions
+        nodes = {name: accumulator(parameter) for name, parameter in parameters.items()}
+        self._nodes = nodes  # which torch would make anew
+        hooks: Any = [node.register_hook(partial(self._note, name)) for name, node in nodes.items()]
+        self._hooks: list[RemovableHandle] = hooks
+
+    def _note(self, name: str, *_: object) -> None:
+        if (gradient := self._parameters[name].grad) is not None:
+            self._made[name] = gradient, gradient._version
+
+    def end(self) -> bool:
+        """Look no more, once there was a backward; return whether there was.
+
+        Raises: RuntimeError: names a parameter whose gradient is another now.
+        """
+        made, self._made = self._made, {}
+        if made:
+            self.close()
+        for name, (gradient, version) in made.items():
+            now = self._parameters[name].grad
+            if now is not None and (now is not gradient or now._version != version):
+                raise RuntimeError(
+                    f"{name}: its gradient was changed between backward and finish(), where later "
+                    "steps have sent it already; change gradients after finish(), or set "
+                    "overlap=false"
+                )
+        return bool(made)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 class LoopSync(Checked, GradSync):
@@ -201,26 +287,46 @@ class LoopSync(Checked, GradSync):
     ) -> None:
         super().__init__(parts)
         self.divides_loss = False  # the loop's loss is what it is
-        self._has_begun = False
+        self._has_begun = self._is_open = False
+        self._untouched: Untouched | None = None
         self.settings = settings
         self._model, self._world = parts.model, world
         self._guard = NonfiniteGuard(self.exchange, scaler)
 
     def __enter__(self) -> Self:
-        self._has_begun = True
+        self._refuse_shared()
+        self._has_begun = self._is_open = True
         replicas.broadcast_state(self._model, self._world)
         super().__enter__()
         self._arrivals.armed = True
+        if self._during_backward and not self.step:
+            self._untouched = Untouched(self.parameters)
         if self.check:
             self.check.begin()
         return self
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         super().__exit__()
+        self._is_open = False
+        if self._untouched:
+            self._untouched.close()
         if kind is None:  # after an error, an exchange may wait for a rank that is lost
             self.worker.close()
         if self.check:
             self.check.close() if kind is None else self.check.abandon()
+
+    def _refuse_shared(self) -> None:
+        """Refuse a parameter of another sync: one might send its gradient while the other does."""
+        for other in syncs():
+            if not (isinstance(other, LoopSync) and other._is_open):
+                continue
+            theirs = {id(parameter) for parameter in other.parameters.values()}
+            for name, parameter in self.parameters.items():
+                if id(parameter) in theirs:
+                    raise ConfigError(
+                        f"{name}: another open lab.grad_sync exchanges its gradient; make one "
+                        "grad_sync of both models, as of nn.ModuleList([first, second])"
+                    )
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Enclose forward and backward of a micro-batch that is not its step's last."""
@@ -230,7 +336,8 @@ class LoopSync(Checked, GradSync):
         """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.
 
         Raises:
-            RuntimeError: the loop is outside `with`, so ranks may have started differently.
+            RuntimeError: the loop is outside `with`, so ranks may have started differently; or it
+                changes gradients before this although they overlap with backward.
             FloatingPointError: see NonfiniteGuard.
             CertificateError: check="first" has found a fault.
             Exception: the first error of an exchange.
@@ -239,6 +346,8 @@ class LoopSync(Checked, GradSync):
             raise RuntimeError(
                 "grad_sync: finish() outside `with`; use `with grad_sync(...) as s:`"
             )
+        if self._untouched and self._untouched.end():
+            self._untouched = None
         if self.clock:
             self.clock.next_phase("exchange")
         finite = super().finish()
@@ -264,12 +373,16 @@ class LoopSync(Checked, GradSync):
         Raises: ValueError: it is of another exchange, or see Owner.check.
         """
         require_state(state, "step")
+        step, order = int(state["step"]["step"]), state.get("order", {})
+        digest = hashlib.sha256(" ".join(order).encode()).hexdigest()
+        facts = {"step": str(step), "order of gradients": digest[:12]}
+        meet_to_load(self, self._world, facts)
         prefix = "exchange."
         kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         self._owner.check(state.get(KEY), kept)
         self.exchange.resume(kept, self._world.device)
-        super().load_state_dict({"order": state.get("order", {})})
-        self.step = int(state["step"]["step"])
+        super().load_state_dict({"order": order})
+        self.step = step
 
     def _submit_next(self) -> None:
         if not self._exchanged:
@@ -277,6 +390,7 @@ class LoopSync(Checked, GradSync):
         super()._submit_next()
 
 
+@refuses_misuse
 def grad_sync(
     model: nn.Module,
     strategy: str = "onebit",
@@ -305,6 +419,7 @@ def grad_sync(
     """
     looks = is_on(check)
     config = compose(strategy, overrides, ("overlap", "bucket_mb"))
+    require_module("model", model)
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             where = f"{name}: DistributedDataParallel" if name else "DistributedDataParallel"
@@ -319,6 +434,7 @@ def grad_sync(
     parts = SyncParts(model, model, exchange, comm, worker, config.overlap, config.bucket_mb)
     with as_config_error():
         sync = LoopSync(parts, world, settings, scaler)
+    remember(sync)
     if looks:
         sync.check = LoopCheck(model, sync, world, certificate, FORGOT_FINISH)
     return sync
@@ -363,6 +479,7 @@ class ReduceScatters:
         return Owner(self._model, self._exchange, settings, rank, mesh.size())
 
 
+@refuses_misuse
 def fsdp_reduce_scatter(
     model: nn.Module, exchange: str = "allreduce", **overrides: Any
 ) -> ReduceScatters:
@@ -378,6 +495,7 @@ def fsdp_reduce_scatter(
     Raises:
         ConfigError: a setting, or a model without FSDP modules.
     """
+    require_module("model", model)
     config = compose(exchange, overrides)
     settings: Any = OmegaConf.to_container(config.exchange, resolve=True)
     with as_config_error():

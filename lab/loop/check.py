@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim.optimizer import (
     Optimizer,
@@ -48,10 +49,12 @@ class Checked(Exchanging):
     Attributes:
         settings: the composed settings that made it.
         check: examines the first exchanges; None: nothing does. Set before the loop.
+        num_loads: states loaded so far.
     """
 
     settings: Mapping[str, Any]
     check: LoopCheck | None = None
+    num_loads = 0
     _model: nn.Module
 
     @property
@@ -63,6 +66,19 @@ class Checked(Exchanging):
     def _owner(self) -> Owner:
         comm, made_from = self.comm, self.settings["exchange"]
         return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
+
+
+_syncs = weakref.WeakValueDictionary[int, Checked]()
+
+
+def remember(sync: Checked) -> None:
+    """Let `syncs` list this one, as long as anything else holds it."""
+    _syncs[id(sync)] = sync
+
+
+def syncs() -> list[Checked]:
+    """List what loops of this process exchange by."""
+    return [sync for held in _syncs.valuerefs() if (sync := held()) is not None]
 
 
 class LoopCheck:
@@ -108,6 +124,9 @@ class LoopCheck:
         )
         self._forgotten = forgotten
         self._observer: Observer | None = None
+        self._has_exchanged = False
+        # The gradients, and their versions, of updates since the last exchange, by parameter's id.
+        self._used: dict[int, tuple[Tensor, int]] = {}
         self._is_idle: bool | None = None  # no exchange so far has had a gradient of this rank
 
     def begin(self) -> None:
@@ -136,6 +155,7 @@ class LoopCheck:
         """
         if (observer := self._observer) is None:
             return
+        self._has_exchanged, self._used = True, {}
         self._is_idle = self._is_idle is not False and observer.watch.is_empty and not joined
         seen = observer.seen(1.0, kept_factor)
         if joined:  # what is left in `grad` was not sent
@@ -209,8 +229,10 @@ class LoopCheck:
             return
         watch, updated = observer.watch, [p for g in optimizer.param_groups for p in g["params"]]
         grown = {id(watch.parameters[name]) for name in watch.grown}
+        ours = {*map(id, watch.parameters.values())}.intersection(map(id, updated))
+        unsent = [p for p in updated if id(p) in ours and not self._was_sent(p)]
         text = ""
-        if any(id(p) in grown and _has_values(p) for p in updated):
+        if any(_has_values(p) for p in updated if id(p) in grown) or any(map(_has_values, unsent)):
             text = f"{self._forgotten}; {MEANT}"
         elif self._is_idle and any(map(_has_values, updated)) and self._is_copy(updated):
             text = COPY_TRAINS
@@ -221,12 +243,23 @@ class LoopCheck:
                 self._end(error.certificate)
                 raise
 
+    def _was_sent(self, parameter: nn.Parameter) -> bool:
+        """Tell whether an exchange came before this update, and no other with another gradient.
+
+        A loop may set `grad` itself, which no hook sees, and forget to exchange that.
+        """
+        if (gradient := parameter.grad) is None:
+            return True
+        used = self._used.setdefault(id(parameter), (gradient, gradient._version))
+        return self._has_exchanged and used[0] is gradient and used[1] == gradient._version
+
     def _is_copy(self, parameters: list[nn.Parameter]) -> bool:
-        """Return whether these look like the model's own parameters, but are others."""
+        """Return whether these look like the model's own parameters, but nobody exchanges them."""
         assert self._observer
         ours = [*self._observer.watch.parameters.values()]
         alike = sorted(tuple(p.shape) for p in ours) == sorted(tuple(p.shape) for p in parameters)
-        return alike and {*map(id, ours)}.isdisjoint(map(id, parameters))
+        exchanged = {id(p) for sync in syncs() for p in sync._model.parameters()}
+        return alike and exchanged.isdisjoint(map(id, parameters))
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

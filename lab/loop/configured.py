@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lab.cluster.settings import cluster_of
 from lab.distributed import launcher
@@ -36,8 +36,14 @@ def run(config: DictConfig, world_size: int = 1) -> Record:
         ConfigError: a wrong setting; nothing has run.
         RuntimeError: the run failed, or was stopped; the message names its folder and the error.
     """
+    from omegaconf import DictConfig
+
     from lab.settings.composition import of_program  # imports Hydra
 
+    if not isinstance(cast(object, config), DictConfig):
+        raise ConfigError(
+            f"config: has type {type(config).__name__}; must be the DictConfig that Hydra composed"
+        )
     was_launched = launcher.was_launched()
     checked, words = of_program(config, None if was_launched else world_size)
     path = _joined(checked, words) if was_launched else _started(checked, words, world_size)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +21,20 @@ from lab.distributed.comm import Sent
 from lab.distributed.world import World
 from lab.exchange.allreduce import NoExchange
 from lab.loop.check import Checked
-from lab.loop.setup import settings_of_run, world_of
+from lab.loop.setup import refuses_misuse, require_module, settings_of_run, world_of
 from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
 from lab.record.recorders import Recorder
-from lab.record.schema import Certificate
+from lab.record.schema import Certificate, read_record
 from lab.settings.config import Settings, build, load
 from lab.settings.errors import ConfigError
-from lab.settings.names import of_all_ranks, run_name
+from lab.settings.names import of_all_ranks, resolved, run_name
 from lab.sync.base import Exchanging
 from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import count, global_batch_size, require_alike
 from lab.training.outcome import measured
-from lab.training.recording import Curves, Recording, claim
+from lab.training.recording import Curves, Recording, claim, settings_of
 from lab.training.run import failure_of
 from lab.training.trainer import Measured, Progress
 
@@ -75,15 +76,17 @@ class Run(Recording):
         unit: the name of one sample, as "image".
         scaling: "strong" or "weak".
         precision: "fp32", "bf16" or "fp16".
-        repeat: which repetition of the same settings this is.
+        repeat: which repetition of the same settings this is; None: the first that has no finished
+            run in the study.
         warmup_steps: first steps that statistics leave out; None: until steady.
         recorder: where curves go as well: a choice of recorder=, or a Recorder of one's own.
 
     Raises:
-        ConfigError: a wrong setting, one that another rank has differently, or a directory that
-            cannot be written.
+        ConfigError: a wrong setting, one that another rank has differently, a repeat that has been
+            run, or a directory that cannot be written.
     """
 
+    @refuses_misuse
     def __init__(
         self,
         *,
@@ -98,11 +101,17 @@ class Run(Recording):
         unit: str = "sample",
         scaling: str = "strong",
         precision: str = "fp32",
-        repeat: int = 0,
+        repeat: int | None = None,
         warmup_steps: int | None = None,
         runs_dir: str | Path = "runs",
         recorder: str | Recorder = "local",
     ) -> None:
+        if not isinstance(model, str):
+            require_module("model", model)
+        if not isinstance(cast(object, sync), Checked | None):
+            raise ConfigError(
+                f"sync={sync!r}: must be what lab.attach or lab.grad_sync returned, or None"
+            )
         module = model if isinstance(model, nn.Module) else None
         device = next(module.parameters()).device if module else torch.device("cpu")
         world = world_of(None, device)
@@ -118,12 +127,16 @@ class Run(Recording):
             batch_size=batch_size,
             scaling=scaling,
             precision=precision,
-            repeat=repeat,
+            repeat=repeat or 0,
             warmup_steps=warmup_steps,
             runs_dir=str(runs_dir),
         )
         composed: Any = OmegaConf.to_container(config, resolve=True)
         require_alike(world, of_all_ranks(composed))
+        known: dict[str, Any] = {"model": config.model.name, "data": data, "task": task}
+        if module:
+            known |= {**count(module), "model_source": source_hash(module)}
+        config.repeat = _repeat(world, config, known, repeat)
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
         chosen: Any = recorder
@@ -133,9 +146,6 @@ class Run(Recording):
         self.loop = self._loop = OwnLoop(config, world, module, sync)
         directory = claim(world, config, run_name(arguments, config.strategy, world.size))
         assert directory  # a new one is not done
-        known: dict[str, Any] = {"model": config.model.name, "data": data, "task": task}
-        if module:
-            known |= {**count(module), "model_source": source_hash(module)}
         super().__init__(config, arguments, world, directory, unit=unit, **known)
         self.curves = Curves(chosen)
         self._is_open = self._in_step = False
@@ -190,6 +200,7 @@ class Run(Recording):
         loop.count_step(before, loop.sent())
         self.curves.after_step()
 
+    @refuses_misuse
     def evaluated(self, *, loss: float, **metrics: float) -> None:
         """Record an evaluation after the last step: the same values on all ranks.
 
@@ -244,6 +255,66 @@ def _number(name: str, value: object) -> float:
         raise ValueError(f"evaluated({name}={value!r}): must be one number") from None
 
 
+def _repeat(world: World, config: DictConfig, known: Mapping[str, Any], given: int | None) -> int:
+    """Return the number of a run among those of the same settings, the same on all ranks.
+
+    Args: known: what else tells runs apart, as the record has it.
+
+    Raises: ConfigError: the `given` one has been run.
+    """
+    answer = ""
+    if world.rank == 0:
+        folder = Path(config.runs_dir) / config.study
+        axes = {key: config[key] for key in ("strategy", "scaling")}
+        axes |= {"world_size": world.size, "batch_size": global_batch_size(config, world.size)}
+        done = _repeats_done(folder, config, {**known, **axes})
+        free = next(number for number in itertools.count() if number not in done)
+        answer = str(free if given is None else given)
+        if given in done:
+            answer = (
+                f"repeat={given}: {done[given]} is a finished run of the same settings; leave out "
+                f"repeat=, or set repeat={free}"
+            )
+    answer = world.broadcast_text(answer)
+    if not answer.isdecimal():
+        raise ConfigError(answer)
+    return int(answer)
+
+
+def _repeats_done(folder: Path, config: DictConfig, known: Mapping[str, Any]) -> dict[int, Path]:
+    """Return the folders of finished runs of the same settings, by repeat."""
+
+    own = _as_text(resolved(settings_of(config)))
+    found: dict[int, Path] = {}
+    for path in folder.glob("*/record.json"):
+        try:
+            record = read_record(path)
+        except (OSError, ValueError):  # damaged, or of another version
+            continue
+        same = all(getattr(record, key) == value for key, value in known.items())
+        if same and record.status == "done" and _as_text(record.settings) == own:
+            found[record.repeat] = path.parent
+    return found
+
+
+def _as_text(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in settings.items()}
+
+
+class _Marker:
+    """A hook on a model. Its copies, in copies and files of the model, do nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: object) -> None:
+        if self._call:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[_Marker], tuple[()]]:
+        return _Marker, ()
+
+
 class Unchecked(Exchanging):
     """A sync whose replicas cannot be compared: the model is not known, or it is not the lab's."""
 
@@ -275,8 +346,8 @@ class OwnLoop(Measured[Exchanging]):
         self._hooks: list[RemovableHandle] = []
         self._last: LastGradient | None = None
         if model:  # mark phases
-            self._hooks.append(model.register_forward_pre_hook(self._forward_begins))
-            self._hooks.append(model.register_forward_hook(self._forward_ends))
+            self._hooks.append(model.register_forward_pre_hook(_Marker(self._forward_begins)))
+            self._hooks.append(model.register_forward_hook(_Marker(self._forward_ends)))
         if sync:
             sync.clock = clock
         elif model:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from lab.distributed.launcher import RankInfo, was_launched
@@ -26,7 +29,35 @@ from lab.settings.names import OF_STRATEGY, class_name
 from lab.settings.overrides import quoted
 from lab.sync.pattern import class_of
 
+P = ParamSpec("P")
+R = TypeVar("R")
 COMMON = ("exchange", "exchange_timeout_s", "config_dir")
+
+
+def refuses_misuse(function: Callable[P, R]) -> Callable[P, R]:
+    """Let `function` refuse arguments that it does not have, or that are missing, in one line."""
+    signature = inspect.signature(function)
+    name = function.__qualname__.removesuffix(".__init__")
+    names = ", ".join(key for key in signature.parameters if key != "self")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(f"lab.{name}: {error}; arguments: {names}") from None
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def require_module(key: str, value: object) -> None:
+    """Refuse what is no module, such as a list of modules or of parameters."""
+    if not isinstance(value, nn.Module):
+        raise ConfigError(
+            f"{key}: has type {type(value).__name__}; must be an nn.Module, as nn.ModuleList(…) "
+            "makes of several"
+        )
 
 
 def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = ()) -> DictConfig:
@@ -40,6 +71,8 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
     Raises:
         ConfigError: an unknown name or key, or a strategy that does more, less or something else.
     """
+    if not isinstance(strategy, str):
+        raise ConfigError(f"strategy={strategy!r}: must be the name of a strategy or an exchange")
     for key, value in overrides.items():
         if key.split(".")[0] not in (allowed := (*COMMON, *own)):
             raise ConfigError(
@@ -137,7 +170,14 @@ def world_of(
             default group is made if the program has not. Ranks outside need not call this.
         device: where tensors to exchange lie.
         timeout_s: longest time of a collective.
+
+    Raises: ConfigError: `group` is no process group, or this rank is outside it.
     """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group={group!r}: must be a process group that this rank is in, as "
+            "torch.distributed.new_group([0, 1]) makes; or None"
+        )
     if group is None:
         if not dist.is_initialized():
             alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}

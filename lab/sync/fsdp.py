@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -494,11 +495,14 @@ def set_reduce_scatter(
 
 
 def _columns(parameters: Mapping[str, nn.Parameter], size: int) -> dict[str, Columns]:
-    """Return where FSDP puts parameters: each divided by its first dimension, rounded up."""
+    """Return where FSDP puts parameters: each divided by one dimension, rounded up."""
     columns, start = dict[str, Columns](), 0
     for name, parameter in parameters.items():
-        inner = parameter.numel() // parameter.shape[0]
-        stop = start + -(-parameter.shape[0] // size) * inner
-        columns[name] = Columns(start, stop, inner)
+        *_, placement = getattr(parameter, "placements", (None,))  # the last is the shard's
+        divided = 0 if placement is None else placement.dim
+        shape = list(parameter.shape)
+        shape[divided] = -(-shape[divided] // size)
+        stop = start + math.prod(shape)
+        columns[name] = Columns(start, stop, math.prod(shape[1:]))
         start = stop
     return columns

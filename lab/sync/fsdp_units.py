@@ -242,7 +242,8 @@ class WholeGradients:
     come when a module's have been sent (reentrant recomputation) are sent after the others; FSDP2
     would forget them. Sparse ones are made dense.
 
-    Backward raises a RuntimeError where another rank ran a module that this one did not.
+    Backward raises a RuntimeError where another rank ran a module that this one did not, and where
+    a module was wrapped later.
 
     Args:
         model: after the last fully_shard. Of one that has this already, nothing changes.
@@ -250,6 +251,7 @@ class WholeGradients:
 
     def __init__(self, model: nn.Module) -> None:
         modules = [module for _, module in modules_of_fsdp(model)]
+        self._model, self._known = model, {*map(id, modules)}
         self._groups = [group for module in modules for group in groups_of(module)]
         self._ran: set[int] = set()  # ids of groups that have sent in this backward
         self._empty: set[int] = set()  # ids of parameters that had no gradient before it
@@ -266,12 +268,23 @@ class WholeGradients:
             state._root_post_backward_final_callback = end
 
     def _send(self, group: Any, send: Callable[..., None], *_: object) -> None:
+        if not self._ran:
+            self._refuse_later()
         if group.reduce_grads and group._training_state.name in ("FORWARD", "PRE_BACKWARD"):
             self._ran.add(id(group))
             for parameter in group.fsdp_params:
                 if parameter.sharded_param.requires_grad:
                     self._complete(parameter)
         send()
+
+    def _refuse_later(self) -> None:
+        """Refuse modules that were wrapped since: torch alone would scatter their gradients."""
+        for name, module in modules_of_fsdp(self._model):
+            if id(module) not in self._known:
+                raise RuntimeError(
+                    f"{name}: was wrapped after lab.fsdp_reduce_scatter; call that after the last "
+                    "fully_shard"
+                )
 
     def _complete(self, parameter: Any) -> None:
         whole: Tensor = parameter.unsharded_param

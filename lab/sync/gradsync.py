@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Collective, Sent
-from lab.exchange.bucket import BucketPlan, GradBucket, Outside, plan
+from lab.exchange.bucket import BucketPlan, GradBucket, Outside, in_one_memory, plan
 from lab.exchange.gate import admit, carrier, is_linear
 from lab.settings import checks
 from lab.sync import pattern
@@ -241,9 +241,11 @@ def accumulator(parameter: nn.Parameter) -> Node:
 
 def _refuse(name: str, times: str, due: int) -> NoReturn:
     raise RuntimeError(
-        f"{name}: its gradient grew again after it had been sent (number of times it grew: {times} "
-        f"in this step, expected {due}); put all but the last backward pass of a step into "
-        "sync.accumulate() and recompute with checkpoint(use_reentrant=False), or set overlap=false"
+        f"{name}: backward reached it again after its gradient had been sent (number of times: "
+        f"{times} in this step, expected {due}); call finish() after each step's backward, also "
+        "if the step is skipped; put any other backward that reaches this model, as that of a "
+        "GAN's generator or of an earlier micro-batch, into sync.accumulate(); recompute with "
+        "checkpoint(use_reentrant=False); or set overlap=false"
     )
 
 
@@ -291,8 +293,14 @@ class GradSync(Sync):
         carried_by = cast(
             Callable[[torch.dtype], torch.dtype], partial(carrier, exchange=self.exchange)
         )
+        self._copied: set[str] = set()  # parameters whose gradients share memory
         self._plan = partial(
-            plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=carried_by
+            plan,
+            parts.model,
+            parts.bucket_mb,
+            multiple=multiple,
+            carrier=carried_by,
+            copied=self._copied,
         )
         self._arrivals = Arrivals(self.parameters, self._full, self._at_each())
         self._hooks: list[RemovableHandle] = []
@@ -373,10 +381,19 @@ class GradSync(Sync):
     def _submit_rest(self) -> None:
         """Begin the exchanges that backward did not, and ask which parameters nobody reached."""
         self._outside.refuse_trained()
+        if not self._exchanged:
+            self._copy_shared()
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         if self._reached:
             self._reached.begin(self.comm, self.worker)
+
+    def _copy_shared(self) -> None:
+        """Exchange no gradient in place whose memory is another's too, from now on."""
+        if any(bucket.in_place for bucket in self.buckets):
+            self._copied |= in_one_memory(self.buckets)
+        for bucket in self.buckets:
+            bucket.in_place = bucket.in_place and self._copied.isdisjoint(bucket.parameters)
 
     def observe_drift(self, every: int) -> None:
         if self.pattern.waits_in_forward:
@@ -431,6 +448,7 @@ class GradSync(Sync):
     def _begin_step(self) -> None:
         self._arrivals.begin_step()
         self._exchanged: list[GradBucket] = []
+        self._in_place: dict[int, str] = {}  # addresses of gradients that have left in place
 
     def _full(self, place: int) -> None:
         """Begin exchanges as far as buckets are full: all ranks must begin them in one order."""
@@ -465,7 +483,15 @@ class GradSync(Sync):
             if self.before_exchange:
                 gradients = [(p, p.grad) for p in planned.parameters.values()]
                 self.before_exchange(not self._exchanged, gradients)
+            for address, name in planned.addresses() if self._in_place else ():
+                if (sent := self._in_place.get(address, name)) != name:
+                    raise RuntimeError(
+                        f"{name}: its gradient shares memory with that of {sent}, which has been "
+                        "sent, as after torch.stack([a, b]).sum(0); set overlap=false"
+                    )
             bucket = planned.pack(self.step, self.divides_loss)
+            if planned.in_place:
+                self._in_place[bucket.flat.data_ptr()] = planned.label
             if bucket.lacking and self._reached:
                 self._reached.lacks(bucket.lacking)
         self._exchanged.append(bucket)

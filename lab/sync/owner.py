@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +92,26 @@ def require_state(state: object, *keys: str) -> None:
     """Refuse what `state_dict` cannot have returned: no mapping, or one without `keys`."""
     if not isinstance(state, Mapping):
         found = f"has type {type(state).__name__}"
+    elif other := _writer(cast(Mapping[str, Any], state), keys):
+        raise ValueError(f"state_dict: {other} saved it; load it into what {other} returns")
     elif missing := {*keys} - {*cast(Mapping[str, object], state)}:
         found = f"is a mapping without {', '.join(sorted(missing))}"
     else:
         return
     raise ValueError(f"state_dict: must be what state_dict() returned, but {found}")
+
+
+def _writer(state: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """Return the function whose result wrote a state, if it is another than the one with `keys`."""
+    if not isinstance(state.get(KEY), Mapping):
+        return ""
+    if "step" not in state:
+        writer, own = "lab.fsdp_reduce_scatter", ()
+    elif "exchange" in state:
+        writer, own = "lab.attach", ("step", "exchange")
+    else:
+        writer, own = "lab.grad_sync", ("step",)
+    return writer if own != keys else ""
 
 
 def _holds_tensor(value: object) -> bool:
@@ -105,6 +120,7 @@ def _holds_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
+@runtime_checkable
 class Scaler(Protocol):
     """The part of torch.amp.GradScaler that is used."""
 
@@ -121,6 +137,8 @@ class NonfiniteGuard:
     """
 
     def __init__(self, exchange: Exchange, scaler: Scaler | None) -> None:
+        if not isinstance(cast(object, scaler), Scaler | None):
+            raise ValueError(f"scaler={scaler!r}: must be a torch.amp.GradScaler, or None")
         self._exchange = exchange
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._before: dict[str, Any] = {}

@@ -375,10 +375,18 @@ class PartPlan(BucketPlan):
     """
 
     def __init__(self, packed: _Packed, part: range) -> None:
-        super().__init__(packed.plan.parameters)
         self._packed, self._part = packed, part
+        super().__init__(packed.plan.parameters, packed.plan.in_place)
         (name,) = self.parameters
         self.shapes = {f"{name}[{part.start}:{part.stop}]": torch.Size([len(part)])}
+
+    @property
+    def in_place(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._packed.plan.in_place
+
+    @in_place.setter
+    def in_place(self, value: bool) -> None:
+        self._packed.plan.in_place = value
 
     @property
     def nbytes(self) -> int:

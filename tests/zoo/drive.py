@@ -185,6 +185,10 @@ class ThreadWorld(World):
         self.control.all_gather(out, values.contiguous())  # type: ignore[attr-defined]
         return out
 
+    def meet(self, event: str, facts: Mapping[str, str], limit_s: float) -> str:
+        self.require_equal(facts)
+        return ""
+
 
 def _world_of(group: Any, device: torch.device, timeout_s: float = 300.0) -> World:
     """Stand in for lab.loop.setup.world_of, among threads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lab.distributed.worker import InlineWorker, ThreadWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.gradsync import GradSync
+from lab.sync.priority import PrioritySync
 from tests.support.steps import made
 
 CPU = torch.device("cpu")
@@ -254,7 +256,9 @@ def test_a_gradient_that_grows_after_its_bucket_has_left_is_refused(counts: bool
                         net(x, order).sum().backward()
                 sync.finish()
 
-    with pytest.raises(RuntimeError, match=r"^[bc]\.\w+: its gradient grew again after it had"):
+    with pytest.raises(
+        RuntimeError, match=r"^[bc]\.\w+: backward reached it again after its gradient had"
+    ):
         run_ranks(1, rank_main)
 
 
@@ -281,7 +285,9 @@ def test_a_sparse_gradient_that_grows_after_its_bucket_has_left_is_refused() -> 
                 sync.finish()
                 assert all(p.grad is not None and not p.grad.is_sparse for p in net.parameters())
 
-    with pytest.raises(RuntimeError, match=r"^out\.\w+: its gradient grew again after it had"):
+    with pytest.raises(
+        RuntimeError, match=r"^out\.\w+: backward reached it again after its gradient had"
+    ):
         run_ranks(1, rank_main)
 
 
@@ -384,6 +390,58 @@ def test_gradients_that_share_memory_are_averaged_once() -> None:
         return [float(p.grad.mean()) for p in net.parameters() if p.grad is not None]
 
     assert run_ranks(2, rank_main) == [[1.5, 1.5]] * 2
+
+
+class Stacked(nn.Module):
+    """Two layers whose weights are added up before use: backward gives both one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        if not both:
+            return self.b(self.a(x))
+        return x @ torch.stack([self.a.weight, self.b.weight]).sum(0)
+
+
+@pytest.mark.parametrize("kind", [GradSync, partial(PrioritySync, chunk_mb=4, trials=0)])
+def test_layers_whose_gradients_share_memory_are_averaged_once(
+    kind: Callable[..., GradSync],
+) -> None:
+    def rank_main(comm: Comm) -> None:
+        net, expected = Stacked(), 1.0 + (comm.size - 1) / 2
+        with made(kind, net, comm, overlap=True, bucket_mb=0) as sync:
+            for _ in range(3):
+                x = torch.full((1, 4), 1.0 + comm.rank)
+                with sync.micro_batch(last=True):
+                    (net(x, True).sum() * sync.loss_factor).backward()
+                sync.finish()
+                sync.settle()
+                for parameter in net.parameters():
+                    assert parameter.grad is not None
+                    assert torch.equal(parameter.grad, torch.full((4, 4), expected))
+                net.zero_grad()
+
+    run_ranks(2, rank_main)
+
+
+def test_gradients_that_come_to_share_memory_are_refused() -> None:
+    def rank_main(comm: Comm) -> None:
+        net = Stacked()
+        with made(GradSync, net, comm, overlap=True, bucket_mb=0) as sync:
+            for both in (False, False, True):
+                net.zero_grad()
+                with sync.micro_batch(last=True):
+                    loss = net(torch.ones(1, 4), both).sum()
+                    if not both:
+                        loss.backward()
+                        sync.finish()
+                        continue
+                    with pytest.raises(RuntimeError, match=r"weight: its gradient shares memory"):
+                        loss.backward()
+
+    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("channels_last_gradient", [True, False])

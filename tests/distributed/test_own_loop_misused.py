@@ -1,0 +1,311 @@
+"""Loops of one's own that are misused: right, or refused in a line that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lab
+from tests.support.ranks import CREW, spawn
+
+WIDTH, STEPS = 8, 16
+
+
+@contextmanager
+def joined() -> Iterator[int]:
+    """Join the ranks as a user's program does, and yield the rank."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def weight(model: nn.Module) -> Tensor:
+    return next(model.parameters()).detach().clone()
+
+
+def train(model: nn.Module, finish: Callable[[], object], steps: range) -> Tensor:
+    """Train with SGD; return a weight."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(step, dist.get_rank())).square().mean().backward()
+        finish()
+        optimizer.step()
+    return weight(model)
+
+
+def one_rests_first() -> list[str]:
+    """Train two models of one shape, each in its sync, of which the first has no first step."""
+    with joined() as rank, ExitStack() as stack:
+        models = [net(), net()]
+        syncs = [stack.enter_context(lab.grad_sync(model, "allreduce")) for model in models]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for step in range(4):
+            for number, (model, sync) in enumerate(zip(models, syncs, strict=True)):
+                if step or number:
+                    model(batch(step, rank)).square().mean().backward()
+                sync.finish()
+                optimizers[number].step()
+                model.zero_grad()
+        return [sync.certificate.line for sync in syncs if sync.certificate]
+
+
+def test_a_model_that_rests_is_no_model_whose_copy_trains() -> None:
+    for lines in CREW.call(2, one_rests_first):
+        assert len(lines) == 2
+        assert all("averaged once over 2 of 2 ranks, for 2 of 2" in line for line in lines)
+
+
+def with_a_common_part() -> str:
+    with joined():
+        encoder = net()
+        first, second = nn.Sequential(encoder, net()), nn.Sequential(encoder, net())
+        with (
+            lab.grad_sync(first, "allreduce"),
+            pytest.raises(lab.ConfigError) as caught,
+            lab.grad_sync(second, "allreduce"),
+        ):
+            pass
+        with lab.grad_sync(second, "allreduce"):  # the other one has ended
+            return str(caught.value)
+
+
+def test_two_syncs_with_a_common_parameter_are_refused() -> None:
+    for line in CREW.call(2, with_a_common_part):
+        assert line.startswith("0.weight: another open lab.grad_sync exchanges its gradient")
+
+
+def clipped_too_early(overlap: bool) -> str:
+    with joined(), lab.grad_sync(model := net(), "allreduce", overlap=overlap) as sync:
+
+        def clip_and_finish() -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            sync.finish()
+
+        if not overlap:
+            train(model, clip_and_finish, range(3))
+            return ""
+        with pytest.raises(RuntimeError) as caught:
+            train(model, clip_and_finish, range(1))
+        return str(caught.value)
+
+
+def test_gradients_that_are_changed_when_they_may_have_left_are_refused() -> None:
+    for line in CREW.call(2, clipped_too_early, True):
+        assert re.match(r"(weight|bias): its gradient was changed between backward and fin", line)
+    assert CREW.call(2, clipped_too_early, False) == ["", ""]
+
+
+def entered_again() -> list[Tensor]:
+    with joined():
+        found = []
+        for times in (1, 2):
+            sync = lab.grad_sync(model := net(), "allreduce", overlap=True, bucket_mb=0)
+            for _ in range(times):
+                with sync:
+                    train(model, sync.finish, range(4 // times))
+            found.append(weight(model))
+        return found
+
+
+def test_a_sync_may_be_entered_again() -> None:
+    first, second = CREW.call(2, entered_again)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(each.isfinite().all() for each in first)
+
+
+def set_by_hand(way: str, first: int) -> str:
+    """Set gradients in the loop from a step on, and exchange those by backward alone."""
+    with joined() as rank, ExitStack() as stack:
+        model = net()
+        sync: Any = None
+        if way == "attach":
+            lab.attach(module := DistributedDataParallel(model), "allreduce")
+        else:
+            sync, module = stack.enter_context(lab.grad_sync(model, "allreduce")), model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(module, sync.finish if sync else lambda: None, range(first))
+        model.zero_grad()
+        loss = module(batch(first, rank)).square().mean()
+        slopes = torch.autograd.grad(loss, [*model.parameters()])
+        for parameter, slope in zip(model.parameters(), slopes, strict=True):
+            parameter.grad = slope
+        with pytest.raises(lab.CertificateError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("way", "line"), [("attach", "hook ignored: DDP gave"), ("grad_sync", "not exchanged: optim")]
+)
+def test_gradients_set_by_hand_that_nobody_exchanges_are_refused(
+    way: str, line: str, first: int
+) -> None:
+    for said in spawn(2, set_by_hand, way, first):
+        assert said.startswith(f"certificate: {line}")
+
+
+def copied_and_saved(runs: Path) -> list[float]:
+    """Train while copies are made, as an average of weights is; return what they differ by."""
+    with joined():
+        off: list[float] = []
+        for way in ("attach", "grad_sync"):
+            model: Any = net()
+            ddp = DistributedDataParallel(model) if way == "attach" else model
+            with ExitStack() as stack:
+                finish: Callable[[], object] = lambda: None  # noqa: E731
+                sync: Any = lab.attach(ddp, "onebit") if way == "attach" else None
+                if sync is None:
+                    sync = stack.enter_context(lab.grad_sync(ddp, "onebit"))
+                    finish = sync.finish
+                run = lab.Run(study=way, model=ddp, batch_size=8, sync=sync, runs_dir=runs)
+                stack.enter_context(run)
+                train(ddp, finish, range(2))
+                twin, file = copy.deepcopy(ddp), io.BytesIO()
+                torch.save(ddp, file)
+                loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+                for other in (twin, loaded):
+                    off.append(float((weight(other) - weight(ddp)).abs().max()))
+                    other(batch(0, 0))  # with the hooks of the run
+                if way == "attach":
+                    lab.attach(twin, "onebit", check=None)
+        return off
+
+
+def test_a_model_may_be_copied_and_saved(tmp_path: Path) -> None:
+    assert CREW.call(2, copied_and_saved, tmp_path) == [[0.0] * 4] * 2
+
+
+def loaded_by_rank_0_alone(way: str) -> str:
+    short: dict[str, Any] = {"exchange_timeout_s": 2}
+    with joined() as rank:
+        model: Any = net()
+        ddp = DistributedDataParallel(model)
+        sync: Any = lab.attach(ddp, "powersgd", **short)
+        if way == "grad_sync":
+            sync = lab.grad_sync(model, "powersgd", **short)
+        said = ""
+        if rank == 0:
+            with pytest.raises(ValueError, match="load_state_dict") as caught:
+                sync.load_state_dict(sync.state_dict())
+            said = str(caught.value)
+        dist.barrier()
+        return said
+
+
+@pytest.mark.parametrize("way", ["attach", "grad_sync"])
+def test_a_state_that_some_ranks_do_not_load_is_refused(way: str) -> None:
+    first, _ = CREW.call(2, loaded_by_rank_0_alone, way)
+    assert first.startswith("load_state_dict: rank 1 did not call it within 2 s (exchange_tim")
+
+
+def loaded_unlike() -> str:
+    with joined() as rank, lab.grad_sync(net(), "allreduce") as sync:
+        with pytest.raises(ValueError, match="must be equal on all ranks") as caught:
+            sync.load_state_dict({**sync.state_dict(), "step": {"step": torch.tensor(3 + rank)}})
+        return str(caught.value)
+
+
+def test_states_of_different_steps_are_refused() -> None:
+    line = "load_state_dict: step: 3 on rank 0, 4 on rank 1; must be equal on all ranks"
+    assert CREW.call(2, loaded_unlike) == [line, line]
+
+
+def state_of_the_other(strategy: str) -> list[str]:
+    with joined():
+        hooked = lab.attach(DistributedDataParallel(net()), strategy)
+        said: list[str] = []
+        with lab.grad_sync(net(), strategy) as sync:
+            for one, other in ((hooked, sync), (sync, hooked)):
+                with pytest.raises(ValueError, match="state_dict: lab") as caught:
+                    one.load_state_dict(other.state_dict())
+                said.append(str(caught.value))
+        return said
+
+
+def test_a_state_of_another_function_is_refused() -> None:
+    for said in CREW.call(1, state_of_the_other, "onebit"):
+        assert said == [
+            "state_dict: lab.grad_sync saved it; load it into what lab.grad_sync returns",
+            "state_dict: lab.attach saved it; load it into what lab.attach returns",
+        ]
+
+
+def sharded_by_columns(exchange: str) -> float:
+    """Scatter gradients of a model that FSDP divides by columns; return how far they are off."""
+    with joined() as rank:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7, bias=False), nn.Linear(7, 4))
+        alone = copy.deepcopy(model)
+        fully_shard(
+            model,
+            mesh=init_device_mesh("cpu", (2,)),
+            shard_placement_fn=lambda p: Shard(int(p.dim() > 1 and p.shape[1] % 2 == 0)),
+        )
+        kept = lab.fsdp_reduce_scatter(model, exchange)
+        x = [torch.randn(4, 6, generator=torch.Generator().manual_seed(each)) for each in range(2)]
+        total = [torch.zeros_like(p) for p in alone.parameters()]
+        for _ in range(STEPS):
+            model.zero_grad()
+            model(x[rank]).square().mean().backward()
+            kept.load_state_dict(kept.state_dict())
+            for sums, parameter in zip(total, model.parameters(), strict=True):
+                assert isinstance(parameter.grad, DTensor)
+                sums += parameter.grad.full_tensor()
+        for each in x:
+            (alone(each).square().mean() / 2).backward()
+        found = torch.cat([sums.flatten() / STEPS for sums in total])
+        due = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
+        return float((found - due).norm() / due.norm())
+
+
+@pytest.mark.parametrize(
+    ("exchange", "most"), [("allreduce", 1e-6), ("int8", 0.02), ("int4", 0.05), ("onebit", 0.2)]
+)
+def test_fsdp_may_divide_other_dimensions_than_the_first(exchange: str, most: float) -> None:
+    for off in spawn(2, sharded_by_columns, exchange):
+        assert off < most
+
+
+def wrapped_late() -> str:
+    with joined() as rank:
+        model = nn.Sequential(net(), net())
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model[0], mesh=mesh)
+        lab.fsdp_reduce_scatter(model, "onebit")
+        fully_shard(model[1], mesh=mesh)
+        with pytest.raises(RuntimeError) as caught:
+            model(batch(0, rank)).square().mean().backward()
+        return str(caught.value)
+
+
+def test_a_module_that_is_wrapped_later_is_refused() -> None:
+    for line in spawn(2, wrapped_late):
+        assert line.startswith("1: was wrapped after lab.fsdp_reduce_scatter; call that after")
