@@ -432,6 +432,8 @@ def verify_all(
     Args:
         runs: folder of studies, each in a folder of its name.
     """
+    if runs and not runs.is_dir():
+        raise ValueError(f"runs={runs}: must be a folder of studies")
     found = {}
     for name in progress([*names], "source"):
         paper = _paper(name, config_dir)

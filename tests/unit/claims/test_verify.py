@@ -163,6 +163,8 @@ def test_several_papers_are_one_page(tmp_path: Path) -> None:
 def test_wrong_paths_are_one_line(tmp_path: Path) -> None:
     for wrong in (f"runs={tmp_path}/no", f"out={tmp_path}/no/page.md"):
         assert str(tmp_path) in refusal(verify.main, "kim2017", wrong)
+    several = refusal(verify.main, "kim2017", "h100", f"runs={tmp_path}/no")
+    assert f"runs={tmp_path}/no: must be a folder of studies" in several
 
 
 def rows(text: str) -> list[str]:

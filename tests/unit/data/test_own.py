@@ -107,8 +107,23 @@ def test_data_of_the_labs_own_form_is_left_alone() -> None:
         (3, "type int"),
         (torch.zeros(3, 2), r"type Tensor of shape \[3, 2\]"),
         ((torch.zeros(3), torch.zeros(4)), "type tuple"),
+        ((torch.tensor(1.0), torch.tensor(2.0)), "type tuple"),
     ],
 )
 def test_other_values_are_refused_by_one_line(value: Tensor | int, named: str) -> None:
     with pytest.raises(ValueError, match=rf"^data=mine: returned {named}; it must return"):
+        as_data(value, CPU, "data=mine")
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (Squares(1), "1"),
+        ((Squares(5), Squares(0)), "5 and 0"),
+        ((torch.zeros(1, 3), torch.zeros(1).long()), "1"),
+        (((torch.zeros(3, 3), torch.zeros(3)), (torch.zeros(0, 3), torch.zeros(0))), "3 and 0"),
+    ],
+)
+def test_too_few_samples_for_two_parts_are_refused(value: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data=mine: returned too few samples \({found}\)"):
         as_data(value, CPU, "data=mine")
