@@ -55,14 +55,8 @@ KINDS = {
     "own": "We do not count these claims as evidence about the source, because they are our own "
     "statements, not the source's.",
 }
-# Those that are no evidence, as heads of columns.
+# Those that are no evidence, after a number: one, and several.
 OTHERS = {
-    "arithmetic": "arithmetic checks",
-    "input": "model inputs",
-    "own": "our own statements",
-}
-# The same after a number: one, and several.
-COUNTED = {
     "arithmetic": ("arithmetic check", "arithmetic checks"),
     "input": ("model input", "model inputs"),
     "own": ("of our own statements", "of our own statements"),
@@ -306,14 +300,13 @@ class _Kinds:
         if claim.check.about is not None and claim.published is None:
             return "arithmetic", "the source prints no such figure"
         if claim.of_device:
-            kind = "counted" if claim.is_counted else "measured"
-            return _checked(kind, _may_fail(claim, verdict.value))
+            return _checked("counted" if claim.is_counted else "measured", verdict)
         return self._of_scaling(verdict, cells)
 
     def _of_scaling(self, verdict: Verdict, cells: set[Point]) -> tuple[str, str]:
         claim = verdict.claim
         if not cells:
-            return _checked("counted", _may_fail(claim, verdict.value))
+            return _checked("counted", verdict)
         apart = {cell for cell in cells if not _of_profile(cell)}
         if not apart:
             return "input", ""
@@ -343,16 +336,11 @@ class _Kinds:
         return "predicted", ""
 
 
-def _may_fail(claim: Claim, value: Interval) -> bool:
-    """Tell whether a count or a measurement, or one off by up to two, would not hold."""
-    if math.isnan(value.mid):
-        return True
-    found = [value, *(value.scaled(factor) for factor in FACTORS)]
-    return any(claim.check.outcome(one) != "holds" for one in found)
-
-
-def _checked(kind: str, may_fail: bool) -> tuple[str, str]:
-    return (kind, "") if may_fail else ("arithmetic", SURE)
+def _checked(kind: str, verdict: Verdict) -> tuple[str, str]:
+    """Return the kind of a count or a measurement, or arithmetic if one off by two holds too."""
+    found = [verdict.value, *(verdict.value.scaled(factor) for factor in FACTORS)]
+    holds = all(verdict.claim.check.outcome(one) == "holds" for one in found)
+    return ("arithmetic", SURE) if holds else (kind, "")
 
 
 @dataclass(frozen=True)
