@@ -221,10 +221,10 @@ def text(
     """
     if path:
         root = existing(path, "give a file or a folder")
-        files = [root] if root.is_file() else _below(root, suffix or "")
+        files = [root] if root.is_file() else _below(root, str(suffix or ""))
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = _below(root, suffix or ".py", LEFT_OUT)
+        files = _below(root, str(suffix or ".py"), LEFT_OUT)
     ids = _bytes_of(files)
     if not len(ids):
         reason = "all files are empty" if files else f"no files, with data.suffix={suffix}"
