@@ -97,7 +97,7 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     parts = [
         *(_table(points) if points else ()),
         "\n".join(f"on={label}: {text}" for label, text in study.machines.items()),
-        "\n".join(filter(None, [shared_runs(points), *_advice(points)])),
+        "\n".join(filter(None, [shared_runs(points), _advice(points)])),
         "\n".join(_scalability_lines(points)),
         "\n".join(filter(None, [floor_text(floor), *leaders_at])),
         "\n".join(f"{status}: {name}: {why}" for name, status, why in study.troubles),
@@ -259,13 +259,11 @@ def _value(value: float, scale: float = 1.0) -> str:
     return UNMEASURED if math.isnan(value) else f"{value * scale:.4g}"
 
 
-def _advice(points: Iterable[Point]) -> list[str]:
-    counts = {point.num_repeats for point in points if point.num_repeats}
-    if not counts or min(counts) >= ENOUGH_REPEATS:
-        return []
-    return [
-        f"Points with fewer than {ENOUGH_REPEATS} repeats (n) have no interval and are not ranked."
-    ]
+def _advice(points: Iterable[Point]) -> str:
+    if not any(0 < point.num_repeats < ENOUGH_REPEATS for point in points):
+        return ""
+    few = f"Points with fewer than {ENOUGH_REPEATS} repeats (n)"
+    return f"{few} have no interval and are not ranked."
 
 
 def _scalability_lines(points: Sequence[Point]) -> list[str]:
@@ -311,7 +309,7 @@ class Scalability:
     Attributes:
         serial_fraction: by ranks, the experimentally determined serial fraction e of A. Karp and
             H. Flatt (CACM 33(5), 1990): (1 / S - 1 / N) / (1 - 1 / N). It is constant if Amdahl's
-            law holds, and gpoints with N where communication does.
+            law holds, and grows with N where communication does.
         contention, coherency: sigma and kappa of N. Gunther's law (2008),
             S = N / (1 + sigma (N - 1) + kappa N (N - 1)); all NaN with fewer than two numbers of
             ranks above one.

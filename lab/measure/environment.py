@@ -154,8 +154,7 @@ def num_cores() -> int:
 
 def _tf32() -> dict[str, bool]:
     """Return where torch may round float32 to TF32 on GPUs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # see lab.training.assemble
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # see training.assemble
         return {
             "products": bool(torch.backends.cuda.matmul.allow_tf32),
             "convolutions": bool(torch.backends.cudnn.allow_tf32),
