@@ -9,6 +9,7 @@ import pytest
 
 from lab.analysis.points import table
 from lab.analysis.records import load_study
+from lab.analysis.series import usual_values
 from tests.support.records import leave, make_record
 
 TREE = {"exchange._target_": "lab.exchange.paths.Tree", "exchange.chunk_mb": None}
@@ -78,3 +79,9 @@ def test_a_failed_run_and_its_successor_are_no_copies(tmp_path: Path) -> None:
 def test_records_without_settings_are_told_apart_as_typed(tmp_path: Path) -> None:
     found = series(tmp_path, make({}, variant={"bucket_mb": "1"}), make({}, repeat=1))
     assert found == ["tree", "tree bucket_mb=1"]
+
+
+def test_usual_values_are_noted_in_the_order_of_the_runs() -> None:
+    values = {f"key{number}": "1" for number in range(9)}
+    runs = [(name, values) for name in ("tree", "ring", "onebit")]
+    assert list(usual_values(runs)) == list(values)  # a set would differ from run to run
