@@ -41,7 +41,10 @@ def as_data(value: Any, device: torch.device, setting: str) -> Data:
         _require_samples(setting, *(len(part[0]) for part in (train, test) if part is not None))
         return _tensor_data(_pair(train), None if test is None else _pair(test), device, value)
     if _is_data_set(train) and (test is None or _is_data_set(test)):
-        _require_samples(setting, *(len(part) for part in (train, test) if part is not None))
+        parts = [part for part in (train, test) if part is not None]
+        _require_samples(setting, *map(len, parts))
+        for part in parts:
+            _require_pair(setting, part[0])
         return DataSetData(train, test, device)
     raise ValueError(
         f"{setting}: returned {_named(value)}; it must return (inputs, targets) as tensors, a "
@@ -119,6 +122,17 @@ def _require_samples(setting: str, *counts: int) -> None:
         raise ValueError(
             f"{setting}: returned too few samples ({found}); there must be at least one to train "
             "on and one to test on"
+        )
+
+
+def _require_pair(setting: str, sample: Any) -> None:
+    """Refuse a sample of a data set that is no input and its target."""
+    kinds = Tensor | np.ndarray | np.number | int | float
+    listed = isinstance(sample, tuple | list) and len(sample) == 2
+    if not listed or not all(isinstance(each, kinds) for each in sample):
+        raise ValueError(
+            f"{setting}: a sample is of {_named(sample)}; it must be a pair of an input and its "
+            "target, each a tensor, an array or a number"
         )
 
 

@@ -116,6 +116,22 @@ def test_other_values_are_refused_by_one_line(value: Tensor | int, named: str) -
 
 
 @pytest.mark.parametrize(
+    ("sample", "named"),
+    [(3, "int"), ({"x": 1, "y": 2}, "dict"), ((1, 2, 3), "tuple"), (("a", 1), "tuple")],
+)
+def test_samples_that_are_no_pairs_of_numbers_are_refused(sample: Any, named: str) -> None:
+    class Other(Squares):
+        def __getitem__(self, index: int) -> Any:
+            return sample
+
+    for value in (Other(20), (Squares(20), Other(20))):
+        with pytest.raises(
+            ValueError, match=f"^data=mine: a sample is of type {named}; it must be"
+        ):
+            as_data(value, CPU, "data=mine")
+
+
+@pytest.mark.parametrize(
     ("value", "found"),
     [
         (Squares(1), "1"),
