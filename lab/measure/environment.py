@@ -127,13 +127,16 @@ def device_and_torch(device: torch.device) -> str:
 
 
 def git_commit() -> dict[str, Any]:
-    """Return the checkout's commit and whether it has changes; None without a checkout."""
+    """Return the checkout's commit and whether it has changes; None without a checkout.
+
+    If git cannot tell, as it takes too long, files count as changed: the commit proves nothing.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
     git = "git", "-C", str(root)
     commit = _output(*git, "rev-parse", "HEAD")
-    return {"commit": commit, "dirty": commit and bool(_output(*git, "status", "--porcelain"))}
+    return {"commit": commit, "dirty": commit and _output(*git, "status", "--porcelain") != ""}
 
 
 def cpu_model() -> str:
