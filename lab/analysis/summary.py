@@ -217,16 +217,15 @@ def _table(points: Sequence[Point]) -> tuple[str, ...]:
     """
     unit, predictions = unit_of(points), prediction_of(points)
     metric = main_metric(name for point in points for name in point.final)
-    shown = [_shown(point, unit, predictions, metric) for point in points]
+    shown: Any = pd.DataFrame([_shown(point, unit, predictions, metric) for point in points])
     for column in ("TFLOP/s", "MFU %"):  # which only counted models have
-        if all(one[column] == UNMEASURED for one in shown):
-            shown = [{k: v for k, v in one.items() if k != column} for one in shown]
-    common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
-    line = ", ".join(f"{key} {value}" for key, value in common.items())
+        if (shown[column] == UNMEASURED).all():
+            shown = shown.drop(columns=column)
+    common = [str(column) for column in shown if shown[column].nunique() == 1]
+    line = ", ".join(f"{key} {shown[key][0]}" for key in common)
     if len(points) == 1:
         return (line,)
-    columns = pd.DataFrame([{k: v for k, v in one.items() if k not in common} for one in shown])
-    return f"all: {line}", columns.to_string(index=False)
+    return f"all: {line}", shown.drop(columns=common).to_string(index=False)
 
 
 def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -> dict[str, str]:

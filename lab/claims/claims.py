@@ -238,10 +238,8 @@ class Paper:
             reproduction = Reproduction(**_frozen(study)) if study else None
             if reproduction:
                 check_types(reproduction)
-            fit = tuple(node.get("fit", ()))
-            given = {key: value for key, value in node.items() if key not in ("series", "sizes")}
-            own = {"claims": tuple(claims), "reproduction": reproduction, "fit": fit}
-            made = cls(**{**given, **own})
+            given = {key: v for key, v in _frozen(node).items() if key not in ("series", "sizes")}
+            made = cls(**{**given, "claims": tuple(claims), "reproduction": reproduction})
             check_types(made)
             return made
         except (AttributeError, KeyError, TypeError, ValueError) as error:

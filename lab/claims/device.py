@@ -383,9 +383,9 @@ SWEPT: dict[str, Quantity] = {"mini_batch_s": mini_batch_s, "mini_batch_ratio": 
 
 
 Seconds = tuple[float | None, ...]  # None: not published
-MACHINES = {"desktop": (1, 2, 4, 8), "server": (1, 2, 4, 8, 16, 32)}  # threads
 GPUS = ("GTX 980", "GTX 1080", "K80")
-COLUMNS = {**MACHINES, "gpu": GPUS}
+# By machine: threads of a CPU, or GPUs.
+COLUMNS = {"desktop": (1, 2, 4, 8), "server": (1, 2, 4, 8, 16, 32), "gpu": GPUS}
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,7 @@ class Network:
     """A network of the table.
 
     Attributes:
-        tools: published seconds by tool and machine: desktop, server (MACHINES), gpu (GPUS).
+        tools: published seconds by tool and machine, as COLUMNS.
         here: seconds by number of threads, as the study measured them.
     """
 
@@ -462,6 +462,6 @@ def _line(one: Network) -> list[str]:
     return [
         *(one.name, str(one.batch_size), ", ".join(f"{s:g}" if s else "–" for s in torch)),
         f"{alone[0]:g} to {alone[-1]:g}" if alone else "–",
-        *(one.fastest(machine) for machine in ("desktop", "server", "gpu")),
+        *map(one.fastest, COLUMNS),
         *(f"{one.here[threads]:.3g}" if threads in one.here else "–" for threads in (1, 2)),
     ]

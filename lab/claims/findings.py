@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lab.analysis.records import Cell, load_study
+from lab.analysis.records import load_study
 from lab.claims.claims import OUTCOMES, Claim, Paper, Reproduction
 from lab.claims.device import OF_PRINT, Device, Network, kind_of, networks
 from lab.claims.metrics import Conditions, Facts, Measured, MeasuredFacts, Point
@@ -467,17 +467,12 @@ def _find(
         reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
     conditions = measured.conditions() if measured else None
     changed = [on(hardware, change=change) for change in CHANGES]
-    machine = _machine(conditions, cells)
+    is_emulated = conditions is not None and bool(conditions.emulations)
+    ran_on = [cell.environment for cell in cells if cell.environment]
+    machine = "emulated" if is_emulated else kind_of(ran_on)
     verdicts = judge(paper, predicted, measured, others, device, changed, machine)
     terms = fit_terms(paper, hardware)
     return Findings(paper, verdicts, conditions, reproduced, terms, device)
-
-
-def _machine(conditions: Conditions | None, cells: Sequence[Cell]) -> str | None:
-    """Return what a study ran on, as in Verdict."""
-    if conditions and conditions.emulations:
-        return "emulated"
-    return kind_of([cell.environment for cell in cells if cell.environment])
 
 
 def _reproduce(
