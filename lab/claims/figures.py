@@ -306,14 +306,16 @@ def speedup_over_rate(reproduced: Reproduced, about: Sequence[str]) -> Chart:
     return Chart("bandwidth", message, about, body, width)
 
 
-def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
+def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart | None:
     """Chart a line for each claim: the band that it allows, and the values that were found.
 
     Values are divided by the claim's figure or bound, so that all share an axis; those beyond the
-    axis are drawn at its end.
+    axis are drawn at its end. None if no value is known.
     """
     ordered = [each for kind in KINDS for each in found if each.kind == kind]
     known = [each for each in ordered if each.outcome != "unknown"]
+    if not known:
+        return None
     data = pd.DataFrame([_line(each) for each in known])
     names = list(data["name"])
     scale = alt.Scale(type="log", domain=LIMITS, nice=False)

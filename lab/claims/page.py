@@ -151,12 +151,13 @@ def write_several(papers: Mapping[str, Findings], path: Path, figures: Path, com
     from lab.claims.figures import verdicts  # with Altair
 
     every = [verdict for found in papers.values() for verdict in found.verdicts]
-    figures.mkdir(exist_ok=True)
-    chart = verdicts(every, [f"{name}: {found.paper.title}" for name, found in papers.items()])
-    chart.write(figures / chart.name, ["png"])
-    folder = os.path.relpath(figures, path.parent)
     lines = ["# Predicted and published", "", *overview(papers)]
-    lines += ["", f"![claims]({folder}/{chart.name}.png)"]
+    titles = [f"{name}: {found.paper.title}" for name, found in papers.items()]
+    if chart := verdicts(every, titles):
+        figures.mkdir(exist_ok=True)
+        chart.write(figures / chart.name, ["png"])
+        folder = os.path.relpath(figures, path.parent)
+        lines += ["", f"![claims]({folder}/{chart.name}.png)"]
     for found in papers.values():
         title, *rest = summary(found)
         lines += ["", f"#{title}", *rest]
@@ -185,9 +186,9 @@ def _charts(findings: Findings) -> list[Chart]:
     charts: list[Chart] = []
     emulations = conditions.emulations if conditions else ()
     emulated = [f"measured, emulated: {emulation_text(emulations)}"] if emulations else []
-    if any(verdict.outcome != "unknown" for verdict in findings.verdicts):
-        basis = f"; predicted: profile {paper.profile} on {paper.hardware}" if paper.profile else ""
-        charts.append(figures.verdicts(findings.verdicts, [f"{title}{basis}", *emulated]))
+    basis = f"; predicted: profile {paper.profile} on {paper.hardware}" if paper.profile else ""
+    if made := figures.verdicts(findings.verdicts, [f"{title}{basis}", *emulated]):
+        charts.append(made)
     if findings.mini_batches:
         charts.append(figures.mini_batches(findings.mini_batches, [title]))
     if found and found.scored and (made := figures.finding(found.scored, found, title)):
