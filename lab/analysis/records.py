@@ -211,9 +211,13 @@ def _records_below(folder: Path) -> dict[Path, Record | str]:
     for path in below:
         if (path / "record.json").is_file():
             try:
-                found[path] = read_record(path / "record.json")
+                found[path] = record = read_record(path / "record.json")
             except (ValueError, OSError) as error:
                 found[path] = str(error)
+            else:
+                step_s = number(record.step_s and record.step_s.median)
+                if step_s <= 0:  # a speedup would divide by it
+                    found[path] = f"{path / 'record.json'}: step_s.median={step_s:g}: not above 0"
         elif not (path / "summary.csv").is_file():
             found[path] = NO_RECORD
     if not any(isinstance(record, Record) for record in found.values()):
