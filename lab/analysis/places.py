@@ -147,12 +147,9 @@ def _where(cell: Cell) -> Where:
 
 def _named(steps_s: Mapping[str, Times]) -> dict[str, Times]:
     """Name each series by its strategy, and only where one has several, by all."""
-    strategies = [series.split(" ")[0] for series in steps_s]
-    names = {
-        series: strategy if strategies.count(strategy) == 1 else series
-        for series, strategy in zip(steps_s, strategies, strict=True)
-    }
-    return {names[series]: times for series, times in steps_s.items()}
+    short = {series: series.split(" ")[0] for series in steps_s}
+    counts = Counter(short.values())
+    return {s if counts[short[s]] > 1 else short[s]: times for s, times in steps_s.items()}
 
 
 def on_most_ranks(places: Iterable[Place]) -> list[Place]:

@@ -210,20 +210,20 @@ def _records_below(folder: Path) -> dict[Path, Record | str]:
     found: dict[Path, Record | str] = {}
     for path in below:
         if (path / "record.json").is_file():
-            found[path] = _record_or_why(path / "record.json")
+            try:
+                found[path] = record = read_record(path / "record.json")
+            except (ValueError, OSError) as error:
+                found[path] = str(error)
+            else:
+                step_s = number(record.step_s and record.step_s.median)
+                if step_s <= 0:  # a speedup would divide by it
+                    found[path] = f"{path / 'record.json'}: step_s.median={step_s:g}: not above 0"
         elif not (path / "summary.csv").is_file():
             found[path] = NO_RECORD
     if not any(isinstance(record, Record) for record in found.values()):
         unread = next((why for why in found.values() if why != NO_RECORD), "")
         raise ValueError(unread or f"{folder}: contains no <cell>/record.json; give a study folder")
     return found
-
-
-def _record_or_why(path: Path) -> Record | str:
-    try:
-        return read_record(path)
-    except (ValueError, OSError) as error:
-        return str(error)
 
 
 def _refuse_copies(study: Study) -> None:

@@ -104,15 +104,15 @@ def usual_values(runs: Iterable[tuple[str, Differing]]) -> dict[str, str]:
         runs: the strategy of each, and the values by which it differs from others.
 
     Returns:
-        By key, for a note that says them once; empty if names without them would not be unique.
+        By key, in the order of the runs, for a note that says them once; empty if names without
+            them would not be unique.
     """
-    series = {(strategy, *values.items()) for strategy, values in runs}
+    series = dict.fromkeys((strategy, *values.items()) for strategy, values in runs)
     counts = Counter(pair for _, *pairs in series for pair in pairs)
-    usual = {pair for pair, count in counts.items() if count >= USUAL * len(series)}
-    names = {
-        (strategy, *(pair for pair in pairs if pair not in usual)) for strategy, *pairs in series
-    }
-    return dict(usual) if len(names) == len(series) else {}
+    usual = dict(pair for pair, count in counts.items() if count >= USUAL * len(series))
+    told = usual.items()
+    names = {(name, *(pair for pair in pairs if pair not in told)) for name, *pairs in series}
+    return usual if len(names) == len(series) else {}
 
 
 def labels_of_series(

@@ -97,7 +97,7 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     parts = [
         *(_table(points) if points else ()),
         "\n".join(f"on={label}: {text}" for label, text in study.machines.items()),
-        "\n".join(filter(None, [shared_runs(points), *_advice(points)])),
+        "\n".join(filter(None, [shared_runs(points), _advice(points)])),
         "\n".join(_scalability_lines(points)),
         "\n".join(filter(None, [floor_text(floor), *leaders_at])),
         "\n".join(f"{status}: {name}: {why}" for name, status, why in study.troubles),
@@ -217,16 +217,15 @@ def _table(points: Sequence[Point]) -> tuple[str, ...]:
     """
     unit, predictions = unit_of(points), prediction_of(points)
     metric = main_metric(name for point in points for name in point.final)
-    shown = [_shown(point, unit, predictions, metric) for point in points]
+    shown: Any = pd.DataFrame([_shown(point, unit, predictions, metric) for point in points])
     for column in ("TFLOP/s", "MFU %"):  # which only counted models have
-        if all(one[column] == UNMEASURED for one in shown):
-            shown = [{k: v for k, v in one.items() if k != column} for one in shown]
-    common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
-    line = ", ".join(f"{key} {value}" for key, value in common.items())
+        if (shown[column] == UNMEASURED).all():
+            shown = shown.drop(columns=column)
+    common = [str(column) for column in shown if shown[column].nunique() == 1]
+    line = ", ".join(f"{key} {shown[key][0]}" for key in common)
     if len(points) == 1:
         return (line,)
-    columns = pd.DataFrame([{k: v for k, v in one.items() if k not in common} for one in shown])
-    return f"all: {line}", columns.to_string(index=False)
+    return f"all: {line}", shown.drop(columns=common).to_string(index=False)
 
 
 def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -> dict[str, str]:
@@ -259,13 +258,11 @@ def _value(value: float, scale: float = 1.0) -> str:
     return UNMEASURED if math.isnan(value) else f"{value * scale:.4g}"
 
 
-def _advice(points: Iterable[Point]) -> list[str]:
-    counts = {point.num_repeats for point in points if point.num_repeats}
-    if not counts or min(counts) >= ENOUGH_REPEATS:
-        return []
-    return [
-        f"Points with fewer than {ENOUGH_REPEATS} repeats (n) have no interval and are not ranked."
-    ]
+def _advice(points: Iterable[Point]) -> str:
+    if not any(0 < point.num_repeats < ENOUGH_REPEATS for point in points):
+        return ""
+    few = f"Points with fewer than {ENOUGH_REPEATS} repeats (n)"
+    return f"{few} have no interval and are not ranked."
 
 
 def _scalability_lines(points: Sequence[Point]) -> list[str]:
@@ -311,7 +308,7 @@ class Scalability:
     Attributes:
         serial_fraction: by ranks, the experimentally determined serial fraction e of A. Karp and
             H. Flatt (CACM 33(5), 1990): (1 / S - 1 / N) / (1 - 1 / N). It is constant if Amdahl's
-            law holds, and gpoints with N where communication does.
+            law holds, and grows with N where communication does.
         contention, coherency: sigma and kappa of N. Gunther's law (2008),
             S = N / (1 + sigma (N - 1) + kappa N (N - 1)); all NaN with fewer than two numbers of
             ranks above one.

@@ -271,9 +271,10 @@ class Examination:
         names = [self.names[index] for index in found.parameters]
         which = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         hold = "holds" if len(found.ranks) == 1 else "hold"
+        failed, words = found.fault.value
         self.fail(
-            found.fault.failed,
-            f"{found.fault.words}: {named(found.ranks)} {hold} {found.text} in {which} (exchange "
+            failed,
+            f"{words}: {named(found.ranks)} {hold} {found.text} in {which} (exchange "
             f"{self.num_exchanges}), not the mean of the gradients that the ranks had before it",
         )
 
@@ -386,7 +387,7 @@ def unequal_at_start(start: Tensor) -> dict[int, list[int]]:
 
 
 class Fault(Enum):
-    """A wrong gradient: the property that fails, and its name in messages."""
+    """A wrong gradient: its value is the property that fails, and its name in messages."""
 
     SUMMED = "averaged once", "summed, not averaged"
     DIVIDED = "averaged once", "divided twice"
@@ -396,14 +397,6 @@ class Fault(Enum):
     LEFT_OUT = "complete", "left out"
     GROUP = "right group", "wrong group"
     STALE = "fresh", "stale buffer"
-
-    @property
-    def failed(self) -> str:
-        return self.value[0]
-
-    @property
-    def words(self) -> str:
-        return self.value[1]
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,9 @@ class Check:
                 "must give exactly one bound: 'at_least', 'at_most', or 'about' together "
                 "with 'within'"
             )
+        for key, value in vars(self).items():
+            if value is not None:
+                checks.number(f"check.{key}", value, 0 if key == "within" else None)
 
     @property
     def allowed(self) -> tuple[float, float]:
@@ -135,13 +138,20 @@ class Claim:
             raise ValueError(f"claim {self.says!r}: {error}") from None
 
     def value(self, facts: Facts) -> float | None:
-        """Compute the quantity from `facts`; None if these do not give it."""
+        """Compute the quantity from `facts`; None if these do not give it.
+
+        Raises:
+            ValueError: it would divide by 0, as by the bytes of one rank; names the claim.
+        """
         try:
             if self.grid:
                 return OVER_GRID[self.quantity](facts, self.grid)
             return QUANTITIES[self.quantity](facts, self.at)
         except Missing:
             return None
+        except ZeroDivisionError:
+            why = "would divide by 0 at this point"
+            raise ValueError(f"claim {self.says!r}: quantity={self.quantity}: {why}") from None
 
 
 @dataclass(frozen=True)
@@ -220,7 +230,7 @@ class Paper:
         Raises:
             ValueError: an entry is malformed; the message names its sentence.
         """
-        claims = [_claim(entry) for entry in node.get("claims", ())]
+        claims = [_claim(entry) for entry in checks.listed("claims", node.get("claims", ()))]
         try:
             claims += [_claim(one) for line in node.get("series", ()) for one in expand(line)]
             claims += [_claim(one) for line in node.get("sizes", ()) for one in by_size(line)]
@@ -228,10 +238,8 @@ class Paper:
             reproduction = Reproduction(**_frozen(study)) if study else None
             if reproduction:
                 check_types(reproduction)
-            fit = tuple(node.get("fit", ()))
-            given = {key: value for key, value in node.items() if key not in ("series", "sizes")}
-            own = {"claims": tuple(claims), "reproduction": reproduction, "fit": fit}
-            made = cls(**{**given, **own})
+            given = {key: v for key, v in _frozen(node).items() if key not in ("series", "sizes")}
+            made = cls(**{**given, "claims": tuple(claims), "reproduction": reproduction})
             check_types(made)
             return made
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -244,6 +252,8 @@ def _frozen(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"claims: {entry}: must have the keys of a claim")
     try:
         check, at = Check(**entry["check"]), _frozen(entry.get("at", {}))
         of_device = entry["quantity"] in OF_DEVICE
@@ -346,7 +356,10 @@ def expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Raises:
         KeyError: one of these is missing.
     """
-    rates = dict(entry["samples_per_s"])
+    rates = {
+        size: checks.number(f"samples_per_s.{size}", rate, above=0)
+        for size, rate in entry["samples_per_s"].items()
+    }
     alone = rates.pop(1)
     batch_size = entry["per_rank_batch_size"]
     where = {key: entry[key] for key in ("profile", "hardware", "values") if key in entry}

@@ -23,6 +23,7 @@ from lab.draw.text import markdown
 from lab.measure.statistics import Interval, of_level, of_ratio
 from lab.settings import checks
 from lab.settings.config import load
+from lab.settings.errors import ConfigError
 from lab.settings.overrides import own_choices
 from lab.settings.storage import read_json
 
@@ -382,8 +383,9 @@ SWEPT: dict[str, Quantity] = {"mini_batch_s": mini_batch_s, "mini_batch_ratio": 
 
 
 Seconds = tuple[float | None, ...]  # None: not published
-MACHINES = {"desktop": (1, 2, 4, 8), "server": (1, 2, 4, 8, 16, 32)}  # threads
 GPUS = ("GTX 980", "GTX 1080", "K80")
+# By machine: threads of a CPU, or GPUs.
+COLUMNS = {"desktop": (1, 2, 4, 8), "server": (1, 2, 4, 8, 16, 32), "gpu": GPUS}
 
 
 @dataclass(frozen=True)
@@ -391,7 +393,7 @@ class Network:
     """A network of the table.
 
     Attributes:
-        tools: published seconds by tool and machine: desktop, server (MACHINES), gpu (GPUS).
+        tools: published seconds by tool and machine, as COLUMNS.
         here: seconds by number of threads, as the study measured them.
     """
 
@@ -408,10 +410,9 @@ class Network:
 
     def fastest(self, machine: str) -> str:
         """Name the shortest seconds on a machine, with tool and column."""
-        columns = GPUS if machine == "gpu" else MACHINES[machine]
         found = [
             (seconds, f"{seconds:g} ({tool}, {column}{'' if machine == 'gpu' else ' threads'})")
-            for place, column in enumerate(columns)
+            for place, column in enumerate(COLUMNS[machine])
             for tool, seconds in self.published(machine, place).items()
         ]
         return min(found)[1] if found else "–"
@@ -436,15 +437,22 @@ def mini_batches_table(found: Sequence[Network]) -> list[str]:
 def _network(name: str, entry: Any, device: Device) -> Network:
     try:
         tools = {
-            tool: {machine: tuple(seconds) for machine, seconds in machines.items()}
+            tool: {machine: tuple(machines[machine]) for machine in COLUMNS}
             for tool, machines in entry["tools"].items()
         }
+        for tool, machines in tools.items():
+            for machine, seconds in machines.items():
+                if (wanted := len(COLUMNS[machine])) != len(seconds):
+                    where = f"{tool}: {machine}={list(seconds)}"
+                    raise TypeError(f"{where}: must have {wanted} entries, null for no figure")
+                for value in (each for each in seconds if each is not None):
+                    checks.number(f"{tool}: {machine}", value, above=0)
         here: dict[int, Interval] = {}
         for threads in (1, 2):
             with suppress(Missing):
                 here[threads] = mini_batch_s(device, entry["model"], threads)
         return Network(name, entry["model"], entry["batch_size"], tools, here)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ConfigError) as error:
         raise ValueError(f"table: {name}: {error}") from None
 
 
@@ -454,6 +462,6 @@ def _line(one: Network) -> list[str]:
     return [
         *(one.name, str(one.batch_size), ", ".join(f"{s:g}" if s else "–" for s in torch)),
         f"{alone[0]:g} to {alone[-1]:g}" if alone else "–",
-        *(one.fastest(machine) for machine in ("desktop", "server", "gpu")),
+        *map(one.fastest, COLUMNS),
         *(f"{one.here[threads]:.3g}" if threads in one.here else "–" for threads in (1, 2)),
     ]

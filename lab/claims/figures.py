@@ -14,8 +14,7 @@ import pandas as pd
 from lab.claims.claims import Check
 from lab.claims.device import GPUS, Network
 from lab.claims.findings import EVIDENCE, KINDS, Reproduced, Verdict, tally
-from lab.claims.metrics import Conditions
-from lab.claims.predicted import SpeedupMap, rate_speedups
+from lab.claims.predicted import rate_speedups
 from lab.draw.chart import (
     BLUE,
     GREEN,
@@ -120,18 +119,14 @@ def _speedups(
             yield cell.batch_size, (values[0], median(values), values[-1])
 
 
-def speedup_bars(
-    reproduced: Reproduced, conditions: Conditions | None, about: Sequence[str]
-) -> Chart:
+def speedup_bars(reproduced: Reproduced, about: Sequence[str]) -> Chart:
     """Chart the speedup of cells: a panel for each strategy, a group of bars for each batch size.
 
     Bars are measured with the range of their repeats; if nothing was, they are predicted. A dash
     over a bar is its prediction, a diamond the paper's own figure.
-
-    Args:
-        conditions: conditions of the measurements; None without any.
     """
-    grid, is_measured = reproduced.grid, conditions is not None
+    grid = reproduced.grid
+    is_measured = any(not math.isnan(cell.measured) for cell in reproduced.cells)
     data: Any = pd.DataFrame(
         {
             **{"strategy": _title(cell.at.strategy), "batch": cell.at.batch_size},
@@ -210,23 +205,19 @@ def _in_panels(
     return Chart(name, message, about, body, columns * (PANEL + GAP))
 
 
-def regime_map(speedups: SpeedupMap, about: Sequence[str]) -> Chart:
+def regime_map(speedups: Any, about: Sequence[str]) -> Chart:
     """Chart predicted speedup over ranks and batch, a panel for each strategy.
 
     In red areas, below the line of speedup 1, training is slower than on one rank.
+
+    Args:
+        speedups: see lab.claims.predicted.speedup_map.
     """
     half = math.sqrt(2)  # places are a factor of two apart
-    data: Any = pd.DataFrame(
-        {
-            **{"strategy": strategy, "ranks": ranks, "batch": batch, "speedup": value},
-            **{"log2": math.log2(value), "left": ranks / half, "right": ranks * half},
-            **{"bottom": batch / half, "top": batch * half},
-        }
-        for strategy, table in speedups.items()
-        for batch, row in table.items()
-        for ranks, value in row.items()
-        if not math.isnan(value)
-    )
+    speedups = speedups.assign(log2=np.log2(speedups["speedup"]))
+    data: Any = speedups.dropna()
+    ranks, batch = data["ranks"], data["batch"]
+    data = data.assign(left=ranks / half, right=ranks * half, bottom=batch / half, top=batch * half)
     lines_of: Any = pd.DataFrame(_breaking_even(speedups), columns=["strategy", "ranks", "even"])
     data = pd.concat([data, lines_of])
     x = alt.X("left:Q", title="ranks", **_powers(data["left"].min(), data["right"].max()))
@@ -258,7 +249,7 @@ def regime_map(speedups: SpeedupMap, about: Sequence[str]) -> Chart:
             f"{smallest.min():.0f} on, first with {first}"
         )
     about = ["the line: as fast as one rank; red: slower", *about]
-    return _in_panels("regimes", message, about, panel, [*speedups])
+    return _in_panels("regimes", message, about, panel, [*speedups["strategy"].unique()])
 
 
 def _powers(low: float, high: float) -> dict[str, Any]:
@@ -270,14 +261,13 @@ def _powers(low: float, high: float) -> dict[str, Any]:
     }
 
 
-def _breaking_even(speedups: SpeedupMap) -> Iterator[tuple[str, int, float]]:
+def _breaking_even(speedups: Any) -> Iterator[tuple[str, int, float]]:
     """Yield by strategy and ranks the batch of speedup 1, between two batches, by logarithms."""
-    for strategy, table in speedups.items():
-        for ranks in next(iter(table.values())):
-            column = [(batch, math.log2(row[ranks])) for batch, row in table.items()]
-            for (smaller, low), (larger, high) in itertools.pairwise(column):
-                if low < 0 <= high:
-                    yield strategy, ranks, smaller * (larger / smaller) ** (low / (low - high))
+    for (strategy, ranks), column in speedups.groupby(["strategy", "ranks"], sort=False):
+        places = zip(column["batch"], column["log2"], strict=True)
+        for (smaller, low), (larger, high) in itertools.pairwise(places):
+            if low < 0 <= high:
+                yield strategy, ranks, smaller * (larger / smaller) ** (low / (low - high))
 
 
 def speedup_over_rate(reproduced: Reproduced, about: Sequence[str]) -> Chart:
@@ -316,14 +306,16 @@ def speedup_over_rate(reproduced: Reproduced, about: Sequence[str]) -> Chart:
     return Chart("bandwidth", message, about, body, width)
 
 
-def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
+def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart | None:
     """Chart a line for each claim: the band that it allows, and the values that were found.
 
     Values are divided by the claim's figure or bound, so that all share an axis; those beyond the
-    axis are drawn at its end.
+    axis are drawn at its end. None if no value is known.
     """
     ordered = [each for kind in KINDS for each in found if each.kind == kind]
     known = [each for each in ordered if each.outcome != "unknown"]
+    if not known:
+        return None
     data = pd.DataFrame([_line(each) for each in known])
     names = list(data["name"])
     scale = alt.Scale(type="log", domain=LIMITS, nice=False)

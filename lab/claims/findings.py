@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lab.analysis.records import Cell, load_study
+from lab.analysis.records import load_study
 from lab.claims.claims import OUTCOMES, Claim, Paper, Reproduction
 from lab.claims.device import OF_PRINT, Device, Network, kind_of, networks
 from lab.claims.metrics import Conditions, Facts, Measured, MeasuredFacts, Point
@@ -55,14 +55,8 @@ KINDS = {
     "own": "We do not count these claims as evidence about the source, because they are our own "
     "statements, not the source's.",
 }
-# Those that are no evidence, as heads of columns.
+# Those that are no evidence, after a number: one, and several.
 OTHERS = {
-    "arithmetic": "arithmetic checks",
-    "input": "model inputs",
-    "own": "our own statements",
-}
-# The same after a number: one, and several.
-COUNTED = {
     "arithmetic": ("arithmetic check", "arithmetic checks"),
     "input": ("model input", "model inputs"),
     "own": ("of our own statements", "of our own statements"),
@@ -306,14 +300,13 @@ class _Kinds:
         if claim.check.about is not None and claim.published is None:
             return "arithmetic", "the source prints no such figure"
         if claim.of_device:
-            kind = "counted" if claim.is_counted else "measured"
-            return _checked(kind, _may_fail(claim, verdict.value))
+            return _checked("counted" if claim.is_counted else "measured", verdict)
         return self._of_scaling(verdict, cells)
 
     def _of_scaling(self, verdict: Verdict, cells: set[Point]) -> tuple[str, str]:
         claim = verdict.claim
         if not cells:
-            return _checked("counted", _may_fail(claim, verdict.value))
+            return _checked("counted", verdict)
         apart = {cell for cell in cells if not _of_profile(cell)}
         if not apart:
             return "input", ""
@@ -343,16 +336,11 @@ class _Kinds:
         return "predicted", ""
 
 
-def _may_fail(claim: Claim, value: Interval) -> bool:
-    """Tell whether a count or a measurement, or one off by up to two, would not hold."""
-    if math.isnan(value.mid):
-        return True
-    found = [value, *(value.scaled(factor) for factor in FACTORS)]
-    return any(claim.check.outcome(one) != "holds" for one in found)
-
-
-def _checked(kind: str, may_fail: bool) -> tuple[str, str]:
-    return (kind, "") if may_fail else ("arithmetic", SURE)
+def _checked(kind: str, verdict: Verdict) -> tuple[str, str]:
+    """Return the kind of a count or a measurement, or arithmetic if one off by two holds too."""
+    found = [verdict.value, *(verdict.value.scaled(factor) for factor in FACTORS)]
+    holds = all(verdict.claim.check.outcome(one) == "holds" for one in found)
+    return ("arithmetic", SURE) if holds else (kind, "")
 
 
 @dataclass(frozen=True)
@@ -432,6 +420,8 @@ def verify_all(
     Args:
         runs: folder of studies, each in a folder of its name.
     """
+    if runs and not runs.is_dir():
+        raise ValueError(f"runs={runs}: must be a folder of studies")
     found = {}
     for name in progress([*names], "source"):
         paper = _paper(name, config_dir)
@@ -477,17 +467,12 @@ def _find(
         reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
     conditions = measured.conditions() if measured else None
     changed = [on(hardware, change=change) for change in CHANGES]
-    machine = _machine(conditions, cells)
+    is_emulated = conditions is not None and bool(conditions.emulations)
+    ran_on = [cell.environment for cell in cells if cell.environment]
+    machine = "emulated" if is_emulated else kind_of(ran_on)
     verdicts = judge(paper, predicted, measured, others, device, changed, machine)
     terms = fit_terms(paper, hardware)
     return Findings(paper, verdicts, conditions, reproduced, terms, device)
-
-
-def _machine(conditions: Conditions | None, cells: Sequence[Cell]) -> str | None:
-    """Return what a study ran on, as in Verdict."""
-    if conditions and conditions.emulations:
-        return "emulated"
-    return kind_of([cell.environment for cell in cells if cell.environment])
 
 
 def _reproduce(

@@ -15,7 +15,6 @@ from lab.claims.claims import Reproduction
 from lab.claims.device import mini_batches_table
 from lab.claims.findings import (
     BASES,
-    COUNTED,
     KINDS,
     OTHERS,
     SURE,
@@ -70,6 +69,7 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
     of_all = tally(every)
     bases = [key for key in BASES if key not in UNTESTED and sum(of_all[key].values())]
     rows = [[name, *_agreeing(found.verdicts, bases)] for name, found in papers.items()]
+    others = [several.removeprefix("of ") for _, several in OTHERS.values()]
     return [
         *verdicts_table(every),
         "",
@@ -77,7 +77,7 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
         "agree with our values. The last three columns give the numbers of claims that do not "
         "count as evidence.",
         "",
-        *markdown(["source", *bases, "not tested", *OTHERS.values()], rows),
+        *markdown(["source", *bases, "not tested", *others], rows),
     ]
 
 
@@ -94,7 +94,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> list[str]:
     kinds = Counter(verdict.kind for verdict in verdicts)
     others = [
         f"{kinds[key]} {several if kinds[key] > 1 else one}"
-        for key, (one, several) in COUNTED.items()
+        for key, (one, several) in OTHERS.items()
         if kinds[key]
     ]
     none = "None of the claims below counts as evidence about its source."
@@ -126,7 +126,7 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
         OSError: a file cannot be written.
     """
     folder = os.path.relpath(figures, path.parent)
-    lines = [*summary(findings), "", "This command generates the page:", "", f"    {command}"]
+    lines = [*summary(findings), *made_by(command)]
     figures.mkdir(exist_ok=True)
     heads = {"finding": "the finding", "claims": "claims", "mini_batches": "seconds per mini-batch"}
     for chart in _charts(findings):
@@ -139,8 +139,7 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
         rows = [row for cell in scored for row in _cell_values(cell)]
         write_csv(figures / "cells.csv", CELL, rows)
         lines += _sections(findings.reproduced, folder)
-    text = "\n".join(lines) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_lines(path, lines)
 
 
 def write_several(papers: Mapping[str, Findings], path: Path, figures: Path, command: str) -> None:
@@ -152,16 +151,27 @@ def write_several(papers: Mapping[str, Findings], path: Path, figures: Path, com
     from lab.claims.figures import verdicts  # with Altair
 
     every = [verdict for found in papers.values() for verdict in found.verdicts]
-    figures.mkdir(exist_ok=True)
-    chart = verdicts(every, [f"{name}: {found.paper.title}" for name, found in papers.items()])
-    chart.write(figures / chart.name, ["png"])
-    folder = os.path.relpath(figures, path.parent)
-    lines = [*overview(papers), "", f"![claims]({folder}/{chart.name}.png)"]
+    lines = ["# Predicted and published", "", *overview(papers)]
+    titles = [f"{name}: {found.paper.title}" for name, found in papers.items()]
+    if chart := verdicts(every, titles):
+        figures.mkdir(exist_ok=True)
+        chart.write(figures / chart.name, ["png"])
+        folder = os.path.relpath(figures, path.parent)
+        lines += ["", f"![claims]({folder}/{chart.name}.png)"]
     for found in papers.values():
         title, *rest = summary(found)
         lines += ["", f"#{title}", *rest]
-    lines += ["", "This command generates the page:", "", f"    {command}"]
-    text = "\n".join(["# Predicted and published", "", *lines]) + "\n"
+    write_lines(path, [*lines, *made_by(command)])
+
+
+def made_by(command: str) -> list[str]:
+    """List the lines of a page that say how to make it again."""
+    return ["", "This command generates the page:", "", f"    {command}"]
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write a page. OSError: it cannot be written."""
+    text = "\n".join(lines) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -176,9 +186,9 @@ def _charts(findings: Findings) -> list[Chart]:
     charts: list[Chart] = []
     emulations = conditions.emulations if conditions else ()
     emulated = [f"measured, emulated: {emulation_text(emulations)}"] if emulations else []
-    if any(verdict.outcome != "unknown" for verdict in findings.verdicts):
-        basis = f"; predicted: profile {paper.profile} on {paper.hardware}" if paper.profile else ""
-        charts.append(figures.verdicts(findings.verdicts, [f"{title}{basis}", *emulated]))
+    basis = f"; predicted: profile {paper.profile} on {paper.hardware}" if paper.profile else ""
+    if made := figures.verdicts(findings.verdicts, [f"{title}{basis}", *emulated]):
+        charts.append(made)
     if findings.mini_batches:
         charts.append(figures.mini_batches(findings.mini_batches, [title]))
     if found and found.scored and (made := figures.finding(found.scored, found, title)):
@@ -186,7 +196,7 @@ def _charts(findings: Findings) -> list[Chart]:
     if found:
         by_paper, by_study = (f"{title}; predicted: {each}" for each in (found.paper, found.study))
         charts += [
-            figures.speedup_bars(found, conditions, [by_study, *emulated]),
+            figures.speedup_bars(found, [by_study, *emulated]),
             figures.speedup_over_rate(found, [by_paper]),
             figures.regime_map(
                 speedup_map(found.grid, found.study), [f"{by_study}, each rank on its own cores"]
@@ -320,17 +330,10 @@ def table_of(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
 
     Where one is on scaling, a column has the error of linear scaling.
     """
-    header = _header_of(verdicts)
-    return header, [_claim_line(verdict, LINEAR in header) for verdict in verdicts]
-
-
-def _header_of(verdicts: Sequence[Verdict]) -> list[str]:
     counted = all(each.basis == "counted" for each in verdicts)
-    computed = "counted" if counted else "predicted"
-    header = ["claim", "where", "holds if", "published", computed, "error", "measured"]
-    if any(_of_linear(each) is not None for each in verdicts):
-        header.insert(header.index("measured"), LINEAR)
-    return [*header, "verdict"]
+    lines = [_claim_line(each, "counted" if counted else "predicted") for each in verdicts]
+    header = [key for key in lines[0] if key != LINEAR or any(line[key] != "–" for line in lines)]
+    return header, [[line[key] for key in header] for line in lines]
 
 
 def _of_linear(verdict: Verdict) -> float | None:
@@ -348,7 +351,7 @@ def terms_table(terms: Terms) -> list[str]:
         header += [way, "error"]
         errors = terms.errors(way)
         for row, value, error in zip(rows, values, errors, strict=True):
-            row += [_text(value), f"{100 * error:+.1f} %"]
+            row += [_text(value), _percent(error)]
         off = [100 * abs(error) for error in errors]
         total += ["", f"**median {median(off):.1f} %, worst {max(off):.1f} %**"]
     return [
@@ -371,8 +374,8 @@ def cells_table(cells: Sequence[ScoredCell]) -> list[str]:
         if len(repeats_s) > 1:
             median_s += f" [{1e3 * min(repeats_s):.1f}, {1e3 * max(repeats_s):.1f}]"
         where = cell.strategy, cell.profile, str(cell.world_size), str(cell.batch_size)
-        error = f"{100 * cell.error:+.1f} %"
-        rows.append([*where, median_s, f"{1e3 * cell.predicted_s:.1f}", error, cell.evidence])
+        predicted_ms = f"{1e3 * cell.predicted_s:.1f}"
+        rows.append([*where, median_s, predicted_ms, _percent(cell.error), cell.evidence])
     return markdown(header, rows)
 
 
@@ -404,33 +407,28 @@ def crossovers_tables(grid: Reproduction, predicted: Predicted) -> list[str]:
     return [*lines, f"These values are predicted with {predicted}."]
 
 
-def _claim_line(verdict: Verdict, with_linear: bool) -> list[str]:
+def _claim_line(verdict: Verdict, computed: str) -> dict[str, str]:
+    """Write a line by columns; in the one named `computed` is what was predicted, or counted."""
     claim, linear = verdict.claim, _of_linear(verdict)
-    error = "–" if linear is None else f"{100 * (linear / (claim.published or 1) - 1):+.1f} %"
     quantity = claim.quantity.replace("_", " ")
-    condition = f"{quantity}{' (as a ratio)' if claim.over else ''} {claim.check}"
-    return [
-        *(claim.says, claim.source, condition),
-        *(_text(claim.published), _predicted(verdict), _error(verdict)),
-        *([error] if with_linear else []),
-        _measured(verdict),
-        f"{verdict.words} ({verdict.why})" if verdict.why else verdict.words,
-    ]
+    return {
+        "claim": claim.says,
+        "where": claim.source,
+        "holds if": f"{quantity}{' (as a ratio)' if claim.over else ''} {claim.check}",
+        "published": _text(claim.published),
+        computed: _predicted(verdict),
+        # By how much the value that decides misses the published figure.
+        "error": _percent(verdict.miss if claim.published else None),
+        LINEAR: _percent(None if linear is None else linear / (claim.published or 1) - 1),
+        "measured": _measured(verdict),
+        "verdict": f"{verdict.words} ({verdict.why})" if verdict.why else verdict.words,
+    }
 
 
 def _predicted(verdict: Verdict) -> str:
     """Write the prediction, and in brackets what its hardware's assumptions make of it."""
-    text, ends = _text(verdict.predicted), verdict.predicted_ends
-    if not ends or _text(ends[0]) == _text(ends[1]):
-        return text
-    return f"{text} [{_text(ends[0])}, {_text(ends[1])}]"
-
-
-def _error(verdict: Verdict) -> str:
-    """Write by how much the value that decides misses the published figure."""
-    if not verdict.claim.published or verdict.miss is None:
-        return "–"
-    return f"{100 * verdict.miss:+.1f} %"
+    text, ends = _text(verdict.predicted), [*map(_text, verdict.predicted_ends or ())]
+    return f"{text} [{', '.join(ends)}]" if len(set(ends)) > 1 else text
 
 
 def _measured(verdict: Verdict) -> str:
@@ -447,6 +445,10 @@ def _measured(verdict: Verdict) -> str:
 
 def _text(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:+.1f} %"
 
 
 CLAIM = ("claim", "kind", "why", "where", "quantity", "published", "predicted", "predicted_lo")

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pandas as pd
@@ -164,8 +164,6 @@ def strategy_of(name: str) -> Strategy:
 RATES = tuple(10 ** (power / 10) for power in range(70, 116))  # bytes per second
 MAP_RANKS = tuple(2**power for power in range(1, 9))
 MAP_BATCHES = tuple(2**power for power in range(6, 16))
-# Speedups by strategy, global batch and ranks; NaN if unknown.
-SpeedupMap = Mapping[str, Mapping[int, Mapping[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -189,12 +187,8 @@ def cell_speedups(
 ) -> tuple[CellSpeedup, ...]:
     """Compute the speedup of every cell of `grid`."""
     repeats = measured.repeats() if measured else ()
-    points = [
-        Point(strategy, world_size, batch)
-        for strategy in grid.strategies
-        for batch in grid.batch_sizes
-        for world_size in grid.world_sizes
-    ]
+    cells = product(grid.strategies, grid.batch_sizes, grid.world_sizes)
+    points = [Point(strategy, world_size, batch) for strategy, batch, world_size in cells]
     return tuple(
         CellSpeedup(
             at,
@@ -221,25 +215,24 @@ def rate_speedups(grid: Reproduction, predicted: Predicted) -> pd.DataFrame:
             **{"batch": batch, "strategy": name, "rate": rate},
             "speedup": _speedup(facts, Point(name, max(grid.world_sizes), batch)),
         }
-        for batch in grid.batch_sizes
-        for name in grid.strategies
-        for rate, facts in at_rate.items()
+        for batch, name, (rate, facts) in product(
+            grid.batch_sizes, grid.strategies, at_rate.items()
+        )
     )
 
 
-def speedup_map(grid: Reproduction, predicted: Predicted) -> SpeedupMap:
+def speedup_map(grid: Reproduction, predicted: Predicted) -> pd.DataFrame:
     """Predict the speedup of each strategy of `grid` for any number of ranks and any batch.
 
     Every rank has cores of its own.
+
+    Returns:
+        strategy, batch (global), ranks and speedup; NaN if unknown.
     """
     facts = replace(predicted, hardware=replace(predicted.hardware, num_cores=None))
-    return {
-        name: {
-            batch: {ranks: _speedup(facts, Point(name, ranks, batch)) for ranks in MAP_RANKS}
-            for batch in MAP_BATCHES
-        }
-        for name in grid.strategies
-    }
+    places = product(grid.strategies, MAP_BATCHES, MAP_RANKS)
+    rows = [(*place, _speedup(facts, Point(place[0], place[2], place[1]))) for place in places]
+    return pd.DataFrame(rows, columns=["strategy", "batch", "ranks", "speedup"])
 
 
 def _published(paper: Paper, at: Point) -> tuple[float, ...]:

@@ -113,10 +113,11 @@ def figures() -> list[Figure]:
         ConfigError: a file is missing.
     """
     node = read_file("published", DATA)
+    papers = {name: Paper.parse(read_file("claims", name)) for name in node["claims"]}
     found = [
-        _of_claim(Paper.parse(read_file("claims", name)), origin, claim)
+        _of_claim(papers[name], origin, claim)
         for name, origin in node["claims"].items()
-        for claim in Paper.parse(read_file("claims", name)).claims
+        for claim in papers[name].claims
         if claim.is_figure and claim.quantity in SPEEDUPS
     ]
     return found + [figure for series in node["series"] for figure in _of_series(series)]

@@ -9,13 +9,12 @@ from typing import Any
 
 import pandas as pd
 
-from lab.claims.page import write_csv
+from lab.claims.page import made_by, write_csv, write_lines
 from lab.claims.published import Fit, HeldOut, Score, figures, fitted, held_out, predicted, unseen
 from lab.draw.chart import BLUE, GREY, ORANGE, Chart, alt
 from lab.draw.plots import ALONE
 from lab.draw.text import in_words, markdown
 from lab.settings.errors import ConfigError
-from lab.settings.storage import write_atomically
 from lab.simulate.terms import FREEDOM, LEVELS, TERMS, reach
 
 WORST = 15  # figures on the page
@@ -166,13 +165,9 @@ def write(
         "their sources.",
         "",
         *_worst(rows),
-        "",
-        "This command generates the page:",
-        "",
-        f"    {command}",
+        *made_by(command),
     ]
-    text = "\n".join(lines) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_lines(path, lines)
     return [path, *pictures, table]
 
 
@@ -183,19 +178,17 @@ def write_terms(fit: Fit, path: Path, command: str) -> None:
         OSError: the file cannot be written.
     """
     prior = fit.prior
-    medians = (
-        f"  {key}: {math.exp(mean):.6g}\n"
-        for key, mean in zip(prior.keys, prior.means, strict=True)
-    )
-    covariance = (f"  - [{', '.join(f'{v:.6g}' for v in row)}]\n" for row in prior.covariance)
-    text = (
-        f"# Terms of GPUs, learned from published scaling by `{command}`\n"
-        "# (docs/results/published.md): the medians, the covariance of the logarithms for a new\n"
-        "# source, and the scale of the error that remains in the logarithm of a step time.\n"
-        f"medians:\n{''.join(medians)}covariance:\n{''.join(covariance)}"
-        f"residual: {prior.residual:.6g}\n"
-    )
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    medians = zip(prior.keys, prior.means, strict=True)
+    lines = [
+        f"# Terms of GPUs, learned from published scaling by `{command}`",
+        "# (docs/results/published.md): the medians, the covariance of the logarithms for a new",
+        "# source, and the scale of the error that remains in the logarithm of a step time.",
+        *("medians:", *(f"  {key}: {math.exp(mean):.6g}" for key, mean in medians)),
+        "covariance:",
+        *(f"  - [{', '.join(f'{v:.6g}' for v in row)}]" for row in prior.covariance),
+        f"residual: {prior.residual:.6g}",
+    ]
+    write_lines(path, lines)
 
 
 def _worst(rows: Sequence[HeldOut]) -> list[str]:

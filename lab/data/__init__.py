@@ -152,6 +152,9 @@ class TensorData:
         train: inputs [num_train, ...] and targets [num_train, ...].
         test: the same with [num_test, ...].
         unit, num_classes, vocabulary: see Data.
+
+    Raises:
+        ValueError: samples to test on have another shape than those to train on.
     """
 
     def __init__(
@@ -163,15 +166,18 @@ class TensorData:
         num_classes: int | None,
         vocabulary: int | None = None,
     ) -> None:
-        self._train = train
-        self._test = test
-        self.unit = unit
-        self.num_train, *input_shape = train[0].shape
-        self.input_shape = tuple(input_shape)
-        self.input_dtype = train[0].dtype
-        self.num_test = len(test[0])
-        self.num_classes = num_classes
-        self.vocabulary = vocabulary
+        for name, *parts in zip(("inputs", "targets"), train, test, strict=True):
+            shapes = [list(part.shape[1:]) for part in parts]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"data: {name} have shape {shapes[0]} in the samples to train on, and "
+                    f"{shapes[1]} in those to test on; they must be the same"
+                )
+        self._train, self._test = train, test
+        self.num_train, self.num_test = len(train[0]), len(test[0])
+        self.unit, self.input_dtype = unit, train[0].dtype
+        self.input_shape: tuple[int, ...] = tuple(train[0].shape[1:])
+        self.num_classes, self.vocabulary = num_classes, vocabulary
 
     def targets(self) -> tuple[Tensor, Tensor]:
         """See Data. Return all targets."""

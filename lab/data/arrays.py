@@ -138,7 +138,8 @@ def _check(root: Path, part: Part, vocabulary: int | None) -> None:
 
 def _check_shapes(root: Path, part: Part) -> None:
     inputs, targets = part
-    if min(inputs.ndim - 1, targets.ndim) < 1 or not len(inputs) or len(inputs) != len(targets):
+    is_empty = not inputs.size or not targets.size
+    if min(inputs.ndim - 1, targets.ndim) < 1 or is_empty or len(inputs) != len(targets):
         raise ValueError(
             f"data.path={root}: inputs have shape {list(inputs.shape)} and targets "
             f"{list(targets.shape)}; both must be [samples, ...] with the same number of samples, "
@@ -181,7 +182,7 @@ def read_columns(
 
     with reading(file):
         there = list(parquet.read_schema(file).names)
-    listed = [inputs] if isinstance(inputs, str) else list(inputs or ())
+    listed = [inputs] if isinstance(inputs, str) else [*checks.listed("data.inputs", inputs or ())]
     listed = listed or [name for name in there if name != target]
     for name in {name for name in listed if listed.count(name) > 1 or name == target}:
         raise ValueError(

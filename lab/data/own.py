@@ -29,7 +29,7 @@ def as_data(value: Any, device: torch.device, setting: str) -> Data:
         setting: names the data in errors, as "data=mydata.Digits".
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or has too few samples for two parts.
     """
     if hasattr(value, "train_batches"):
         return value
@@ -38,8 +38,13 @@ def as_data(value: Any, device: torch.device, setting: str) -> Data:
         parts = (value, None)
     train, test = parts
     if _is_pair(train) and (test is None or _is_pair(test)):
+        _require_samples(setting, *(len(part[0]) for part in (train, test) if part is not None))
         return _tensor_data(_pair(train), None if test is None else _pair(test), device, value)
     if _is_data_set(train) and (test is None or _is_data_set(test)):
+        parts = [part for part in (train, test) if part is not None]
+        _require_samples(setting, *map(len, parts))
+        for part in parts:
+            _require_pair(setting, part[0])
         return DataSetData(train, test, device)
     raise ValueError(
         f"{setting}: returned {_named(value)}; it must return (inputs, targets) as tensors, a "
@@ -110,6 +115,27 @@ class DataSetData:
         return self._load(part, range(number if count is None else min(count, number)))[1]
 
 
+def _require_samples(setting: str, *counts: int) -> None:
+    """Refuse parts, or one part alone, that leave no sample to train or to test on."""
+    if min(counts) < 3 - len(counts):
+        found = " and ".join(map(str, counts))
+        raise ValueError(
+            f"{setting}: returned too few samples ({found}); there must be at least one to train "
+            "on and one to test on"
+        )
+
+
+def _require_pair(setting: str, sample: Any) -> None:
+    """Refuse a sample of a data set that is no input and its target."""
+    kinds = Tensor | np.ndarray | np.number | int | float
+    listed = isinstance(sample, tuple | list) and len(sample) == 2
+    if not listed or not all(isinstance(each, kinds) for each in sample):
+        raise ValueError(
+            f"{setting}: a sample is of {_named(sample)}; it must be a pair of an input and its "
+            "target, each a tensor, an array or a number"
+        )
+
+
 def _tensor_data(train: Pair, test: Pair | None, device: torch.device, value: Any) -> TensorData:
     if test is None:
         kept, held_out = (torch.as_tensor(places) for places in _places(len(train[0])))
@@ -166,7 +192,8 @@ def _is_array(value: Any) -> bool:
 
 def _is_pair(value: Any) -> bool:
     listed = isinstance(value, tuple | list) and len(value) == 2
-    return listed and all(_is_array(each) for each in value) and len(value[0]) == len(value[1])
+    arrays = listed and all(_is_array(each) and each.ndim for each in value)
+    return arrays and len(value[0]) == len(value[1])
 
 
 def _is_data_set(value: Any) -> bool:

@@ -151,11 +151,12 @@ def tokens(
         train, test = (_mapped(file, dtype) for file in _parts(root))
     else:
         train, test = split(_mapped(root, dtype), test_share)
+    if vocabulary is None:
+        vocabulary = 1 + int(max(ids.max(initial=0) for ids in (train, test)))
     return Windows(
-        train,
-        test,
+        *(train, test),
         context=context,
-        vocabulary=_checked(vocabulary, train, test),
+        vocabulary=checks.whole("data.vocabulary", vocabulary, 1),
         device=device,
         source=f"{len(train) + len(test):,} tokens of {root}",
     )
@@ -191,13 +192,6 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
         return np.asarray(np.memmap(file, dtype=dtype, mode="r"))
 
 
-def _checked(vocabulary: object, train: np.ndarray, test: np.ndarray) -> int:
-    """Return the size of the vocabulary."""
-    if vocabulary is None:
-        return int(max(ids.max(initial=0) for ids in (train, test))) + 1
-    return checks.whole("data.vocabulary", vocabulary, 1)
-
-
 def text(
     *,
     seed: int,
@@ -221,10 +215,10 @@ def text(
     """
     if path:
         root = existing(path, "give a file or a folder")
-        files = [root] if root.is_file() else _below(root, suffix or "")
+        files = [root] if root.is_file() else _below(root, str(suffix or ""))
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = _below(root, suffix or ".py", LEFT_OUT)
+        files = _below(root, str(suffix or ".py"), LEFT_OUT)
     ids = _bytes_of(files)
     if not len(ids):
         reason = "all files are empty" if files else f"no files, with data.suffix={suffix}"

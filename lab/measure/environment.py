@@ -127,13 +127,16 @@ def device_and_torch(device: torch.device) -> str:
 
 
 def git_commit() -> dict[str, Any]:
-    """Return the checkout's commit and whether it has changes; None without a checkout."""
+    """Return the checkout's commit and whether it has changes; None without a checkout.
+
+    If git cannot tell, as it takes too long, files count as changed: the commit proves nothing.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
     git = "git", "-C", str(root)
     commit = _output(*git, "rev-parse", "HEAD")
-    return {"commit": commit, "dirty": commit and bool(_output(*git, "status", "--porcelain"))}
+    return {"commit": commit, "dirty": commit and _output(*git, "status", "--porcelain") != ""}
 
 
 def cpu_model() -> str:
@@ -154,8 +157,7 @@ def num_cores() -> int:
 
 def _tf32() -> dict[str, bool]:
     """Return where torch may round float32 to TF32 on GPUs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # see lab.training.assemble
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # see training.assemble
         return {
             "products": bool(torch.backends.cuda.matmul.allow_tf32),
             "convolutions": bool(torch.backends.cudnn.allow_tf32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from lab.analysis.points import table
 from lab.analysis.records import load_study
+from lab.analysis.series import usual_values
 from tests.support.records import leave, make_record
 
 TREE = {"exchange._target_": "lab.exchange.paths.Tree", "exchange.chunk_mb": None}
@@ -78,3 +80,20 @@ def test_a_failed_run_and_its_successor_are_no_copies(tmp_path: Path) -> None:
 def test_records_without_settings_are_told_apart_as_typed(tmp_path: Path) -> None:
     found = series(tmp_path, make({}, variant={"bucket_mb": "1"}), make({}, repeat=1))
     assert found == ["tree", "tree bucket_mb=1"]
+
+
+def test_usual_values_are_noted_in_the_order_of_the_runs() -> None:
+    values = {f"key{number}": "1" for number in range(9)}
+    runs = [(name, values) for name in ("tree", "ring", "onebit")]
+    assert list(usual_values(runs)) == list(values)  # a set would differ from run to run
+
+
+def test_a_record_whose_step_took_no_time_is_damaged(tmp_path: Path) -> None:
+    right, wrong = make_record("none", 1, 1.0), make_record("tree", 2, 1.0)
+    assert wrong.step_s
+    wrong.step_s = replace(wrong.step_s, median=0.0)
+    leave(tmp_path / "right", right)
+    leave(tmp_path / "wrong", wrong)
+    study = load_study(tmp_path)
+    assert [cell.name for cell in study.cells] == ["right"]
+    assert study.missing["wrong"].endswith("wrong/record.json: step_s.median=0: not above 0")

@@ -167,6 +167,8 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
         ({"kind": "count"}, "'s': .*kind"),
         ({"quantity": "luck"}, "'s': quantity=luck: no such quantity; allowed: step_s, speedup"),
         ({"check": {"about": 1}}, "'s': must give exactly one bound: 'at_least', "),
+        ({"check": {"about": 1, "within": -0.1}}, "'s': check.within=-0.1: must be a number of at"),
+        ({"check": {"at_least": math.nan}}, "'s': check.at_least=nan: must be a number"),
         ({"at": {"ranks": 4}}, "'s': .*ranks"),
         ({"quantity": "operations"}, "'s': quantity=operations: at.layer: is missing"),
     ],
@@ -176,6 +178,25 @@ def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
     right |= {"quantity": "speedup", "check": {"at_least": 1}}
     with pytest.raises(ValueError, match=message):
         Paper.parse({"claims": [right | entry]})
+
+
+def test_what_is_no_claim_and_no_rate_is_named() -> None:
+    series = {"says": "s", "source": "1", "strategy": "tree", "profile": "p", "within": 0.1}
+    series |= {"per_rank_batch_size": 32, "samples_per_s": {1: 0, 2: 5}}
+    for node, message in [
+        ({"claims": "faster"}, "claims=faster: must be a list"),
+        ({"claims": ["faster"]}, "claims: faster: must have the keys of a claim"),
+        ({"title": "t", "series": [series]}, "t: samples_per_s.1=0: must be a number above 0"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            Paper.parse({**PREDICTED, **node})
+
+
+def test_a_ratio_to_nothing_names_its_claim() -> None:
+    facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
+    alone = Claim("small", "1", "byte_share", Check(at_most=1), at=Point("onebit", 1))
+    with pytest.raises(ValueError, match="claim 'small': quantity=byte_share: would divide by 0"):
+        alone.value(facts)
 
 
 STUDY = {"study": "s", "hardware": "h", "bytes_scale": 1.0}

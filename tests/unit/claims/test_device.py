@@ -235,6 +235,14 @@ def test_a_study_measures_pairs_of_cells(tmp_path: Path) -> None:
 def test_a_wrong_table_names_its_network() -> None:
     with pytest.raises(ValueError, match="table: LSTM: 'tools'"):
         networks({"LSTM": {"model": "lstm"}}, Device())
+    seconds = {"desktop": [1.0, None, 1.0, 1.0], "server": [1.0] * 6, "gpu": [1.0] * 3}
+    for wrong, message in [
+        ({"gpu": [1.0]}, r"LSTM: Torch: gpu=\[1.0\]: must have 3 entries, null for no figure"),
+        ({"server": ["a"] * 6}, "LSTM: Torch: server=a: must be a number above 0"),
+    ]:
+        entry = {"model": "lstm", "batch_size": 4, "tools": {"Torch": seconds | wrong}}
+        with pytest.raises(ValueError, match=message):
+            networks({"LSTM": entry}, Device())
 
 
 def test_all_papers_are_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from lab.claims import figures
 from lab.claims.claims import Claim, Paper, Reproduction
 from lab.claims.findings import Reproduced
-from lab.claims.metrics import Conditions, delivered_error
+from lab.claims.metrics import delivered_error
 from lab.claims.page import terms_table
 from lab.claims.predicted import Predicted, cell_speedups, fit_terms
 from lab.draw.chart import Chart, drawn
@@ -30,7 +31,6 @@ CLAIM = {"says": "s", "source": "1", "quantity": "speedup", "check": {"at_most":
 CLAIM |= {"at": {"strategy": "tree", "world_size": 4, "batch_size": 128}, "published": 0.9}
 PAPER = Paper.parse({"title": "t", "profile": "p", "hardware": "h", "claims": [CLAIM]})
 PREDICTED = Predicted("alexnet_titanx", parse(read_file("hardware", "titanx_x4")))
-EMULATED = Conditions(("one",), ("hosts",), ("0123456",))
 
 
 def reproduced(grid: Reproduction = GRID, measured: bool = True) -> Reproduced:
@@ -46,7 +46,7 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
 
 
 def test_bars_show_what_is_measured_predicted_and_published() -> None:
-    chart = figures.speedup_bars(reproduced(), EMULATED, ["note"])
+    chart = figures.speedup_bars(reproduced(), ["note"])
     tree = [row for row in rows_of(chart) if row["strategy"] == "tree"]
     # The table has no tree on one rank, and its measured steps are twice the predicted ones.
     assert [row["value"] for row in tree] == [
@@ -83,7 +83,7 @@ def test_the_finding_is_a_panel_of_measured_cures_and_published_figures() -> Non
 
 
 def test_without_measurements_bars_are_predicted() -> None:
-    chart = figures.speedup_bars(reproduced(measured=False), None, [])
+    chart = figures.speedup_bars(reproduced(measured=False), [])
     assert chart.message.startswith("Speedup predicted on 4 ranks: 0.87 (tree")
     assert [row["value"] for row in rows_of(chart)][1] == pytest.approx(200 / 190)
 
@@ -91,14 +91,16 @@ def test_without_measurements_bars_are_predicted() -> None:
 @pytest.mark.parametrize("count", [1, 5])
 def test_any_number_of_world_sizes_has_a_colour_for_each(count: int) -> None:
     grid = replace(GRID, world_sizes=tuple(2**power for power in range(count)))
-    spec = str(figures.speedup_bars(reproduced(grid), EMULATED, []).spec())
+    spec = str(figures.speedup_bars(reproduced(grid), []).spec())
     assert len(set(figures.shades(count))) == count and str(figures.shades(count)) in spec
 
 
 def test_the_map_shows_each_strategy_and_where_speedup_is_one() -> None:
-    tree = {64: {2: 0.5, 4: 0.25}, 128: {2: 2.0, 4: 4.0}}
-    ring = {64: {2: 2.0, 4: 2.0}, 128: {2: 0.5, 4: math.nan}}
-    chart = figures.regime_map({"tree": tree, "ring": ring}, [])
+    columns = ["strategy", "batch", "ranks", "speedup"]
+    tree = [("tree", 64, 2, 0.5), ("tree", 64, 4, 0.25), ("tree", 128, 2, 2.0), ("tree", 128, 4, 4)]
+    ring = [("ring", 64, 2, 2.0), ("ring", 64, 4, 2.0), ("ring", 128, 2, 0.5)]
+    missing = ("ring", 128, 4, math.nan)
+    chart = figures.regime_map(pd.DataFrame([*tree, *ring, missing], columns=columns), [])
     rows = rows_of(chart)
     assert [row["log2"] for row in rows if row["strategy"] == "tree"][:4] == [-1, -2, 1, 2]
     even = [(row["ranks"], row["even"]) for row in rows if row["even"]]

@@ -112,7 +112,7 @@ def test_findings_hold_what_the_page_says(runs: Path) -> None:
     findings = verify_paper("kim2017", runs, reproduce=True)
     assert [v.claim.published for v in findings.verdicts if v.outcome == "fails"] == [1.5, 2.62]
     chart = figures.verdicts(findings.verdicts, ["note"])
-    assert chart.message.startswith("Counted: 4 of 4 agree; predicted: ")
+    assert chart and chart.message.startswith("Counted: 4 of 4 agree; predicted: ")
     assert overlapping(drawn(chart.spec(), "svg").decode()) == []
     assert findings.reproduced
     assert findings.reproduced.scored and len(findings.reproduced.scored) == 54
@@ -153,6 +153,16 @@ def test_papers_without_a_study_are_predicted() -> None:
     assert "there is no study for Horovod" in refusal(verify.main, "horovod", "runs=runs/horovod")
 
 
+def test_several_papers_of_which_nothing_is_known_have_no_figure(tmp_path: Path) -> None:
+    claim = "{says: s, source: p, quantity: slowdown, at: {result: x}, check: {at_least: 1}}"
+    words = [str(tmp_path / f"{name}.yaml") for name in ("a", "b")]
+    for word in words:
+        Path(word).write_text(f"title: t\nbenches: {{x: counters vgg16}}\nclaims: [{claim}]\n")
+    said(verify.main, *words, f"out={tmp_path}/page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "| not tested: we have no measurement | 2 |" in text and "claims.png" not in text
+
+
 def test_several_papers_are_one_page(tmp_path: Path) -> None:
     assert verify.main(["mlperf", "nvidia2017", f"out={tmp_path}/page.md"]) == 0
     text = (tmp_path / "page.md").read_text()
@@ -163,6 +173,8 @@ def test_several_papers_are_one_page(tmp_path: Path) -> None:
 def test_wrong_paths_are_one_line(tmp_path: Path) -> None:
     for wrong in (f"runs={tmp_path}/no", f"out={tmp_path}/no/page.md"):
         assert str(tmp_path) in refusal(verify.main, "kim2017", wrong)
+    several = refusal(verify.main, "kim2017", "h100", f"runs={tmp_path}/no")
+    assert f"runs={tmp_path}/no: must be a folder of studies" in several
 
 
 def rows(text: str) -> list[str]:

@@ -110,6 +110,13 @@ FILES: dict[str, dict[str, Any]] = {
     "far.npz": {"inputs": np.full((20, 2), 1e300), "targets": CLASSES},
     "words.npz": {"inputs": INPUTS, "targets": np.array(["a"] * 20)},
     "objects.npz": {"inputs": INPUTS, "targets": np.array([{}] * 20, dtype=object)},
+    "hollow.npz": {"inputs": INPUTS, "targets": np.zeros((20, 0))},
+    "unlike.npz": {
+        "x_train": INPUTS,
+        "y_train": CLASSES,
+        "x_test": REAL[:, None],
+        "y_test": CLASSES,
+    },
     "hole.parquet": {"a": [1.0, None], "targets": [0, 1]},
     "words.parquet": {"a": ["x", "y"], "targets": [0, 1]},
 }
@@ -131,6 +138,12 @@ FILES: dict[str, dict[str, Any]] = {
         ("good.npz", {"vocabulary": 0}, "data.vocabulary=0: must be an integer of at least 1"),
         ("fewer.npz", {}, "data.path={}/fewer.npz: inputs have shape [20, 2] and targets [19]"),
         ("flat.npz", {}, "data.path={}/flat.npz: inputs have shape [20] and targets [20]"),
+        (
+            "hollow.npz",
+            {},
+            "data.path={}/hollow.npz: inputs have shape [20, 2] and targets [20, 0]",
+        ),
+        ("unlike.npz", {}, "data: inputs have shape [2] in the samples to train on, and [1] in"),
         ("nan.npz", {}, "data.path={}/nan.npz: targets are not all finite"),
         ("negative.npz", {}, "data.path={}/negative.npz: the smallest target is the integer -1"),
         ("huge.npz", {}, "data.path={}/huge.npz: the largest target is the integer 1099511627"),
@@ -141,6 +154,7 @@ FILES: dict[str, dict[str, Any]] = {
         ("hole.parquet", {}, "data.path={}/hole.parquet: column a has 1 missing"),
         ("words.parquet", {}, "data.path={}/words.parquet: column a has type "),
         ("hole.parquet", {"targets": "b"}, "data.targets=b: {}/hole.parquet has no such column;"),
+        ("hole.parquet", {"inputs": 3}, "data.inputs=3: must be a list"),
         ("hole.parquet", {"inputs": ["c"]}, "data.inputs=c: {}/hole.parquet has no such column; "),
     ],
 )

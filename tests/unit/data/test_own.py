@@ -107,8 +107,39 @@ def test_data_of_the_labs_own_form_is_left_alone() -> None:
         (3, "type int"),
         (torch.zeros(3, 2), r"type Tensor of shape \[3, 2\]"),
         ((torch.zeros(3), torch.zeros(4)), "type tuple"),
+        ((torch.tensor(1.0), torch.tensor(2.0)), "type tuple"),
     ],
 )
 def test_other_values_are_refused_by_one_line(value: Tensor | int, named: str) -> None:
     with pytest.raises(ValueError, match=rf"^data=mine: returned {named}; it must return"):
+        as_data(value, CPU, "data=mine")
+
+
+@pytest.mark.parametrize(
+    ("sample", "named"),
+    [(3, "int"), ({"x": 1, "y": 2}, "dict"), ((1, 2, 3), "tuple"), (("a", 1), "tuple")],
+)
+def test_samples_that_are_no_pairs_of_numbers_are_refused(sample: Any, named: str) -> None:
+    class Other(Squares):
+        def __getitem__(self, index: int) -> Any:
+            return sample
+
+    for value in (Other(20), (Squares(20), Other(20))):
+        with pytest.raises(
+            ValueError, match=f"^data=mine: a sample is of type {named}; it must be"
+        ):
+            as_data(value, CPU, "data=mine")
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (Squares(1), "1"),
+        ((Squares(5), Squares(0)), "5 and 0"),
+        ((torch.zeros(1, 3), torch.zeros(1).long()), "1"),
+        (((torch.zeros(3, 3), torch.zeros(3)), (torch.zeros(0, 3), torch.zeros(0))), "3 and 0"),
+    ],
+)
+def test_too_few_samples_for_two_parts_are_refused(value: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data=mine: returned too few samples \({found}\)"):
         as_data(value, CPU, "data=mine")

@@ -158,6 +158,7 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(
         (text, "a.txt", {"test_share": 1}, "data.test_share=1: must be a number above 0 and bel"),
         (text, "none", {}, "data.path={}/none: no such file or folder; give a file or a folder"),
         (text, "empty.txt", {}, "data.path={}/empty.txt contains no text: all files are empty"),
+        (text, "", {"suffix": 3}, "data.path={} contains no text: no files, with data.suffix=3"),
         (text, "", {"suffix": ".md"}, "data.path={} contains no text: no files"),
         (tokens, None, {}, "data.path is not set; give a folder with train.bin and val.bin"),
         (tokens, "", {}, "data.path={} has no files to train and test on; give"),

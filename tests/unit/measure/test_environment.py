@@ -161,3 +161,14 @@ def test_a_sharded_model_has_the_code_of_the_model() -> None:
     before = source_hash(model)
     model.__class__ = type("FSDPNet", (FSDPModule, Net), {})
     assert source_hash(model) == before != source_hash(Other(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(("status", "dirty"), [("", False), (" M a.py", True), (None, True)])
+def test_a_checkout_of_which_git_cannot_tell_counts_as_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str | None, dirty: bool
+) -> None:
+    (tmp_path / ".git").touch()
+    monkeypatch.setattr(nvidia, "__file__", str(tmp_path / "lab/measure/environment.py"))
+    answers = {"rev-parse": "0123abcd", "status": status}
+    monkeypatch.setattr(nvidia, "_output", lambda *words, **_: answers[words[3]])
+    assert nvidia.git_commit() == {"commit": "0123abcd", "dirty": dirty}
