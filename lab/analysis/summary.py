@@ -272,7 +272,7 @@ def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -
         "TFLOP/s": _value(point.median("flops_per_s"), 1e-12),
         "MFU %": _value(point.median("mfu"), 100),
         "speedup": f"{point.speedup:.2f}",
-        "efficiency": _value(point.efficiency.mid, digits=2),
+        "efficiency": f"{Interval(math.nan, point.efficiency.mid, math.nan):.2f}",
         "exposed ms": f"{point.exposed_exchange_s.scaled(1e3):.2f}",
         "payload MB": _value(point.payload_max_bytes, 1e-6),
         title: _value(point.final.get(metric, math.nan), factor),
@@ -282,8 +282,8 @@ def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -
     }
 
 
-def _value(value: float, scale: float = 1.0, digits: int = 4) -> str:
-    return UNMEASURED if math.isnan(value) else f"{value * scale:.{digits}g}"
+def _value(value: float, scale: float = 1.0) -> str:
+    return UNMEASURED if math.isnan(value) else f"{value * scale:.4g}"
 
 
 def _emulated(points: Iterable[Point]) -> str:

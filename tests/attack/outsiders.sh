@@ -430,7 +430,7 @@ for w in strategy 'cell="abc' 'cell=[a' 'cell=${' optim..lr=1; do
 done
 try 2 'flags are' T1 --
 try 2 'write batch_size=3' T1 --batch_size=3
-try 2 'strategy==onebit: allowed: out' L plot runs/s strategy==onebit
+try 2 'strategy==onebit: no such setting; allowed: out' L plot runs/s strategy==onebit
 
 ## 117 grammar: the same setting twice
 try 0 'steps of 48' T1 batch_size=48
@@ -1107,7 +1107,7 @@ base
 for a in only=nonsense format=exe format= width_in=nan target=abc; do
   try 2 "$a|${a%=*}=" L plot runs/s $a
 done
-try 2 "baseline='nope' has no finished run on one rank" L plot runs/s baseline=nope
+try 2 "baseline=nope: has no finished run on one rank" L plot runs/s baseline=nope
 
 ## 239 out: studies that have nothing to show
 base; mkdir -p e/x; for c in plot report explain score; do
