@@ -290,7 +290,7 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
         yield f"run the command of this page with `runs=runs/{study}`."
 
 
-def claims_tables(verdicts: Sequence[Verdict], kinds: Collection[str]) -> list[str]:
+def claims_tables(verdicts: Sequence[Verdict], kinds: Collection[str] = (*KINDS,)) -> list[str]:
     """Write how verdicts came out, and a table for each of some kinds of claim."""
     lines = [*verdicts_table(verdicts), ""]
     for kind, meaning in KINDS.items():
