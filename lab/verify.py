@@ -58,12 +58,12 @@ def main(line: CommandLine) -> int:
         if ALL in words or len(words) > 1:
             names = choices_of("claims", folder) if ALL in words else words
             every = verify_all(names, own.runs, own.benches, folder)
-            print("\n".join(page.overview(every)))
+            print(page.printed(every))
             if out:
                 page.write_several(every, out, out.with_suffix(""), line.text)
         else:
             every = {line.word: verify(line.word, own.runs, own.benches, bool(out), folder)}
-            print("\n".join(page.summary(every[line.word])))
+            print(page.printed(every[line.word]))
             if out:
                 page.write(every[line.word], out, out.with_suffix(""), line.text)
     if out:

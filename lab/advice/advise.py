@@ -41,6 +41,7 @@ Row = dict[str, Any]
 KINDS = ("exact", "lossy")
 RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29400"]  # HOST: the first node
 NEXT_SETTING = re.compile(r" (?=[\w.]+=)")
+UNRECORDED = "not recorded; to compare, train with it and with allreduce"  # an accuracy
 FREE = 1e18  # bytes per second: no message, and no pass over memory, takes time
 CODECS = "docs/exchanges/compression.md, Other codecs"
 ROUNDS = "docs/exchanges/schedules.md, Exchanging every H steps"
@@ -404,7 +405,7 @@ def known_of(strategy: str) -> str:
     """Write what is known of a lossy strategy's accuracy, with its sources."""
     trials = TRIALS.get(strategy, ())
     if not trials:
-        return "not recorded; to compare, train with it and with allreduce"
+        return UNRECORDED
     sources = "; ".join(dict.fromkeys(trial.source for trial in trials))
     return f"{', '.join(map(str, trials))}: {sources}"
 

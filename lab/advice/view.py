@@ -1,4 +1,4 @@
-"""Advice as text, with first choices, how to check them, and commands; and as a chart."""
+"""Advice as text, first choices first, how to check them, and all options; and as a chart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from lab.advice.advise import KINDS
+from lab.advice.advise import KINDS, UNRECORDED
 from lab.draw.chart import Chart, looks_of
 from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
@@ -67,7 +67,7 @@ def _batch_text(rows: list[Row]) -> str:
 
 
 def text(result: Row) -> str:
-    """Write the best option of each series, exact and lossy ones apart, and all about them."""
+    """Write first choices, their commands, the best option of each series, and all about them."""
     kinds = [kind for kind in TITLES if result["best"][kind]]
     if not kinds:
         highest = result["most_efficient"]
@@ -75,11 +75,11 @@ def text(result: Row) -> str:
         if math.isnan(highest):
             nothing = f"no option fits the memory of {result['hardware']['name']}"
         return "\n".join([nothing, "", *_wrapped([*about(result), *_meanings(result)])])
-    blocks = [_table(result, kind) for kind in kinds]
-    blocks += [_first_choice(result, kind) for kind in kinds]
-    rows = (row for kind in kinds for row in best_rows(result, kind))
-    commands = ["to run:", *(f"  {row['command']}" for row in rows)]
-    blocks += [_accuracies(result), commands, _wrapped([*about(result), *_meanings(result)])]
+    blocks = [[line for kind in kinds for line in _first_choice(result, kind)]]
+    to_run = (row for kind in kinds for row in _rivals(result, kind)[:2])
+    blocks += [["to run:", *(f"  {row['command']}" for row in to_run)]]
+    blocks += [_table(result, kind) for kind in kinds]
+    blocks += [_accuracies(result), _wrapped([*about(result), *_meanings(result)])]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -112,14 +112,12 @@ def _meanings(result: Row) -> list[str]:
     device = f"out of a device's {memory / 1e9:.3g} GB" if memory else "on a device of unknown size"
     too_large = ", ".join(result["too_large"])
     return [
-        f"GB: memory for weights, gradients, optimizer and exchange, without activations, {device}",
+        f"GB: weights, gradients, optimizer and exchange, without activations, {device}",
         *([f"left out, because they need more: {too_large}"] if too_large else []),
-        "limit: the resource that takes the most time, and the percentage of the step time that "
-        "would be saved without it",
-        "knee: from this number of ranks on, doubling the ranks gains less than a factor of "
-        f"{result['knee']:g}",
-        "a larger batch changes the training, because it makes fewer updates for the same "
-        "samples; batch_size=... compares options at one batch",
+        "limit: what takes the most time, and the percentage of the step saved without it",
+        f"knee: from these ranks on, twice as many gain less than a factor of {result['knee']:g}",
+        "a larger batch makes fewer updates for the same samples; batch_size=... compares at one "
+        "batch",
     ]
 
 
@@ -151,21 +149,22 @@ def _line(row: Row, extra: list[str]) -> list[str]:
 
 
 def _first_choice(result: Row, kind: str) -> list[str]:
-    """Name the first choice; where others are as good for all we know, the two to measure."""
-    first = result["rows"][result["best"][kind][0]]
-    close = [result["rows"][place] for place in result["contenders"][kind]]
-    lines = [f"first choice, {kind}: {_named(first)}"]
-    if close:
-        names = ", ".join(row["series"] for row in close)
-        lines += _wrapped(
-            [f"measure first, because the prediction cannot tell it from {names}; run"]
-        )
-        lines += [f"  {row['command']}" for row in (first, close[0])]
-    if constant := result["constant"][kind]:
-        lines += _wrapped(
-            [f"one choice for all numbers of ranks and batch sizes, as predicted: {constant}"]
-        )
-    return lines
+    """Name the first choice, and others that are as good for all we know."""
+    first, *close = _rivals(result, kind)
+    low, high = first["samples_per_s_interval"]
+    interval = f" [{low:.0f}, {high:.0f}]" if low < high else ""
+    line = (
+        f"first choice, {kind}: {_named(first)}, {first['samples_per_s']:.0f} samples/s{interval}"
+    )
+    names = ", ".join(row["series"] for row in close)
+    rivals = f"  measure first, because the prediction cannot tell it from {names}"
+    return [line, *_wrapped([rivals] if close else [])]
+
+
+def _rivals(result: Row, kind: str) -> list[Row]:
+    """Return the first choice, and after it those from which the prediction cannot tell it."""
+    places = [result["best"][kind][0], *result["contenders"][kind]]
+    return [result["rows"][place] for place in places]
 
 
 def _named(row: Row) -> str:
@@ -174,10 +173,13 @@ def _named(row: Row) -> str:
 
 
 def _accuracies(result: Row) -> list[str]:
-    known = {row["strategy"]: row["accuracy"] for row in best_rows(result, "lossy")}
-    lines = [f"  {name}: {text}" for name, text in known.items()]
+    """List what accuracies of lossy strategies are known, and name the others."""
+    accuracies = {row["strategy"]: row["accuracy"] for row in best_rows(result, "lossy")}
+    known = [f"  {name}: {text}" for name, text in accuracies.items() if text != UNRECORDED]
+    unknown = ", ".join(name for name, text in accuracies.items() if text == UNRECORDED)
+    known += [f"  {unknown}: {UNRECORDED}"] if unknown else []
     head = "accuracy of lossy strategies: test accuracy in % on digits, 2 ranks, default settings"
-    return [head, *lines] if lines else []
+    return [head, *known] if known else []
 
 
 def _wrapped(paragraphs: list[str]) -> list[str]:

@@ -155,9 +155,12 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         colours = {EXPOSED_PART if k == "exchange" else k: v for k, v in PHASE_LOOKS.items()}
         step_s = points[phases].sum(axis=1)
         counts = sorted(set(points["num_breakdowns"]))
-        runs = f"Medians of {' to '.join(map(str, counts))} breakdown runs per point, no intervals"
+        count = " to ".join(map(str, counts))
+        runs = f"Medians of {count} breakdown runs per point, so no intervals"
+        if counts == [1]:
+            runs = "1 breakdown run per point, so no intervals"
         what = f"A step by its phases, {_scaling(points)}."
-        low = high = None
+        low = high = is_noise = None
     else:
         points = _known(summary, "step_s", "no finished throughput run")
         low, parts, high = _exposed_parts(points)
@@ -167,6 +170,7 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
                 "there is no breakdown run, and no strategy=none run to compare with"
             )
         what = f"Steps: the step with strategy=none, and the exposed exchange, {_scaling(points)}."
+        is_noise = points["exposed_exchange_s_lo"] <= 0
     shares = (parts[EXPOSED_PART] / step_s)[points["strategy"] != CEILING]
     unlike = _unlike(points)
     places = sorted(_told_once(points), key=lambda at: _place(points.loc[at], looks))
@@ -194,7 +198,8 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         columns=columns,
     )
     notes = _notes(points, "Pale")
-    return Chart("step_time", _exposed(points, shares), [f"{what} {runs}."], body, width, notes)
+    message = _exposed(points, shares, is_noise)
+    return Chart("step_time", message, [f"{what} {runs}."], body, width, notes)
 
 
 def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
@@ -225,17 +230,37 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     several = summary[summary["world_size"] > 1]
     if missing := {*several["label"][several["payload_max_bytes"].isna()]} - {*sent["label"]}:
         about.append(f"Not counted: {in_words(sorted(missing))}.")
-    if parameters > 0:
-        about.append(f"Dotted: a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M.")
-    about += (
-        ["Vertical lines: range from the least to the most loaded rank."] if differ.any() else []
-    )
-    drawn = _over_ranks(
-        *(sent, looks, width, "payload", "MB per step, busiest rank"),
-        ideal="ring" if parameters > 0 else "",
-        logarithmic=True,
-    )
+    ring = f"a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M parameters"
+    ranges = ["Lines: range from the least to the most loaded rank."] if differ.any() else []
+    if sent["world_size"].nunique() == 1:
+        about[0] += f" {number_of(sent['world_size'].iloc[0], 'rank')}."
+        about += [f"Mark: {ring}.", *ranges] if parameters > 0 else ranges
+        drawn = _payload_bars(sent, looks, width, parameters > 0)
+    else:
+        about += [f"Dotted: {ring}.", *ranges] if parameters > 0 else ranges
+        drawn = _over_ranks(
+            *(sent, looks, width, "payload", "MB per step, busiest rank"),
+            ideal="ring" if parameters > 0 else "",
+            logarithmic=True,
+        )
     return Chart("payload", message, about, *drawn, _notes(sent))
+
+
+def _payload_bars(sent: Frame, looks: Looks, width: int, has_ring: bool) -> tuple[Any, int]:
+    """Draw a bar for each series: over one number of ranks there is no line."""
+    sent = sent.assign(place=sent["series"].map(list(looks).index)).sort_values("place")
+    data: Frame = pd.DataFrame(
+        {
+            **{"name": [_label(sent, each) for each in sent["series"]], "part": "sent"},
+            **{key: [*one] for key, one in _interval(sent, "payload").items()},
+            **{"text": [f"{mb:.3g} MB" for mb in sent["payload_mid"]]},
+            **{"hollow": [*_unlike(sent)]},
+            **({"mark": [*sent["ring"]]} if has_ring else {}),
+        }
+    )
+    wide = max(width // 2, int(width - LETTER * LABEL_PX * max(map(len, data["name"])) - 40))
+    title = "MB per step, busiest rank"
+    return bars(data, title, {"sent": BLUE}, marks="a ring in fp32", width=wide)
 
 
 CHARTS: dict[str, Callable[[Frame, Looks, int], Chart]] = {
@@ -329,7 +354,7 @@ def _exposed_parts(points: Frame) -> tuple[Any, dict[str, Any], Any]:
     low, high = (
         (step_s - mid + points[f"exposed_exchange_s_{end}"]).where(~alone) for end in ("lo", "hi")
     )
-    return low, parts, high
+    return low.clip(lower=0.0), parts, high  # an interval of t may reach below any time
 
 
 def _told_once(points: Frame) -> list[int]:
@@ -340,17 +365,22 @@ def _told_once(points: Frame) -> list[int]:
     return [*drawn.index]
 
 
-def _exposed(points: Frame, shares: Any) -> str:
-    """Say how much of the steps on the most ranks is exposed exchange."""
+def _exposed(points: Frame, shares: Any, is_noise: Any) -> str:
+    """Say how much of the steps on the most ranks is exposed exchange.
+
+    Args:
+        is_noise: by point, whether the interval of the exposed exchange includes 0; None: unknown.
+    """
     size = points["world_size"].max()
     known = shares[(points["world_size"] == size)].dropna().clip(lower=0.0)
     if known.empty or size == 1:
         return "A step without any exchange"
     least, most = (points["label"][known.agg(which)] for which in ("idxmin", "idxmax"))
     low, high = f"{100 * known.min():.0f}", f"{100 * known.max():.0f}"
-    if low == high:
-        return f"On {size} ranks, exposed exchange is {low} % of a step"
-    return f"On {size} ranks, exposed exchange is {low} % ({least}) to {high} % ({most}) of a step"
+    range_ = f"{low} %" if low == high else f"{low} % ({least}) to {high} % ({most})"
+    if is_noise is not None and is_noise[known.index].all():
+        return f"On {size} ranks, exposed exchange is not shown to exceed 0: {range_} of a step"
+    return f"On {size} ranks, exposed exchange is {range_} of a step"
 
 
 def _with_speedup(summary: Frame) -> Frame:
@@ -404,7 +434,9 @@ def _fastest(points: Frame) -> str:
     where = f"on {ranks} at {_batch_of(best)} {best['fixed_batch_size']}"
     speedup = Interval(best["speedup_lo"], best["speedup_mid"], best["speedup_hi"])
     if best["world_size"] > 1 and speedup.lo <= 1 <= speedup.hi:
-        return f"Not shown to be faster than one rank: {best['label']}, {speedup:.2f} ×, {where}"
+        return f"{best['label']} is not shown to be faster than one rank: {speedup:.2f} ×, {where}"
+    if best["world_size"] > 1 and speedup.hi < 1:
+        return f"{best['label']} is slower than one rank: {speedup:.2f} ×, {where}"
     return f"{_lead(points, best)}: {speedup.mid:.2f} × one rank, {where}"
 
 

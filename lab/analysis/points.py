@@ -262,7 +262,7 @@ def table(study: Study, baseline: str | None = None) -> list[Point]:
     if baseline is not None and baseline not in bases:
         allowed = ", ".join(sorted(bases, key=order)) or "none, because no run on one rank finished"
         raise ValueError(
-            f"baseline={baseline!r} has no finished run on one rank; allowed: {allowed}"
+            f"baseline={baseline}: has no finished run on one rank; allowed: {allowed}"
         )
     named = baseline or (CEILING if CEILING in bases else None)
     return [

@@ -27,6 +27,7 @@ from lab.analysis.series import (
 from lab.record.schema import Record, Scaling, Status, read_record
 from lab.record.steps import read_table
 from lab.settings.errors import one_line
+from lab.settings.hints import path_hint
 from lab.settings.names import adds_nothing, is_of_strategy, root_of
 from lab.settings.storage import DamagedFile
 
@@ -205,7 +206,8 @@ def load_study(folder: Path, *more: Path) -> Study:
 def _records_below(folder: Path) -> dict[Path, Record | str]:
     """Read the records of a study's cells by their folders; of a cell without one, say why."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give a study folder such as runs/demo")
+        hint = path_hint(folder, "give a study folder such as runs/demo")
+        raise ValueError(f"{folder}: no such folder; {hint}")
     below = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     found: dict[Path, Record | str] = {}
     for path in below:

@@ -218,7 +218,7 @@ def timeline_of_run(timeline: Timeline, title: str, width: int = WIDTH) -> Chart
     body = _drawn([*timeline.spans], width, bool(how))
     body = body.add_params(alt.selection_interval(name="zoom", encodings=["x"], bind="scales"))
     notes = [clocks, *([f"pale: emulated ({how})"] if how else [])]
-    return Chart("timeline", f"{title}: {_waits(timeline)}", notes, body, width)
+    return Chart("timeline", _waits(timeline, title), notes, body, width)
 
 
 def _drawn(spans: list[Span], width: int, pale: bool) -> Any:
@@ -322,15 +322,15 @@ def _emulated(timeline: Timeline) -> str:
     return "" if emulation == "none" else emulation
 
 
-def _waits(timeline: Timeline) -> str:
-    """Say how long the steps are, and how much of them ranks wait for exchanges."""
+def _waits(timeline: Timeline, run: str = "") -> str:
+    """Say how long the steps of a run are, and how much of them ranks wait for exchanges."""
     about, spans = timeline.about, timeline.spans
     ranks, steps = {span.rank for span in spans}, {s.name for s in spans if s.row == "step"}
     length_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
     waits_s = sum(s.end_s - s.start_s for s in spans if s.row == "wait") / len(ranks)
     several = f"{len(steps)} steps" if len(steps) > 1 else "A step"
     step = str(about["step"]).capitalize() if "step" in about else several
-    of = f"{about.get('strategy', 'a run')} on {about.get('world_size', len(ranks))} ranks"
+    of = run or f"{about.get('strategy', 'a run')} on {about.get('world_size', len(ranks))} ranks"
     share = f"{100 * waits_s / length_s:.0f} %"
     return f"{step} of {of}: {1e3 * length_s:.3g} ms, of which {share} is waiting"
 

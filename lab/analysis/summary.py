@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import pandas as pd
 from scipy import optimize
 
+from lab.analysis.charts import emulation_text
 from lab.analysis.points import CEILING, Point, floor_text, frame_of, leaders, together
 from lab.analysis.records import Cell, Study
 from lab.measure.statistics import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
@@ -23,6 +25,9 @@ from lab.task import PERCENT, heading, main_metric, metrics_of
 from lab.task import shown as shown_value
 
 UNMEASURED = "-"
+WIDTH = 110  # letters of a table's line
+# Columns that a wider table leaves out, one after the other: summary.csv has the values of all.
+SPARE = ("mad", "TFLOP/s", "efficiency", "MFU %", "baseline", "payload MB")
 FORMULA = re.compile(r"[=+@\t\r]|-(?!\s*[\d.])")  # how one begins; and not -1
 
 
@@ -96,13 +101,21 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     leaders_at = (_leader_line(group, floor) for group in together(points))
     parts = [
         *(_table(points) if points else ()),
-        "\n".join(f"on={label}: {text}" for label, text in study.machines.items()),
-        "\n".join(filter(None, [shared_runs(points), _advice(points)])),
+        _lines(f"on={label}: {text}" for label, text in study.machines.items()),
+        _lines([_emulated(points), shared_runs(points), _advice(points)]),
         "\n".join(_scalability_lines(points)),
-        "\n".join(filter(None, [floor_text(floor), *leaders_at])),
+        _lines([floor_text(floor), *leaders_at]),
         "\n".join(f"{status}: {name}: {why}" for name, status, why in study.troubles),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _lines(texts: Iterable[str]) -> str:
+    """Write a text a line, and what is longer than WIDTH below it, indented."""
+    wrapped = textwrap.TextWrapper(
+        WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+    return "\n".join(line for text in texts for line in wrapped.wrap(text))
 
 
 def shared_runs(points: Iterable[Point]) -> str:
@@ -221,11 +234,24 @@ def _table(points: Sequence[Point]) -> tuple[str, ...]:
     for column in ("TFLOP/s", "MFU %"):  # which only counted models have
         if (shown[column] == UNMEASURED).all():
             shown = shown.drop(columns=column)
-    common = [str(column) for column in shown if shown[column].nunique() == 1]
-    line = ", ".join(f"{key} {shown[key][0]}" for key in common)
+    values = {str(column): set(shown[column]) for column in shown}
+    values["baseline"] = values["baseline"] - {UNMEASURED} or {UNMEASURED}  # a dash has no speedup
+    common = {key: one for key, (one, *others) in values.items() if not others}
+    line = ", ".join(f"{key} {value}" for key, value in common.items())
     if len(points) == 1:
         return (line,)
-    return f"all: {line}", shown.drop(columns=common).to_string(index=False)
+    return f"all: {line}", _fitting(shown.drop(columns=[*common]), SPARE)
+
+
+def _fitting(columns: Any, spare: Sequence[str]) -> str:
+    """Write a table of at most WIDTH letters a line, as far as leaving out `spare` columns does."""
+    left = [name for name in spare if name in columns]
+    out = list[str]()
+    while left and len(columns.to_string(index=False).partition("\n")[0]) > WIDTH:
+        out.append(left.pop(0))
+        columns = columns.drop(columns=out[-1])
+    note = f"\nleft out, as the table would be too wide: {', '.join(out)}" if out else ""
+    return columns.to_string(index=False) + note
 
 
 def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -> dict[str, str]:
@@ -244,18 +270,24 @@ def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -
         "TFLOP/s": _value(point.median("flops_per_s"), 1e-12),
         "MFU %": _value(point.median("mfu"), 100),
         "speedup": f"{point.speedup:.2f}",
-        "efficiency": f"{point.efficiency:.2f}",
+        "efficiency": f"{Interval(math.nan, point.efficiency.mid, math.nan):.2f}",
         "exposed ms": f"{point.exposed_exchange_s.scaled(1e3):.2f}",
         "payload MB": _value(point.payload_max_bytes, 1e-6),
         title: _value(point.final.get(metric, math.nan), factor),
         "baseline": point.baseline or "-",
         "runs": runs_text(point),
-        "emulation": point.emulation or "none",
+        "emulation": "yes" if point.emulation else "none",
     }
 
 
 def _value(value: float, scale: float = 1.0) -> str:
     return UNMEASURED if math.isnan(value) else f"{value * scale:.4g}"
+
+
+def _emulated(points: Iterable[Point]) -> str:
+    """Say how points were emulated; empty if none was."""
+    how = emulation_text(point.emulation or "none" for point in points)
+    return f"emulation: {how}" if how else ""
 
 
 def _advice(points: Iterable[Point]) -> str:
@@ -283,7 +315,7 @@ def _scalability_lines(points: Sequence[Point]) -> list[str]:
         for one in found
     ]
     title = "serial fraction e(N) (Karp-Flatt), and S = N / (1 + sigma (N-1) + kappa N (N-1)):"
-    return [title, pd.DataFrame(lines).to_string(index=False)]
+    return [title, _fitting(pd.DataFrame(lines), [f"e({size})" for size in sizes])]
 
 
 def _leader_line(points: list[Point], floor: float) -> str:

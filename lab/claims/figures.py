@@ -320,7 +320,9 @@ def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart | None:
     names = list(data["name"])
     scale = alt.Scale(type="log", domain=LIMITS, nice=False)
     axis = alt.Axis(values=[0.2, 0.5, 1, 2, 5], format="~g")
-    down = alt.Y("name:N", sort=names, title=None, axis=alt.Axis(labelLimit=560, ticks=False))
+    # A mark at the axis' end does not touch the name.
+    left = alt.Axis(labelLimit=560, labelPadding=8, ticks=False)
+    down = alt.Y("name:N", sort=names, title=None, axis=left)
     base = alt.Chart(data).encode(down)
     kinds = [kind for kind in KINDS if kind in set(data["kind"])]
     colours = alt.Scale(domain=kinds, range=[COLOURS[kind] for kind in kinds])

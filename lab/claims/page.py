@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import math
 import os
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from lab.claims.claims import Reproduction
 from lab.claims.device import mini_batches_table
 from lab.claims.findings import (
     BASES,
+    EVIDENCE,
     KINDS,
     OTHERS,
     SURE,
@@ -27,7 +29,7 @@ from lab.claims.findings import (
 from lab.claims.metrics import of_linear_scaling
 from lab.claims.predicted import MARGIN, Predicted, Terms, crossovers, speedup_map
 from lab.draw.chart import order
-from lab.draw.text import in_words, markdown
+from lab.draw.text import in_words, markdown, number_of, plain
 from lab.settings.storage import write_atomically
 from lab.simulate.score import ScoredCell, held_out, score, skill
 
@@ -45,8 +47,28 @@ SKILL = (
 )
 
 
-def summary(findings: Findings) -> list[str]:
-    """List the first lines of the page: the title, the table of claims, and its sources."""
+def printed(findings: Findings | Mapping[str, Findings]) -> str:
+    """Write what a command prints: Markdown, or on a terminal plain tables of what is evidence."""
+    if not sys.stdout.isatty():
+        lines = summary(findings) if isinstance(findings, Findings) else overview(findings)
+        return "\n".join(lines)
+    if not isinstance(findings, Findings):
+        return "\n".join(plain(overview(findings)))
+    lines = summary(findings, EVIDENCE)
+    if others := sum(each.kind not in EVIDENCE for each in findings.verdicts):
+        lines += [
+            "",
+            f"out=page.md also lists the {number_of(others, 'claim')} that we do not count.",
+        ]
+    return "\n".join(plain(lines))
+
+
+def summary(findings: Findings, kinds: Collection[str] = (*KINDS,)) -> list[str]:
+    """List the first lines of the page: the title, the table of claims, and its sources.
+
+    Args:
+        kinds: of the claims to list.
+    """
     paper, conditions = findings.paper, findings.conditions
     head = [f"# {paper.title}", ""]
     if conditions and conditions.commits:
@@ -60,7 +82,7 @@ def summary(findings: Findings) -> list[str]:
     sources = [*scaling, *([""] if scaling and device else []), *device]
     terms = ["", *terms_table(findings.terms)] if findings.terms else []
     table = ["", *mini_batches_table(findings.mini_batches)] if findings.mini_batches else []
-    return [*head, *claims_tables(findings.verdicts), "", *sources, *terms, *table]
+    return [*head, *claims_tables(findings.verdicts, kinds), "", *sources, *terms, *table]
 
 
 def overview(papers: Mapping[str, Findings]) -> list[str]:
@@ -278,12 +300,12 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
         yield f"run the command of this page with `runs=runs/{study}`."
 
 
-def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
-    """Write how verdicts came out, and a table for each kind of claim."""
+def claims_tables(verdicts: Sequence[Verdict], kinds: Collection[str] = (*KINDS,)) -> list[str]:
+    """Write how verdicts came out, and a table for each of some kinds of claim."""
     lines = [*verdicts_table(verdicts), ""]
     for kind, meaning in KINDS.items():
         found = [verdict for verdict in verdicts if verdict.kind == kind]
-        if found:
+        if found and kind in kinds:
             lines += [f"**{kind}**: {meaning}", "", *markdown(*table_of(found)), ""]
             lines += _conditions(found)
     return lines[:-1]

@@ -29,6 +29,7 @@ from lab.problem import require_float32
 from lab.settings.storage import write_atomically
 from lab.training.assemble import Assembly, assembled
 
+APART = 0.1  # of a step: a profile whose parts miss more of it predicts no better
 CHECKED = 5  # steps in which torch.profiler counts the kernels
 KERNELS = "kernels of a step except the optimizer's, by torch.profiler:"
 HEADER = [
@@ -270,6 +271,16 @@ def _parts(fit: Fit) -> tuple[str, str]:
     return ranged(fit.fixed_ms), ranged(fit.per_sample_ms, US_PER_MS)
 
 
+def held_to_step(batch: int, step_ms: float, by_lines: float) -> str:
+    """Compare a measured step with the sum of the profile's parts, and warn if they are apart."""
+    off = by_lines / step_ms - 1
+    text = f"batch {batch}: step {step_ms:.3f} ms without clocks on its layers; the lines give "
+    text += f"{by_lines:.3f} ({100 * off:+.1f} %)"
+    if abs(off) <= APART:
+        return text
+    return f"{text}; warning: too far apart to trust; measure again, with more steps"
+
+
 def _notes(profile: Profile, found: Sequence[Measured], kernels: float | None) -> list[str]:
     """Write the lines of the profile, and how they compare with steps and, on a GPU, kernels."""
     lines = []
@@ -278,12 +289,8 @@ def _notes(profile: Profile, found: Sequence[Measured], kernels: float | None) -
             fixed, per_sample = _parts(fit)
             lines.append(f"{fit.layer}: {fixed} ms fixed, {per_sample} us per sample")
     for each in found:
-        batch, step_ms = each.batch_size, float(np.median(each.step_ms))
-        by_lines = 1000 * (profile.compute_s(batch) + (profile.rest_s(batch) or 0.0))
-        lines.append(
-            f"batch {batch}: step {step_ms:.3f} ms without clocks on its layers; the lines give "
-            f"{by_lines:.3f} ({100 * (by_lines / step_ms - 1):+.1f} %)"
-        )
+        by_lines = profile.compute_s(each.batch_size) + (profile.rest_s(each.batch_size) or 0.0)
+        lines.append(held_to_step(each.batch_size, float(np.median(each.step_ms)), 1e3 * by_lines))
     lines.append("(rest): optimizer, data, host; [95 % intervals]")
     if kernels is not None:
         whole_ms = sum(layer.forward_ms + layer.backward_ms for layer in profile.layers)

@@ -97,10 +97,11 @@ def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) ->
     told = ", and ".join(filter(None, (f"{number_text(times)} times as fast as one", gain)))
     if best.speedup.lo <= 1 <= best.speedup.hi:
         unsure = f"The repeats cannot show whether {ranks} train faster than one"
-        return f"{unsure}: with {name}, the fastest strategy, {told}."
+        return f"{unsure}. With {name}, the fastest strategy, they train {told}."
     if times > 1:
         return f"With {name}, {ranks} train {told}."
-    return f"{ranks} train no faster than one rank: with {name}, the fastest strategy, {told}."
+    fastest = f"With {name}, the fastest strategy, they train {told}."
+    return f"{ranks} train no faster than one rank. {fastest}"
 
 
 def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) -> list[str]:

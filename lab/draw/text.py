@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 
 UNKNOWN_TEXT = "–"
+NARROW = 8  # letters of a column that is not made narrower
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -24,6 +27,42 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Write the lines of a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def plain(lines: Sequence[str], width: int = 110) -> list[str]:
+    """Write lines of Markdown for a terminal: texts wrapped, tables aligned and as wide as fits."""
+    written, table = list[str](), list[list[str]]()
+    for line in [*lines, ""]:
+        if line.startswith("| "):
+            table.append(line.strip("| ").split(" | "))
+            continue
+        if table:
+            written += _fitted([table[0], *table[2:]], width)
+            table = []
+        text = line.lstrip("#").strip().replace("**", "")
+        written += textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [
+            ""
+        ]
+        written += ["=" * min(width, len(text))] if line.startswith("#") else []
+    return written[:-1]
+
+
+def _fitted(table: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Align a header and its lines, without columns that say nothing, in cells of several lines."""
+    columns = [one for one in zip(*table, strict=True) if {*one[1:]} - {UNKNOWN_TEXT}]
+    widths = [max(map(len, column)) for column in columns]
+    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > NARROW:
+        shares = [0.4 * widths[0], *widths[1:]]  # the first column says what a line is about
+        widths[shares.index(max(shares))] -= 1
+    lines = list[str]()
+    for number, row in enumerate(zip(*columns, strict=True)):
+        cells = [textwrap.wrap(*each) for each in zip(row, widths, strict=True)]
+        lines += [
+            "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+            for parts in zip_longest(*cells, fillvalue="")
+        ]
+        lines += ["  ".join("-" * each for each in widths)] if number == 0 else []
+    return lines
 
 
 def in_words(parts: Sequence[str]) -> str:

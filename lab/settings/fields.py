@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from lab.settings import checks
 from lab.settings.checks import Limits, as_text
 from lab.settings.errors import ConfigError
-from lab.settings.hints import number
+from lab.settings.hints import nearest, number
 
 T = TypeVar("T")
 Parser = Callable[[str, str], Any]
@@ -114,7 +114,8 @@ def own_settings(kind: type[T], arguments: Sequence[str]) -> T:
     texts, others = split(arguments, keys)
     if unknown := [*others, *(key for key in texts if key not in keys)]:
         allowed = f"allowed: {', '.join(keys)} (--help)" if keys else "this command has no settings"
-        raise ConfigError(f"{unknown[0]}: {allowed}")
+        meant = nearest(unknown[0].partition("=")[0], keys)
+        raise ConfigError(f"{unknown[0]}: no such setting; {f'{meant} ' if meant else ''}{allowed}")
     return parsed(kind, texts)
 
 

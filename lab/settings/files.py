@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.settings.errors import ConfigError
+from lab.settings.hints import choice_hint
 from lab.settings.storage import mapped, read_yaml
 
 # A group of this name would make Hydra take a run's setting `study` for a choice among its files.
@@ -105,8 +106,8 @@ def _completed(own: dict[str, Any], sibling: dict[str, Any]) -> dict[str, Any]:
 def _content_of(group: str, name: str, config_dir: str | None) -> dict[str, Any]:
     files = {name: file_at(group, name)} if is_file(name) else files_of(group, config_dir)
     if name not in files:
-        known = ", ".join(sorted(files))
-        raise ConfigError(f"{group}={name}: allowed: {known}, or a path such as ./{group}.yaml")
+        known = f"{choice_hint(group, name, sorted(files))}allowed: {', '.join(sorted(files))}"
+        raise ConfigError(f"{group}={name}: {known}, or a path such as ./{group}.yaml")
     try:
         content = read_yaml(files[name])
     except (ValueError, OSError) as error:

@@ -6,7 +6,9 @@ The names that other programs use for a setting, and why some things are no sett
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 # By setting, the names that other programs give it.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -149,6 +151,22 @@ def choice_hint(group: str, choice: str, allowed: Sequence[str]) -> str:
         return f"did you mean {meant}? "
     close = difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.7)
     return f"did you mean {by_plain[close[0]]}? " if close else ""
+
+
+def path_hint(path: Path, otherwise: str) -> str:
+    """Return the path that may have been meant by one that does not exist, or `otherwise`."""
+    near = _near(path)
+    return f"did you mean {near}?" if near else otherwise
+
+
+def _near(path: Path) -> Path | None:
+    """Return a path of names that exist, the closest to those of `path`; None: none is close."""
+    folder = path.parent if path.parent.is_dir() else _near(path.parent)
+    readable = folder if folder and os.access(folder, os.R_OK) else None
+    names = [each.name for each in readable.iterdir()] if readable else []
+    begun = sorted(name for name in names if name.startswith(path.name))  # a cell's name is long
+    close = difflib.get_close_matches(path.name, names, n=1) or begun
+    return folder / close[0] if folder and close else None
 
 
 def value_hint(text: str, reason: str) -> str | None:

@@ -252,6 +252,11 @@ def lock(file: IO[str], wait_s: float) -> bool:
         return True
 
 
+def from_here(path: Path) -> Path:
+    """Return a path as a user would type it: from the working directory, if it lies there."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary path, sync the result to disk, then rename it.
 

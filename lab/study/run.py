@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import itertools
 import random
+import shlex
 import shutil
 import sys
 import time
@@ -27,7 +28,7 @@ from lab.settings.fields import split
 from lab.settings.files import choices_of, is_file
 from lab.settings.names import root_of
 from lab.settings.overrides import config_dir_of, one_value
-from lab.settings.storage import lock, open_lock, read_json, write_json
+from lab.settings.storage import from_here, lock, open_lock, read_json, write_json
 from lab.study.grid import DEFAULTS, NOT_OF_GRID, Cell, Study
 from lab.study.grid import read as read_grid
 
@@ -85,7 +86,8 @@ def sweep(line: CommandLine, serve: Serve) -> int:
         print("\nstopped; run the same command to continue from here", file=sys.stderr)
         return 130
     num_done = statuses.count("done")
-    print(f"{num_done} of {len(statuses)} cells done; figures: python -m lab.plot {root}")
+    figures = f"python -m lab.plot {shlex.quote(str(from_here(root)))}"
+    print(f"{num_done} of {len(statuses)} cells done; figures: {figures}")
     return 0 if num_done else 1
 
 
@@ -130,7 +132,7 @@ def _run_here(study: Study, root: Path, descriptor: int, ended: CellEnded) -> It
         eta = timedelta(seconds=round([*later].count(None) * sum(durations) / len(durations)))
         for cell, record in zip(missing, records, strict=True):
             print(f"{label(cell)} " if several else "", end="")
-            print(f"{_outcome(record)}, ETA {eta}", flush=True)
+            print(f"{outcome_text(record)}, ETA {eta}", flush=True)
             ended(True)
             yield record.status
 
@@ -153,14 +155,17 @@ def _run_by_scheduler(study: Study, root: Path, _lock: int, ended: CellEnded) ->
         for num_ended, (cell, record) in enumerate(jobs, start=1):
             remaining_s = (time.monotonic() - began) / num_ended * (len(missing) - num_ended)
             eta = timedelta(seconds=round(remaining_s))
-            print(label(cell), f"{_outcome(record)}, ETA {eta}", flush=True)
+            print(label(cell), f"{outcome_text(record)}, ETA {eta}", flush=True)
             ended(True)
             yield record.status
 
 
-def _outcome(record: Record) -> str:
-    if record.status != "done" or not record.step_s or not record.wall_samples_per_s:
+def outcome_text(record: Record) -> str:
+    """Say how a cell ended, with its speed if steps were timed."""
+    if record.status != "done":
         return f"{record.status}: {record.error}"
+    if not record.step_s or not record.wall_samples_per_s:
+        return "done, but no step was timed: all were warm-up"
     rates = record.rates(record.wall_samples_per_s)
     return f"{1000 * record.step_s.median:.2f} ms/step, {rates}"
 

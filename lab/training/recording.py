@@ -34,6 +34,7 @@ from lab.settings.config import ConfigError
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.own_code import fingerprint
 from lab.settings.secrets import kept, kept_words
+from lab.settings.storage import from_here
 from lab.task import metrics_of, shown
 from lab.training.assemble import global_batch_size
 from lab.training.outcome import note_progress
@@ -353,7 +354,7 @@ def summary(record: Record, path: Path) -> str:
         *(f"{f'steps {each.steps}':<16}by {each.made_by}" for each in record.stretches),
         *([f"emulated        {emulated}"] if emulated else []),
     ]
-    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    path = from_here(path)
     lines.append(f"record          {path / 'record.json'}")
     if record.status == "interrupted":
         return "\n".join(

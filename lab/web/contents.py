@@ -227,7 +227,7 @@ def _troubles(study: Study, prefix: str) -> list[Table]:
     idle = dict.fromkeys((c.series, line) for c in several for line in c.record.idle)
     title = "Runs that did not finish, and the reasons"
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], study.troubles)]
-    tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "which"], idle)]
+    tables += [of_texts(f"{prefix}idle", "Settings without effect", ["series", "setting"], idle)]
     made = [(c, each) for c in study.cells for each in c.record.stretches]
     title = "Runs in which steps were executed in different ways"
     lines = [(study.name_of(c.folder), each.steps, each.made_by) for c, each in made]

@@ -24,8 +24,10 @@ from lab.settings.errors import one_line
 from lab.settings.storage import DamagedFile, read_json, write_atomically
 from lab.task import heading, main_metric
 
+WIDER = 30  # pixels between a legend's entries
 WIDTH = 1250  # pixels of a page's charts; a narrower page makes them smaller
-DIGITS = re.compile(r"(\.\d\d)\d{3,}")  # of places in a drawing, whose labels have fewer
+TAG = re.compile(r"<[^>]*>")
+DIGITS = re.compile(r"(\.\d\d)\d{3,}")  # of places in a drawing
 # Attributes that a page needs not: its figures have names, and its style says the rest.
 SAID = re.compile(
     r' (?:(?:role|aria-[a-z]+|font-family|pointer-events|stroke-miterlimit)="[^"]*"'
@@ -181,7 +183,7 @@ class Drawing:
     def svg(self) -> str:
         """Draw the chart, as it is without JavaScript."""
         svg = NOTHING.sub("", SAID.sub("", drawn(self.spec, "svg").decode()))
-        svg = DIGITS.sub(r"\1", svg)
+        svg = TAG.sub(lambda found: DIGITS.sub(r"\1", found[0]), svg)
         return CLIP.sub(lambda found: f"{self.name}-{found[0]}", svg)  # a page has one name space
 
 
@@ -190,6 +192,8 @@ def drawing(name: str, chart: Chart) -> Drawing:
     spec = chart.spec(title=False)
     del spec["$schema"]  # the page's own library reads it
     spec["config"] |= {"background": None, "aria": False, "padding": 2}
+    # Without JavaScript the reader's font may be wider than the one measured here.
+    spec["config"]["legend"]["columnPadding"] = WIDER
     return Drawing(name, chart.message, " ".join(chart.about), chart.notes, spec)
 
 

@@ -122,7 +122,7 @@ def test_values_that_almost_equal_are_two_cells() -> None:
 
 LINES = [
     (plot, ("-s",), "the flags are"),
-    (plot, ("runs/s", "strategy==onebit"), "strategy==onebit: allowed: out"),
+    (plot, ("runs/s", "strategy==onebit"), "strategy==onebit: no such setting; allowed: out"),
     (predict, ("strategy=tree", "world_size=0"), "world_size=0"),
     (advise, ("world_size=0",), "world_size=0"),
     (cluster, ("run", "--"), "after --"),

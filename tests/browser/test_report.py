@@ -156,6 +156,17 @@ def test_without_javascript_it_holds_all_numbers_and_charts(browser: Browser, re
     assert drawings.count() == opened.page.locator("figure").count() >= 6
 
 
+def test_without_javascript_a_phone_scrolls_charts_whose_labels_stay_legible(
+    browser: Browser, report: Path
+) -> None:
+    context = browser.new_context(java_script_enabled=False, viewport={"width": 390, "height": 800})
+    page = context.new_page()
+    page.goto(report.as_uri())
+    box = page.locator(".chart .drawing svg").first.bounding_box()
+    assert box and box["width"] >= 700
+    context.close()
+
+
 def test_it_prints_on_white(opened: Opened) -> None:
     opened.page.emulate_media(media="print", color_scheme="dark")
     for part, expected in {".verdict": "rgb(0, 0, 0)", ".note": "rgb(89, 89, 89)"}.items():

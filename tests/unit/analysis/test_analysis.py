@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 from pathlib import Path
@@ -102,6 +103,20 @@ def test_overlapping_strategies_are_not_ranked(folder: Path) -> None:
     assert leaders(rows, math.nan) == ["overlap", "ddp"]
     text = summary.text(rows, load_study(folder))
     assert "N=2 strong batch 64: leaders, not significantly different: overlap, ddp" in text
+
+
+def test_a_table_leaves_out_columns_rather_than_be_too_wide(folder: Path) -> None:
+    long = {"optim.schedule": "a_schedule_with_a_long_name"}
+    for repeat, ranks in itertools.product(range(3), (1, 2)):
+        write_cell(folder, "none", ranks, 1 / ranks, repeat=repeat)
+        for strategy in ("overlap", "onebit"):
+            seconds = 0.1 + 1 / ranks + 0.01 * repeat
+            write_cell(folder, strategy, ranks, seconds, repeat=repeat, variant=long)
+    study = load_study(folder)
+    text = summary.text(table(study), study)
+    assert "left out, as the table would be too wide: efficiency" in text
+    assert " step ms " in text and " speedup " in text
+    assert all(len(line) <= summary.WIDTH for line in text.splitlines())
 
 
 def test_single_repeats_are_not_ranked(folder: Path) -> None:

@@ -96,6 +96,41 @@ def test_texts_that_touch_are_found() -> None:
     assert len(overlapping(crowded)) > 10
 
 
+def test_an_interval_of_a_step_ends_at_zero_and_the_title_says_that_it_may_be_noise() -> None:
+    summary = summary_of(("none", "onebit"), (32,))
+    shown = summary["exposed_exchange_s_mid"]
+    summary = summary.assign(step_s=0.02, exposed_exchange_s_lo=shown - 1)
+    drawing = chart("step_time", summary)
+    assert "is not shown to exceed 0" in drawing.message
+    (data,) = drawing.spec()["datasets"].values()
+    ends = [row["low"] for row in data if row["low"] is not None]
+    assert ends and min(ends) == 0
+
+
+def test_payload_on_one_number_of_ranks_is_a_bar_for_each_series_with_its_value() -> None:
+    summary = summary_of(("none", "allreduce", "onebit"), (32,))
+    drawing = chart("payload", summary.query("world_size <= 2"))
+    svg = drawn(drawing.spec(), "svg").decode()
+    assert ">25 MB<" in svg and ">11.1 MB<" in svg and "a ring in fp32" in svg
+    assert overlapping(svg) == [] and outside(svg) == []
+    assert "Dotted" not in drawing.caption
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ((0.9, 1.1), "onebit is not shown to be faster than one rank: 1.00 [0.90, 1.10] ×"),
+        ((0.8, 0.9), "onebit is slower than one rank: 0.85 [0.80, 0.90] ×"),
+        ((1.2, 1.4), "onebit is fastest: 1.30 × one rank"),
+    ],
+)
+def test_a_title_says_whether_ranks_gain_anything(ends: tuple[float, float], message: str) -> None:
+    summary = summary_of(("none", "onebit"), (32,))
+    low, high = ends
+    changed = summary.assign(speedup_lo=low, speedup_mid=(low + high) / 2, speedup_hi=high)
+    assert chart("speedup", changed).message.startswith(message)
+
+
 def test_the_title_is_the_message() -> None:
     summary = summary_of()
     assert chart("speedup", summary).message.startswith("powersgd reaches the most: ")

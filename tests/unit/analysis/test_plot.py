@@ -177,7 +177,7 @@ def test_runs_without_curves_skip_convergence(tmp_path: Path) -> None:
     [
         (["absent"], "absent: no such folder"),
         (["."], "contains no <cell>/record.json"),
-        (["demo", "baseline=ring"], "baseline='ring'"),
+        (["demo", "baseline=ring"], "baseline=ring: has no"),
         (["demo", "out=demo/none-1-0-strong-throughput/record.json"], "File exists"),
     ],
 )

@@ -56,8 +56,18 @@ def test_what_cannot_be_drawn_is_refused_in_a_line(results: Results) -> None:
         results.figure("speed")
     with pytest.raises(ValueError, match="scaling=weak: was not measured; allowed: strong"):
         results.figure("speedup", scaling="weak")
-    with pytest.raises(ValueError, match="no such folder"):
+    with pytest.raises(ValueError, match="no such folder; give a study folder such as runs/demo"):
         lab.load("runs/nowhere")
+
+
+def test_a_folder_spelled_almost_right_is_suggested(tmp_path: Path) -> None:
+    made = tmp_path / "runs" / "mine" / "onebit-n2-b32-with-a-long-name"
+    made.mkdir(parents=True)
+    for typed, meant in (("runs/mne", "runs/mine"), ("rns/mine", "runs/mine")):
+        with pytest.raises(ValueError, match=f"; did you mean {tmp_path / meant}"):
+            lab.load(tmp_path / typed)
+    with pytest.raises(ValueError, match=f"; did you mean {made}"):
+        lab.load(tmp_path / "runs/mine/onebit-n2")
 
 
 def test_a_notebook_shows_a_table(results: Results) -> None:

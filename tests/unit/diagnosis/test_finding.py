@@ -75,7 +75,7 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         ),
         pytest.param(
             {**CLEAR, ("overlap", 4): (440, 441, 442), ("allreduce", 4): (500, 501, 502)},
-            "4 ranks train no faster than one rank: with overlap, the fastest strategy, 0.912",
+            "4 ranks train no faster than one rank. With overlap, the fastest strategy, they train",
             "The next fastest, allreduce, takes 14 % longer, a significant difference.",
             id="slower than one",
         ),

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from lab.draw.text import aligned, markdown
+from lab.draw.text import aligned, markdown, plain
+
+
+def test_markdown_is_plain_and_no_wider_than_a_terminal() -> None:
+    claim = "even with large batches, the speedup of four GPUs is only around 1.5"
+    rows = [[claim, "1.5", "–", "predicted: agrees"], ["small batches", "1", "–", "agrees"]]
+    table = markdown(["claim", "published", "measured", "verdict"], rows)
+    lines = plain(["# A paper", "", *table, "", "**counted**: " + 20 * "one two "], width=50)
+    assert lines[:2] == ["A paper", "======="] and max(map(len, lines)) <= 50
+    text = "\n".join(lines)
+    assert "|" not in text and "*" not in text and "measured" not in text
+    assert lines[3].split() == ["claim", "published", "verdict"]
+    assert lines[5].startswith("even with large batches") and "1.5" in lines[5]
+    assert lines[-4].startswith("counted: one two")
 
 
 def test_tables_are_aligned_and_written_in_markdown() -> None:

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from lab import profile_layers
 from lab.device import clock
 from lab.device.clock import LayerClock
-from lab.device.profile import clocked
+from lab.device.profile import clocked, held_to_step
 from lab.measure import layers
 from lab.measure.layers import kernels_ms
 from lab.model.inception import googlenet
@@ -195,6 +195,12 @@ def test_kernels_of_a_step_are_counted_once_and_without_the_optimizer() -> None:
         average("Optimizer.step#SGD.step", DeviceType.CUDA, 75, 75, note=True),
     ]
     assert kernels_ms(averages, num_steps=3) == pytest.approx(0.3)
+
+
+def test_parts_that_miss_the_whole_step_are_no_profile_to_trust() -> None:
+    assert held_to_step(8, 10.0, 9.5).endswith("the lines give 9.500 (-5.0 %)")
+    assert "(-17.0 %); warning: too far apart to trust" in held_to_step(8, 10.0, 8.3)
+    assert "warning" in held_to_step(8, 10.0, 11.2)
 
 
 def test_the_fixed_part_is_what_a_line_has_at_no_images() -> None:

@@ -162,7 +162,11 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
         (explain.COMMAND, ["runs/a", "--why"], "--why: no such flag; the flags are --help"),
         (plot.COMMAND, [], "needs at least one STUDY[/CELL]"),
         (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: expected one STUDY[/CELL]"),
-        (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed: out, format, only"),
+        (
+            plot.COMMAND,
+            ["runs/a", "outt=x"],
+            "outt=x: no such setting; did you mean out? allowed: out, format, only",
+        ),
         (plot.COMMAND, ["runs/a", "-m"], "-m: no such flag; the flags are --help, --version, "),
     ],
 )

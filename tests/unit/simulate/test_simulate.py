@@ -413,7 +413,7 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hardware=eth1g"], "hardware=eth1g: allowed: a100_x8,"),
+        (["hardware=eth1g"], "hardware=eth1g: did you mean eth10g? allowed: a100_x8,"),
         (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed: a100_x8,"),
         (["profile=vgg"], "profile=vgg: allowed: alexnet_h100, alexnet_p100"),
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has a single node"),

@@ -12,6 +12,7 @@ from lab.record.schema import Record, Status, read_record
 from lab.study import dry_run
 from lab.study.grid import Cell, read
 from lab.study.launch import make_directory, recorded
+from lab.study.run import outcome_text
 from tests.support.commands import said
 from tests.support.records import make_record
 
@@ -91,6 +92,24 @@ def test_a_dry_run_knows_nothing_of_other_work(tmp_path: Path) -> None:
     *_, total = dry_run.lines(study)
     assert total.startswith("would run 4 of 4 cells: about 2 min")
     assert total.endswith(f"; for 2 cells, {dry_run.UNKNOWN}")
+
+
+def test_a_finished_sweep_names_its_folder_as_one_would_type_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["study=s", "strategy=none", "world_size=1"]
+    for cell in read(settings).cells:
+        leave(tmp_path / "runs" / "s", cell, "done")
+    assert said(sweep.main, *settings).endswith(
+        "1 of 1 cells done; figures: python -m lab.plot runs/s\n"
+    )
+
+
+def test_a_cell_without_timed_steps_says_so() -> None:
+    record = replace(make_record("none", 1, 0.1), step_s=None)
+    assert outcome_text(record) == "done, but no step was timed: all were warm-up"
+    assert outcome_text(replace(record, status="oom", error="no memory")) == "oom: no memory"
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:

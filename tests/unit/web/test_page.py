@@ -12,9 +12,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from lab.web.elements import bundle
+from lab.draw.chart import Chart
+from lab.draw.plots import bars
+from lab.web.elements import bundle, drawing
 from lab.web.page import parts_of, render
 from tests.support.studies import HOSTILE, make_study, name_by
 
@@ -161,6 +164,13 @@ def test_names_of_others_stay_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_drawing_keeps_the_digits_of_its_texts() -> None:
+    data = pd.DataFrame({"name": ["topk"], "part": "sent", "value": 1 / 3, "text": "0.00667 MB"})
+    body, width = bars(data, "MB", {"sent": "#0072B2"})
+    svg = drawing("one", Chart("payload", "message", [], body, width)).svg()
+    assert ">0.00667 MB<" in svg and not re.search(r"\.\d{5}[^<>]*>", svg.replace(".00667", ""))
+
+
 def test_two_studies_of_one_thing_do_not_differ(study: Path, tmp_path: Path) -> None:
     again = page_of(study, make_study(tmp_path / "again", seed=1))
     assert "the points of again are: 30 not distinguishable" in again
