@@ -281,10 +281,10 @@ def _notes(profile: Profile, found: Sequence[Measured], kernels: float | None) -
         batch, step_ms = each.batch_size, float(np.median(each.step_ms))
         by_lines = 1000 * (profile.compute_s(batch) + (profile.rest_s(batch) or 0.0))
         lines.append(
-            f"batch {batch}: step {step_ms:.3f} ms without clocks on its layers; the lines give "
-            f"{by_lines:.3f} ({100 * (by_lines / step_ms - 1):+.1f} %)"
+            f"batch {batch}: step {step_ms:.3f} ms without layer timers; the fitted lines give "
+            f"{by_lines:.3f} ms ({100 * (by_lines / step_ms - 1):+.1f} %)"
         )
-    lines.append("(rest): optimizer, data, host; [95 % intervals]")
+    lines.append("(rest): optimizer, data and host; in brackets: 95 % intervals")
     if kernels is not None:
         whole_ms = sum(layer.forward_ms + layer.backward_ms for layer in profile.layers)
         lines.append(f"layers {whole_ms:.3f} ms; {KERNELS} {kernels:.3f} ms")
