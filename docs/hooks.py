@@ -67,8 +67,8 @@ def table(fields: Iterable[Field[Any]]) -> str:
     """Return a table of settings: default, meaning, and what is allowed."""
     rows = ["| setting | default | meaning | allowed |", "|---|---|---|---|"]
     for field in fields:
-        notes = allowed(field).removeprefix("of ")
-        cells = (f"`{field.name}`", f"`{default_text(field)}`", field.metadata["help"], notes)
+        meaning = field.metadata["help"]
+        cells = (f"`{field.name}`", f"`{default_text(field)}`", meaning, allowed(field))
         rows.append("| " + " | ".join(re.sub(r"([|*])", r"\\\1", cell) for cell in cells) + " |")
     return "\n".join(rows)
 
