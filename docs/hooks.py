@@ -98,7 +98,7 @@ def commands(title: str, names: Iterable[str]) -> str:
         f"# {title}\n\n"
         "`lab NAME` and `python -m lab.NAME` run the same command. Positional arguments come "
         "first, followed by settings of the form `key=value`. With `--help`, a command prints "
-        "its text on this page.\n"
+        "the same text.\n"
     ]
     for name in names:
         command: Command = importlib.import_module(modules()[name]).COMMAND
