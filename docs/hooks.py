@@ -21,7 +21,7 @@ from lab.settings.fields import allowed, default_text
 from lab.settings.files import files_of
 
 MEASURING = ("lab.bench", "lab.calibrate", "lab.cluster", "lab.gpu_report", "lab.profile_layers")
-DATA_FILES = "The files hold data, not settings: "
+DATA_FILES = "The files contain data, not settings: "
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -37,18 +37,19 @@ def settings() -> str:
     groups = [f"| `{name}=` | {about(name)} | {len(files_of(name, None))} |" for name in GROUPS]
     return f"""# Settings of a run
 
-Every command that trains, measures or predicts takes these settings as `key=value`.
-`python -m lab.sweep` takes a list for each of them, such as `batch_size=128,256`.
-`python -m lab.train --help` prints the same.
-`--cfg job` prints the settings that a command line composes.
+Every command that trains, measures or predicts accepts these settings, as `key=value`.
+`python -m lab.sweep` accepts a list for each setting, such as `batch_size=128,256`.
+`python -m lab.train --help` prints the same table. To see the settings that result from a command
+line, add `--cfg job`.
 
 {table(plain)}
 
 ## Groups
 
-A group takes the name of a choice, the path of your own class, or a YAML file.
-A choice has settings of its own, written `group.key=value`. [Choices](choices.md) lists them.
-[Strategies](strategies.md) has the choices of `strategy=`.
+The value of a group is the name of a choice, the import path of your own class, or the path of a
+YAML file. A choice has its own settings, which are written `group.key=value`.
+[Choices](choices.md) lists the choices and their settings. [Strategies](strategies.md) lists the
+choices of `strategy=`.
 
 | group | meaning | choices |
 |---|---|---|
@@ -66,8 +67,8 @@ def table(fields: Iterable[Field[Any]]) -> str:
     """Return a table of settings: default, meaning, and what is allowed."""
     rows = ["| setting | default | meaning | allowed |", "|---|---|---|---|"]
     for field in fields:
-        notes = allowed(field).removeprefix("of ")
-        cells = (f"`{field.name}`", f"`{default_text(field)}`", field.metadata["help"], notes)
+        meaning = field.metadata["help"]
+        cells = (f"`{field.name}`", f"`{default_text(field)}`", meaning, allowed(field))
         rows.append("| " + " | ".join(re.sub(r"([|*])", r"\\\1", cell) for cell in cells) + " |")
     return "\n".join(rows)
 
@@ -76,8 +77,9 @@ def choices() -> str:
     """Return the page of all choices but strategies: each file as it is, with its comments."""
     parts = [
         "# Choices\n\n"
-        "Each choice is one file of `conf/GROUP/`. Its keys are its settings with their defaults. "
-        "Set one with `GROUP.KEY=value`. `_target_` is the class or function that is called.\n"
+        "Each choice is a file in `conf/GROUP/`. The keys in the file are the choice's settings, "
+        "with their defaults. To change a setting, use `GROUP.KEY=value`. `_target_` names the "
+        "class or function that the lab calls with these settings.\n"
     ]
     for group in GROUPS[1:]:
         files = sorted(files_of(group, None).items())
@@ -94,14 +96,19 @@ def commands(title: str, names: Iterable[str]) -> str:
     """Return a page of the named commands, from what their `--help` says."""
     parts = [
         f"# {title}\n\n"
-        "`lab NAME` and `python -m lab.NAME` are the same command. Words come first, "
-        "then `key=value`. `--help` prints what you read here.\n"
+        "`lab NAME` and `python -m lab.NAME` run the same command. Positional arguments come "
+        "first, followed by settings of the form `key=value`. With `--help`, a command prints "
+        "the same text.\n"
     ]
     for name in names:
         command: Command = importlib.import_module(modules()[name]).COMMAND
         listed = re.compile(r"(?:^\w+: .*\n?){2,}", re.MULTILINE)
         purpose = listed.sub(lambda found: f"\n```text\n{found[0].strip()}\n```\n", command.purpose)
-        runs = "It also takes the [settings of a run](settings.md).\n\n" if command.runs else ""
+        runs = (
+            "The command also accepts the [settings of a run](settings.md).\n\n"
+            if command.runs
+            else ""
+        )
         own = f"{table(command.fields.values())}\n" if command.fields else ""
         examples = "\n".join(command.examples)
         parts.append(

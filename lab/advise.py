@@ -11,9 +11,10 @@ from lab.study.grid import WORLD_SIZE
 COMMAND = Command(
     "lab.advise",
     """\
-Rank options (strategy, number of ranks, batch size), exact and lossy ones separately. Settings are
-those of lab.predict. Without strategy=, world_size= or batch_size=, the command chooses a grid: all
-strategies with a cost model that fit the other settings, and ranks up to the hardware's size.""",
+Rank options for training (strategy, number of ranks, batch size) by their predicted performance.
+Exact and lossy strategies are ranked separately. The settings are those of lab.predict. If you do
+not set strategy=, world_size= or batch_size=, the command tries a grid: all strategies that have a
+cost model and work with the other settings, and numbers of ranks up to the hardware's size.""",
     (
         "python -m lab.advise profile=resnet50_p100 hardware=eth25g",
         "python -m lab.advise hardware=titanx_x4 batch_size=256 target=hours samples=1281167 "

@@ -14,7 +14,7 @@ COMMAND = Command(
     + "\n".join(f"{name}: {bench.text}." for name, bench in BENCHES.items())
     + """
 
-It compares the listed values of one setting, or sets of settings: a='...' b='...'.""",
+A benchmark compares the listed values of one setting, or sets of settings: a='...' b='...'.""",
     (
         "python -m lab.bench collective 'sizes=[4KiB,1MiB,64MiB]' exchange=ring,tree world_size=4",
         "python -m lab.bench codec num_values=25_000_000 threads=2 out=codec.json",

@@ -28,8 +28,8 @@ COMMAND = Command(
     """\
 Measure links, host time, codecs and compute of this cluster, and write a hardware file with
 intervals. lab.predict and lab.advise read it. The fit uses two ranks. Measurements on more
-ranks are held out, and show how well times on more ranks are predicted. For each exchange
-in exchange=A,B, its codec is measured and its steps are checked.""",
+ranks are held out, and show how well times on more ranks are predicted. For each exchange in
+exchange=A,B, the command measures its codec and checks the predicted times of its steps.""",
     (
         "torchrun --nproc-per-node 8 -m lab.calibrate out=mycluster.yaml",
         "srun python -m lab.calibrate exchange=allreduce,onebit minutes=3 out=mycluster.yaml",

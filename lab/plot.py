@@ -39,9 +39,10 @@ class Settings:
 COMMAND = Command(
     "lab.plot",
     """\
-Draw the figures of a study and print its table; or draw the timeline of a measure=breakdown cell.
-It also writes summary.csv (a row per point), and records.csv and records.parquet (all data of each
-cell). Several studies, such as from several machines, are shown as one.""",
+Draw the figures of a study and print its table, or draw the timeline of a cell that was run with
+measure=breakdown. For a study, the command also writes summary.csv (a row per point), records.csv
+and records.parquet (all data of each cell). Several studies, for example from several machines, are
+shown as one.""",
     (
         "python -m lab.plot runs/demo",
         "python -m lab.plot runs/demo baseline=allreduce",

@@ -11,11 +11,11 @@ from lab.study.grid import WORLD_SIZE
 COMMAND = Command(
     "lab.predict",
     """\
-Predict the step time of a grid of cells. Any setting of lab.train accepts a list.
-profile=... names the measured times of a model's layers; without it, those of model=... are
-estimated from its counted operations and the hardware's device. hardware.KEY=... and
-profile.KEY=... change individual values. profile.from=trace.json.gz takes the times from a
-torch.profiler trace of several GPUs. With neither, the profile is alexnet_titanx.""",
+Predict step times for a grid of settings. Any setting of lab.train accepts a list. profile=...
+names a file of measured layer times, and profile.from=trace.json.gz takes the times from a
+torch.profiler trace of several GPUs. Without a profile, the times of model=... are estimated from
+its operation counts and the hardware's device. Without a profile or a model, profile=alexnet_titanx
+is used. hardware.KEY=... and profile.KEY=... change individual values.""",
     (
         "python -m lab.predict strategy=none,tree,overlap,onebit world_size=1,2,4 "
         "batch_size=128,256",

@@ -26,10 +26,10 @@ class Settings:
 COMMAND = Command(
     "lab.profile_layers",
     """\
-Measure each layer's forward and backward, and the rest of a step, as a profile of the model.
-model=replay replays it and lab.predict reads it. A line through the times of several batches
-separates the fixed part from the time per sample. Give several, as in batch_size=16,32,64; a
-single batch size is measured together with a quarter of it.""",
+Measure the forward and backward time of each layer of a model, and the time of the rest of a step.
+The result is called a profile. model=replay imitates its times, and lab.predict reads them. To
+separate each time into a fixed part and a part per sample, list several batch sizes, as in
+batch_size=16,32,64. A single batch size is measured together with a quarter of it.""",
     (
         "python -m lab.profile_layers model=lenet",
         "python -m lab.profile_layers model=alexnet_small batch_size=16,32,64 out=mine.yaml",

@@ -19,9 +19,9 @@ class Settings:
 COMMAND = Command(
     "lab.report",
     """\
-Write one HTML file about studies: verdict, tables, charts, timelines, causes, records. A double
-click opens it. It needs no network and no JavaScript. For two studies, it shows the differences. It
-also shows results of lab.bench, FILE.json.""",
+Write one HTML page about one or more studies: verdict, tables, charts, timelines, causes of lost
+time, and records. The page opens offline, and its tables and charts need no JavaScript. For two
+studies, it shows the differences. It also shows results of lab.bench (FILE.json).""",
     (
         "python -m lab.report runs/demo",
         "python -m lab.report runs/demo out=demo.html",

@@ -24,14 +24,15 @@ class Settings:
 COMMAND = Command(
     "lab.score",
     """\
-Fit hardware to a study's cells on one and two ranks; score predictions of all others. It also
-scores the advice where several strategies were measured under the same conditions. For `published`,
-it fits GPU terms to published scaling, and scores each source with terms fitted to the others.""",
+Fit hardware values to a study's cells on one and two ranks, and score the predictions for all other
+cells. The command also scores lab.advise wherever several strategies were measured under the same
+conditions. For `published`, it fits terms for GPUs to published speedups. It then scores the
+predictions for each source, with terms that are fitted only to the other sources.""",
     (
-        "python -m lab.sweep study=links                       measures cells (root)",
-        "python -m lab.score runs/links                        scores, by links and by strategy",
-        "python -m lab.score runs/links out=links.md           and every cell, with a figure",
-        "python -m lab.score published out=page.md             published scaling, a few minutes",
+        "python -m lab.sweep study=links                       measure the cells (root)",
+        "python -m lab.score runs/links                        scores by link and by strategy",
+        "python -m lab.score runs/links out=links.md           a page with every cell and a figure",
+        "python -m lab.score published out=page.md             published speedups (a few minutes)",
     ),
     Settings,
     word="runs/STUDY|published",

@@ -10,7 +10,7 @@ from lab.study.run import sweep
 
 COMMAND = Command(
     "lab.sweep",
-    "Run a grid of cells. Any setting of lab.train accepts a list: batch_size=128,256.",
+    "Run a grid of settings. Any setting of lab.train accepts a list, as in batch_size=128,256.",
     (
         "python -m lab.sweep study=demo",
         "python -m lab.sweep study=mine strategy=none,overlap,onebit world_size=1,2 "

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Train over Horovod, which `make horovod` builds.
+# Train with Horovod, which `make horovod` builds.
 #
 #   launch/horovod.sh --ranks N [--hosts HOST:SLOTS,...] [SETTING=VALUE ...]
 #
 #   launch/horovod.sh --ranks 2 strategy=onebit
 #   launch/horovod.sh --ranks 8 --hosts node1:4,node2:4 strategy=horovod
 #
-# Other hosts are started by ssh, with the same paths. HOROVOD_GLOO_IFACE names their network
-# interface, HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME tune Horovod's fusion.
+# Ranks on other hosts are started over ssh, with the same paths. HOROVOD_GLOO_IFACE names the hosts'
+# network interface. HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME tune Horovod's tensor fusion.
 set -euo pipefail
 
 fail() {

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Train on this machine: one rank per GPU, or as many ranks as you say.
+# Train on this machine, with one rank per GPU or with the number of ranks that you set.
 #
 #   launch/local.sh [--ranks N] [SETTING=VALUE ...]
 #
 #   launch/local.sh strategy=onebit model=alexnet_small
 #   launch/local.sh --ranks 2 strategy=overlap batch_size=256
 #
-# Nothing listens for other machines: torchrun's store, Gloo and NCCL are bound to loopback.
+# torchrun's store, Gloo and NCCL listen only on the loopback interface.
 set -euo pipefail
 
 fail() {

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Train on several nodes: run the same line on each of them, in any order.
+# Train on several nodes. Run the same command on every node, in any order.
 #
 #   launch/node.sh --rendezvous HOST:PORT --job NAME --nodes N|MIN:MAX --ranks N
 #                  [--restarts N] [--wait SECONDS] [--address ADDRESS] [SETTING=VALUE ...]
 #
-#   --rendezvous  where they meet: a port on one of the nodes, which the others must reach
-#   --job         the same on all nodes, and unique to this job: a name that was used before
-#                 continues its run
-#   --nodes       how many; MIN:MAX lets the job continue without failed nodes
-#   --ranks       per node: one per GPU
-#   --restarts    how often failed ranks are started again (0). They continue from the last
-#                 checkpoint, on the ranks that are left: set checkpoint_every
-#   --wait        for more nodes, once MIN are there (30)
-#   --address     of this node, if the others cannot reach it by its name
+#   --rendezvous  a port on one of the nodes, which all other nodes must be able to reach
+#   --job         name of the job, the same on all nodes. With the name of an earlier job, its run
+#                 continues
+#   --nodes       number of nodes. With MIN:MAX, the job continues if nodes fail, on at least MIN
+#   --ranks       number of ranks on each node: one per GPU
+#   --restarts    how often to restart failed ranks (0). The remaining ranks continue from the
+#                 newest checkpoint, so set checkpoint_every
+#   --wait        seconds to wait for more nodes once MIN nodes have joined (30)
+#   --address     address of this node, if other nodes cannot reach it by its host name
 #
 #   launch/node.sh --rendezvous node1:29400 --job a1 --nodes 2 --ranks 4 strategy=onebit
 #   launch/node.sh --rendezvous node1:29400 --job a2 --nodes 1:4 --ranks 8 --restarts 3 \
 #                  checkpoint_every=100 strategy=overlap batch_size=2048
 #
-# A node with several network interfaces: GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 name
-# the one that the other nodes are on; NCCL_IB_HCA names InfiniBand adapters, NCCL_DEBUG=INFO prints
-# what NCCL chose. runs_dir must be on a file system that all nodes share.
+# If a node has several network interfaces, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the one
+# that connects the nodes, such as eth0. NCCL_IB_HCA selects InfiniBand adapters, and
+# NCCL_DEBUG=INFO prints what NCCL chose. runs_dir must be on a file system that all nodes share.
 set -euo pipefail
 
 fail() {

@@ -56,10 +56,10 @@ SCALES = {"step_s": 1e3, "payload_max_bytes": 1e-6}
 
 
 class Results:
-    """The runs of one study, or of several.
+    """The results of one or more studies, as `lab.load` returns them.
 
     Attributes:
-        study: its runs, and why others cannot be read.
+        study: the runs, and the reasons why other runs cannot be read.
     """
 
     def __init__(self, study: Study, baseline: str | None = None) -> None:
@@ -67,10 +67,10 @@ class Results:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """A row for each run, failed ones too, with every value of its record.
+        """A table with a row for each run, including failed runs.
 
-        Columns have the record's dotted keys, such as `step_s.median` (seconds) and
-        `settings.optim.lr`; lists are JSON text.
+        The columns are named after the record's keys, joined with dots, such as `step_s.median` (in
+        seconds) and `settings.optim.lr`. Lists are stored as JSON text.
         """
         return records_table(self.study)
 
@@ -101,12 +101,16 @@ class Results:
         return [each for each in SCALINGS if any(p.scaling == each for p in self.points)]
 
     def summary(self) -> pd.DataFrame:
-        """Return a row for each series, number of ranks and batch.
+        """Return a table with a row for each series, number of ranks and batch size.
 
-        Times are in seconds and sizes in bytes. `speedup_lo`, `_mid` and `_hi` are an interval of
-        95 % over repeats; NaN: not measured. `leads`: no other series was shown to be faster there.
-        `label`: the series without the settings that most share, which `usual` lists. `metric`: the
-        name of the column with the task's own one.
+        Times are in seconds and sizes in bytes. Some columns need an explanation:
+
+        * `speedup_mid` is the speedup, and `speedup_lo` and `speedup_hi` are its 95 % interval over
+          repeats. NaN means that it was not measured.
+        * `leads` is true if no other series is significantly faster at this point.
+        * `label` is the name of the series without the settings that most series share. `usual`
+          lists these settings.
+        * `metric` is the name of the column that contains the task's main metric.
         """
         return self._summary.copy()
 
@@ -177,7 +181,15 @@ class Results:
         return [f"{line}." for line in lines if line]
 
     def figure(self, name: str = "speedup", scaling: str | None = None) -> Any:
-        """Return the same as a chart of Altair, which a notebook shows. Arguments: see `chart`."""
+        """Return an Altair chart, which notebooks display.
+
+        Args:
+            name: of NAMES, such as "speedup", "efficiency", "throughput" or "payload".
+            scaling: "strong" or "weak". None: the one that was measured, strong if both were.
+
+        Raises:
+            ValueError: there is no such chart, or nothing was measured that it can show.
+        """
         return self.chart(name, scaling).with_title()
 
     def _repr_html_(self) -> str:
@@ -194,16 +206,16 @@ class Results:
 
 
 def load(folder: str | Path, *more: str | Path, baseline: str | None = None) -> Results:
-    """Read the runs of one study, or of several as one.
+    """Read the runs of one study, or of several studies as one.
 
     Args:
-        folder: such as runs/demo.
+        folder: the study's folder, such as runs/demo.
         more: folders of further studies.
-        baseline: the strategy whose 1-rank runs speedup is measured from; None: `none` or, without
-            it, each series' own.
+        baseline: the strategy whose one-rank runs are the baseline of speedups. None: `none` if it
+            was measured, and otherwise each series' own one-rank runs.
 
     Raises:
-        ValueError: no such folder, or no record in it that can be read.
+        ValueError: the folder does not exist, or contains no readable record.
     """
     return Results(load_study(Path(folder), *map(Path, more)), baseline)
 

@@ -34,11 +34,11 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True, repr=False)
 class Answer:
-    """A table with its explanation, which `print` shows.
+    """The result of a command, as a table and as text. `print` shows the text.
 
     Attributes:
-        frame: a row for each prediction, way to train, remedy or point.
-        text: what the command prints.
+        frame: the table, with a row for each prediction, option, remedy or point.
+        text: the text that the command prints.
     """
 
     frame: pd.DataFrame
@@ -53,32 +53,35 @@ class Answer:
 
 @dataclass(frozen=True, repr=False)
 class Charted(Answer):
-    """A table with its explanation and its chart."""
+    """The result of a command that also has a chart."""
 
     draw: Callable[[], Chart]
 
     def figure(self) -> Any:
-        """Return an Altair chart, which notebooks show. Its title is its message."""
+        """Return an Altair chart, which notebooks display. The title states the conclusion."""
         return self.draw().with_title()
 
 
 def sweep(study: str, more: Settings | None = None, /, **settings: Setting) -> Results:
-    """Run the missing cells of a study, as lab.sweep does, and load it. Prints its progress.
+    """Run the missing cells of a study, as lab.sweep does, and load the study.
+
+    The function prints the sweep's progress.
 
     `api.sweep("mine", {"exchange.threshold": "mean"}, strategy=["onebit", "ddp"], repeats=3)`
 
     Args:
-        study: a name: its cells are in the folder `runs/NAME`, or in that of `runs_dir=`.
-        more: settings with dotted names.
-        settings: all other settings of the grid and its cells; a list has a cell for each value.
+        study: the study's name. Its runs are saved in the folder `runs/NAME`, or in the folder that
+            `runs_dir=` names.
+        more: settings whose names contain dots.
+        settings: all other settings of lab.sweep and its runs. A list runs each of its values.
 
     Returns:
-        The study, as `lab.load` reads it: `.frame` has a row for each run, failed ones too, and
-            `.summary()` one for each point. Times are in seconds, sizes in bytes.
+        The study, as `lab.load` returns it. `.frame` has a row for each run, including failed runs,
+            and `.summary()` has a row for each point. Times are in seconds and sizes in bytes.
 
     Raises:
-        ConfigError: a setting is wrong, or no cell of the study is done.
-        KeyboardInterrupt: you interrupted it. Call it again to continue.
+        ConfigError: a setting is wrong, or no cell of the study has finished.
+        KeyboardInterrupt: you interrupted the sweep. Call the function again to continue.
     """
     given = {"study": study, **(more or {}), **settings}
     line = read(Command("lab.sweep", "", (), SweepSettings, runs=True), _words(given))
@@ -99,16 +102,18 @@ def predict(more: Settings | None = None, /, **settings: Setting) -> Charted:
     `api.predict(profile="resnet50_p100", hardware="dgx1_p100", world_size=[1, 8], strategy="ring")`
 
     Args:
-        more: settings with dotted names.
-        settings: all other settings: `hardware`, `profile` or `model`, and axes of the grid.
+        more: settings whose names contain dots.
+        settings: all other settings: `hardware`, `profile` or `model`, and settings of a run. For
+            a list, each value is predicted.
 
     Returns:
-        A row for each cell: `series`, `world_size`, `batch_size` (global), `step_s` and `exposed_s`
-            (seconds), `payload_bytes` (of the busiest rank in a step), `speedup` and
-            `speedup_interval` (pair; 95 %). The figure shows speedup over ranks.
+        A table with a row for each combination of settings: `series`, `world_size`, `batch_size`
+            (global), `step_s` and `exposed_s` (seconds), `payload_bytes` (sent by the busiest rank
+            per step), `speedup` and `speedup_interval` (a pair; 95 %). The figure shows the speedup
+            by number of ranks.
 
     Raises:
-        ConfigError: a setting is wrong, or the hardware cannot hold the ranks.
+        ConfigError: a setting is wrong, or the hardware has too few devices.
     """
     found, _ = prediction.predicted(prediction.read(_words({**(more or {}), **settings})))
     text = prediction_view.table(found)
@@ -116,22 +121,25 @@ def predict(more: Settings | None = None, /, **settings: Setting) -> Charted:
 
 
 def advise(more: Settings | None = None, /, **settings: Setting) -> Charted:
-    """Rank ways to train by prediction, as lab.advise does. Nothing is trained.
+    """Rank options for training by their predicted performance, as lab.advise does.
+
+    Nothing is trained.
 
     `api.advise(profile="resnet50_p100", hardware="eth25g", target="efficiency>=0.8")`
 
     Args:
-        more: settings with dotted names.
-        settings: all other settings: `target`, and those of `predict`. Strategies, ranks and
-            batches that you do not name are chosen.
+        more: settings whose names contain dots.
+        settings: all other settings: `target`, and the settings of `predict`. If you do not set
+            strategies, numbers of ranks or batch sizes, a grid of them is tried.
 
     Returns:
-        A row for each way, best first: `series`, `lossy`, `world_size`, `batch_size` (global),
-            `samples_per_s`, `step_s` (seconds), `memory_bytes` (without activations), `efficiency`
-            (speedup / ranks), `limit` and `command`. The figure shows the best ones.
+        A table with a row for each option, best first: `series`, `lossy`, `world_size`,
+            `batch_size` (global), `samples_per_s`, `step_s` (seconds), `memory_bytes` (without
+            activations), `efficiency` (speedup / ranks), `limit` and `command`. The figure shows
+            the best options.
 
     Raises:
-        ConfigError: a setting is wrong, or no way fits.
+        ConfigError: a setting is wrong, or no option fits.
     """
     found = advised(advice_request.read(_words({**(more or {}), **settings})))
     text = advice_view.text(found)
@@ -139,7 +147,7 @@ def advise(more: Settings | None = None, /, **settings: Setting) -> Charted:
 
 
 def explain(path: str | Path) -> Answer:
-    """Explain why a run, or each multi-rank point of a study, is not faster, as lab.explain does.
+    """Explain what limits the speed of a run, or of each point of a study, as lab.explain does.
 
     `api.explain("runs/mine")`
 
@@ -147,11 +155,12 @@ def explain(path: str | Path) -> Answer:
         path: the folder of a study, or of one run (STUDY/CELL).
 
     Returns:
-        For a run, a row for each remedy, best first: `change`, `why`, and `saves_s` (seconds per
-            step; NaN: unknown). For a study, a row for each point: `verdict` and `reason`.
+        For a run, a table with a row for each remedy, best first: `change`, `why`, and `saves_s`
+            (seconds per step; NaN: unknown). For a study, a table with a row for each point on
+            several ranks: `verdict` and `reason`.
 
     Raises:
-        ConfigError: the folder cannot be read, or the run has one rank.
+        ConfigError: the folder cannot be read, or the run used only one rank.
     """
     try:
         return Answer(*diagnosis_view.explained(Path(path)))

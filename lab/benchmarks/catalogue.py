@@ -98,14 +98,14 @@ BENCHES = {
         one_rank=NOTHING_SENT,
     ),
     "codec": Bench(
-        "encode and decode, compared with torch.add on the same tensors",
+        "encode and decode times, compared with torch.add on the same tensors",
         "codec num_values columns threads rounds",
         default="none",
         alone=True,
         only="device",
     ),
     "step": Bench(
-        "step times of strategy=A,B,... taking turns, as ratios to the last",
+        "step times of strategy=A,B,..., measured in turn, as ratios to the last one",
         "world_size starts order_seed aa pairs",
         num_variants=2,
         alike=OF_A_PROCESS,
@@ -148,7 +148,7 @@ BENCHES = {
         only=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
     ),
     "recording": Bench(
-        "what the lab's own bookkeeping adds to a step",
+        "time that the lab's own recording adds to a step",
         "world_size",
         default="none",
         alone=True,
@@ -164,14 +164,13 @@ BENCHES = {
         num_ranks=4,
     ),
     "marks": Bench(
-        "what marking a rank's own times adds to a step, measured by alternating with "
-        "unmarked steps",
+        "time that recording each rank's own times adds to a step",
         "world_size",
         default="overlap",
         alone=True,
     ),
     "calibrate": Bench(
-        "links, host, codecs and compute of this cluster, as a hardware file (lab.calibrate)",
+        "link, host, codec and compute times of this cluster, as a hardware file (lab.calibrate)",
         "minutes world_size",
         group="exchange",
         default="allreduce,ring,tree,onebit,int8",
@@ -182,7 +181,7 @@ BENCHES = {
         one_rank=NOTHING_SENT,
     ),
     "certificate": Bench(
-        "time that check=first adds to the first three steps of strategy=A,B,..., in step times",
+        "time that check=first adds to the first three steps of strategy=A,B,...",
         "rounds world_size",
         default="overlap,onebit,int8,ddp",
         alike=OF_A_PROCESS,
@@ -208,7 +207,7 @@ BENCHES = {
         default="4",
     ),
     "footprint": _of_device(
-        "a step's memory by kind, and the largest batch that fits, computed",
+        "computed memory of a step by kind, and the largest batch that fits",
         "memory_gb measured num_ranks",
         f"{PROBLEM}optim precision batch_size seed strategy exchange sync overlap bucket_mb "
         "scaling device",
@@ -217,26 +216,26 @@ BENCHES = {
         alike="",
     ),
     "transfer": _of_device(
-        "copies between host and device in trace=FILE: number, bytes, rate, share hidden",
+        "copies between host and device in trace=FILE: number, bytes, rate, overlap with kernels",
         "trace",
         "trace",
     ),
     "layers": _of_device(
-        "forward, backward data and backward weights of each layer, and the rest of a step",
+        "times of each layer (forward, backward data, backward weights) and of the rest of a step",
         "rounds threads input_grad",
         ALONE,
         group="batch_size",
         default="32",
     ),
     "throughput": _of_device(
-        "samples per second by batch, training and inference, and the knee",
+        "samples per second of training and inference by batch size, and the knee",
         "rounds threads",
         ALONE,
         group="batch_size",
         default="4,8,16,32,64,128",
     ),
     "roofline": _of_device(
-        "layers by operations per byte, compared with this machine's measured peaks",
+        "operations per byte and speed of each layer, compared with this machine's peaks",
         "threads",
         f"{PROBLEM}precision tf32 batch_size channels_last device seed",
         alone=True,

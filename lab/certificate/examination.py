@@ -55,10 +55,10 @@ EQUAL = 1e-12  # relative difference of equal weights, whose images kinds of dev
 
 
 class CertificateError(RuntimeError):
-    """Gradients are not exchanged as they should be.
+    """Gradients were not averaged correctly over the ranks.
 
     Attributes:
-        certificate: what was found.
+        certificate: the results of all checks.
     """
 
     def __init__(self, certificate: Certificate) -> None:

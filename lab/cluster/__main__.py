@@ -14,10 +14,11 @@ from lab.settings.files import conf_dir
 COMMAND = Command(
     "lab.cluster",
     """\
-Emulate hosts on this machine, each a network namespace behind its own link. run starts a torchrun
-on each, with the arguments after --; check measures the links. Nothing is left behind.
+Emulate several hosts on this machine. Each host is a network namespace with a link of its own. run
+starts torchrun on each host, with the arguments after --. check measures the links. No processes or
+network interfaces remain when the command ends.
 
-settings, and their defaults:
+Settings and their defaults:
 """
     + "\n".join((conf_dir() / "cluster" / "emulated.yaml").read_text().splitlines()[2:]),
     (

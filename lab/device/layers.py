@@ -262,7 +262,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     named = [(f"{_label(result, row)}: " if several else "", row) for row in result["rows"]]
     return [
         *(f"{name}{line}" for name, row in named for line in _findings(row)),
-        f"medians of {result['num_rounds']} rounds, alternating steps with and without clocks; "
+        f"medians of {result['num_rounds']} rounds, alternating steps with and without timers; "
         "[95 % intervals]",
         "times are those of a module's own work; the backward time is divided in the ratio of its "
         "two parts, which are measured separately; it is not divided where one kernel computes "
@@ -274,7 +274,7 @@ def _findings(row: Row) -> Iterator[str]:
     step_s, layers = row["step_s"]["median"], row["layers"]
     if layers:
         yield (
-            f"layers and rest add up to {ranged(row['sum_ratio'])} of a step without clocks on its "
+            f"layers and rest add up to {ranged(row['sum_ratio'])} of a step without timers on its "
             "modules"
         )
     if ratio := backward_ratio(layers, CONVOLUTIONS):
@@ -345,7 +345,7 @@ def _chart_of_kinds(result: dict[str, Any]) -> Drawn:
         for name in names
     )
     colours = dict(zip(names, COLOURS, strict=False)) | {REST: GREY}
-    title = "ms per step" if one_model else "% of a step without clocks"
+    title = "ms per step" if one_model else "% of a step without timers"
     drawn = bars(data, title, colours, marks="step, no clocks")
     subject = f"a step of {models[0]}" if one_model else "each model's step"
     message = f"Time of {subject} by layer type"

@@ -274,8 +274,8 @@ def _parts(fit: Fit) -> tuple[str, str]:
 def held_to_step(batch: int, step_ms: float, by_lines: float) -> str:
     """Compare a measured step with the sum of the profile's parts, and warn if they are apart."""
     off = by_lines / step_ms - 1
-    text = f"batch {batch}: step {step_ms:.3f} ms without clocks on its layers; the lines give "
-    text += f"{by_lines:.3f} ({100 * off:+.1f} %)"
+    text = f"batch {batch}: step {step_ms:.3f} ms without layer timers; the fitted lines give "
+    text += f"{by_lines:.3f} ms ({100 * off:+.1f} %)"
     if abs(off) <= APART:
         return text
     return f"{text}; warning: too far apart to trust; measure again, with more steps"
@@ -291,7 +291,7 @@ def _notes(profile: Profile, found: Sequence[Measured], kernels: float | None) -
     for each in found:
         by_lines = profile.compute_s(each.batch_size) + (profile.rest_s(each.batch_size) or 0.0)
         lines.append(held_to_step(each.batch_size, float(np.median(each.step_ms)), 1e3 * by_lines))
-    lines.append("(rest): optimizer, data, host; [95 % intervals]")
+    lines.append("(rest): optimizer, data and host; in brackets: 95 % intervals")
     if kernels is not None:
         whole_ms = sum(layer.forward_ms + layer.backward_ms for layer in profile.layers)
         lines.append(f"layers {whole_ms:.3f} ms; {KERNELS} {kernels:.3f} ms")

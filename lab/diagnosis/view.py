@@ -102,7 +102,7 @@ def reason(e: Evidence, verdict: Verdict) -> str:
     if not verdict.losses:
         if math.isnan(e.fixed_s):
             return "exchange, input and stragglers cost little; whether compute shrank is unknown"
-        return "no loss is large; more ranks should help"
+        return "little time is lost; more ranks should help"
     return ", ".join(f"{_share(loss.seconds, e)} of the step {loss.what}" for loss in verdict.named)
 
 

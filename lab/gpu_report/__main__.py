@@ -27,9 +27,10 @@ class Settings:
 COMMAND = Command(
     "lab.gpu_report",
     """\
-Measure a GPU in fifteen minutes, and compare each figure with its bound. Items are steps of each
-strategy, codecs, host time, utilisation and one device's tables, in one process. The file grows
-with each item. Run it again to measure what is missing.""",
+Measure a GPU in fifteen minutes, and compare the results with expected bounds. The measurements,
+called items, are the step times of several strategies, codec rates, host time, utilisation, and the
+single-device benchmarks. They all run in one process. The file is updated after each item. To
+measure the items that are missing, run the same command again.""",
     (
         "python -m lab.gpu_report out=docs/results/gpu-h200.json",
         "python -m lab.gpu_report items=steps,codecs-64 again=true minutes=5 out=mine.json",

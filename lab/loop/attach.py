@@ -72,8 +72,10 @@ def meet_to_load(sync: Checked, world: World, facts: Mapping[str, str]) -> None:
 
 
 class LoopState(Checked, HookState):
-    """The state of a hook in a loop. Copies of the DDP model, as of an average of its weights, and
-    files of it hold none: DDP registers no hook for them.
+    """The state of a hook in a custom training loop.
+
+    Copies of the DDP model, such as an average of its weights, and saved files have none: DDP
+    registers no hook for them.
     """
 
     world: World
@@ -82,15 +84,18 @@ class LoopState(Checked, HookState):
         return Unhooked, ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to save beside the model; every rank has its own.
+        """Return this rank's state, to save with the model. Each rank has its own state.
 
-        As with a model, its tensors are not copied: they change with the next step.
+        The tensors are not copied, as in a model's state, so the next step changes them.
         """
         kept = self.exchange.state_dict()
         return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict` of the same rank among as many ranks; see Owner.check."""
+        """Restore a state that the same rank saved, in a run with as many ranks.
+
+        Raises: ValueError: the state belongs to another rank, exchange or model.
+        """
         require_state(state, "step", "exchange")
         meet_to_load(self, self.world, {"step": str(state["step"])})
         self._owner.check(state.get(KEY), state["exchange"])
@@ -113,28 +118,28 @@ def ddp_comm_hook(
     certificate: str | Path | None = None,
     **overrides: Any,
 ) -> tuple[LoopState, Hook]:
-    """Make a communication hook: `ddp.register_comm_hook(state, hook)`.
+    """Create a communication hook, to register with `ddp.register_comm_hook(state, hook)`.
 
-    DDP's buckets are exchanged while backward computes, by process groups of the hook's own. All
-    ranks of DDP's process group call this together.
+    The hook exchanges DDP's buckets during the backward pass, in process groups of its own. All
+    ranks of DDP's process group must call this function together.
 
     Args:
         strategy: a choice of strategy= or exchange= that averages gradients in every step.
-        ddp: a DistributedDataParallel, or what torch.compile made of it.
-        scaler: the loop's torch.amp.GradScaler, if it has one: exchanges with residuals need its
-            scale, and are undone where the scaler skips the step.
-        check: "first" proves, in the first three exchanges, that ranks started equal and average
-            their gradients once; a fault raises CertificateError out of backward, or before an
-            update without an exchange; see docs/certificate.md. None or "none": nothing is checked.
-        certificate: file for what it finds, as JSON; None: it is printed only.
+        ddp: a DistributedDataParallel module, which may be compiled with torch.compile.
+        scaler: your loop's torch.amp.GradScaler, if it has one. Exchanges with residuals need the
+            loss scale. If the scaler skips a step, the residuals are restored.
+        check: "first" checks, in the first three exchanges, that ranks start with equal weights and
+            average their gradients once (docs/certificate.md). A fault raises CertificateError in
+            the backward pass, or before an update with gradients that were not exchanged. None or
+            "none" turns the check off.
+        certificate: JSON file for the results of the check. None: they are only printed.
         overrides: settings by dotted key: `**{"exchange.threshold": "mean"}`.
 
     Returns:
         The hook's state, with `state_dict` and `load_state_dict`; and the hook.
 
     Raises:
-        ConfigError: a setting, or a module, that a hook does not support, or that is another on
-            some rank.
+        ConfigError: a setting or module is not supported, or differs between ranks.
     """
     looks = is_on(check)
     config = compose(strategy, overrides)
@@ -170,7 +175,9 @@ def attach(
     certificate: str | Path | None = None,
     **overrides: Any,
 ) -> LoopState:
-    """Let `ddp` exchange its gradients by `strategy`, in one line.
+    """Make `ddp` exchange its gradients with `strategy`: create a hook and register it.
+
+    The arguments are those of `ddp_comm_hook`.
 
     Returns:
         The hook's state, with `state_dict` and `load_state_dict`.
@@ -268,7 +275,7 @@ class Untouched:
 
 
 class LoopSync(Checked, GradSync):
-    """A GradSync for a loop that knows nothing of it but
+    """The gradient exchange of a custom training loop, as `grad_sync` returns it.
 
         with grad_sync(model) as sync:
             for …:
@@ -276,10 +283,10 @@ class LoopSync(Checked, GradSync):
                 sync.finish()
                 optimizer.step()
 
-    On entry all ranks get rank 0's weights and buffers. Micro-batches before a step's last one go
-    into `with sync.accumulate():`. A parameter that backward does not reach on this rank has the
-    mean of the other ranks' gradients after `finish`; one that no rank has reached has none, as
-    with DistributedDataParallel(find_unused_parameters=True).
+    When the `with` block begins, all ranks receive rank 0's weights and buffers. Run all
+    micro-batches of a step but the last inside `with sync.accumulate():`. If some ranks do not use
+    a parameter in a step, their gradients count as zero in its mean. If no rank uses it, its `grad`
+    stays None, as with DistributedDataParallel(find_unused_parameters=True).
     """
 
     def __init__(
@@ -329,18 +336,20 @@ class LoopSync(Checked, GradSync):
                     )
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Enclose forward and backward of a micro-batch that is not its step's last."""
+        """Return a context for each micro-batch of a step but the last."""
         return self._arrivals.uncounted()
 
     def finish(self) -> Tensor | None:
-        """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.
+        """Complete the exchange, so that `grad` contains the mean over all ranks.
+
+        Call it once per step, after the last backward pass.
 
         Raises:
-            RuntimeError: the loop is outside `with`, so ranks may have started differently; or it
-                changes gradients before this although they overlap with backward.
-            FloatingPointError: see NonfiniteGuard.
+            RuntimeError: called outside the `with` block, so ranks may have unequal weights; or the
+                loop changed gradients before this call although they overlap with backward.
+            FloatingPointError: the gradients of the step before were not finite.
             CertificateError: check="first" has found a fault.
-            Exception: the first error of an exchange.
+            Exception: the first error that an exchange raised.
         """
         if not self._has_begun:
             raise RuntimeError(
@@ -362,15 +371,15 @@ class LoopSync(Checked, GradSync):
         return finite
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to save beside the model; every rank has its own."""
+        """Return this rank's state, to save with the model. Each rank has its own state."""
         exchange = {f"exchange.{key}": v for key, v in self.exchange.state_dict().items()}
         step = {"step": {"step": torch.tensor(self.step)}}
         return {**super().state_dict(), **exchange, **step, KEY: self._owner.mark()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict` of the same rank among as many ranks.
+        """Restore a state that the same rank saved, in a run with as many ranks.
 
-        Raises: ValueError: it is of another exchange, or see Owner.check.
+        Raises: ValueError: the state belongs to another rank, exchange or model.
         """
         require_state(state, "step")
         step, order = int(state["step"]["step"]), state.get("order", {})
@@ -401,21 +410,25 @@ def grad_sync(
     certificate: str | Path | None = None,
     **overrides: Any,
 ) -> LoopSync:
-    """Average the gradients of `model` over the ranks, in a loop of one's own without DDP.
+    """Average the gradients of `model` over the ranks, in a custom training loop without DDP.
+
+    All ranks of the process group must call this function together.
 
     Args:
-        model: on its device. Gradients of any real or complex dtype are exchanged by methods that
-            only add; those that compress take float32, bfloat16, float16 and complex64.
+        model: the module to train, on its device. Exchanges that only add gradients accept any real
+            or complex dtype. Those that compress them accept float32, bfloat16, float16 and
+            complex64.
         strategy: a choice of strategy= or exchange= that averages gradients in every step.
-        group: the ranks; None: all that a launcher started. The default process group is made if
-            the program has not done so. All its ranks call this together.
-        scaler: see `lab.ddp_comm_hook`.
-        check: see there.
-        certificate: see there.
-        overrides: settings by dotted key; also `overlap` and `bucket_mb`, which a strategy sets.
+        group: the process group. None: all ranks that the launcher started; the default process
+            group is created if necessary.
+        scaler: as in `lab.ddp_comm_hook`.
+        check: as in `lab.ddp_comm_hook`.
+        certificate: as in `lab.ddp_comm_hook`.
+        overrides: settings by dotted key, and also `overlap` and `bucket_mb`, in place of the
+            strategy's own values.
 
     Raises:
-        ConfigError: a setting, or a model, that is not supported, or that is another on some rank.
+        ConfigError: a setting or the model is not supported, or differs between ranks.
     """
     looks = is_on(check)
     config = compose(strategy, overrides, ("overlap", "bucket_mb"))
@@ -441,7 +454,7 @@ def grad_sync(
 
 
 class ReduceScatters:
-    """The state and counts that the reduce-scatters of a model's FSDP modules share.
+    """The state and byte counts of the reduce-scatters of a model's FSDP modules.
 
     Attributes: traffic: payload bytes and messages of this rank's reduce-scatters so far.
 
@@ -456,13 +469,13 @@ class ReduceScatters:
         WholeGradients(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals, if the exchange has any, and whose they are."""
+        """Return this rank's residuals, if the exchange has any, and the rank's number."""
         return {**self._exchange.state_dict(), KEY: self._owner.mark()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `state_dict` on the same rank of as many ranks.
+        """Restore a state that the same rank saved, in a run with as many ranks.
 
-        Raises: ValueError: it is of another exchange, or see Owner.check.
+        Raises: ValueError: the state belongs to another rank, exchange or model.
         """
         require_state(state)
         kept = {key: value for key, value in state.items() if key != KEY}
@@ -483,17 +496,21 @@ class ReduceScatters:
 def fsdp_reduce_scatter(
     model: nn.Module, exchange: str = "allreduce", **overrides: Any
 ) -> ReduceScatters:
-    """Let each module of `model` that FSDP2 shards scatter its gradients by the lab.
+    """Replace the reduce-scatters of all modules in `model` that FSDP2 shards.
 
-    Call it after the last fully_shard, before the first backward. FSDP's own groups carry it.
+    Call this function after the last `fully_shard` and before the first backward pass. The new
+    reduce-scatters use FSDP's process groups.
 
     Args:
-        exchange: "allreduce" (exact), "bf16", "fp16", "int8", "int4" or "onebit", whose first half
-            it is.
+        exchange: "allreduce" (exact), "bf16", "fp16", "int8", "int4" or "onebit". The first half of
+            this exchange is the reduce-scatter.
         overrides: settings by dotted key: `**{"exchange.block_size": 512}`.
 
+    Returns:
+        The state of the reduce-scatters, with `traffic`, `state_dict` and `load_state_dict`.
+
     Raises:
-        ConfigError: a setting, or a model without FSDP modules.
+        ConfigError: a setting is wrong, or the model has no FSDP modules.
     """
     require_module("model", model)
     config = compose(exchange, overrides)

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 def run(config: DictConfig, world_size: int = 1) -> Record:
     """Train as `python -m lab.train` does, with settings composed by Hydra from `pkg://lab.conf`.
 
-    New processes train, so that a program can run many, one after the other or side by side, as
-    Hydra's sweepers and launchers do. If a launcher has started the program itself as ranks, each
-    trains in its own process.
+    Each call trains in new processes, so a program can start many runs, one after another or at the
+    same time, as Hydra's sweepers and launchers do. If a launcher such as torchrun started your
+    program, the run trains in that launcher's processes.
 
     Args:
-        config: all settings of a run; a program with further ones hands over a part.
-        world_size: the number of ranks to start; a launcher that started the program decides.
+        config: the settings of the run, without any settings of your own program.
+        world_size: the number of ranks to start. Under a launcher, the launcher sets it.
 
     Returns:
-        The run's record: its `final` holds the metrics of the last evaluation, as "loss".
+        The run's record. Its `final` contains the metrics of the last evaluation, such as "loss".
 
     Raises:
-        ConfigError: a wrong setting; nothing has run.
-        RuntimeError: the run failed, or was stopped; the message names its folder and the error.
+        ConfigError: a setting is wrong. Nothing was started.
+        RuntimeError: the run failed or was stopped. The message names its folder and the error.
     """
     from omegaconf import DictConfig
 

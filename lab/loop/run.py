@@ -41,16 +41,16 @@ from lab.training.trainer import Measured, Progress
 
 @dataclass
 class Step:
-    """One optimizer step under way.
+    """The current optimizer step.
 
-    Attributes: loss: this rank's loss, to set before the step ends; None: not recorded.
+    Attributes: loss: this rank's loss, which you set before the step ends. None: not recorded.
     """
 
     loss: Tensor | float | None = None
 
 
 class Run(Recording):
-    """A run directory of a loop of one's own, which plot, explain and report read as any other.
+    """Record the run of a custom training loop, for lab.plot, lab.explain and lab.report.
 
         with lab.Run(study="mine", strategy="onebit", model=model, batch_size=64) as run:
             for inputs, targets in batches:
@@ -59,31 +59,34 @@ class Run(Recording):
                     step.loss = loss
             run.evaluated(loss=…, accuracy=…)
 
-    All ranks do this together, after the program has made its process group. Rank 0 writes; a rank
-    that fails first writes that. The directory is named by the settings, and numbered until free.
+    All ranks must do this together, after your program has created the process group. Rank 0 writes
+    the files. The name of the run directory is made from the settings, and gets a number if it
+    exists already.
 
     Args:
-        study: folder under `runs_dir`.
-        model: the module that trains, or a name for it. Only a module's size, code and equality
-            over the ranks can be recorded.
-        batch_size: samples of a step: of all ranks, or of each if `scaling` is "weak".
-        strategy: names how gradients are exchanged; None: that of `sync`.
-        sync: the result of `lab.attach` or `lab.grad_sync`; with it payloads are recorded, and that
-            replicas are equal. None: the loop exchanges gradients by itself.
-        settings: the loop's own settings that tell its runs apart, by name.
-        data: its name, for the record.
-        task: its name, for the record.
-        unit: the name of one sample, as "image".
+        study: the study that the run belongs to, a folder in `runs_dir`.
+        model: the module that your loop calls, or a name for it. With a name, the record contains
+            neither the model's size and code nor whether the ranks' replicas are equal.
+        batch_size: samples per step: across all ranks, or per rank if `scaling` is "weak".
+        strategy: a name for the gradient exchange. None: the strategy of `sync`.
+        sync: the result of `lab.attach` or `lab.grad_sync`. With it, the run also records the bytes
+            sent and whether the replicas are equal. None: the loop exchanges gradients itself.
+        settings: other settings that differ between your runs, by name.
+        data: name of the data set.
+        task: name of the task.
+        unit: what a sample is called, such as "image".
         scaling: "strong" or "weak".
         precision: "fp32", "bf16" or "fp16".
-        repeat: which repetition of the same settings this is; None: the first that has no finished
-            run in the study.
-        warmup_steps: first steps that statistics leave out; None: until steady.
-        recorder: where curves go as well: a choice of recorder=, or a Recorder of one's own.
+        repeat: number of this repeat, if you run the same settings several times. None: the first
+            one without a finished run in the study.
+        warmup_steps: number of first steps to leave out of statistics. None: until step times are
+            steady.
+        runs_dir: folder that contains all studies.
+        recorder: where to send curves as well: a choice of recorder=, or your own Recorder.
 
     Raises:
-        ConfigError: a wrong setting, one that another rank has differently, a repeat that has been
-            run, or a directory that cannot be written.
+        ConfigError: a setting is wrong or differs between ranks, the repeat has been run, or the
+            run directory cannot be written.
     """
 
     @refuses_misuse
@@ -177,9 +180,9 @@ class Run(Recording):
 
     @contextmanager
     def step(self) -> Generator[Step]:
-        """Time one optimizer step; set its `loss` to have it recorded.
+        """Time one optimizer step. To record the loss, set the step's `loss`.
 
-        Raises: RuntimeError: the run has not begun or has ended, or another step is under way.
+        Raises: RuntimeError: the run is not open, or another step has not ended.
         """
         if not self._is_open or self._in_step:
             if self._in_step:
@@ -202,9 +205,9 @@ class Run(Recording):
 
     @refuses_misuse
     def evaluated(self, *, loss: float, **metrics: float) -> None:
-        """Record an evaluation after the last step: the same values on all ranks.
+        """Record an evaluation. All ranks must pass the same values.
 
-        Args: loss: of the test samples. metrics: others by name; accuracy is a share of 1.
+        Args: loss: loss on the test data. metrics: other metrics by name; accuracy is from 0 to 1.
         """
         self._loop.pause()
         progress, clock = self._loop.progress, self._loop.clock

@@ -278,7 +278,8 @@ def warmup_of(
     errors = [np.var(batches[cut:]) / (num_batches - cut) for cut in range(num_batches // 2 + 1)]
     cut = int(np.argmin(errors))
     if cut == num_batches // 2:
-        return Warmup(first + cut * size, "half of the steps, at most; it may not be steady yet")
+        reason = "half of the steps are warm-up, and later ones may not be steady yet"
+        return Warmup(first + cut * size, reason)
     return Warmup(first + cut * size, f"steady from there on (MSER-{size})")
 
 

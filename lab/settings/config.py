@@ -48,13 +48,15 @@ class Settings:
     cluster: dict[str, Any] = setting({}, "the hosts that ranks run on, and their links (a group)")
     straggler: dict[str, Any] = setting({}, "a rank that is delayed on purpose (a group)")
 
-    overlap: bool = setting(False, "exchange buckets while backward is running")
+    overlap: bool = setting(
+        False, "exchange gradients during the backward pass instead of after it"
+    )
     bucket_mb: float | None = setting(
-        None, "bucket size in MiB; null: one bucket, 0: one per layer", at_least=0
+        None, "bucket size in MiB; null: a single bucket; 0: one bucket per layer", at_least=0
     )
     batch_size: int = setting(
         128,
-        "samples per step: in all (scaling=strong) or per rank (scaling=weak)",
+        "samples per step: across all ranks (scaling=strong) or per rank (scaling=weak)",
         at_least=1,
         at_most=2**31,
     )
@@ -66,7 +68,7 @@ class Settings:
     seed: int = setting(0, "seed for weights, sample order and dropout", at_least=0, at_most=2**62)
     deterministic: bool = setting(False, "make reruns bit-identical, at the cost of speed")
     precision: str = setting(
-        "fp32", "fp32, or the type that autocast uses", ("fp32", "bf16", "fp16")
+        "fp32", "data type of computation; bf16 and fp16 use autocast", ("fp32", "bf16", "fp16")
     )
     tf32: bool = setting(
         False, "use TF32 for fp32 products and convolutions on GPUs; false: IEEE fp32"
@@ -92,15 +94,25 @@ class Settings:
     backend: str = setting("auto", "communication library for comm=torch", ("auto", "gloo", "nccl"))
     share_gpus: bool = setting(False, "let ranks share GPUs, as an emulation")
 
-    measure: str = setting("throughput", "what is measured", ("throughput", "breakdown", "noise"))
+    measure: str = setting(
+        "throughput",
+        "what to measure: step times, the phases of a step, or the gradient noise scale",
+        ("throughput", "breakdown", "noise"),
+    )
     drift_every: int | None = setting(
-        None, "check buckets for drift over windows of this many exchanges; null: never", at_least=1
+        None,
+        "compare what is delivered with exact sums, in windows of this many exchanges; null: never",
+        at_least=1,
     )
     check: str = setting(
-        "first", "first: prove in the first steps that gradients are averaged", ("none", "first")
+        "first",
+        "first: check in the first three exchanges that gradients are averaged",
+        ("none", "first"),
     )
     warmup_steps: int | None = setting(
-        None, "first steps left out of statistics; null: until step time is steady", at_least=0
+        None,
+        "number of first steps to leave out of statistics; null: until step times are steady",
+        at_least=0,
     )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
     checkpoint_every: int = setting(
@@ -115,11 +127,9 @@ class Settings:
 
     config_dir: str | None = setting(None, "a folder with your own choices (--config-dir)")
     runs_dir: str = setting("runs", "folder for all run directories")
-    study: str = setting("default", "the sweep that this run belongs to")
+    study: str = setting("default", "name of the study that this run belongs to")
     cell: str | None = setting(None, "name of this run; null: made from its settings")
-    repeat: int = setting(
-        0, "which repetition of the cell this is, from 0", at_least=0, at_most=2**31
-    )
+    repeat: int = setting(0, "number of this repeat of the run, from 0", at_least=0, at_most=2**31)
     code: dict[str, Any] = setting({}, "hashes of your own files, set by the lab")
 
 

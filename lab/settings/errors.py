@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """A wrong setting. The message is one line: the key, the value and what is allowed."""
+    """A setting is wrong. The one-line message names the key, the value and what is allowed."""
 
 
 class SharedError(ConfigError):

@@ -83,7 +83,7 @@ def allowed(field: Field[Any]) -> str:
     about, limits = field.metadata, field.metadata["limits"]
     if (limits.at_most or 0) >= ENDLESS:
         limits = dataclasses.replace(limits, at_most=None)
-    words = " | ".join(about["choices"]) or str(limits).strip()
+    words = " | ".join(about["choices"]) or str(limits).strip().removeprefix("of ")
     return ", ".join(filter(None, (about["unit"], words)))
 
 

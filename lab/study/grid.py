@@ -30,11 +30,9 @@ class SweepSettings:
 
     launcher: str = setting("local", "what starts the ranks of a cell", ("local", "slurm", "ray"))
     world_size: tuple[int, ...] = setting((1,), "numbers of ranks (a list)", at_least=1)
-    repeats: int = setting(
-        1, "how many times to measure the whole grid, one after another", at_least=1
-    )
+    repeats: int = setting(1, "number of times to run the whole grid", at_least=1)
     cell_timeout_s: int = setting(
-        3600, "a cell that takes longer is stopped and recorded as timeout", at_least=1
+        3600, "time limit for a cell; when it expires, the cell is recorded as timeout", at_least=1
     )
     baselines: str = setting(
         "shared",

@@ -29,9 +29,9 @@ def test_measures_each_layer(command: Callable[..., Finished], tmp_path: Path) -
     *_, total, _, _, _, step, fewer, _, wrote = done.out.splitlines()
     assert profile.step_ms and profile.rest_ms is not None and profile.num_threads
     parts_ms = 1e3 * profile.compute_s(32) + profile.rest_ms
-    said = re.match(r"batch 32: step (\S+) ms without clocks on its layers; ", step)
+    said = re.match(r"batch 32: step (\S+) ms without layer timers; ", step)
     assert said and float(said[1]) == pytest.approx(profile.step_ms, abs=1e-3)  # both are rounded
-    by_lines = float(step.partition("the lines give ")[2].split()[0])
+    by_lines = float(step.partition("the fitted lines give ")[2].split()[0])
     assert by_lines == pytest.approx(parts_ms, abs=2e-3)
     assert fewer.startswith("batch 8: step ")
     assert total.split()[:2] == ["all", "1,090"]

@@ -15,7 +15,7 @@ from lab.sync.pattern import pattern_of
 from lab.training.graph import REFUSALS, no_graph
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/cuda_graph.md"
-HEADER = ["| `graph=true` with | is refused because |", "|---|---|"]
+HEADER = ["| setting | why the lab rejects it with `graph=true` |", "|---|---|"]
 TABLE = re.compile(r"@@TABLE@@|" + re.escape(HEADER[0]) + r"\n(?:\|.*\n)+")
 
 
@@ -30,8 +30,9 @@ def table() -> str:
     for name in sorted(choices_of("strategy"), key=order):
         if why := refusal_of(name):
             refused.setdefault(why, []).append(f"`{name}`")
-    rows = [f"| `{rule.settings}` | {rule.why} |" for rule in REFUSALS]
-    rows += [f"| `strategy=` {', '.join(names)} | {why} |" for why, names in refused.items()]
+    rows = [f"| `{rule.settings.replace(' or ', '` or `')}` | {rule.why} |" for rule in REFUSALS]
+    for why, names in refused.items():
+        rows.append(f"| `strategy=` set to {', '.join(names)} | {why} |")
     return "\n".join([*HEADER, *rows]) + "\n"
 
 

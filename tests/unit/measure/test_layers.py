@@ -198,7 +198,7 @@ def test_kernels_of_a_step_are_counted_once_and_without_the_optimizer() -> None:
 
 
 def test_parts_that_miss_the_whole_step_are_no_profile_to_trust() -> None:
-    assert held_to_step(8, 10.0, 9.5).endswith("the lines give 9.500 (-5.0 %)")
+    assert held_to_step(8, 10.0, 9.5).endswith("the fitted lines give 9.500 ms (-5.0 %)")
     assert "(-17.0 %); warning: too far apart to trust" in held_to_step(8, 10.0, 8.3)
     assert "warning" in held_to_step(8, 10.0, 11.2)
 
