@@ -165,7 +165,10 @@ def test_a_log_replaces_learned_terms_only_of_the_links_that_it_has(tmp_path: Pa
     inside = tmp_path / "inside.json"
     sizes = {MIB: 40, GIB: 4400}
     rows = [
-        {"size": size, "out_of_place": {"time": us, "alg_bw": size / us, "bus_bw": 1.75 * size / us}}
+        {
+            "size": size,
+            "out_of_place": {"time": us, "alg_bw": size / us, "bus_bw": 1.75 * size / us},
+        }
         for size, us in sizes.items()
     ]
     inside.write_text(json.dumps({"args": ["./all_reduce_perf", "-J"], "results": rows}))

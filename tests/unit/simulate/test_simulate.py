@@ -18,10 +18,12 @@ from lab.measure import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace
+from lab.settings.config import FIELDS
 from lab.settings.files import read_file
 from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.fit import fit, fit_result
 from lab.simulate.hardware import PROTOCOLS, Link, parse, slowest, with_rate, with_value
+from lab.simulate.idle import INSTEAD
 from lab.simulate.network import Network
 from lab.simulate.predict import read
 from lab.simulate.score import Observation
@@ -39,6 +41,7 @@ from lab.simulate.step import (
 from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.terms import learned
 from lab.simulate.view import chart
+from lab.study.grid import OF_SWEEP
 from lab.sync.pattern import gradsync
 from tests.conftest import ROOT
 from tests.support.cases import ALL_STRATEGIES, EXCHANGES, LIBRARIES, exchange_settings
@@ -438,6 +441,54 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
 )
 def test_a_wrong_setting_is_one_line(arguments: list[str], message: str) -> None:
     assert message in refusal(command.main, *arguments)
+
+
+# Settings of a run that predictions and estimates follow, and those that only place or name cells.
+MOVING = {"overlap", "bucket_mb", "batch_size", "scaling", "accumulate"}
+PLACING = {"resume", "config_dir", "study", "cell", "repeat", "code"}
+GROUPS_THAT_MOVE = {"strategy", "exchange", "sync", "transform", "task", "model", "profile", "data"}
+
+
+def test_each_setting_moves_predictions_or_is_refused() -> None:
+    assert {*INSTEAD} == {*FIELDS, *OF_SWEEP} - MOVING - PLACING - GROUPS_THAT_MOVE - {"world_size"}
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("precision=bf16",), "give a profile that lab.profile_layers measured with it"),
+        (("profile=resnet50_p100", "tf32=true"), "give a profile that"),
+        (("compile=true", "model=mlp"), "give a trace of a step with it, profile.from="),
+        (("threads=2",), "set hardware.device.num_threads= for an estimate"),
+        (("cluster=emulated", "cluster.rate=1gbit"), "set hardware= or hardware.inter.KEY="),
+        (("seed=1,2",), "leave it to lab.train or lab.sweep"),
+        (("optim.lr=0.1",), "leave it to lab.train or lab.sweep"),
+        (("steps=10",), "leave it to lab.train or lab.sweep"),
+        (("repeats=3",), "leave it to lab.sweep"),
+    ],
+)
+def test_what_moves_no_prediction_is_refused(words: tuple[str, ...], instead: str) -> None:
+    line = refusal(command.main, *words)
+    assert " has no effect on a prediction; " in line and instead in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=fp32", "comm=torch", "cluster=none"],  # as by default
+        ["precision=fp16", "model=mlp", "hardware=v100_10g"],  # an estimate has a peak for it
+        ["study=kim2017", "hardware=emulated_1gbit", "cluster.rate=1gbit"],  # narrows the study
+        ["strategy=schedule", "exchange.until=[3,5]", "steps=10"],  # ends phases
+        ["steps=5", "device=cpu", "measured=runs"],  # measured cells had them
+    ],
+)
+def test_what_has_an_effect_or_comes_with_cells_is_accepted(words: list[str]) -> None:
+    assert read(words).cells
+
+
+def test_an_unknown_study_is_no_default_grid() -> None:
+    line = refusal(command.main, "study=kim2071", "world_size=2")
+    assert line.startswith("study=kim2071: no such study; did you mean kim2017? allowed: ")
 
 
 def test_an_empty_profile_is_no_estimate(tmp_path: Path) -> None:
