@@ -190,7 +190,9 @@ def plain(node: Any) -> dict[str, Any]:
 def _profile(cell: Cell) -> Profile | None:
     """Return the profile of a cell's layers; None if its model is given without one."""
     settings = plain(cell.config)
-    if settings["profile"]:
+    if node := settings["profile"]:
+        files = [word.partition("=")[2] for word in cell.arguments if word.startswith("profile=")]
+        settings["profile"] = {"name": Path(files[-1]).stem, **node} if files else node
         return replayed(settings) or Profile.parse(settings["profile"])
     for word in cell.arguments:
         if word.startswith("profile=") and word not in ("profile=none", "profile=null"):
@@ -468,10 +470,14 @@ def groups_of(request: Request) -> tuple[Group, ...]:
     if fit := request.own.fit:
         from lab.simulate.fit import fit_result, fitted_groups  # imports pandas
 
-        if fit.suffix != ".json":
-            assert request.profiles[0]  # or the request would have been refused
-            return fitted_groups(fit, request.profiles[0], hardware)
-        hardware = fit_result(fit, hardware)
+        try:
+            if fit.suffix != ".json":
+                assert request.profiles[0]  # or the request would have been refused
+                return fitted_groups(fit, request.profiles[0], hardware)
+            hardware = fit_result(fit, hardware)
+        except (ValueError, OSError) as error:
+            why = str(error).removeprefix(f"fit={fit}: ").removeprefix(f"{fit}: ")
+            raise ConfigError(f"fit={fit}: {why}") from None
     return (Group("", (), hardware, tuple(drawn(draws(hardware))), fitted=False),)
 
 

@@ -37,6 +37,7 @@ MISTAKES = [
     ("train", "repeats=3", "python -m lab.sweep repeats=3"),
     ("train", "study=kim2017", "python -m lab.sweep study=kim2017"),
     ("train", "strategy=onebit:bucket_mb=4", "python -m lab.sweep strategy=onebit:bucket_mb=4"),
+    ("train", "hardware=eth10g", "python -m lab.predict hardware=eth10g"),
     # Another form than key=value.
     ("train", "--lr 0.1", "--lr: write optim.lr=0.1"),
     ("train", "--lr strategy=tree", "--lr: write optim.lr="),

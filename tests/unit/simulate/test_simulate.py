@@ -416,11 +416,11 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hardware=eth1g"], "hardware=eth1g: allowed: a100_x8,"),
+        (["hardware=eth1g"], "hardware=eth1g: did you mean eth10g? allowed: a100_x8,"),
         (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed: a100_x8,"),
         (["profile=vgg"], "profile=vgg: allowed: alexnet_h100, alexnet_p100"),
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has a single node"),
-        (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
+        (["hardware.contention=-1"], "contention=-1: must be a number from 0 to 1000"),
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
         (["hardware.intra.alpha_s=1"], "intra.alpha_s=1 has been renamed to latency_s"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
@@ -428,8 +428,28 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
         (["batch_size=130", "world_size=4"], "batch_size=130: must be a multiple of 4 for 4 ranks"),
         (["accumulate=3"], "batch_size=128: must be a multiple of 3 for 1 rank with"),
-        (["fit=nowhere"], "nowhere: no such folder"),
-        (["fit=nowhere.json"], "nowhere.json"),
+        (["fit=nowhere"], "fit=nowhere: no such folder"),
+        (["fit=nowhere.json"], "fit=nowhere.json: "),
+        (
+            ["hardware.intra.latency_s=1e308"],
+            "latency_s=1e+308: must be a number from 0 to 1000000",
+        ),
+        (
+            ["profile=alexnet_titanx", "profile.bytes_scale=1e300"],
+            "bytes_scale=1e+300: must be a number above 0 and at most 1000000",
+        ),
+        (
+            ["model=replay", "profile=alexnet_titanx", "model.bytes_scale=-1"],
+            "model.bytes_scale=-1: must be a number above 0",
+        ),
+        (
+            ["model=replay", "profile=alexnet_titanx", "model.time_scale=0"],
+            "model.time_scale=0: must be a number above 0",
+        ),
+        (
+            ["strategy=hsdp", "world_size=5", "batch_size=5", "hardware=eth10g"],
+            "sync.shard_size=node: 5 ranks cannot be divided into nodes of 4; must be null or a",
+        ),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
         (["trace=step.json", "world_size=1,2"], "trace=step.json: needs one cell, but there are 2"),
@@ -496,6 +516,24 @@ def test_an_empty_profile_is_no_estimate(tmp_path: Path) -> None:
     (tmp_path / "profile/mine.yaml").write_text("")
     found = refusal(command.main, f"config_dir={tmp_path}", "profile=mine")
     assert found.startswith("profile=mine: the file is empty")
+
+
+def test_a_profile_without_times_is_refused(tmp_path: Path) -> None:
+    layer = {"name": "a", "parameters": 1000, "forward_ms": 0, "backward_ms": 0}
+    node = {"source": "x", "reference_batch": 8, "layers": [layer]}
+    (tmp_path / "still.yaml").write_text(json.dumps(node))
+    for size in (1, 2):
+        line = refusal(command.main, f"profile={tmp_path}/still.yaml", f"world_size={size}")
+        assert line.startswith("profile=still: all times are 0")
+
+
+def test_a_file_without_a_name_has_that_of_the_file(tmp_path: Path) -> None:
+    for group, name in (("hardware", "eth10g"), ("profile", "resnet50_p100")):
+        node = {key: value for key, value in read_file(group, name).items() if key != "name"}
+        (tmp_path / f"my_{group}.yaml").write_text(json.dumps(node))
+    found = read([f"{group}={tmp_path}/my_{group}.yaml" for group in ("hardware", "profile")])
+    assert found.hardware.name == "my_hardware"
+    assert found.profiles[0] and found.profiles[0].name == "my_profile"
 
 
 def test_what_is_given_replaces_the_files_value_as_a_whole() -> None:
