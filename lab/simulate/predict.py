@@ -43,6 +43,7 @@ INPUT_PASSES = 2  # a batch is gathered from the data set
 LOG = "hardware.from"  # a setting
 AS_DDP = "overlap"  # a strategy: what DDP does, whose traces are read
 ESTIMATE = "estimate"  # begins the source of such a profile
+EXTRAPOLATED = "extrapolated"  # the evidence of a cell that was not measured
 HALF = ("bf16", "fp16")  # activations and products take two bytes a value
 COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
 RATIO = 2  # at least so many times apart are the two batches that give the fixed parts
@@ -545,7 +546,7 @@ def intervals(key: str, values: Sequence[float], residual: float | None) -> dict
 def _measured(scored: ScoredCell | None) -> dict[str, Any]:
     """Return what was measured of a cell, and the errors of its prediction."""
     if scored is None:
-        return {"evidence": "extrapolated"}
+        return {"evidence": EXTRAPOLATED}
     exposed_s, _ = scored.exposed_s
     return {
         "measured_s": median(scored.measured_s),

@@ -40,7 +40,7 @@ from lab.simulate.step import (
 )
 from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.terms import learned
-from lab.simulate.view import chart
+from lab.simulate.view import HEADER, chart
 from lab.study.grid import OF_SWEEP
 from lab.sync.pattern import gradsync
 from tests.conftest import ROOT
@@ -534,6 +534,16 @@ def test_a_file_without_a_name_has_that_of_the_file(tmp_path: Path) -> None:
     found = read([f"{group}={tmp_path}/my_{group}.yaml" for group in ("hardware", "profile")])
     assert found.hardware.name == "my_hardware"
     assert found.profiles[0] and found.profiles[0].name == "my_profile"
+
+
+def test_a_table_has_no_empty_columns_and_fits_a_terminal() -> None:
+    grid = ["scaling=weak", "world_size=8,4096", "strategy=hierarchical_onebit"]
+    text = said(command.main, "hardware=h200_nvlink_400g", *grid)
+    header, *rows = text.partition("\n\n")[0].splitlines()
+    names = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "80 %", "efficiency"]
+    assert [name for name in HEADER if name in header] == names
+    assert max(map(len, (header, *rows))) <= 110
+    assert "held out" not in text and "no prediction was compared" in text  # nothing was fitted
 
 
 def test_what_is_given_replaces_the_files_value_as_a_whole() -> None:
