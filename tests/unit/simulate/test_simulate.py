@@ -103,6 +103,25 @@ def test_nccl_is_as_fast_as_the_slowest_stretch_of_its_ring() -> None:
     assert cost.payload_bytes == pytest.approx(2 * 31 / 32 * 1e6)
 
 
+def test_a_ring_is_as_slow_as_its_slowest_link_wherever_that_is() -> None:
+    hardware = replace(FLAT, ranks_per_node=4, intra=Link(0.0, 1e8), inter=Link(0.0, 5e8))
+    for size in (4, 8, 12):
+        expected_s = 2 * (size - 1) / size * 1e6 / 1e8
+        assert Network(hardware, size).ring(1e6).seconds == pytest.approx(expected_s)
+        assert Network(hardware, size).all_gather(1e6 / size).seconds == pytest.approx(
+            expected_s / 2
+        )
+
+
+@pytest.mark.parametrize("generation", [None, "volta"])
+def test_a_gather_carries_the_same_bytes_to_a_node_that_is_not_full(generation: str | None) -> None:
+    node, fabric = Link(0.0, 1e11), Link(0.0, 1e9)
+    hardware = replace(FLAT, library="nccl", ranks_per_node=4, intra=node, inter=fabric)
+    network = [Network(replace(hardware, nccl=generation), size) for size in (5, 8)]
+    part, full = (each.all_gather(1e9 / each.size).seconds for each in network)
+    assert part == pytest.approx(full, rel=0.1)
+
+
 @pytest.mark.parametrize(("library", "chunk_mb"), [("gloo", 4), ("nccl", 32)])
 def test_chunks_are_those_of_the_hardwares_library(library: str, chunk_mb: int) -> None:
     network = Network(replace(FLAT, library=library), 4)
