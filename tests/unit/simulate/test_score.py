@@ -126,7 +126,7 @@ def test_hosts_of_two_ranks_are_fitted_inside_and_scored_on_two(tmp_path: Path) 
     [
         (["nowhere"], "nowhere: no such folder"),
         ([], "needs one runs/STUDY"),
-        (["runs", "hardware=eth1g"], "hardware=eth1g: allowed:"),
+        (["runs", "hardware=eth1g"], "hardware=eth1g: did you mean eth10g? allowed:"),
         (["runs", "out=scores.pdf"], "out=scores.pdf: must name FILE.md"),
     ],
 )
