@@ -17,6 +17,7 @@ from lab.settings.overrides import config_dir_of
 from lab.settings.streams import progress
 from lab.simulate import predict as prediction
 from lab.simulate.fsdp import Groups
+from lab.simulate.idle import OF_COMMANDS
 from lab.simulate.network import Network
 from lab.simulate.predict import Request, plain
 from lab.simulate.strategy import Strategy
@@ -180,23 +181,28 @@ def read(arguments: Sequence[str]) -> Advice:
     return Advice(request, target, own.knee, own.top)
 
 
+def _read(run: Sequence[str]) -> Request:
+    """Read predictions; the commands that advice prints have settings of a training too."""
+    return prediction.read(run, (*OF_COMMANDS, "precision=fp16"))  # which some strategies refuse
+
+
 def _with_grid(run: list[str]) -> Request:
     given = _texts(run)
     if {"strategy", "world_size", "batch_size"} <= given.keys():
-        return prediction.read(run)
+        return _read(run)
     sizes_given = given.get("world_size", "1").split(",")
     unit = math.lcm(*_integers(given.get("accumulate", "1")))
     batch = [] if "batch_size" in given else [f"batch_size={unit}"]
     one = ["world_size=1"] if all(map(_is_count, sizes_given)) else []  # else this is refused
     if "strategy" in given:
-        first = prediction.read([*run, *one, *batch])
+        first = _read([*run, *one, *batch])
     else:
         # What is wrong with any strategy is refused at once: to compose them all takes seconds.
         others = [word for word in run if not _is_of_strategy(word)]
-        first = prediction.read([*others, "strategy=allreduce", *one, *batch])
+        first = _read([*others, "strategy=allreduce", *one, *batch])
         run = [*run, f"strategy={','.join(_strategies([*run, *batch]))}"]
     if {"world_size", "batch_size"} <= given.keys():
-        return prediction.read(run)
+        return _read(run)
     # Ranks and batches follow from the hardware and the profiles.
     # As many ranks as the hardware has, or on MOST_NODES if it names no number of nodes.
     nodes = len(first.hardware.node_rates) or MOST_NODES
@@ -204,12 +210,12 @@ def _with_grid(run: list[str]) -> Request:
     sizes = [2**power for power in range(largest.bit_length())]
     if "batch_size" in given:
         sizes = [size for size in sizes if all(_divides_batch(size, each) for each in first.cells)]
-        return prediction.read([*run, f"world_size={','.join(map(str, sizes))}"])
+        return _read([*run, f"world_size={','.join(map(str, sizes))}"])
     if "world_size" in given:
         sizes = _integers(given["world_size"])
     grid = {"world_size": sizes, "batch_size": _batches(first, sizes, unit)}
     lists = [f"{key}={','.join(map(str, values))}" for key, values in grid.items()]
-    return prediction.read([*run, *lists])
+    return _read([*run, *lists])
 
 
 def _is_of_strategy(word: str) -> bool:

@@ -26,6 +26,7 @@ from lab.settings.checks import as_text
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError, Failed, as_config_error
 from lab.settings.fields import file_setting, parsed, setting, split
+from lab.settings.hints import choice_hint
 from lab.settings.overrides import config_dir_of, listed, parse_overrides
 from lab.settings.storage import write_json
 from lab.sync.pattern import pattern_of
@@ -186,8 +187,9 @@ def read(arguments: list[str]) -> Request:
     """
     name, *settings = arguments or [""]
     if name not in BENCHES:
+        meant = choice_hint("bench", name, [*BENCHES])
         raise ConfigError(
-            f"{name or '(nothing)'}: the first word must be one of {', '.join(BENCHES)}"
+            f"{name or '(nothing)'}: {meant}the first word must be one of {', '.join(BENCHES)}"
         )
     bench = BENCHES[name]
     keys, only = ("out", *bench.own.split()), bench.only.split()

@@ -34,8 +34,8 @@ CHECKED = 5  # steps in which torch.profiler counts the kernels
 KERNELS = "kernels of a step except the optimizer's, by torch.profiler:"
 HEADER = [
     *("layer", "parameters"),
-    *("forward ms", "of it fixed", "us per sample"),
-    *("backward ms", "of it fixed", "us per sample"),
+    *("forward ms", "fixed ms", "us per sample"),
+    *("backward ms", "fixed ms", "us per sample"),
 ]
 US_PER_MS = 1e3
 

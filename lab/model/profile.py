@@ -14,6 +14,7 @@ from lab.settings.checks import AtLeast0, Count, made
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
+MOST_SCALE = 1e6
 COLUMNS = range(1024, 2049)
 # Names in the lines through a layer's times at several batches, and the ends of their intervals.
 ALL, REST = "(all layers)", "(rest)"
@@ -95,7 +96,7 @@ class Profile:
     source: str
     reference_batch: Count
     layers: tuple[Layer, ...]
-    bytes_scale: Annotated[float, partial(checks.number, above=0)] = 1.0
+    bytes_scale: Annotated[float, partial(checks.number, above=0, at_most=MOST_SCALE)] = 1.0
     fixed_share: tuple[float, float] | None = None
     rest_ms: AtLeast0 | None = None
     fixed_rest_ms: float = 0.0
@@ -240,8 +241,24 @@ def replayed(settings: Mapping[str, Any]) -> Profile | None:
     model = settings["model"]
     if model.get("_target_") != "lab.model.replay.Replay":  # a user's may have a profile too
         return None
-    scaled = Profile.parse(settings["profile"]).scaled(model["bytes_scale"], model["time_scale"])
+    scaled = of_replay(settings["profile"], model["bytes_scale"], model["time_scale"])
     return replace(scaled, num_threads=None)
+
+
+def of_replay(node: Mapping[str, Any], bytes_scale: float, time_scale: float) -> Profile:
+    """Parse a profile, and scale it as model=replay does.
+
+    Raises:
+        ValueError: a scale is out of range, or leaves no values; or as `Profile.parse`.
+    """
+    checks.number("model.bytes_scale", bytes_scale, above=0, at_most=MOST_SCALE)
+    checks.number("model.time_scale", time_scale, above=0, at_most=MOST_SCALE)
+    scaled = Profile.parse(node).scaled(bytes_scale, time_scale)
+    if not scaled.gradient_bytes:
+        raise ValueError(
+            f"model.bytes_scale={bytes_scale}: leaves no values in any layer; use a larger scale"
+        )
+    return scaled
 
 
 def _flow(layer: Layer) -> str:

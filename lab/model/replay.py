@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.model.profile import SLOW_FACTOR, Layer, Profile, shapes
-from lab.settings import checks
+from lab.model.profile import SLOW_FACTOR, Layer, Profile, of_replay, shapes
 
 SLACK_S = 0.002
 
@@ -93,15 +92,8 @@ class Replay(nn.Module):
         pace: Pace | None = None,
     ) -> None:
         super().__init__()
-        checks.number("model.bytes_scale", bytes_scale, above=0)
-        checks.number("model.time_scale", time_scale, above=0)
-        time_scale *= float(os.environ.get(SLOW_FACTOR, 1))
-        scaled = Profile.parse(profile).scaled(bytes_scale, time_scale)
-        if not scaled.gradient_bytes:
-            raise ValueError(
-                f"model.bytes_scale={bytes_scale}: leaves no values in any layer; use a larger "
-                "scale"
-            )
+        scaled = of_replay(profile, bytes_scale, time_scale)
+        scaled = scaled.scaled(time_scale=float(os.environ.get(SLOW_FACTOR, 1)))
         self.bytes_scale = scaled.bytes_scale
         self.output_size = output_size
         self.pace = pace or Pace()

@@ -16,6 +16,7 @@ from lab.settings.storage import mapped, read_yaml
 
 # A group of this name would make Hydra take a run's setting `study` for a choice among its files.
 FOLDERS = {"study": "studies"}
+NAMED = ("hardware", "profile")  # whose files have a name, by default that of the file
 TOP_LEVEL_KEY = re.compile(r"^(\w+):", re.MULTILINE)
 
 
@@ -72,6 +73,8 @@ def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str,
         ConfigError: there is no such file, or it is not a YAML mapping.
     """
     content = _content_of(group, name, config_dir)
+    if group in NAMED and content:
+        content.setdefault("name", Path(name).stem)
     names = [name]
     while group == "hardware" and "defaults" in content:
         sibling = str(content.pop("defaults"))
@@ -106,8 +109,10 @@ def _completed(own: dict[str, Any], sibling: dict[str, Any]) -> dict[str, Any]:
 def _content_of(group: str, name: str, config_dir: str | None) -> dict[str, Any]:
     files = {name: file_at(group, name)} if is_file(name) else files_of(group, config_dir)
     if name not in files:
-        known = f"{choice_hint(group, name, sorted(files))}allowed: {', '.join(sorted(files))}"
-        raise ConfigError(f"{group}={name}: {known}, or a path such as ./{group}.yaml")
+        known = sorted(files)
+        meant, allowed = choice_hint(group, name, known), ", ".join(known)
+        path = f"a path such as ./{group}.yaml"
+        raise ConfigError(f"{group}={name}: {meant}allowed: {allowed}, or {path}")
     try:
         content = read_yaml(files[name])
     except (ValueError, OSError) as error:

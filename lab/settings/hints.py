@@ -127,6 +127,8 @@ def hint(key: str, value: str) -> str | None:
         return f"set CUDA_VISIBLE_DEVICES={value or '0'} in the environment, and device=cuda"
     if key in OF_SWEEP:
         return f"this is a setting of a grid: python -m lab.sweep {key}={value}"
+    if key.partition(".")[0] == "hardware":
+        return f"this is a setting of a prediction: python -m lab.predict {key}={value}"
     if key in SWITCHES:
         return f"write {SWITCHES[key]}"
     ours = next((name for name, others in NAMES.items() if key in others), None)

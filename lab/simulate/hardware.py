@@ -29,6 +29,8 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 MAPPINGS = {"peak_flops_per_s": 1.0, "op_efficiency": 1e-3, "op_rates": 1.0}  # least values
 CONVOLUTIONS = ("convolution", "convolution_backward")
 
+Seconds = Annotated[float, partial(checks.number, at_least=0, at_most=1e6)]
+Share = Annotated[float, partial(checks.number, at_least=0, at_most=1000)]
 Efficiency = Annotated[float, partial(checks.number, at_least=1e-3)]
 Duplex = Annotated[float, partial(checks.number, at_least=0.1, at_most=1)]
 
@@ -70,7 +72,7 @@ class Link:
             travel against the data.
     """
 
-    latency_s: AtLeast0
+    latency_s: Seconds
     bandwidth_bytes_per_s: AtLeast1
     num_links: int | tuple[tuple[int, int], ...] = 1
     duplex: Duplex = 1.0
@@ -130,7 +132,7 @@ class Device:
     bandwidth_bytes_per_s: AtLeast0 = 0.0
     compute_efficiency: Efficiency = 0.5
     memory_efficiency: Efficiency = 0.7
-    op_s: AtLeast0 = 0.0
+    op_s: Seconds = 0.0
     cache_bytes: AtLeast0 = 0.0
     cache_bytes_per_s: AtLeast0 = 0.0
     op_efficiency: tuple[tuple[str, float], ...] = ()
@@ -149,10 +151,10 @@ class Host:
         codec_s: of each call of a codec.
     """
 
-    kernel_s: AtLeast0 = 0.0
-    parameter_s: AtLeast0 = 0.0
-    bucket_s: AtLeast0 = 0.0
-    codec_s: AtLeast0 = 0.0
+    kernel_s: Seconds = 0.0
+    parameter_s: Seconds = 0.0
+    bucket_s: Seconds = 0.0
+    codec_s: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -251,20 +253,20 @@ class Hardware:
     inter: Link | None
     codec_bytes_per_s: AtLeast1
     codec_rates: tuple[tuple[str, float], ...] = ()
-    codec_s: AtLeast0 = 0.0
+    codec_s: Seconds = 0.0
     reduce_bytes_per_s: AtLeast1 | None = None
-    contention: AtLeast0 = 0.0
-    codec_contention: AtLeast0 = 0.0
-    overhead_s: AtLeast0 = 0.0
-    overhead_s_per_rank: AtLeast0 = 0.0
+    contention: Share = 0.0
+    codec_contention: Share = 0.0
+    overhead_s: Seconds = 0.0
+    overhead_s_per_rank: Seconds = 0.0
     update_bytes_per_s: AtLeast1 | None = None
     input_samples_per_s: AtLeast1 | None = None
-    burst_s: AtLeast0 = 0.0
-    engage: AtLeast0 = 0.0
-    wire_passes: AtLeast0 = 0.0
-    incast: AtLeast0 = 0.0
+    burst_s: Seconds = 0.0
+    engage: Share = 0.0
+    wire_passes: Share = 0.0
+    incast: Share = 0.0
     server: Link | None = None
-    jitter: AtLeast0 = 0.0
+    jitter: Share = 0.0
     num_slow: AtLeast0 = 0
     slow_factor: AtLeast1 = 1.0
     node_rates: tuple[float, ...] = ()
@@ -272,10 +274,10 @@ class Hardware:
     nccl: Annotated[str, partial(checks.one_of, allowed=GENERATIONS)] | None = None
     host: Host | None = None
     num_cores: Count | None = None
-    message_cpu: AtLeast0 = 1.0
+    message_cpu: Share = 1.0
     send_buffer_bytes: AtLeast0 = 0.0
-    step_cpu_s: AtLeast0 = 0.0
-    crowding: AtLeast0 | None = None
+    step_cpu_s: Seconds = 0.0
+    crowding: Share | None = None
     memory_bytes: AtLeast1 | None = None
     device: Device | None = None
     assumed: tuple[Range, ...] = ()

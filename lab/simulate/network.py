@@ -80,13 +80,20 @@ class Network:
         if hardware.num_cores:  # whoever handles messages waits for a core
             waiting = hardware.message_cpu * max(0.0, size / hardware.num_cores - 1)
             self.inter = replace(self.inter, latency_s=(1 + waiting) * self.inter.latency_s)
-        self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
+        self.slowest = self.inter if self.num_nodes > 1 else self.intra
 
     @property
     def _ring_rate(self) -> float:
         """Bytes per second of the slowest stretch of a ring; each adapter of a node carries one."""
         inside, between = self.intra.rate_of(self.local), self.inter.rate_of(self.num_nodes)
         return min(inside, between)
+
+    def _longest_hop_s(self, num_bytes: float) -> float:
+        """Return the seconds of a message each way on the slower kind of links, as bounds a ring.
+
+        Between nodes, one adapter may be faster than a single link within them.
+        """
+        return max(link.seconds_both_ways(num_bytes) for link in (self.intra, self.inter))
 
     def tree(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
         """Return the cost of store and forward: 2 ceil(log2 N) transfers (Kim et al., slide 25).
@@ -113,7 +120,7 @@ class Network:
         chunks = max(1, math.ceil(num_bytes / 2 / chunk_bytes))
         chunk = num_bytes / 2 / chunks
         busiest = min(2.0, (log2(self.size) + 1) / 2)
-        following = (chunks - 1) * 2 * busiest * self.slowest.seconds_both_ways(chunk)
+        following = (chunks - 1) * 2 * busiest * self._longest_hop_s(chunk)
         up_s = self._by_hops(chunk, self._adding(chunk))
         seconds = up_s + self._way_down(chunk) + following
         return Cost(seconds, busiest * num_bytes, self._across(math.nan))
@@ -122,7 +129,7 @@ class Network:
         """Return the cost of 2(N-1) steps of an N-th each (Patarasuk and Yuan 2009), in pieces."""
         part, steps = num_bytes / self.size, 2 * (self.size - 1)
         pieces = max(1, math.ceil(part / chunk_bytes))
-        wire_s = steps * pieces * self.slowest.seconds_both_ways(part / pieces)
+        wire_s = steps * pieces * self._longest_hop_s(part / pieces)
         added_s = self._adding(steps / 2 * part)
         return Cost(wire_s + added_s, steps * part, self._across(steps * part))
 
@@ -218,7 +225,7 @@ class Network:
         if self.hardware.library == "nccl":
             seconds = self._nccl_s(num_bytes, reduces=False)
         else:
-            seconds = steps * self.slowest.seconds_both_ways(num_bytes)
+            seconds = steps * self._longest_hop_s(num_bytes)
         return Cost(seconds, steps * num_bytes, self._across(steps * num_bytes))
 
     def all_to_all(self, num_bytes: float) -> Cost:
@@ -267,15 +274,16 @@ class Network:
             num_bytes: those of an all-reduce if it `reduces`, by a ring or by a chain within each
                 node and a binary tree of nodes; or of one rank's part of an all-gather, by a ring.
         """
-        nodes = self.num_nodes
-        size = self.local * nodes  # a last node that is not full counts as full
+        size, nodes = self.size, self.num_nodes
         if size == 1:
             return 0.0
         if self.hardware.nccl:
             rates = self.intra.rate_of(self.local), self.inter.rate_of(nodes)
             ranks = nccl.Ranks(self.hardware.nccl, self.local, nodes, *rates)
-            chosen = nccl.all_reduce if reduces else nccl.all_gather
-            return chosen(ranks, num_bytes).seconds
+            if reduces:
+                return nccl.all_reduce(ranks, num_bytes).seconds
+            # A last node that is not full counts as full, with as many bytes in all.
+            return nccl.all_gather(ranks, num_bytes * size / (self.local * nodes)).seconds
         rate = self._ring_rate
         left = min(size - 1, nodes) if nodes > 1 else 0  # hops of a ring, which leaves a node once
         ring_s = (size - 1 - left) * self.intra.latency_s + left * self.inter.latency_s

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,13 +20,15 @@ from lab.model.work import Line, Operation, Work
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, file_setting, parsed, setting, split
 from lab.settings.files import read_file
-from lab.settings.names import class_name, root_of
+from lab.settings.names import class_name
 from lab.settings.overrides import config_dir_of
 from lab.settings.storage import escaped
 from lab.simulate.collectives import read_log
-from lab.simulate.costs import refuse_unknown_rates
+from lab.simulate.costs import class_of, refuse_unknown_rates
 from lab.simulate.hardware import Device, Hardware, draws, of_this_machine, places
 from lab.simulate.hardware import parse as parse_hardware
+from lab.simulate.idle import refuse_idle
+from lab.simulate.measured import comparison, measured_steps
 from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell
 from lab.simulate.step import UPDATE_PASSES, Prediction, predict
 from lab.simulate.strategy import CEILING, Strategy
@@ -36,22 +38,15 @@ from lab.simulate.traced import Traced, read_profile
 from lab.study.grid import Cell, series_of
 from lab.study.grid import read as read_grid
 
-if TYPE_CHECKING:
-    from lab.record.schema import Record
-
 DEFAULT_PROFILE = "alexnet_titanx"
 INPUT_PASSES = 2  # a batch is gathered from the data set
 LOG = "hardware.from"  # a setting
 AS_DDP = "overlap"  # a strategy: what DDP does, whose traces are read
 ESTIMATE = "estimate"  # begins the source of such a profile
+EXTRAPOLATED = "extrapolated"  # the evidence of a cell that was not measured
 HALF = ("bf16", "fp16")  # activations and products take two bytes a value
 COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
 RATIO = 2  # at least so many times apart are the two batches that give the fixed parts
-# Settings that decide what a step computes and exchanges; a profile says nothing of it.
-ROOTS = (
-    *("model", "data", "task", "transform", "exchange", "sync", "overlap", "bucket_mb"),
-    *("precision", "tf32", "channels_last", "compile"),
-)
 
 
 @dataclass(frozen=True)
@@ -100,8 +95,11 @@ class Request:
     own: OwnSettings
 
 
-def read(arguments: Sequence[str]) -> Request:
+def read(arguments: Sequence[str], moving: Collection[str] = ()) -> Request:
     """Read the cells, profiles and hardware that a command line names.
+
+    Args:
+        moving: settings that change the caller's result, but no prediction; see `refuse_idle`.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -134,8 +132,18 @@ def read(arguments: Sequence[str]) -> Request:
             f"fit={fit} measured={own.measured}: fit= already compares with measured cells; set "
             "only one of them"
         )
+    if not (fit or own.measured):  # whose cells ran with all their settings
+        moving = {*moving, *_moving(cells, profiles)}
+        refuse_idle(run, config_dir, moving)
     by_default = not traced and not any(map(_is_given, cells))
     return Request(cells, profiles, by_default, traced, hardware, own)
+
+
+def _moving(cells: Sequence[Cell], profiles: Sequence[Profile | None]) -> set[str]:
+    """Return the settings that move some predictions alone."""
+    estimated = {"precision", "tf32"} if None in profiles else set[str]()
+    phased = any(class_of(plain(cell.config)["exchange"]) == "Schedule" for cell in cells)
+    return estimated | ({"steps"} if phased else set[str]())
 
 
 def _traced(arguments: Sequence[str]) -> tuple[Traced | None, list[str]]:
@@ -183,7 +191,9 @@ def plain(node: Any) -> dict[str, Any]:
 def _profile(cell: Cell) -> Profile | None:
     """Return the profile of a cell's layers; None if its model is given without one."""
     settings = plain(cell.config)
-    if settings["profile"]:
+    if node := settings["profile"]:
+        files = [word.partition("=")[2] for word in cell.arguments if word.startswith("profile=")]
+        settings["profile"] = {"name": Path(files[-1]).stem, **node} if files else node
         return replayed(settings) or Profile.parse(settings["profile"])
     for word in cell.arguments:
         if word.startswith("profile=") and word not in ("profile=none", "profile=null"):
@@ -461,10 +471,14 @@ def groups_of(request: Request) -> tuple[Group, ...]:
     if fit := request.own.fit:
         from lab.simulate.fit import fit_result, fitted_groups  # imports pandas
 
-        if fit.suffix != ".json":
-            assert request.profiles[0]  # or the request would have been refused
-            return fitted_groups(fit, request.profiles[0], hardware)
-        hardware = fit_result(fit, hardware)
+        try:
+            if fit.suffix != ".json":
+                assert request.profiles[0]  # or the request would have been refused
+                return fitted_groups(fit, request.profiles[0], hardware)
+            hardware = fit_result(fit, hardware)
+        except (ValueError, OSError) as error:
+            why = str(error).removeprefix(f"fit={fit}: ").removeprefix(f"{fit}: ")
+            raise ConfigError(f"fit={fit}: {why}") from None
     return (Group("", (), hardware, tuple(drawn(draws(hardware))), fitted=False),)
 
 
@@ -532,7 +546,7 @@ def intervals(key: str, values: Sequence[float], residual: float | None) -> dict
 def _measured(scored: ScoredCell | None) -> dict[str, Any]:
     """Return what was measured of a cell, and the errors of its prediction."""
     if scored is None:
-        return {"evidence": "extrapolated"}
+        return {"evidence": EXTRAPOLATED}
     exposed_s, _ = scored.exposed_s
     return {
         "measured_s": median(scored.measured_s),
@@ -558,33 +572,3 @@ def _of_trace(traced: Traced | None, cell: Cell, prediction: Prediction) -> dict
 
 def _per_rank(cell: Cell) -> int:
     return cell.batch_size // cell.world_size
-
-
-def measured_steps(folder: Path, cells: Sequence[Cell]) -> list[tuple[float, ...]]:
-    """Return the step time of each repeat that was measured of each cell; () of a cell without.
-
-    Raises:
-        ValueError: the folder holds no record, or one that breaks the contract.
-    """
-    from lab.record.schema import read_record  # with scipy, which settings do not need
-
-    records = [read_record(path) for path in sorted(folder.glob("*/record.json"))]
-    if not records:
-        raise ValueError(f"measured={folder} contains no <cell>/record.json; give a study folder")
-    times: dict[str, list[float]] = {}
-    for record in records:
-        if record.status == "done" and record.measure == "throughput" and record.step_s:
-            times.setdefault(_point(record), []).append(record.step_s.median)
-    return [tuple(times.get(_point(cell), ())) for cell in cells]
-
-
-def comparison(seconds: Sequence[float], predicted_s: float) -> dict[str, Any]:
-    """Return the columns of a row whose cell was measured."""
-    step_s = median(seconds)
-    return {"measured_s": step_s, "error": predicted_s / step_s - 1, "evidence": "measured"}
-
-
-def _point(of: Record | Cell) -> str:
-    """Return what a measured cell and a predicted one must have in common."""
-    work = sorted((key, value) for key, value in of.settings.items() if root_of(key) in ROOTS)
-    return repr((of.strategy, of.world_size, of.batch_size, work))

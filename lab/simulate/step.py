@@ -291,13 +291,15 @@ def predict(
             micro-batches.
 
     Raises:
-        ValueError: the hardware has too few ranks.
+        ValueError: the hardware has too few ranks, or a step of one rank takes no time.
     """
     per_rank_batch_size = batch_size // world_size
     step = simulate(profile, hardware, strategy, world_size, per_rank_batch_size)
     no_exchange = replace(CEILING, accumulate=strategy.accumulate)
     ceiling = simulate(profile, hardware, no_exchange, world_size, per_rank_batch_size)
     alone = simulate(profile, hardware, no_exchange, 1, per_rank_batch_size if weak else batch_size)
+    if not alone.step_s:
+        raise ValueError(f"profile={profile.name}: all times are 0, so one rank's step takes none")
     speedup = (world_size if weak else 1) * alone.step_s / step.step_s
     exposed_s = step.step_s - ceiling.step_s
     return Prediction(step, exposed_s, speedup, speedup / world_size)

@@ -14,20 +14,27 @@ from lab.measure import Span
 from lab.record.trace import read_trace, write_trace
 from lab.settings.storage import write_json
 from lab.simulate.hardware import LINK
-from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE
+from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE, EXTRAPOLATED
 from lab.simulate.score import NONE
 
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "80 %"]
 HEADER += ["efficiency", "measured ms", "error %", "exposed error %", "evidence"]
+SAID_BELOW = {"times": ("profile", ESTIMATE), "evidence": (EXTRAPOLATED,)}  # of all rows
 RATES = ("reduce_bytes_per_s", "codec_bytes_per_s")
 FITTED = (*LINK, *RATES, "contention", "overhead_s", "crowding")
 MOST_LINEAR = 16  # ranks: axes of more are logarithmic
 
 
 def table(result: Row) -> str:
-    """Align a line for each cell, and add the notes."""
-    lines = aligned([HEADER, *map(_line, result["rows"])])
+    """Align a line for each cell, without columns that say nothing, and add the notes."""
+    columns = [*zip(HEADER, *map(_line, result["rows"]), strict=True)]
+    telling = [
+        column
+        for column in columns
+        if {*column[1:]} not in [{"-"}, *({value} for value in SAID_BELOW.get(column[0], ()))]
+    ]
+    lines = aligned([[*line] for line in zip(*telling, strict=True)])
     return "\n".join([*lines, "", *notes(result)])
 
 
@@ -145,7 +152,7 @@ def _line(row: Row) -> list[str]:
         row["basis"],
         f"{1e3 * row['step_s']:.2f}{interval}",
         f"{1e3 * row['exposed_s']:.2f}",
-        f"{row['speedup']:.2f}{_interval(row['speedup_interval'])}",
+        f"{_short(row['speedup'])}{_interval(row['speedup_interval'])}",
         _interval(narrow).strip() if narrow else "-",
         f"{row['efficiency']:.2f}",
         f"{1e3 * row['measured_s']:.2f}" if measured else "-",
@@ -156,7 +163,11 @@ def _line(row: Row) -> list[str]:
 
 
 def _interval(ends: tuple[float, float]) -> str:
-    return f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends[0] < ends[1] else ""
+    return f" [{_short(ends[0])}, {_short(ends[1])}]" if ends[0] < ends[1] else ""
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
 
 
 def _percent(error: float) -> str:
@@ -170,12 +181,17 @@ def open_values(result: Row, machines: Sequence[Row]) -> list[str]:
         keys = {key for key in keys if not key.startswith("device.")}  # a profile needs no device
     fitted = ["the fit"] if result["fit"] and not result["fit"].endswith(".json") else []
     terms = [
-        f"terms learned from published scaling ({', '.join(hardware['learned']['keys'])})"
+        f"terms learned from published scaling ({_medians(hardware['learned'])})"
         for hardware in machines
         if hardware["learned"]
     ]
     profiles = [f"the fixed part of the times of {name}" for name in result["open_profiles"]]
     return [*fitted, *terms, *profiles, *sorted(keys)]
+
+
+def _medians(prior: Row) -> str:
+    pairs = zip(prior["keys"], prior["means"], strict=True)
+    return ", ".join(f"{key} {math.exp(mean):.3g}" for key, mean in pairs)
 
 
 def _open(result: Row, where: str) -> list[str]:
@@ -247,6 +263,10 @@ def _held_out(result: Row) -> list[str]:
     """Summarise the errors on cells that were not fitted, for each group of conditions."""
     if result["measured"]:
         return []
+    if not result["fit"]:
+        compared = any("measured_s" in row for row in result["rows"])  # with a trace
+        why = "no prediction was compared with a measured step; measured=runs/STUDY compares them"
+        return [] if compared else [why]
     lines = [
         f"held out{at(score['conditions'])}: {score['text']}"
         for score in result["scores"]

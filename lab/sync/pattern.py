@@ -447,6 +447,11 @@ def sharing_ranks(
     Raises:
         ValueError: the number does not divide `ranks`.
     """
+    if setting == "node" and ranks % (local := of_a_node()):
+        raise ValueError(
+            f"sync.{key}=node: {ranks} ranks cannot be divided into nodes of {local}; must be null "
+            f"or a divisor of {ranks}"
+        )
     size = of_a_node() if setting == "node" else ranks if setting is None else setting
     if not checks.is_whole(size) or size < 1 or ranks % size:
         raise ValueError(

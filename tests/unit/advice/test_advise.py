@@ -252,6 +252,7 @@ def test_it_predicts_on_what_a_study_measured(tmp_path: Path) -> None:
             (["world_size=0"], "world_size=0: must be an integer of at least 1"),
             (["knee=3", *SMALL], "knee=3: must be a number from 1 to 2"),
             (["top=0", *SMALL], "top=0: must be an integer of at least 1"),
+            (["compile=true", *SMALL], "compile=true: has no effect on a prediction; give a trace"),
             (["trace=a.json", *SMALL], "trace=a.json has no effect in lab.advise; use"),
             (["out=a.csv", *SMALL], "out=a.csv: must name FILE.json or FILE.png"),
             (["batch=32"], "batch=32: no such setting"),

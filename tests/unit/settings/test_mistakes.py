@@ -40,6 +40,7 @@ MISTAKES = [
     ("train", "report=live", "python -m lab.sweep report=live"),
     ("train", "study=kim2017", "python -m lab.sweep study=kim2017"),
     ("train", "strategy=onebit:bucket_mb=4", "python -m lab.sweep strategy=onebit:bucket_mb=4"),
+    ("train", "hardware=eth10g", "python -m lab.predict hardware=eth10g"),
     # Another form than key=value.
     ("train", "--lr 0.1", "--lr: write optim.lr=0.1"),
     ("train", "--lr strategy=tree", "--lr: write optim.lr="),

@@ -129,7 +129,7 @@ def test_a_model_without_a_profile_is_estimated_and_says_so() -> None:
     assert name == "lenet, 0.02035 GFLOP per sample (estimate)"
     assert result["profiles"][name] == 4 * 656_080  # and not AlexNet's
     text = view.table(result)
-    assert text.count("  estimate ") == 2 and "; not measured" in text
+    assert "predicted: estimate lenet, " in text and "; not measured" in text
     assert "device.compute_efficiency" in text
     low, high = result["rows"][0]["step_s_interval"]
     assert low < result["rows"][0]["step_s"] < high

@@ -18,10 +18,12 @@ from lab.measure import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace
+from lab.settings.config import FIELDS
 from lab.settings.files import read_file
 from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.fit import fit, fit_result
 from lab.simulate.hardware import PROTOCOLS, Link, parse, slowest, with_rate, with_value
+from lab.simulate.idle import INSTEAD
 from lab.simulate.network import Network
 from lab.simulate.predict import read
 from lab.simulate.score import Observation
@@ -38,7 +40,8 @@ from lab.simulate.step import (
 )
 from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.terms import learned
-from lab.simulate.view import chart
+from lab.simulate.view import HEADER, chart
+from lab.study.grid import OF_SWEEP
 from lab.sync.pattern import gradsync
 from tests.conftest import ROOT
 from tests.support.cases import ALL_STRATEGIES, EXCHANGES, LIBRARIES, exchange_settings
@@ -98,6 +101,25 @@ def test_nccl_is_as_fast_as_the_slowest_stretch_of_its_ring() -> None:
     cost = Network(hardware, 32).all_reduce(1e6)
     assert cost.seconds == pytest.approx(ring + PROTOCOLS["Simple"].launch_s)
     assert cost.payload_bytes == pytest.approx(2 * 31 / 32 * 1e6)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link_wherever_that_is() -> None:
+    hardware = replace(FLAT, ranks_per_node=4, intra=Link(0.0, 1e8), inter=Link(0.0, 5e8))
+    for size in (4, 8, 12):
+        expected_s = 2 * (size - 1) / size * 1e6 / 1e8
+        assert Network(hardware, size).ring(1e6).seconds == pytest.approx(expected_s)
+        assert Network(hardware, size).all_gather(1e6 / size).seconds == pytest.approx(
+            expected_s / 2
+        )
+
+
+@pytest.mark.parametrize("generation", [None, "volta"])
+def test_a_gather_carries_the_same_bytes_to_a_node_that_is_not_full(generation: str | None) -> None:
+    node, fabric = Link(0.0, 1e11), Link(0.0, 1e9)
+    hardware = replace(FLAT, library="nccl", ranks_per_node=4, intra=node, inter=fabric)
+    network = [Network(replace(hardware, nccl=generation), size) for size in (5, 8)]
+    part, full = (each.all_gather(1e9 / each.size).seconds for each in network)
+    assert part == pytest.approx(full, rel=0.1)
 
 
 @pytest.mark.parametrize(("library", "chunk_mb"), [("gloo", 4), ("nccl", 32)])
@@ -417,7 +439,7 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed: a100_x8,"),
         (["profile=vgg"], "profile=vgg: allowed: alexnet_h100, alexnet_p100"),
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has a single node"),
-        (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
+        (["hardware.contention=-1"], "contention=-1: must be a number from 0 to 1000"),
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
         (["hardware.intra.alpha_s=1"], "intra.alpha_s=1 has been renamed to latency_s"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
@@ -425,8 +447,28 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
         (["batch_size=130", "world_size=4"], "batch_size=130: must be a multiple of 4 for 4 ranks"),
         (["accumulate=3"], "batch_size=128: must be a multiple of 3 for 1 rank with"),
-        (["fit=nowhere"], "nowhere: no such folder"),
-        (["fit=nowhere.json"], "nowhere.json"),
+        (["fit=nowhere"], "fit=nowhere: no such folder"),
+        (["fit=nowhere.json"], "fit=nowhere.json: "),
+        (
+            ["hardware.intra.latency_s=1e308"],
+            "latency_s=1e+308: must be a number from 0 to 1000000",
+        ),
+        (
+            ["profile=alexnet_titanx", "profile.bytes_scale=1e300"],
+            "bytes_scale=1e+300: must be a number above 0 and at most 1000000",
+        ),
+        (
+            ["model=replay", "profile=alexnet_titanx", "model.bytes_scale=-1"],
+            "model.bytes_scale=-1: must be a number above 0",
+        ),
+        (
+            ["model=replay", "profile=alexnet_titanx", "model.time_scale=0"],
+            "model.time_scale=0: must be a number above 0",
+        ),
+        (
+            ["strategy=hsdp", "world_size=5", "batch_size=5", "hardware=eth10g"],
+            "sync.shard_size=node: 5 ranks cannot be divided into nodes of 4; must be null or a",
+        ),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
         (["trace=step.json", "world_size=1,2"], "trace=step.json: needs one cell, but there are 2"),
@@ -440,11 +482,87 @@ def test_a_wrong_setting_is_one_line(arguments: list[str], message: str) -> None
     assert message in refusal(command.main, *arguments)
 
 
+# Settings of a run that predictions and estimates follow, and those that only place or name cells.
+MOVING = {"overlap", "bucket_mb", "batch_size", "scaling", "accumulate"}
+PLACING = {"resume", "config_dir", "study", "cell", "repeat", "code"}
+GROUPS_THAT_MOVE = {"strategy", "exchange", "sync", "transform", "task", "model", "profile", "data"}
+
+
+def test_each_setting_moves_predictions_or_is_refused() -> None:
+    assert {*INSTEAD} == {*FIELDS, *OF_SWEEP} - MOVING - PLACING - GROUPS_THAT_MOVE - {"world_size"}
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("precision=bf16",), "give a profile that lab.profile_layers measured with it"),
+        (("profile=resnet50_p100", "tf32=true"), "give a profile that"),
+        (("compile=true", "model=mlp"), "give a trace of a step with it, profile.from="),
+        (("threads=2",), "set hardware.device.num_threads= for an estimate"),
+        (("cluster=emulated", "cluster.rate=1gbit"), "set hardware= or hardware.inter.KEY="),
+        (("seed=1,2",), "leave it to lab.train or lab.sweep"),
+        (("optim.lr=0.1",), "leave it to lab.train or lab.sweep"),
+        (("steps=10",), "leave it to lab.train or lab.sweep"),
+        (("repeats=3",), "leave it to lab.sweep"),
+    ],
+)
+def test_what_moves_no_prediction_is_refused(words: tuple[str, ...], instead: str) -> None:
+    line = refusal(command.main, *words)
+    assert " has no effect on a prediction; " in line and instead in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=fp32", "comm=torch", "cluster=none"],  # as by default
+        ["precision=fp16", "model=mlp", "hardware=v100_10g"],  # an estimate has a peak for it
+        ["study=kim2017", "hardware=emulated_1gbit", "cluster.rate=1gbit"],  # narrows the study
+        ["strategy=schedule", "exchange.until=[3,5]", "steps=10"],  # ends phases
+        ["steps=5", "device=cpu", "measured=runs"],  # measured cells had them
+    ],
+)
+def test_what_has_an_effect_or_comes_with_cells_is_accepted(words: list[str]) -> None:
+    assert read(words).cells
+
+
+def test_an_unknown_study_is_no_default_grid() -> None:
+    line = refusal(command.main, "study=kim2071", "world_size=2")
+    assert line.startswith("study=kim2071: no such study; did you mean kim2017? allowed: ")
+
+
 def test_an_empty_profile_is_no_estimate(tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile/mine.yaml").write_text("")
     found = refusal(command.main, f"config_dir={tmp_path}", "profile=mine")
     assert found.startswith("profile=mine: the file is empty")
+
+
+def test_a_profile_without_times_is_refused(tmp_path: Path) -> None:
+    layer = {"name": "a", "parameters": 1000, "forward_ms": 0, "backward_ms": 0}
+    node = {"source": "x", "reference_batch": 8, "layers": [layer]}
+    (tmp_path / "still.yaml").write_text(json.dumps(node))
+    for size in (1, 2):
+        line = refusal(command.main, f"profile={tmp_path}/still.yaml", f"world_size={size}")
+        assert line.startswith("profile=still: all times are 0")
+
+
+def test_a_file_without_a_name_has_that_of_the_file(tmp_path: Path) -> None:
+    for group, name in (("hardware", "eth10g"), ("profile", "resnet50_p100")):
+        node = {key: value for key, value in read_file(group, name).items() if key != "name"}
+        (tmp_path / f"my_{group}.yaml").write_text(json.dumps(node))
+    found = read([f"{group}={tmp_path}/my_{group}.yaml" for group in ("hardware", "profile")])
+    assert found.hardware.name == "my_hardware"
+    assert found.profiles[0] and found.profiles[0].name == "my_profile"
+
+
+def test_a_table_has_no_empty_columns_and_fits_a_terminal() -> None:
+    grid = ["scaling=weak", "world_size=8,4096", "strategy=hierarchical_onebit"]
+    text = said(command.main, "hardware=h200_nvlink_400g", *grid)
+    header, *rows = text.partition("\n\n")[0].splitlines()
+    names = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "80 %", "efficiency"]
+    assert [name for name in HEADER if name in header] == names
+    assert max(map(len, (header, *rows))) <= 110
+    assert "held out" not in text and "no prediction was compared" in text  # nothing was fitted
 
 
 def test_what_is_given_replaces_the_files_value_as_a_whole() -> None:
