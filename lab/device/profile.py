@@ -124,7 +124,7 @@ def profile_of(
         Layer(layer, size, *(ms[layer, way] for ms in (whole, fixed) for way in WAYS))
         for layer, size in found[0].sizes.items()
     )
-    profile = Profile(
+    return Profile(
         name,
         source,
         batches[0],
@@ -135,8 +135,6 @@ def profile_of(
         num_threads=num_threads,
         fits=fits,
     )
-    # A layer's fixed part is at least 0, so their sum errs upwards where it is noise.
-    return profile.with_fixed(fixed[ALL, BOTH])
 
 
 def fixed_and_per_sample(batches: Sequence[int], times: Sequence[Values]) -> tuple[Values, Values]:

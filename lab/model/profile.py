@@ -135,37 +135,24 @@ class Profile:
     def drawn(self, place: float) -> Profile:
         """Return the profile with its fixed part at `place`, from 0 to 1, of what it may be.
 
-        That is `fixed_share`, or the interval of the fit of all layers together.
+        That is `fixed_share`, or the interval of the fit of all layers together. Times at the
+        reference batch stay; each layer's fixed part moves by the same share of its time.
         """
         whole_ms = 1000 * self.compute_s(self.reference_batch)
         if (ends := self._fixed_ends_ms(whole_ms)) is None or not whole_ms:
             return self
         low_ms, high_ms = ends
-        moved = self.with_fixed(low_ms + place * (high_ms - low_ms))
-        return replace(moved, fixed_share=None, fits=())
-
-    def with_fixed(self, fixed_ms: float) -> Profile:
-        """Return the profile with `fixed_ms` as the fixed part of all layers' times together.
-
-        Times at the reference batch stay. The parts of all layers grow or shrink in the same ratio,
-        those that grow by what is not fixed yet.
-        """
-        known_ms, whole_ms = (
-            sum(getattr(layer, key) for layer in self.layers for key in keys)
-            for keys in (FIXED_TIMES, TIMES)
-        )
-        shrinks = fixed_ms < known_ms
-        open_ms = known_ms if shrinks else whole_ms - known_ms
-        share = min(1.0, (fixed_ms - known_ms) / open_ms) if open_ms else 0.0
+        known_ms = sum(getattr(layer, key) for layer in self.layers for key in FIXED_TIMES)
+        share = (low_ms + place * (high_ms - low_ms) - known_ms) / whole_ms
 
         def moved(layer: Layer) -> Layer:
             parts = dict[str, float]()
             for key, fixed_key in zip(TIMES, FIXED_TIMES, strict=True):
                 whole, fixed = getattr(layer, key), getattr(layer, fixed_key)
-                parts[fixed_key] = fixed + share * (fixed if shrinks else whole - fixed)
+                parts[fixed_key] = min(max(0.0, fixed + share * whole), whole)
             return replace(layer, **parts)
 
-        return replace(self, layers=tuple(map(moved, self.layers)))
+        return replace(self, layers=tuple(map(moved, self.layers)), fixed_share=None, fits=())
 
     def _fixed_ends_ms(self, whole_ms: float) -> tuple[float, float] | None:
         """Return the least and the most that may be fixed of all layers' time `whole_ms`."""

@@ -88,7 +88,7 @@ def test_fits_say_how_much_of_the_time_may_be_fixed() -> None:
         assert scaled.compute_s(8) == pytest.approx(factor * 0.016)
         assert least.compute_s(8) == most.compute_s(8) == pytest.approx(factor * 0.016)
         # 4 ms are fixed at most: all of what is left is halved with the batch.
-        assert most.compute_s(4) == pytest.approx(factor * (0.004 + 0.012 / 2))
+        assert most.compute_s(4) == pytest.approx(factor * (0.004 + 0.012 / 2), rel=0.03)
         assert least.compute_s(4) < scaled.compute_s(4) < most.compute_s(4)
     conv = most.layers[0]
     assert 0 < conv.fixed_forward_ms < conv.forward_ms and most.drawn(0.5) is most
