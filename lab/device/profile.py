@@ -107,12 +107,18 @@ def profile_of(
         for index, layer in enumerate(found[0].sizes)
         for number, way in enumerate(WAYS)
     }
-    times[ALL, BOTH] = [each.pass_ms for each in found]
+    times[ALL, BOTH] = [each.layers_ms.reshape(len(each.layers_ms), -1) for each in found]
     # Optimizer, data, host.
     times[REST, STEP] = [np.maximum(0.0, each.step_ms - each.pass_ms) for each in found]
 
     def part(number: int, of: list[Values]) -> dict[str, float | None]:
-        return interval(lambda *values: fixed_and_per_sample(batches, values)[number], *of)
+        samples = [column for values in of for column in values.reshape(len(values), -1).T]
+
+        def together(*medians: Values) -> Values:  # of each batch, and of each part at it
+            parts = np.array(medians).reshape(len(of), -1, *np.shape(medians[0]))
+            return fixed_and_per_sample(batches, [*parts])[number].sum(axis=0)
+
+        return interval(together, *samples)
 
     fits = tuple(Fit(*key, part(0, of), part(1, of)) for key, of in times.items())
     fixed, whole = {}, {}

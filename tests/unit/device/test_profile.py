@@ -36,6 +36,23 @@ def test_the_lines_are_found_again_at_the_largest_batch() -> None:
     assert 1000 * profile.compute_s(50) == pytest.approx(6 + 15, rel=0.02)
 
 
+def test_what_is_fixed_of_all_layers_is_the_sum_of_their_parts() -> None:
+    """One layer's line begins at -2 ms, which counts as 0: that of the sum begins at 4, not 6."""
+    noise = np.random.default_rng(0).normal(1.0, 0.01, (2, ROUNDS))
+    found = list[Measured]()
+    for batch, each in zip((80, 40), noise, strict=True):
+        layers_ms = np.array([[batch / 10 - 2, 2.0], [batch / 5, 4.0]]) * each[:, None, None]
+        pass_ms = layers_ms.sum(axis=(1, 2))
+        found.append(Measured(batch, {"a": 5, "b": 7}, layers_ms, pass_ms, pass_ms))
+    profile = profile_of(found, "mine", "made up", 1)
+    fixed_ms = sum(each.fixed_forward_ms + each.fixed_backward_ms for each in profile.layers)
+    assert fixed_ms == pytest.approx(6.0, rel=0.1)
+    (whole,) = (fit for fit in profile.fits if fit.layer == ALL)
+    assert whole.fixed_ms["median"] == pytest.approx(fixed_ms)
+    low, high = profile.drawn(0.0).compute_s(20), profile.drawn(1.0).compute_s(20)
+    assert low < profile.compute_s(20) < high
+
+
 def test_few_rounds_have_no_intervals() -> None:
     found = [steps_at(batch, np.ones(2)) for batch in (8, 2)]
     profile = profile_of(found, "mine", "made up", None)
