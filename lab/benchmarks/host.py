@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lab.benchmarks import harness, present
 from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
+from lab.distributed.comm import Collective
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker, StreamWorker
 from lab.draw.chart import BLUE
@@ -134,12 +135,19 @@ def _scaled(whole: Tensor) -> list[int]:
     return [-(-rows // SCALE), -(-whole.numel() // (rows * SCALE))]
 
 
+class _FakeComm(TorchComm):
+    """Begins an all-gather as an all-reduce: torch's fake one copies the tensor for each rank."""
+
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective | None:
+        return self._iall_reduce(tensor)
+
+
 @contextmanager
 def _fake_comm(device: torch.device) -> Iterator[TorchComm]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     try:
         groups = [cast(dist.ProcessGroup, dist.new_group()) for _ in range(2)]
-        yield TorchComm(groups[0], groups[1], device)
+        yield _FakeComm(groups[0], groups[1], device)
     finally:
         dist.destroy_process_group()
 

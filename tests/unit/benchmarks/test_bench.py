@@ -463,6 +463,13 @@ def test_each_candidate_is_compiled_for_its_own_batch(monkeypatch: pytest.Monkey
     assert compiled == [[], []]
 
 
+def test_ranks_that_do_not_exist_cost_no_copies() -> None:
+    with host._fake_comm(torch.device("cpu")) as comm:
+        output = torch.zeros(comm.size, 4)
+        comm.all_gather(output, torch.ones(4))
+        assert not output.any()
+
+
 def test_host_time_is_measured_beside_ddp() -> None:
     request = read(["host", "strategy=overlap,onebit", "model=mlp", "rounds=6"])
     result = host.measure(request)
