@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import itertools
 import os
@@ -193,10 +194,17 @@ def train(
     return {name: p.detach().float() for name, p in net.named_parameters()}, buffer.getvalue()
 
 
+# The group of the last test: if a model of DDP's were the last to hold it, torch would end the
+# group's threads while it has Python's lock, for which one of them may wait.
+_held: list[object] = []
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[int]:
     """Join the crew's ranks as a user's program does, and yield the rank."""
+    gc.collect()  # models of tests before
     dist.init_process_group("gloo")
+    _held[:] = [dist.group.WORLD]
     dist.barrier()  # else one that leaves at once closes connections that others still make
     try:
         yield dist.get_rank()
