@@ -39,6 +39,7 @@ def train_all(library: str, folder: Path) -> tuple[dict[str, Trained], str, str]
         found["onebit"] = train("onebit", "onebit")
         train("onebit", "onebit resumed", epochs=1)
         found["onebit resumed"] = train("onebit", "onebit resumed")
+        dist.barrier()  # each rank saves its own residuals
         if dist.get_rank() == 0:
             swap_residuals(folder / "onebit resumed")
         dist.barrier()
