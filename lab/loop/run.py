@@ -286,7 +286,6 @@ def _repeat(world: World, config: DictConfig, known: Mapping[str, Any], given: i
 
 def _repeats_done(folder: Path, config: DictConfig, known: Mapping[str, Any]) -> dict[int, Path]:
     """Return the folders of finished runs of the same settings, by repeat."""
-
     own = _as_text(resolved(settings_of(config)))
     found: dict[int, Path] = {}
     for path in folder.glob("*/record.json"):

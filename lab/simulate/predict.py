@@ -28,8 +28,15 @@ from lab.simulate.costs import class_of, refuse_unknown_rates
 from lab.simulate.hardware import Device, Hardware, draws, of_this_machine, places
 from lab.simulate.hardware import parse as parse_hardware
 from lab.simulate.idle import refuse_idle
-from lab.simulate.measured import comparison, measured_steps
-from lab.simulate.score import Group, ScoredCell, held_out, score, scored_cell
+from lab.simulate.score import (
+    Group,
+    ScoredCell,
+    comparison,
+    held_out,
+    measured_steps,
+    score,
+    scored_cell,
+)
 from lab.simulate.step import UPDATE_PASSES, Prediction, predict
 from lab.simulate.strategy import CEILING, Strategy
 from lab.simulate.terms import LEVELS, drawn, interval, learned
