@@ -190,7 +190,8 @@ class Paper:
 
     Attributes:
         profile, hardware: the source of predictions; None: all claims are about one device.
-        fit: values of the hardware that are fitted to the source's figures, beside the preset.
+        origin: the source in conf/published, if a fit of terms has its figures: predictions of its
+            claims use the fit without it.
         model: a file of conf/model: the network, as far as it is counted; None: the profile is.
         reproduction: None if there is no study that measures the claims on scaling.
         networks, benches: of claims about one device; see lab.claims.device.
@@ -205,7 +206,7 @@ class Paper:
     profile: str | None = None
     hardware: str | None = None
     model: str | None = None
-    fit: tuple[str, ...] = ()
+    origin: str | None = None
     reproduction: Reproduction | None = None
     networks: Mapping[str, str] = field(default_factory=dict[str, str])
     benches: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -23,9 +23,9 @@ from lab.claims.predicted import (
     CellSpeedup,
     Change,
     Predicted,
-    Terms,
     cell_speedups,
-    fit_terms,
+    hardware_of,
+    preset_of,
     profile_of,
 )
 from lab.measure.statistics import UNKNOWN, Interval, of_level
@@ -35,8 +35,9 @@ from lab.settings.files import located, read_file
 from lab.settings.overrides import own_choices
 from lab.settings.streams import progress
 from lab.simulate.fit import fitted_groups
-from lab.simulate.hardware import draws, parse, places
+from lab.simulate.hardware import draws, places
 from lab.simulate.score import ScoredCell, scored_cell
+from lab.simulate.terms import drawn
 
 # What a claim is worth, in the order of a page.
 KINDS = {
@@ -368,7 +369,6 @@ class Findings:
     Attributes:
         conditions: None if there are no measurements.
         reproduced: None if not requested, or if the paper has no reproduction.
-        terms: None if the paper names none to fit.
         device: what claims about one device were checked against.
         mini_batches: the paper's table of them, and the study's.
     """
@@ -377,7 +377,6 @@ class Findings:
     verdicts: tuple[Verdict, ...]
     conditions: Conditions | None
     reproduced: Reproduced | None
-    terms: Terms | None
     device: Device
     mini_batches: tuple[Network, ...] = ()
 
@@ -448,13 +447,13 @@ def _find(
     device = Device(paper.networks, paper.benches, benches, of_study, figures)
     if paper.profile is None or paper.hardware is None:
         verdicts, table = judge(paper, None, None, device=device), networks(paper.table, device)
-        return Findings(paper, verdicts, None, None, None, device, table)
+        return Findings(paper, verdicts, None, None, device, table)
     counts = counts_of_model(paper.model) if paper.model else None
-    hardware = parse(read_file("hardware", paper.hardware))
-    on = partial(Predicted, paper.profile, network=counts)
+    hardware = hardware_of(paper.hardware, paper.origin)
+    on = partial(Predicted, paper.profile, network=counts, origin=paper.origin)
     predicted = on(hardware)
-    drawn = enumerate(zip(draws(hardware), places(), strict=True))
-    others = [on(each, place=place, number=number) for number, (each, place) in drawn]
+    open_ = enumerate(zip(drawn(draws(hardware)), places(), strict=True))
+    others = [on(each, place=place, number=number) for number, (each, place) in open_]
     measured = None
     if runs:
         kinds = sorted({cell.circumstances for cell in cells})
@@ -471,8 +470,7 @@ def _find(
     ran_on = [cell.environment for cell in cells if cell.environment]
     machine = "emulated" if is_emulated else kind_of(ran_on)
     verdicts = judge(paper, predicted, measured, others, device, changed, machine)
-    terms = fit_terms(paper, hardware)
-    return Findings(paper, verdicts, conditions, reproduced, terms, device)
+    return Findings(paper, verdicts, conditions, reproduced, device)
 
 
 def _reproduce(
@@ -482,7 +480,7 @@ def _reproduce(
     measured: Measured | None,
     runs: Path | None,
 ) -> Reproduced:
-    hardware, scored = parse(read_file("hardware", grid.hardware)), None
+    hardware, scored = preset_of(grid.hardware), None
     if runs:
         (group,) = fitted_groups(runs, profile_of(predicted.profile), hardware)
         scored = tuple(scored_cell(group, cell) for cell in group.observations)

@@ -27,7 +27,7 @@ from lab.claims.findings import (
     tally,
 )
 from lab.claims.metrics import of_linear_scaling
-from lab.claims.predicted import MARGIN, Predicted, Terms, crossovers, speedup_map
+from lab.claims.predicted import MARGIN, Predicted, crossovers, speedup_map
 from lab.draw.chart import order
 from lab.draw.text import in_words, markdown, number_of, plain
 from lab.settings.storage import write_atomically
@@ -80,9 +80,8 @@ def summary(findings: Findings, kinds: Collection[str] = (*KINDS,)) -> list[str]
     scaling = _sources_of_scaling(findings) if paper.profile else []
     device = list(_sources_of_device(findings))
     sources = [*scaling, *([""] if scaling and device else []), *device]
-    terms = ["", *terms_table(findings.terms)] if findings.terms else []
     table = ["", *mini_batches_table(findings.mini_batches)] if findings.mini_batches else []
-    return [*head, *claims_tables(findings.verdicts, kinds), "", *sources, *terms, *table]
+    return [*head, *claims_tables(findings.verdicts, kinds), "", *sources, *table]
 
 
 def overview(papers: Mapping[str, Findings]) -> list[str]:
@@ -361,28 +360,6 @@ def table_of(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
 def _of_linear(verdict: Verdict) -> float | None:
     claim = verdict.claim
     return of_linear_scaling(claim.quantity, claim.at) if claim.published else None
-
-
-def terms_table(terms: Terms) -> list[str]:
-    """Write each figure as predicted by the preset, by fitted terms, and by those of others."""
-    fitted = in_words([f"{name} = {value:.3g}" for name, value in terms.values.items()])
-    header = ["claim", "published"]
-    rows = [[claim.says, _text(claim.published)] for claim in terms.figures]
-    total = ["**all, absolute**", ""]
-    for way, values in terms.predicted.items():
-        header += [way, "error"]
-        errors = terms.errors(way)
-        for row, value, error in zip(rows, values, errors, strict=True):
-            row += [_text(value), _percent(error)]
-        off = [100 * abs(error) for error in errors]
-        total += ["", f"**median {median(off):.1f} %, worst {max(off):.1f} %**"]
-    return [
-        'In the next table, "preset" is the prediction above. "Fitted" uses terms of the cost '
-        f'model that are fitted to all figures in the table: {fitted}. "Left out" uses terms '
-        "fitted only to the figures of other networks.",
-        "",
-        *markdown(header, [*rows, total]),
-    ]
 
 
 def cells_table(cells: Sequence[ScoredCell]) -> list[str]:

@@ -1,30 +1,28 @@
-"""Predict what papers claim by the cost model: facts, speedups, crossovers, and fitted terms."""
+"""Predict what papers claim by the cost model: facts, speedups and crossovers."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice, product
 
-import numpy as np
 import pandas as pd
 
-from lab.claims.claims import Claim, Paper, Reproduction
+from lab.claims.claims import Paper, Reproduction
 from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point, speedup
 from lab.model.profile import Profile
 from lab.model.work import Counts
-from lab.settings import checks
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.overrides import own_choices
-from lab.simulate.fit import START, least_squares
 from lab.simulate.hardware import Hardware, draws, parse, with_rate, with_value
 from lab.simulate.network import Network
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.terms import drawn, learned
 
 LARGEST_BATCH = 2**20
 SEARCHED = (1e5, 1e13)  # bytes per second
@@ -64,6 +62,7 @@ class Predicted:
         place: where in their ranges the values lie that profiles assume; None: as they are given.
         number: of the draw that `hardware` is of what its file leaves open; None: it is none.
         change: of all hardware and profiles.
+        origin: the source, whose figures the terms of other hardware must not know.
     """
 
     profile: str
@@ -73,6 +72,7 @@ class Predicted:
     place: float | None = None
     number: int | None = None
     change: Change | None = None
+    origin: str | None = None
     _steps: dict[Point, tuple[float, float]] = field(default_factory=dict, init=False)
 
     def __str__(self) -> str:
@@ -122,7 +122,12 @@ class Predicted:
         return step.step_s, step.payload_bytes
 
     def _hardware(self, at: Point) -> Hardware:
-        hardware = hardware_of(at.hardware, self.number) if at.hardware else self.hardware
+        hardware = self.hardware
+        if at.hardware:
+            # The terms are of steps: a collective alone meets none of what they stand for.
+            alone = at.num_bytes is not None
+            hardware = preset_of(at.hardware) if alone else hardware_of(at.hardware, self.origin)
+            hardware = hardware if self.number is None else _draw(hardware, self.number)
         if at.rate_gbit is not None:
             hardware = with_rate(hardware, at.rate_gbit * 1e9 / 8)
         hardware = with_texts(hardware, at.values)
@@ -137,10 +142,25 @@ def profile_of(name: str, bytes_scale: float = 1.0) -> Profile:
 
 
 @cache
-def hardware_of(name: str, number: int | None = None) -> Hardware:
-    """Read a file of conf/hardware, or make a draw of what it leaves open. ConfigError: no file."""
-    hardware = parse(read_file("hardware", name))
-    return hardware if number is None else next(islice(draws(hardware), number, None))
+def preset_of(name: str) -> Hardware:
+    """Read a file of conf/hardware. ConfigError: there is none."""
+    return parse(read_file("hardware", name))
+
+
+@cache
+def hardware_of(name: str, origin: str | None = None) -> Hardware:
+    """Return a preset with the learned terms.
+
+    Args:
+        origin: the source whose claims are predicted: no term is fitted to its figures.
+    """
+    return learned(preset_of(name), left_out=origin)
+
+
+@cache
+def _draw(hardware: Hardware, number: int) -> Hardware:
+    """Draw what a file and the learned terms leave open; draws are numbered from 0."""
+    return next(islice(drawn(draws(hardware)), number, None))
 
 
 def with_texts(hardware: Hardware, texts: Sequence[str]) -> Hardware:
@@ -320,84 +340,3 @@ def crossover_rate(
         middle = (low * high) ** 0.5
         low, high = (middle, high) if pays(middle) else (low, middle)
     return high
-
-
-PRIOR = 1e-3  # pulls terms that the figures do not determine towards the preset
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Fitted terms.
-
-    Attributes:
-        values: by name, fitted to all figures.
-        figures: claims with a published figure.
-        predicted: the quantities of these claims, by the terms that predict them: "preset", as the
-            hardware's file says; "fitted" to all figures; "left out", fitted to the figures of
-            all other networks.
-    """
-
-    values: Mapping[str, float]
-    figures: Sequence[Claim]
-    predicted: Mapping[str, Sequence[float]]
-
-    def errors(self, way: str) -> list[float]:
-        """Return the relative error of each figure as predicted in one of the ways."""
-        pairs = zip(self.predicted[way], self.figures, strict=True)
-        return [value / (claim.published or math.nan) - 1 for value, claim in pairs]
-
-
-def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
-    """Fit the terms that a paper's file names; None if it names none.
-
-    Raises:
-        ValueError: a term that cannot be fitted.
-    """
-    figures = [claim for claim in paper.claims if claim.is_figure and not claim.of_device]
-    if not paper.fit or not figures:
-        return None
-    for name in paper.fit:
-        checks.one_of(f"{paper.title}: fit", name, [key for key in START if hasattr(hardware, key)])
-    best = _fitted(paper, hardware, figures)
-    networks = {_network(paper, claim) for claim in figures}
-    without = {
-        network: _fitted(paper, hardware, [c for c in figures if _network(paper, c) != network])
-        for network in networks
-        if len(networks) > 1
-    }
-    predicted = {
-        "preset": [_value(paper, hardware, claim) for claim in figures],
-        "fitted": [_value(paper, best, claim) for claim in figures],
-        "left out": [
-            _value(paper, without.get(_network(paper, claim), hardware), claim) for claim in figures
-        ],
-    }
-    return Terms({name: getattr(best, name) for name in paper.fit}, figures, predicted)
-
-
-def _fitted(paper: Paper, hardware: Hardware, figures: Sequence[Claim]) -> Hardware:
-    """Fit by least squares of the logarithm of predicted / published."""
-    start = np.log([getattr(hardware, name, None) or START[name] for name in paper.fit])
-
-    def machine(x: np.ndarray) -> Hardware:
-        changed = hardware
-        for name, value in zip(paper.fit, np.exp(x), strict=True):
-            changed = with_value(changed, name, float(value))
-        return changed
-
-    def residuals(x: np.ndarray) -> np.ndarray:
-        ratios = [_value(paper, machine(x), c) / (c.published or math.nan) for c in figures]
-        return np.concatenate([np.log(ratios), PRIOR * (x - start)])
-
-    return machine(least_squares(residuals, start)[0])
-
-
-def _value(paper: Paper, hardware: Hardware, claim: Claim) -> float:
-    assert paper.profile is not None
-    value = claim.value(Predicted(paper.profile, hardware))
-    assert value is not None  # figures of throughput are predicted for any profile
-    return value
-
-
-def _network(paper: Paper, claim: Claim) -> str | None:
-    return claim.at.profile or paper.profile

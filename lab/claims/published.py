@@ -28,7 +28,7 @@ from scipy.optimize import minimize
 
 from lab.claims.claims import Claim, Paper
 from lab.claims.metrics import of_linear_scaling
-from lab.claims.predicted import hardware_of, profile_of, strategy_of, with_texts
+from lab.claims.predicted import preset_of, profile_of, strategy_of, with_texts
 from lab.model.profile import Layer, Profile
 from lab.settings.files import read_file
 from lab.settings.streams import progress
@@ -113,11 +113,11 @@ def figures() -> list[Figure]:
         ConfigError: a file is missing.
     """
     node = read_file("published", DATA)
-    papers = {name: Paper.parse(read_file("claims", name)) for name in node["claims"]}
+    papers = [Paper.parse(read_file("claims", name)) for name in node["claims"]]
     found = [
-        _of_claim(papers[name], origin, claim)
-        for name, origin in node["claims"].items()
-        for claim in papers[name].claims
+        _of_claim(paper, claim)
+        for paper in papers
+        for claim in paper.claims
         if claim.is_figure and claim.quantity in SPEEDUPS
     ]
     return found + [figure for series in node["series"] for figure in _of_series(series)]
@@ -134,17 +134,17 @@ def unseen() -> list[Figure]:
     ]
 
 
-def _of_claim(paper: Paper, origin: str, claim: Claim) -> Figure:
+def _of_claim(paper: Paper, claim: Claim) -> Figure:
     at, strategy = claim.at, strategy_of(claim.at.strategy)
     profile, hardware = at.profile or paper.profile, at.hardware or paper.hardware
     linear = of_linear_scaling(claim.quantity, at)
-    assert profile and hardware and linear and claim.published
-    machine = with_texts(hardware_of(hardware), at.values)
+    assert paper.origin and profile and hardware and linear and claim.published
+    machine = with_texts(preset_of(hardware), at.values)
     ranks, weak = at.over_ranks, claim.quantity != "speedup"
     batch = at.batch_size // (at.world_size if weak else ranks)
     growth = math.log(at.world_size / ranks)
     return Figure(
-        *(origin, claim.says, claim.source, profile_of(profile), machine),
+        *(paper.origin, claim.says, claim.source, profile_of(profile), machine),
         start=Where(ranks, batch, strategy if ranks > 1 else CEILING),
         at=Where(at.world_size, at.batch_size // at.world_size, strategy),
         slowdown=math.log(linear / claim.published) - (0.0 if weak else growth),
@@ -155,7 +155,7 @@ def _of_claim(paper: Paper, origin: str, claim: Claim) -> Figure:
 def _of_series(series: Mapping[str, Any]) -> Iterator[Figure]:
     """Yield the figures of a line of conf/published: all but that of the fewest ranks."""
     batch, strategy = series["per_rank_batch_size"], strategy_of(series["strategy"])
-    machine, steps = hardware_of(series["hardware"]), _steps_s(series, batch)
+    machine, steps = preset_of(series["hardware"]), _steps_s(series, batch)
     first = min(steps)
     start = Where(first, batch, strategy if first > 1 else CEILING)
     profile = _network(series["network"]) if "network" in series else profile_of(series["profile"])
@@ -327,11 +327,19 @@ class HeldOut:
         return low <= self.figure.speedup(self.figure.slowdown) <= high
 
 
-def held_out(given: Sequence[Figure], start: Array = MEANS) -> list[HeldOut]:
-    """Predict the figures of each origin by terms fitted to all others."""
+def left_out(given: Sequence[Figure], start: Array = MEANS) -> dict[str, Fit]:
+    """Fit the terms once for each origin, to the figures of all others."""
+    origins = progress([*dict.fromkeys(figure.origin for figure in given)], "source")
+    return {
+        name: fitted([figure for figure in given if figure.origin != name], start)
+        for name in origins
+    }
+
+
+def held_out(given: Sequence[Figure], fits: Mapping[str, Fit]) -> list[HeldOut]:
+    """Predict the figures of each origin by its fit of `left_out`."""
     found: dict[int, HeldOut] = {}
-    for origin in progress([*dict.fromkeys(figure.origin for figure in given)], "source"):
-        fit = fitted([figure for figure in given if figure.origin != origin], start)
+    for origin, fit in fits.items():
         left = [place for place, figure in enumerate(given) if figure.origin == origin]
         found |= zip(left, predicted([given[place] for place in left], fit), strict=True)
     return [found[place] for place in range(len(given))]

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from lab.claims.page import made_by, write_csv, write_lines
-from lab.claims.published import Fit, HeldOut, Score, figures, fitted, held_out, predicted, unseen
+from lab.claims.published import (
+    Fit,
+    HeldOut,
+    Score,
+    figures,
+    fitted,
+    held_out,
+    left_out,
+    predicted,
+    unseen,
+)
 from lab.draw.chart import BLUE, GREY, ORANGE, Chart, alt
 from lab.draw.plots import ALONE
 from lab.draw.text import in_words, markdown
 from lab.settings.errors import ConfigError
+from lab.simulate.hardware import Learned
 from lab.simulate.terms import FREEDOM, LEVELS, TERMS, reach
 
 WORST = 15  # figures on the page
@@ -36,12 +47,13 @@ def report(out: Path | None, terms: Path | None, command: str) -> int:
     """
     given = figures()
     fit = fitted(given)
-    rows, exam = held_out(given, fit.logarithms), predicted(unseen(), fit)
+    fits = left_out(given, fit.logarithms)
+    rows, exam = held_out(given, fits), predicted(unseen(), fit)
     print("\n".join([*summary(rows, fit), "", *examination(exam)]))
     try:
         written = write(rows, exam, fit, out, command) if out else []
         if terms:
-            write_terms(fit, terms, command)
+            write_terms(fit, fits, terms, command)
             written.append(terms)
     except OSError as error:
         raise ConfigError(str(error)) from None
@@ -171,24 +183,33 @@ def write(
     return [path, *pictures, table]
 
 
-def write_terms(fit: Fit, path: Path, command: str) -> None:
-    """Write the terms as a file of conf/terms.
+def write_terms(fit: Fit, fits: Mapping[str, Fit], path: Path, command: str) -> None:
+    """Write the terms as a file of conf/terms, and those that know nothing of a source's figures.
 
     Raises:
         OSError: the file cannot be written.
     """
-    prior = fit.prior
-    medians = zip(prior.keys, prior.means, strict=True)
     lines = [
         f"# Terms of GPUs, learned from published scaling by `{command}`",
         "# (docs/results/published.md): the medians, the covariance of the logarithms for a new",
         "# source, and the scale of the error that remains in the logarithm of a step time.",
+        "# `without`: the same, fitted without one source, for predictions of its own claims.",
+        *_terms(fit.prior),
+        "without:",
+    ]
+    for origin, each in fits.items():
+        lines += [f"  {origin}:", *(f"    {line}" for line in _terms(each.prior))]
+    write_lines(path, lines)
+
+
+def _terms(prior: Learned) -> list[str]:
+    medians = zip(prior.keys, prior.means, strict=True)
+    return [
         *("medians:", *(f"  {key}: {math.exp(mean):.6g}" for key, mean in medians)),
         "covariance:",
         *(f"  - [{', '.join(f'{v:.6g}' for v in row)}]" for row in prior.covariance),
         f"residual: {prior.residual:.6g}",
     ]
-    write_lines(path, lines)
 
 
 def _worst(rows: Sequence[HeldOut]) -> list[str]:

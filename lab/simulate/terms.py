@@ -74,18 +74,23 @@ def unmeasured(hardware: Hardware) -> list[str]:
     return [way for way in LINKS if getattr(hardware, way) and way not in covered]
 
 
-def learned(hardware: Hardware, given: Collection[str] = ()) -> Hardware:
+def learned(
+    hardware: Hardware, given: Collection[str] = (), left_out: str | None = None
+) -> Hardware:
     """Return a GPU's hardware with the learned terms, but for those that are `given`.
 
     They stand for the contention and the jitter that its file assumes. What a log has measured of
     links needs no term.
+
+    Args:
+        left_out: the source whose figures the terms must not know; see `published`.
     """
     if not (hardware.on_gpu and hardware.published_terms):
         return hardware
     open_links = unmeasured(hardware)
     measured = {"incast"} if hardware.measured and "inter" not in open_links else set[str]()
     measured |= set() if open_links else {WIRE}
-    prior = published().without({*given, *measured})
+    prior = published(left_out).without({*given, *measured})
     values = {key: math.exp(mean) for key, mean in zip(prior.keys, prior.means, strict=True)}
     wire = values.get(WIRE, 1.0)
     replaced = {"contention"} if "wire_passes" in values else set[str]()
@@ -117,9 +122,18 @@ def drawn(hardware: Iterable[Hardware]) -> Iterator[Hardware]:
 
 
 @cache
-def published() -> Learned:
-    """Read conf/terms/published.yaml. ConfigError: there is none."""
+def published(left_out: str | None = None) -> Learned:
+    """Read conf/terms/published.yaml.
+
+    Args:
+        left_out: a source whose claims are to be predicted: terms fitted to all others. None, or
+            none of the fit's: those fitted to all.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     node = read_file("terms", "published")
+    node = node["without"].get(left_out, node)
     covariance = tuple(tuple(map(float, row)) for row in node["covariance"])
     means = (math.log(value) for value in node["medians"].values())
     return Learned(tuple(node["medians"]), tuple(means), covariance, float(node["residual"]))

@@ -3,8 +3,8 @@
     python -m tests.support.mutants > docs/results/mutants.md
 
 A claim notices a mutant if it holds without it and does not hold with it, on the hardware of its
-file or with the terms fitted that the file names; inputs do not count.
-Published figures notice it if, with fitted terms, a paper's median error more than doubles, beyond
+file or with the terms learned from other sources; inputs do not count.
+Published figures notice it if, with learned terms, a paper's median error more than doubles, beyond
 2 %. Held-out cells notice it if a score leaves BOUNDS.
 """
 
@@ -24,7 +24,7 @@ from unittest.mock import patch
 from lab.claims.claims import Claim, Paper
 from lab.claims.findings import EVIDENCE, OTHERS, Verdict, counts_of_model, judge, verify_all
 from lab.claims.metrics import delivered_error
-from lab.claims.predicted import Change, Predicted, fit_terms, profile_of, strategy_of
+from lab.claims.predicted import Change, Predicted, hardware_of, preset_of, profile_of, strategy_of
 from lab.draw.text import in_words, markdown
 from lab.exchange import grouping
 from lab.exchange.base import Exchange
@@ -33,10 +33,10 @@ from lab.exchange.paths import Ring, Star, Tree
 from lab.model.profile import Profile
 from lab.settings.files import choices_of, read_file
 from lab.simulate import strategy
-from lab.simulate.hardware import Hardware, Link, Range, parse
+from lab.simulate.hardware import Hardware, Link, Range
 from lab.simulate.score import Group, Observation, Score, held_out, score, scored_cell
 
-PAPERS = ("kim2017", "tf_benchmarks", "tf_parameter_server", "horovod")
+PAPERS = ("kim2017", "tf_benchmarks", "tf_parameter_server", "horovod", "nvidia_dle")
 SCORES = Path(__file__).resolve().parents[2] / "docs/results/links.json"
 # Of median errors. The cells were measured when values that 1-bit SGD does not encode travelled in
 # an all-reduce of their own, so that it took 2 ms longer.
@@ -66,6 +66,8 @@ class Mutant:
                 stack.enter_context(patch.object(where, name, value))
             own = lambda name, scale=1.0: self.profile(profile_of(name, scale))  # noqa: E731
             stack.enter_context(patch("lab.claims.predicted.profile_of", own))
+            other = lambda name, origin=None: self.hardware(hardware_of(name, origin))  # noqa: E731
+            stack.enter_context(patch("lab.claims.predicted.hardware_of", other))
             delivered_error.cache_clear()
             yield
         delivered_error.cache_clear()
@@ -96,7 +98,7 @@ MUTANTS = (
         for f in FACTORS
     ),
     *(Mutant(f"bytes x {f:g}", profile=lambda p, f=f: p.scaled(f)) for f in (0.5, 2.0)),
-    Mutant("contention 0", hardware=partial(with_values, contention=0.0)),
+    Mutant("contention 0", hardware=partial(with_values, contention=0.0, wire_passes=0.0)),
     Mutant("contention 0.5", hardware=partial(with_values, contention=0.5)),
     Mutant("tree as star", patches=as_tree(Star)),
     Mutant("tree as ring", patches=as_tree(Ring)),
@@ -109,18 +111,17 @@ INTACT = Mutant("(nothing broken)")
 
 @cache
 def machines(name: str) -> tuple[Paper, tuple[Hardware, ...]]:
-    """Return a paper, its hardware, and the same with the paper's terms fitted, if it names any."""
+    """Return a paper, its preset, and this with the learned terms if it takes any."""
     paper = Paper.parse(read_file("claims", name))
     assert paper.hardware
-    preset = parse(read_file("hardware", paper.hardware))
-    terms = fit_terms(paper, preset)
-    return paper, (preset, replace(preset, **terms.values)) if terms else (preset,)
+    presets = preset_of(paper.hardware), hardware_of(paper.hardware, paper.origin)
+    return paper, presets if presets[1].learned else presets[:1]
 
 
 def outcomes(mutant: Mutant) -> dict[tuple[Claim, int], str]:
     """Judge by predictions the claims of all papers that are no inputs, on each machine."""
     found = {}
-    papers = [machines(name) for name in PAPERS]  # fitted before anything is broken
+    papers = [machines(name) for name in PAPERS]  # learned before anything is broken
     with mutant.alive():
         for paper, presets in papers:
             assert paper.profile
@@ -156,11 +157,11 @@ def noticed_by(mutant: Mutant, intact: Mapping[tuple[Claim, int], str]) -> list[
 
 
 def figure_errors(mutant: Mutant) -> dict[str, float]:
-    """Return the median error of each paper's figures, with its terms fitted before the mutant."""
+    """Return the median error of each paper's figures, with its terms learned before the mutant."""
     errors = {}
-    fitted = [machines(name) for name in PAPERS if len(machines(name)[1]) > 1]
+    learned = [machines(name) for name in PAPERS if len(machines(name)[1]) > 1]
     with mutant.alive():
-        for paper, (_, hardware) in fitted:
+        for paper, (_, hardware) in learned:
             assert paper.profile
             facts = Predicted(paper.profile, mutant.hardware(hardware))
             figures = [claim for claim in paper.claims if claim.is_figure]
@@ -243,7 +244,8 @@ def evidence_table() -> list[str]:
     found = verify_all(choices_of("claims"))
     rows = [[name, *_worth(found.verdicts)] for name, found in found.items()]
     every = [verdict for each in found.values() for verdict in each.verdicts]
-    header = ["paper", "said by the source", *EVIDENCE, *OTHERS.values(), "why arithmetic"]
+    others = (several.removeprefix("of ") for _, several in OTHERS.values())
+    header = ["paper", "said by the source", *EVIDENCE, *others, "why arithmetic"]
     return markdown(header, [*rows, ["all", *_worth(every)]])
 
 
@@ -266,11 +268,11 @@ this page.
 * The column "claims" gives the number of claims that detect the mutant. These claims are in the
   files {in_words(PAPERS)} in conf/claims.
   A claim detects a mutant if it holds for the intact model but not for the mutant. The value of
-  each claim is predicted both with and without fitted terms. Claims whose figures are model inputs
-  are not counted.
+  each claim is predicted both with and without [learned terms](../learned_terms.md). Claims whose
+  figures are model inputs are not counted.
 * The column "figures" is "yes" if, for at least one paper, the median error of the predicted
   figures is more than twice that of the intact model, and also exceeds 2 %. These predictions use
-  fitted terms.
+  learned terms.
 * The column "cells" is "yes" if one of the three median errors in the columns before it exceeds its
   bound. The errors are those of the held-out cells of [links.md](links.md), which are measured runs
   that nothing was fitted to. The bound is {100 * BOUNDS["step"]:g} % for the step time and

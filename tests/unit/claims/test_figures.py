@@ -14,8 +14,7 @@ from lab.claims import figures
 from lab.claims.claims import Claim, Paper, Reproduction
 from lab.claims.findings import Reproduced
 from lab.claims.metrics import delivered_error
-from lab.claims.page import terms_table
-from lab.claims.predicted import Predicted, cell_speedups, fit_terms
+from lab.claims.predicted import Predicted, cell_speedups
 from lab.draw.chart import Chart, drawn
 from lab.settings.files import read_file
 from lab.simulate.hardware import parse
@@ -147,32 +146,6 @@ def test_a_series_is_an_input_and_a_claim_for_each_further_point() -> None:
     assert eight.says == "VGG-16, batch 64: 8 GPUs, 1081 images/s (7.02 ×)"
     with pytest.raises(ValueError, match="t: 'within'"):
         Paper.parse({**NODE, "series": [{k: v for k, v in LINE.items() if k != "within"}]})
-
-
-def test_fitted_terms_find_the_machine_and_carry_to_a_network_left_out() -> None:
-    """Figures made by a machine that loses 8 ms with each further GPU."""
-    preset = parse(read_file("hardware", "dgx1_p100"))
-    lossy = Predicted("vgg16_p100", replace(preset, overhead_s_per_rank=8e-3))
-    lines = []
-    for profile, batch_size in (("vgg16_p100", 64), ("alexnet_p100", 512)):
-        line = {**LINE, "profile": profile, "per_rank_batch_size": batch_size}
-        points = Paper.parse({**NODE, "series": [line]}).claims
-        rates = {
-            claim.at.world_size: claim.at.batch_size / lossy.step_s(claim.at) for claim in points
-        }
-        lines.append({**line, "samples_per_s": rates})
-    paper = Paper.parse({**NODE, "series": lines, "fit": ["overhead_s_per_rank"]})
-    terms = fit_terms(paper, preset)
-    assert terms and terms.values["overhead_s_per_rank"] == pytest.approx(8e-3, rel=0.02)
-    worst = {way: max(map(abs, terms.errors(way))) for way in terms.predicted}
-    assert worst["preset"] > 0.1 and worst["fitted"] < 0.01 and worst["left out"] < 0.01
-    assert (
-        "fitted to all figures in the table: overhead_s_per_rank = 0.008" in terms_table(terms)[0]
-    )
-    assert len(terms_table(terms)) == 2 + 2 + 4 + 1
-    assert fit_terms(replace(paper, fit=()), preset) is None
-    with pytest.raises(ValueError, match="t: fit=speed: allowed:"):
-        fit_terms(replace(paper, fit=("speed",)), preset)
 
 
 @pytest.fixture(scope="module")

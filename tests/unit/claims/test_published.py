@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from lab.claims.published import Score, _of_lines, figures, fitted, held_out, unseen
+from lab.claims.claims import Paper
+from lab.claims.findings import verify
+from lab.claims.predicted import Predicted, hardware_of, preset_of
+from lab.claims.published import (
+    Score,
+    _of_lines,
+    figures,
+    fitted,
+    held_out,
+    left_out,
+    unseen,
+)
 from lab.settings.files import read_file
 from lab.simulate.hardware import parse
 from lab.simulate.predict import predicted, read
@@ -83,12 +94,30 @@ def test_terms_are_of_gpus_and_of_presets_that_take_them() -> None:
         assert (hardware.learned is not None) == (hardware.engage > 0) == takes
 
 
+def test_claims_are_predicted_by_terms_that_know_nothing_of_their_source() -> None:
+    for name in read_file("published", "scaling")["claims"]:
+        paper = Paper.parse(read_file("claims", name))
+        assert paper.origin in {figure.origin for figure in figures()}
+        assert published(paper.origin) != published() == published("another source")
+    paper = Paper.parse(read_file("claims", "tf_benchmarks"))
+    assert paper.hardware
+    own = hardware_of(paper.hardware, paper.origin)
+    assert own.learned == published(paper.origin).without(())
+    assert own.jitter != hardware_of(paper.hardware).jitter != preset_of(paper.hardware).jitter
+    verdicts = verify("tf_benchmarks").verdicts
+    alone = Predicted(paper.profile or "", own)
+    assert [each.predicted for each in verdicts] == [each.claim.value(alone) for each in verdicts]
+
+
 @pytest.mark.slow
 def test_the_page_and_the_terms_are_those_of_today() -> None:
     given = figures()
     fit = fitted(given)
     assert fit.prior.means == pytest.approx(published().means, abs=0.02)
-    rows = held_out(given, fit.logarithms)
+    fits = left_out(given, fit.logarithms)
+    for origin, each in fits.items():
+        assert each.prior.means == pytest.approx(published(origin).means, abs=0.02), origin
+    rows = held_out(given, fits)
     score = Score.of(rows)
     line = next(line for line in PAGE.read_text().splitlines() if line.startswith("| **all**"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
