@@ -32,7 +32,6 @@ NUM_BYTES = 4 * (6400 + 9)
 class Halves(Codec):
     """Values as bfloat16."""
 
-    name = "of nobody"
     block_size = 100
 
     def row_bytes(self, columns: int) -> RowBytes:
