@@ -33,15 +33,12 @@ class Codec(ABC):
         option: a number that these are given.
         block_size: values of a row that is divided regardless of parameters; 0: rows may have any
             length, and one may be cut into several, each with a header of its own.
-        in_torch: bytes that `write` and `read` move for a value, which a GPU's time follows from,
-            if it has no kernels; None: it has.
         reading: how GPUs' kernels read a value; None: there are none for this codec.
     """
 
     name: ClassVar[str] = ""
     option = 0
     block_size = 0
-    in_torch: ClassVar[tuple[float, float] | None] = None
     reading: Reading | None = None
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:

@@ -145,11 +145,9 @@ class Load:
         holds = runs_as_the_labs(exchange) or not is_labs(type(exchange), "add_cost")
         return holds and exchange.add_cost(load)
 
-    def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
-        """Add a stage that passes over `num_bytes`, or on GPUs `in_torch`, in `calls` calls."""
+    def codec(self, num_bytes: float, calls: int = 1) -> None:
+        """Add a stage that passes over `num_bytes` in `calls` calls."""
         hardware = self.network.hardware
-        if in_torch is not None and hardware.on_gpu:
-            num_bytes = in_torch
         seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(self.rate)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
         self.stages.append(Stage("codec", factor * seconds, codec=self.rate, calls=calls))
