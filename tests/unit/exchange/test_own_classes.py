@@ -43,6 +43,14 @@ class Vote(Lossy):
         torch.mean(heard.float(), dim=0, out=bucket.flat).mul_(0.1)
 
 
+class VoteAtOnce(Vote):
+    """The same, written without stages."""
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        for collective in Vote.stages(self, bucket, comm):
+            collective.wait()
+
+
 class Gathered(AllReduce):
     """Has `average`, where its base class has stages."""
 
@@ -88,10 +96,11 @@ def steps(make: type[Exchange], comm: Comm, count: int = 1, levels: bool = False
     return exchange, given, delivered
 
 
+@pytest.mark.parametrize("make", [Vote, VoteAtOnce])
 @pytest.mark.parametrize("levels", [False, True])
-def test_delivered_and_residuals_are_the_true_sum(levels: bool) -> None:
+def test_delivered_and_residuals_are_the_true_sum(make: type[Exchange], levels: bool) -> None:
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-        exchange, given, delivered = steps(Vote, comm, 3, levels)
+        exchange, given, delivered = steps(make, comm, 3, levels)
         kept, starts = torch.zeros(306), {"w": 0, "b": 300}
         for name, first, values in exchange.kept(SHAPES, comm):
             kept[starts[name] + first :][: len(values)] += values

@@ -101,6 +101,17 @@ def test_dgc_sends_what_its_paper_says(mine: Any) -> None:
     torch.testing.assert_close(other.velocity["w"], velocity[:, :2000].mean(dim=0))
 
 
+def test_vote_tells_all_ranks_of_a_gradient_that_is_not_finite(mine: Any) -> None:
+    def rank_main(comm: Comm) -> Tensor:
+        bucket = GradBucket(dict(SHAPES), torch.ones(NUM_VALUES))
+        bucket.flat[7] = torch.inf if comm.rank else 1.0
+        mine.Vote().average(bucket, comm)
+        return bucket.flat.isfinite()
+
+    for finite in run_ranks(2, rank_main):
+        assert finite.tolist() == [place != 7 for place in range(NUM_VALUES)]
+
+
 def test_its_other_classes_are_accepted_as_settings(mine: Any) -> None:
     words = ["strategy=local_sgd", "sync=mine.PostLocal", "sync.switch=50", "exchange=mine.Vote"]
     assert load(words).sync.switch == 50
