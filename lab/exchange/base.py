@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -257,14 +257,20 @@ class Staged(Exchange):
 
     staged = True
 
+    _inherited: Callable[..., Iterator[Collective]] | None = None  # stages, hidden by an `average`
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take a subclass's own `average` in place of the stages that it inherits."""
         super().__init_subclass__(**kwargs)
-        if "average" in vars(cls) and "stages" not in vars(cls):
-            cls.stages, cls.staged = Exchange.stages, False
+        if "stages" in vars(cls):
+            cls._inherited, cls.staged = None, True
+        elif "average" in vars(cls):
+            cls._inherited, cls.stages = cls._inherited or cls.stages, Exchange.stages
+            cls.staged = False
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
-        for collective in self.stages(bucket, comm):
+        stages = type(self)._inherited or type(self).stages
+        for collective in stages(self, bucket, comm):
             collective.wait()
 
     @abstractmethod
