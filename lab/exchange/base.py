@@ -260,10 +260,15 @@ class Staged(Exchange):
     _inherited: Callable[..., Iterator[Collective]] | None = None  # stages, hidden by an `average`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Take a subclass's own `average` in place of the stages that it inherits."""
+        """Take a subclass's own `average` in place of the stages that it inherits.
+
+        A user's own stages run on a thread of their own, unless their class says `staged = True`:
+        then each uses other connections than the stages before.
+        """
         super().__init_subclass__(**kwargs)
         if "stages" in vars(cls):
-            cls._inherited, cls.staged = None, True
+            cls._inherited = None
+            cls.staged = vars(cls).get("staged", cls.__module__.startswith("lab."))
         elif "average" in vars(cls):
             cls._inherited, cls.stages = cls._inherited or cls.stages, Exchange.stages
             cls.staged = False

@@ -118,6 +118,13 @@ def test_residuals_go_on_with_another_number_of_ranks() -> None:
     torch.testing.assert_close(sum(shares), sum(state["residual"]["w"] for state in states))
 
 
+def test_own_stages_take_turns_with_those_of_other_buckets_only_if_they_say_so() -> None:
+    """Over Gloo, two collectives of a kind would else meet those of another bucket."""
+    assert not Vote().staged and type("Turns", (Vote,), {"staged": True})().staged
+    again = {"staged": True, "stages": Vote.stages}
+    assert type("Again", (VoteAtOnce,), again)().staged and AllReduce().staged
+
+
 def test_own_average_takes_the_place_of_inherited_stages() -> None:
     assert not Gathered().staged
     first, second = run_ranks(2, lambda comm: steps(Gathered, comm))
