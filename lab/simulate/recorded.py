@@ -113,20 +113,20 @@ def _events(
     exchange: Exchange, shapes: tuple[Shape, ...], size: int, part: str, rank: int
 ) -> tuple[Event, ...]:
     """Record a step of a bucket, after one in which what stays is laid out."""
-    own, first = deepcopy(exchange), _bucket(shapes, 0)
     recorder = Recorder(rank, size)
-    for each in iter_nested(own):
-        if isinstance(each, Coded):
-            _note_kernels(each.codec, recorder.events)
-    second = _bucket(shapes, 1)
-    second.plans, second.flat = first.plans, first.flat
-    second.divided = own.takes_divided
     try:
+        own, first = deepcopy(exchange), _bucket(shapes, 0)
+        for each in iter_nested(own):
+            if isinstance(each, Coded):
+                _note_kernels(each.codec, recorder.events)
+        second = _bucket(shapes, 1)
+        second.plans, second.flat = first.plans, first.flat
+        second.divided = own.takes_divided
         for bucket in (first, second):
             recorder.events.clear()
             with Passes(recorder.events):
                 _run(own, bucket, recorder, part)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # TypeError: of copies, numpy
         why = str(error).splitlines()[0]
         raise ValueError(
             f"exchange={type(exchange).__name__}: cannot be predicted from its code, which "

@@ -17,12 +17,19 @@ from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import AllGather, TwoStage
 from lab.exchange.memory import Memory
-from lab.settings.config import load
 from lab.settings.own_code import callable_at
 from tests.conftest import ROOT
+from tests.unit.conventions.test_docs import check
 
 PAGE = (ROOT / "docs/how-to/own_exchange.md").read_text()
 BLOCKS = re.findall(r"^```python\n# mine\.py.*?\n(.*?)^```$", PAGE, re.M | re.S)
+COMMANDS = [
+    (name, line)
+    for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S)
+    for line in block.splitlines()
+    for name in re.findall(r"lab\.\w+", line)[:1]
+    if name != "lab.plot"  # which needs a study's folder
+]
 SHAPES = {"w": torch.Size((40, 50)), "b": torch.Size((40,))}
 NUM_VALUES = 2040
 
@@ -112,9 +119,10 @@ def test_vote_tells_all_ranks_of_a_gradient_that_is_not_finite(mine: Any) -> Non
         assert finite.tolist() == [place != 7 for place in range(NUM_VALUES)]
 
 
-def test_its_other_classes_are_accepted_as_settings(mine: Any) -> None:
-    words = ["strategy=local_sgd", "sync=mine.PostLocal", "sync.switch=50", "exchange=mine.Vote"]
-    assert load(words).sync.switch == 50
+def test_its_commands_are_accepted(mine: Any) -> None:
+    assert len(COMMANDS) == 7
+    for name, line in COMMANDS:
+        check(name, line)
     given, delivered = run_ranks(1, lambda comm: trained(mine.Vote(scale=0.5), comm, 40))[0]
     left = torch.stack(given).sum(dim=0) - torch.stack(delivered).sum(dim=0)
     assert left.abs().mean() < 5  # what it keeps does not grow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -69,6 +70,16 @@ class Gossip(Staged):
         torch.mean(heard, dim=0, out=bucket.flat)
 
 
+class InNumpy(Exchange):
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        bucket.flat.numpy()
+
+
+class Logging(InNumpy):
+    def __init__(self) -> None:
+        self.log = sys.stdout  # of which there is no copy
+
+
 class Peeking(Exchange):
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if bucket.flat.abs().max() > 1:
@@ -127,6 +138,8 @@ def test_links_inside_nodes_carry_what_stays_there() -> None:
     ("kind", "reason"),
     [
         (Peeking, "exchange=Peeking: cannot be predicted from its code, which cannot run"),
+        (InNumpy, "exchange=InNumpy: cannot be predicted .*numpy.*implement add_cost"),
+        (Logging, "exchange=Logging: cannot be predicted .*pickle.*implement add_cost"),
         (Deaf, "exchange=.*Deaf: a rank waits for a message that no rank sends"),
     ],
 )
