@@ -22,6 +22,7 @@ NOTHING_SENT = "a single rank exchanges nothing; must be at least 2"
 # Settings of a run that benchmarks of parts of it take.
 PROBLEM = "model data task transform "
 ALONE = f"{PROBLEM}optim precision tf32 batch_size channels_last compile device seed"
+EXCHANGE = "exchange path codec memory"  # whole, or its parts
 TALKING = "comm backend device share_gpus exchange_timeout_s cluster"
 # Settings that hold for a whole process, as torch and NCCL have one value of each; and those with
 # which ranks join, where all variants have one world.
@@ -85,7 +86,7 @@ BENCHES = {
         "sizes rounds world_size",
         group="exchange",
         default="allreduce,ring,tree",
-        only=f"exchange {TALKING}",
+        only=f"{EXCHANGE} {TALKING}",
         one_rank=f"{NOTHING_SENT}. With one GPU, set device=cpu, or world_size=2 share_gpus=true "
         "backend=gloo exchange=bf16 (Gloo has no send and recv on GPUs)",
     ),
@@ -145,7 +146,7 @@ BENCHES = {
         "rounds starts order_seed",
         default="overlap,onebit,int8,topk,powersgd",
         alike=f"{PROBLEM}device seed",
-        only=f"{PROBLEM}strategy exchange sync overlap bucket_mb precision device seed",
+        only=f"{PROBLEM}strategy {EXCHANGE} sync overlap bucket_mb precision device seed",
     ),
     "recording": Bench(
         "time that the lab's own recording adds to a step",
@@ -174,7 +175,7 @@ BENCHES = {
         "minutes world_size",
         group="exchange",
         default="allreduce,ring,tree,onebit,int8",
-        only=f"exchange {TALKING}",
+        only=f"{EXCHANGE} {TALKING}",
         # The steps whose predictions are checked: layers that wait, so only the exchange is tested.
         fixed="model=replay profile=alexnet_titanx data=synthetic data.shape=[1,8,8] "
         "batch_size=32 scaling=weak optim.lr=0.0",
@@ -209,7 +210,7 @@ BENCHES = {
     "footprint": _of_device(
         "computed memory of a step by kind, and the largest batch that fits",
         "memory_gb measured num_ranks",
-        f"{PROBLEM}optim precision batch_size seed strategy exchange sync overlap bucket_mb "
+        f"{PROBLEM}optim precision batch_size seed strategy {EXCHANGE} sync overlap bucket_mb "
         "scaling device",
         group="batch_size",
         default="64,128,256",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lab.benchmarks import harness, present
 from lab.benchmarks.catalogue import NUM_VALUES, VALUE_BYTES
-from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec
+from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec, Make, maker
 from lab.benchmarks.request import Request
 from lab.codec import build
 from lab.codec.base import Reference
@@ -66,9 +66,7 @@ class Operation:
 def measure(request: Request) -> dict[str, Any]:
     settings, wanted = request.own, request.config.device
     names = settings["codec"] or list(CODECS)
-    for name in names:
-        if name not in CODECS:
-            raise ConfigError(f"codec={name}: no such codec; allowed: {', '.join(CODECS)}")
+    makes = {name: maker(name) for name in names}
     device = harness.device_for(wanted)
     num_values = settings["num_values"] or NUM_VALUES[device.type]
     rows = num_values // settings["columns"]
@@ -80,7 +78,7 @@ def measure(request: Request) -> dict[str, Any]:
     shares = device.type == "cpu" and threads > cores
     torch.set_num_threads(threads)
     try:
-        measured = _measure_all(names, (rows, settings["columns"]), device, settings["rounds"])
+        measured = _measure_all(makes, (rows, settings["columns"]), device, settings["rounds"])
     except torch.OutOfMemoryError:
         raise ConfigError(f"num_values={num_values}: too many for this GPU's memory") from None
     return {
@@ -95,11 +93,11 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def _measure_all(
-    names: list[str], shape: tuple[int, int], device: torch.device, num_rounds: int
+    makes: dict[str, Make], shape: tuple[int, int], device: torch.device, num_rounds: int
 ) -> dict[str, Any]:
     gradient, residual = torch.randn(shape, device=device), torch.randn(shape, device=device)
     out = torch.ones(shape, device=device)
-    codecs = {name: CODECS[name](shape[0], shape[1], device) for name in names}
+    codecs = {name: make(shape[0], shape[1], device) for name, make in makes.items()}
     wrong = {name: count_wrong(codec, gradient, residual) for name, codec in codecs.items()}
     together = harness.NUM_CALLS if device.type == "cuda" else 1
     operations = []
@@ -201,7 +199,7 @@ def _rate(seconds: list[float], moved_bytes: int) -> dict[str, Any]:
 
 def kernels(device: torch.device) -> dict[str, Any]:
     """Describe the kernels of "onebit": their level, and the compiler that built them."""
-    in_torch = isinstance(OneBit().kernels(device), Reference)
+    in_torch = type(OneBit().kernels(device)) is Reference  # of which others are subclasses
     if device.type == "cuda":
         level = "plain torch" if in_torch else "Triton"
         return {"level": level, "device": torch.cuda.get_device_name(device)}

@@ -21,8 +21,11 @@ from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
 from lab.codec.codecs import Int4, Int8, OneBit, Signs, TopK
 from lab.codec.layout import Draws, Factors
+from lab.codec.trial import require_sound
 from lab.exchange import powersgd, randomk
 from lab.exchange.layout import num_sent
+from lab.settings.errors import ConfigError, as_config_error
+from lab.settings.own_code import callable_at, check_arguments, names_code
 
 RANDOMK_RATIO, RANK = 0.3, 2  # the exchanges' defaults
 NUM_MESSAGES = 8  # that a reduction adds up, each of a share of the rows, as on so many ranks
@@ -115,7 +118,7 @@ class Messages(Codec):
         moved = messages.nbytes + out.nbytes + (0 if kept is None else 2 * kept.nbytes)
         return partial(self.kernels.reduce, layout, messages, kept, out), moved
 
-    def definition(self) -> Codec:
+    def definition(self) -> Codec | None:
         return type(self)(self.codec, True, *self.shape, feedback=self.feedback)
 
     def parts(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -134,6 +137,13 @@ class TopKMessages(Messages):
         payloads, headers = super().parts()
         values = (payload.view(torch.float32).chunk(2)[1] for payload in payloads)
         return [each.abs().sort().values.view(torch.uint8) for each in values], headers
+
+
+class OwnMessages(Messages):
+    """A user's codec: nothing else defines it."""
+
+    def definition(self) -> None:
+        return None
 
 
 class RandomKCodec(Codec):
@@ -300,3 +310,22 @@ CODECS: dict[str, Make] = {
     **_both("bf16", partial(CastCodec, torch.bfloat16), True, False),
     **_both("fp16", partial(CastCodec, torch.float16), True, False),
 }
+
+
+def maker(name: str) -> Make:
+    """Return what makes a codec: one of CODECS, or a user's own, with the defaults of its class.
+
+    Raises:
+        ConfigError: there is no such codec, or it breaks a rule of codecs.
+    """
+    if name in CODECS:
+        return CODECS[name]
+    if not names_code(name):
+        allowed = ", ".join(CODECS)
+        raise ConfigError(f"codec={name}: no such codec; allowed: {allowed}, or a path to your own")
+    kind = callable_at(name, f"codec={name}")
+    check_arguments(kind, (), (), "codec")
+    codec = kind()
+    with as_config_error():
+        require_sound(codec, keeps=False)
+    return partial(OwnMessages, codec, False)

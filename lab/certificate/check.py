@@ -304,9 +304,11 @@ def check_of(
     pattern = sync.pattern
     if num_launched == 1:
         return Check()
-    moves_nothing = pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal
-    if not pattern.legs or moves_nothing:
+    name = type(sync.exchange).__name__
+    if not pattern.legs or (pattern.takes_exchanges and name == "NoExchange"):
         return _unchecked(f"strategy={strategy} exchanges nothing")
+    if pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal:
+        return _unchecked(f"exchange={name} does not keep replicas equal")
     if pattern.takes_exchanges and sync.exchange.delivers != "mean":
         return _unchecked(f"strategy={strategy} delivers a {sync.exchange.delivers}, not a mean")
     who = sync if pattern.by_library else sync.exchange

@@ -235,9 +235,9 @@ class Examination:
         if ratio is None:
             words = f"{times} (not counted: {where})"
             return words, None, Finding("bytes", "not checked", where)
-        counted = self.ledger.counted_factor
+        counted = self.ledger.counted_factor or factor  # it counted, since there is a ratio
         detail = f"{where} counted {ratio:.3f} times the bytes handed to the network"
-        words = f"{times} (counted on {where}: {counted:.1f}x)"
+        words = f"{times} (counted on {where}: {max(counted, 1 / counted):.1f}x)"
         return words, counted, Finding("bytes", "holds", detail)
 
     def _check_start(self, start: Tensor) -> None:

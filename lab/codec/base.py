@@ -13,33 +13,32 @@ from torch import Tensor
 
 from lab.codec.kernels import Messages, Peers, Reading, Residual, bound, library, on_gpu
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
+from lab.settings.own_code import is_labs
 
 MANY = 2**20  # values, of which a header is a small part
+DEFINING = ("rows", "row_of", "row_bytes", "write", "read")  # what kernels take as the lab has it
 Shapes = Mapping[str, Sequence[int]]
 
 
 class Codec(ABC):
     """A way to write rows of float32 values as bytes: for each row a header and a payload.
 
-    `write` and `read` define it, in plain torch on any device. C++ kernels of the same name
-    (cpp/NAME.cpp) take their place on CPUs, and give the same bytes. A row with a value that is not
-    finite must be read as values that are not. Constructors raise ValueError for an argument out of
-    range.
+    `row_bytes`, `write` and `read` define it, in plain torch on any device. Of the lab's codecs,
+    C++ kernels of the same name (cpp/NAME.cpp) take their place on CPUs, and give the same bytes. A
+    row with a value that is not finite must be read as values that are not. Constructors raise
+    ValueError for an argument out of range.
 
     Attributes:
-        name: of its kernels.
+        name: of its kernels; a user's codec has none.
         option: a number that these are given.
         block_size: values of a row that is divided regardless of parameters; 0: rows may have any
             length, and one may be cut into several, each with a header of its own.
-        in_torch: bytes that `write` and `read` move for a value, which a GPU's time follows from,
-            if it has no kernels; None: it has.
         reading: how GPUs' kernels read a value; None: there are none for this codec.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
     option = 0
     block_size = 0
-    in_torch: ClassVar[tuple[float, float] | None] = None
     reading: Reading | None = None
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
@@ -93,6 +92,8 @@ class Codec(ABC):
 
     def kernels(self, device: torch.device) -> Reference:
         """Return the fastest kernels for tensors of `device`."""
+        if not is_labs(type(self), *DEFINING):
+            return Reference(self)  # perhaps a subclass of one that has kernels
         if device.type != "cpu":
             return (on_gpu(self.reading, device) if self.reading else None) or Reference(self)
         found = library(self.name)

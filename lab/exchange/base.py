@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
+from lab.settings.own_code import is_labs
 
 Shapes = Mapping[str, torch.Size]
 Kept = tuple[str, int, Tensor]  # a parameter, the place of the first value, and values [n]
@@ -190,8 +191,40 @@ class Exchange(ABC):
         self.load_state_dict(moved)
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Return this rank's state among `size` ranks, made from another number of states."""
-        return {}
+        """Return this rank's state among `size` ranks, made from another number of states.
+
+        Raises:
+            ValueError: this exchange does not say how.
+        """
+        raise ValueError(
+            f"exchange={type(self).__name__}: its state of {len(states)} ranks cannot be divided "
+            f"among {size}, because it has no redistribute; resume on {len(states)} ranks"
+        )
+
+
+def runs_as_the_labs(exchange: Exchange) -> bool:
+    """Return whether the lab wrote what `exchange` does with a bucket, and no user's subclass.
+
+    Only then do the lab's formulas and shortcuts for its class hold.
+    """
+    return is_labs(type(exchange), "average", "stages")
+
+
+def kept_state(exchange: Exchange) -> dict[str, dict[str, Tensor]]:
+    """Return the state of `exchange`, to be saved.
+
+    Raises:
+        ValueError: it has another form, which could not be loaded.
+    """
+    state = exchange.state_dict()
+    kinds: list[Any] = [*state.values()] if isinstance(cast(object, state), dict) else [state]
+    for kind in kinds:
+        if not isinstance(kind, dict) or not all(isinstance(v, Tensor) for v in kind.values()):
+            raise ValueError(
+                f"exchange={type(exchange).__name__}: state_dict must return tensors by kind and "
+                "by parameter name, such as {'residual': {'0.weight': tensor}}"
+            )
+    return state
 
 
 def iter_nested(exchange: Exchange) -> Iterator[Exchange]:
@@ -224,8 +257,25 @@ class Staged(Exchange):
 
     staged = True
 
+    _inherited: Callable[..., Iterator[Collective]] | None = None  # stages, hidden by an `average`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Take a subclass's own `average` in place of the stages that it inherits.
+
+        A user's own stages run on a thread of their own, unless their class says `staged = True`:
+        then each uses other connections than the stages before.
+        """
+        super().__init_subclass__(**kwargs)
+        if "stages" in vars(cls):
+            cls._inherited = None
+            cls.staged = vars(cls).get("staged", cls.__module__.startswith("lab."))
+        elif "average" in vars(cls):
+            cls._inherited, cls.stages = cls._inherited or cls.stages, Exchange.stages
+            cls.staged = False
+
     def average(self, bucket: GradBucket, comm: Comm) -> None:
-        for collective in self.stages(bucket, comm):
+        stages = type(self)._inherited or type(self).stages
+        for collective in stages(self, bucket, comm):
             collective.wait()
 
     @abstractmethod

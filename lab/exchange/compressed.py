@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lab.codec import codecs
 from lab.codec.base import Codec
 from lab.codec.kernels import Peers
 from lab.codec.layout import Layout
+from lab.codec.trial import require_sound
 from lab.distributed.comm import Collective, Comm, NoWindow, Window
 from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
@@ -41,6 +42,9 @@ P = TypeVar("P", bound=Planned)
 class Lossy(Staged):
     """An exchange that leaves something out of gradients, which a memory keeps for later steps.
 
+    A subclass needs `stages`, in which it adds `residual` to a bucket and replaces it by what it
+    leaves out.
+
     Attributes:
         warmup_steps: steps at first in which values travel as they are.
     """
@@ -50,6 +54,9 @@ class Lossy(Staged):
     warmup_steps = 0
 
     def __init__(self, memory: Memory) -> None:
+        if not isinstance(cast(object, memory), Memory):
+            kind = type(memory).__qualname__
+            raise ValueError(f"memory={kind}: must be a subclass of lab.exchange.memory.Memory")
         self.memory, self.keeps_residuals = memory, memory.keeps
 
     def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
@@ -63,6 +70,11 @@ class Lossy(Staged):
         if found is None or found[0] != made_for or not self.is_current(found[1]):
             found = bucket.plans[self] = made_for, make(self, bucket, comm)
         return found[1]
+
+    def residual(self, bucket: GradBucket, comm: Ranks) -> Tensor:
+        """Return what is kept of a bucket, float32 [len(flat)], to be replaced in place."""
+        own = self.planned(bucket, comm, _Residual).bound.own
+        return torch.zeros_like(bucket.flat) if own is None else own
 
     def is_current(self, plan: Any) -> bool:
         """Return whether a plan still has what this exchange keeps."""
@@ -89,6 +101,13 @@ class Lossy(Staged):
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         return self.memory.shares(states, size)
+
+
+class _Residual:
+    """The residuals of a bucket whose exchange has no messages of a codec."""
+
+    def __init__(self, exchange: Lossy, bucket: GradBucket, comm: Ranks) -> None:
+        self.bound = exchange.memory.bind(bucket, [(0, len(bucket.flat))])
 
 
 class Messages:
@@ -124,6 +143,7 @@ class Coded(Lossy):
 
     def __init__(self, codec: Codec, memory: Memory) -> None:
         super().__init__(memory)
+        require_sound(codec, self.keeps_residuals)
         self.codec = codec
 
     def layout(self, bucket: GradBucket, parts: int) -> Layout:

@@ -40,12 +40,8 @@ class Costs(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
-        """Add a stage of `calls` calls that read and write `num_bytes` of memory.
-
-        Args:
-            in_torch: bytes of a codec that is plain torch on GPUs; None: the same.
-        """
+    def codec(self, num_bytes: float, calls: int = 1) -> None:
+        """Add a stage of `calls` calls that read and write `num_bytes` of memory."""
 
     def products(self, operations: Sequence[float]) -> None:
         """Add a stage of matrix products, of so many operations on each rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,12 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     otherwise reach into its neighbours.
 
     Raises:
-        ValueError: a parameter that cannot be exchanged rightly; names it and says what to do.
+        ValueError: a parameter that cannot be exchanged rightly; names it and says what to do. Or
+            the exchange is none.
     """
+    if not isinstance(cast(object, exchange), Exchange):
+        kind = type(exchange).__qualname__
+        raise ValueError(f"exchange={kind}: must be a subclass of lab.exchange.base.Exchange")
     require_values(model)
     parameters = trainable(model)
     if not any(is_lazy(p) or p.numel() for p in parameters.values()):

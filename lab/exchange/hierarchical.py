@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lab.codec.base import Codec
 from lab.distributed.comm import Collective, Comm
 from lab.distributed.launcher import Nodes, each_alone
 from lab.distributed.worker import record_stream
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_mean
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_mean, runs_as_the_labs
 from lab.exchange.bucket import ALIGNED, GradBucket, Plans
 from lab.exchange.compressed import TwoStage
 from lab.exchange.cost import Costs, Needs, Shape, Sizes
@@ -84,7 +84,7 @@ class Hierarchical(Staged):
         costs.codec(copied, calls=bool(copied))
         costs.wire(node.reduce_scatter(block_bytes), inside=True)
         rail = network.rail(rails)
-        if isinstance(inter, TwoStage) and network.num_nodes > 1:
+        if is_relayed(inter) and network.num_nodes > 1:
             costs.add(inter, part, rail, "sum")
             message_bytes = _message_bytes(inter.codec, tuple(part), network.num_nodes)
             costs.wire(node.all_gather(message_bytes), inside=True)
@@ -111,7 +111,7 @@ class Hierarchical(Staged):
             return Needs(own)
         part = _of_part(sizes)
         inter, others = self.inter.memory_bytes(part), 0.0
-        if isinstance(self.inter, TwoStage):  # messages of the other rails, besides this one's
+        if is_relayed(self.inter):  # messages of the other rails, besides this one's
             others = self.inter.codec.bytes_per_value() * part.n * (sizes.local - 1)
         return Needs(own + inter.kept + others, inter.scratch)
 
@@ -138,7 +138,7 @@ class Hierarchical(Staged):
         own = blocks.memory[levels.intra_node.rank]
         arriving = blocks.arriving(levels.intra_node)
         yield levels.intra_node.ireduce_scatter(own, blocks.memory, arriving)
-        if isinstance(self.inter, TwoStage) and len(levels.nodes) > 1:
+        if is_relayed(self.inter) and len(levels.nodes) > 1:
             yield from self._relayed(self.inter, blocks.parts, levels, levels.intra_node)
             finite = [part.finite for part in blocks.parts if part.finite is not None]
             bucket.finite = torch.stack(finite).all()
@@ -290,6 +290,11 @@ class Hierarchical(Staged):
         self.inter.load_state_dict({key: v for key, v in state.items() if key not in OWN})
         self.carried = {name: value.clone() for name, value in state["carried"].items()}
         self._shapes = {name: shape.cpu() for name, shape in state["shapes"].items()}
+
+
+def is_relayed(inter: Exchange) -> TypeGuard[TwoStage]:
+    """Return whether messages of `inter` may travel inside the nodes, too."""
+    return isinstance(inter, TwoStage) and runs_as_the_labs(inter)
 
 
 def _smallest_node(size: int, local: int) -> int:

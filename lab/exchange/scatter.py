@@ -18,7 +18,7 @@ from lab.codec.base import Codec
 from lab.codec.codecs import Int8
 from lab.distributed.comm import Collective, Comm, SummedParts
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange, Ranks
+from lab.exchange.base import Exchange, Ranks, runs_as_the_labs
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.compressed import Coded, Messages
 from lab.exchange.cost import Sizes
@@ -149,13 +149,15 @@ def scatter_of(exchange: Exchange) -> Exact | InCodec:
     Raises:
         ValueError: it has none of its own.
     """
-    if isinstance(exchange, AllReduce):
-        return Exact(exchange.dtype)
-    if isinstance(exchange, Coded) and not exchange.warmup_steps:
-        return InCodec(exchange)
+    if runs_as_the_labs(exchange):
+        if isinstance(exchange, AllReduce):
+            return Exact(exchange.dtype)
+        if isinstance(exchange, Coded) and not exchange.warmup_steps:
+            return InCodec(exchange)
     raise ValueError(
         f"exchange={type(exchange).__name__} has no reduce-scatter; allowed: allreduce, bf16, "
-        "fp16, int8, int4, signsgd_ef, topk, and onebit without warmup_steps"
+        "fp16, int8, int4, signsgd_ef, topk, onebit without warmup_steps, and any codec over the "
+        "lab's own paths"
     )
 
 

@@ -23,7 +23,7 @@ from lab.distributed.comm import Traffic
 from lab.distributed.replicas import is_sharded
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, kept_state
 from lab.exchange.gate import admit
 from lab.exchange.grouping import MIB
 from lab.loop.check import (
@@ -88,7 +88,7 @@ class LoopState(Checked, HookState):
 
         The tensors are not copied, as in a model's state, so the next step changes them.
         """
-        kept = self.exchange.state_dict()
+        kept = kept_state(self.exchange)
         return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -372,7 +372,7 @@ class LoopSync(Checked, GradSync):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to save with the model. Each rank has its own state."""
-        exchange = {f"exchange.{key}": v for key, v in self.exchange.state_dict().items()}
+        exchange = {f"exchange.{key}": v for key, v in kept_state(self.exchange).items()}
         step = {"step": {"step": torch.tensor(self.step)}}
         return {**super().state_dict(), **exchange, **step, KEY: self._owner.mark()}
 

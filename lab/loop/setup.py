@@ -31,7 +31,7 @@ from lab.sync.pattern import class_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-COMMON = ("exchange", "exchange_timeout_s", "config_dir")
+COMMON = ("exchange", "path", "codec", "memory", "exchange_timeout_s", "config_dir")
 
 
 def refuses_misuse(function: Callable[P, R]) -> Callable[P, R]:

@@ -367,7 +367,8 @@ def _exchange_of(overrides: Sequence[Override], config_dir: str | None) -> DictC
     parts = {name: _read(name, choice, config_dir) for name, choice in chosen.items()}
     for each in overrides:
         name, _, key = each.key_or_group.partition(".")
-        if key and key not in parts[name]:
+        # Those of a user's own code are checked once it is imported.
+        if key and key not in parts[name] and str(parts[name].get("_target_")).startswith("lab."):
             has = ", ".join(known for known in parts[name] if known != "_target_") or "none"
             raise ConfigError(
                 f"{each.input_line}: no such setting; the settings of {name}={chosen[name]} are: "

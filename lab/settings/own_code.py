@@ -118,16 +118,31 @@ def check_choices(config: DictConfig, arguments: Sequence[str]) -> dict[str, str
             if not path.startswith(KNOWN) and not any(path in word for word in arguments):
                 _tell(group, path)
     for group, names in OFFERED.items():
-        path = str(config[group].get("_target_", ""))
-        # What the lab chooses is not imported: torch takes two seconds.
-        if path and not path.startswith("lab.") and path not in _chosen(group):
-            function = callable_at(path, f"{group}={path}")
-            if group != "optim":  # its settings are the optimizer's and the schedule's
-                own = [str(key) for key in config[group] if not str(key).startswith("_")]
-                passed = (*names, *(of_loss(function) if group == "task" else ()))
-                check_arguments(function, own, passed, group)
-            hashes |= source_hashes(function)
+        whole = OmegaConf.to_container(config[group], resolve=True)
+        for key, part in nested(whole, group):
+            path = str(part.get("_target_", "")) if isinstance(part, dict) else ""
+            # What the lab chooses is not imported: torch takes two seconds.
+            if path and not path.startswith("lab.") and path not in _chosen(group):
+                offered = names if part is whole else ()
+                hashes |= _check_code(path, part, key or group, offered)
     return hashes
+
+
+def _check_code(
+    path: str, settings: Mapping[Any, Any], key: str, offered: tuple[str, ...]
+) -> dict[str, str]:
+    """Check a callable of the user's and the settings given to it; return its files' hashes."""
+    function = callable_at(path, f"{key}={path}")
+    if key != "optim" and "_partial_" not in settings:  # optim's are also the schedule's
+        own = [str(name) for name in settings if not str(name).startswith("_")]
+        passed = (*offered, *(of_loss(function) if key == "task" else ()))
+        check_arguments(function, own, passed, key)
+    return source_hashes(function)
+
+
+def is_labs(kind: type, *names: str) -> bool:
+    """Return whether the lab itself defines these functions of a class, no user's subclass."""
+    return all(getattr(kind, name).__module__.startswith("lab.") for name in names)
 
 
 def targets(value: Any) -> Iterator[str]:

@@ -21,7 +21,7 @@ from lab.model.profile import VALUE_BYTES
 from lab.settings.config import build, choices_of
 from lab.settings.files import read_file
 from lab.settings.names import class_name
-from lab.settings.own_code import targets
+from lab.settings.own_code import is_labs, targets
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Cost, Network
 
@@ -126,7 +126,7 @@ class Load:
         kind = type(exchange)
         rate = class_name(f"{kind.__module__}.{kind.__qualname__}")
         load = Load(self.shapes if shapes is None else shapes, rate, network or self.network)
-        if part != "whole" or not exchange.add_cost(load):
+        if part != "whole" or not self._by_formula(exchange, load):
             # Imported where there is no formula: it records a run of the exchange's code.
             from lab.simulate import recorded
 
@@ -134,11 +134,20 @@ class Load:
         self.stages += [stage.scaled(share) for stage in load.stages]
         return share * sum(stage.seconds for stage in load.stages)
 
-    def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
-        """Add a stage that passes over `num_bytes`, or on GPUs `in_torch`, in `calls` calls."""
+    @staticmethod
+    def _by_formula(exchange: Exchange, load: Load) -> bool:
+        """Add the stages by a formula of the exchange's class; False: there is none.
+
+        The lab's own is not that of a subclass that does something else.
+        """
+        from lab.exchange.base import runs_as_the_labs  # with torch
+
+        holds = runs_as_the_labs(exchange) or not is_labs(type(exchange), "add_cost")
+        return holds and exchange.add_cost(load)
+
+    def codec(self, num_bytes: float, calls: int = 1) -> None:
+        """Add a stage that passes over `num_bytes` in `calls` calls."""
         hardware = self.network.hardware
-        if in_torch is not None and hardware.on_gpu:
-            num_bytes = in_torch
         seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(self.rate)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
         self.stages.append(Stage("codec", factor * seconds, codec=self.rate, calls=calls))

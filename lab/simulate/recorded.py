@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lab.codec.base import Codec, Reference
+from lab.codec.base import DEFINING, Codec, Reference
 from lab.codec.kernels import Peers
 from lab.codec.layout import Layout
 from lab.distributed.comm import Collective, Comm, Done, Handle, Transfer, Window
@@ -30,28 +30,25 @@ from lab.exchange.compressed import Coded, TwoStage
 from lab.exchange.cost import Shape
 from lab.exchange.scatter import GATHERED, gather_bytes, scatter_of
 from lab.exchange.scatter import Layout as Columns
+from lab.settings.own_code import is_labs
 from lab.simulate.costs import Load, Stage
 
 META = torch.device("meta")
 AFTER_WARMUP = 2**62  # a step
+TRIED = 2**14  # values of a user's codec
 ADDRESSES = ("empty", "empty_like", "new_empty", "empty_strided", "resize_")  # move no values
 WRITES = ("copy_", "_foreach_copy_", "zero_", "fill_")  # read nothing of their first argument
 
 
 @dataclass
 class Moved:
-    """Bytes of memory that are read and written; `in_torch`: by plain torch, as on a GPU."""
+    """Bytes of memory that are read and written."""
 
     num_bytes: float
-    in_torch: float
     calls: int = 1
 
     def __add__(self, other: Moved) -> Moved:
-        return Moved(
-            self.num_bytes + other.num_bytes,
-            self.in_torch + other.in_torch,
-            self.calls + other.calls,
-        )
+        return Moved(self.num_bytes + other.num_bytes, self.calls + other.calls)
 
 
 class Collected(NamedTuple):
@@ -100,7 +97,7 @@ def add_stages(load: Load, exchange: Exchange, part: str = "whole") -> None:
 def _add(events: Sequence[Event], load: Load) -> None:
     for event in events:
         if isinstance(event, Moved):
-            load.codec(event.num_bytes, event.calls, event.in_torch)
+            load.codec(event.num_bytes, event.calls)
         elif isinstance(event, Collected):
             load.wire(getattr(load.network, event.call)(event.num_bytes))
 
@@ -116,20 +113,20 @@ def _events(
     exchange: Exchange, shapes: tuple[Shape, ...], size: int, part: str, rank: int
 ) -> tuple[Event, ...]:
     """Record a step of a bucket, after one in which what stays is laid out."""
-    own, first = deepcopy(exchange), _bucket(shapes, 0)
     recorder = Recorder(rank, size)
-    for each in iter_nested(own):
-        if isinstance(each, Coded):
-            _note_kernels(each.codec, recorder.events)
-    second = _bucket(shapes, 1)
-    second.plans, second.flat = first.plans, first.flat
-    second.divided = own.takes_divided
     try:
+        own, first = deepcopy(exchange), _bucket(shapes, 0)
+        for each in iter_nested(own):
+            if isinstance(each, Coded):
+                _note_kernels(each.codec, recorder.events)
+        second = _bucket(shapes, 1)
+        second.plans, second.flat = first.plans, first.flat
+        second.divided = own.takes_divided
         for bucket in (first, second):
             recorder.events.clear()
             with Passes(recorder.events):
                 _run(own, bucket, recorder, part)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # TypeError: of copies, numpy
         why = str(error).splitlines()[0]
         raise ValueError(
             f"exchange={type(exchange).__name__}: cannot be predicted from its code, which "
@@ -251,19 +248,19 @@ class Passes(TorchDispatchMode):
         read = args[name in WRITES :], {k: v for k, v in (kwargs or {}).items() if k != "out"}
         passed = tree_leaves((read, args[:1] if out is None else out))
         moved = float(sum(each.nbytes for each in passed if isinstance(each, Tensor)))
-        self._events.append(Moved(moved, moved, calls=0))  # few beside the kernels of a codec
+        self._events.append(Moved(moved, calls=0))  # few beside the kernels of a codec
         return out
 
 
 class Noting(Reference):
     """Kernels that do nothing but note what they would move.
 
-    Plain torch reads and writes `codec.in_torch` bytes for a value, and 12 to add one to another.
+    A user's codec has none, so its plain torch counts, and 12 bytes to add a value to another.
     """
 
     def __init__(self, codec: Codec, events: list[Event]) -> None:
         super().__init__(codec)
-        self._events = events
+        self._events, self._in_torch = events, moved_in_torch(codec)
 
     def encode(
         self,
@@ -296,8 +293,30 @@ class Noting(Reference):
         self._moved(moved, lambda write, read: (count * (read + 12) + write) * n)
 
     def _moved(self, num_bytes: float, in_torch: Callable[[float, float], float]) -> None:
-        per_value = self._codec.in_torch
-        self._events.append(Moved(num_bytes, in_torch(*per_value) if per_value else num_bytes))
+        self._events.append(Moved(in_torch(*self._in_torch) if self._in_torch else num_bytes))
+
+
+def moved_in_torch(codec: Codec) -> tuple[float, float] | None:
+    """Return the bytes that a user's `write` and `read` move for a value; None: it is the lab's."""
+    if is_labs(type(codec), *DEFINING):
+        return None
+    columns = codec.row_of(TRIED).columns
+    values = torch.randn(max(1, TRIED // columns), columns, device="cpu")
+    header, payload = (
+        values.new_zeros(len(values), num_bytes, dtype=torch.uint8)
+        for num_bytes in codec.row_bytes(columns)
+    )
+    writes, reads = list[Event](), list[Event]()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with Passes(writes):
+            codec.write(values, header, payload)
+        with Passes(reads):
+            codec.read(header, payload, columns)
+    write, read = (
+        sum(event.num_bytes for event in events if isinstance(event, Moved)) / values.numel()
+        for events in (writes, reads)
+    )
+    return write, read
 
 
 @dataclass
@@ -342,7 +361,7 @@ def _advanced(number: int, rank: _Rank, posted: _Transfers, load: Load) -> bool:
             posted.begin(number, event)
         elif isinstance(event, Moved):
             alone = Load(load.shapes, load.rate, load.network)
-            alone.codec(event.num_bytes, event.calls, event.in_torch)
+            alone.codec(event.num_bytes, event.calls)
             rank.now_s += alone.stages[0].seconds
         else:
             raise ValueError(

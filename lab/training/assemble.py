@@ -132,6 +132,11 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         sample,
     )
     sync: Sync = build(config.sync, parts)
+    if not isinstance(cast(object, sync), Sync) or not hasattr(sync, "pattern"):
+        raise ConfigError(
+            f"sync={type(sync).__qualname__}: must be a subclass of lab.sync.base.Sync, whose "
+            "__init__ takes `parts` and passes it to super().__init__"
+        )
     if sync.pattern.waits_in_forward:
         require_piecewise(config, model, batch_size)
     if sync.pattern.only_elementwise:

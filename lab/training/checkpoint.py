@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from lab.distributed.replicas import broadcast_buffers, like, local, whole
 from lab.distributed.world import World
+from lab.exchange.base import kept_state
 from lab.exchange.layout import named
 from lab.record.schema import decode
 from lab.settings.config import Settings
@@ -219,7 +220,7 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
         "exchange": OmegaConf.to_container(trainer.config.exchange),
         "optim": trainer.config.optim["_target_"],
     }
-    by_rank: State = {"exchange": sync.exchange.state_dict(), **random_state(device)}
+    by_rank: State = {"exchange": kept_state(sync.exchange), **random_state(device)}
     (by_rank if sync.pattern.own_replicas else shared).update(replica)
     if sync.shards:
         by_rank.update(slices_of(trainer.optimizer, sync.shards))

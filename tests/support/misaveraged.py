@@ -116,6 +116,12 @@ class Bypassed(Mean):
         comm.traffic.payload_bytes, comm.traffic.num_messages = before
 
 
+class Apart(NotExchanged):
+    """Means that ranks may not share, as of neighbours, and says so."""
+
+    keeps_replicas_equal = False
+
+
 class Uncompressed(OneBit):
     """1-bit SGD that sends all values as they are."""
 

@@ -18,6 +18,7 @@ from lab.benchmarks.catalogue import size_name
 from lab.benchmarks.harness import Sent, places
 from lab.benchmarks.present import chart_of, text_of
 from lab.benchmarks.request import read
+from lab.codec.kernels import library
 from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
@@ -103,6 +104,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["collective", "world_size=1"], "world_size=1: a single rank exchanges nothing"),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
         (["codec", "codec=zip", "num_values=4096"], "codec=zip: no such codec; allowed: onebit"),
+        (["codec", "codec=nowhere.Zip"], "codec=nowhere.Zip: no module nowhere in "),
         (["roofline", "batch_size=2,4"], "batch_size=2, batch_size=4: roofline measures only one"),
         (
             ["throughput", "batch_size=2000", "model=mlp"],
@@ -231,6 +233,17 @@ def test_ranks_must_agree_on_what_a_lossy_exchange_delivers() -> None:
     make = {"int8": Int8, "broken": OnItsOwn}
     found = [(each["int8"], each["broken"]) for each in wrong_by_rank(2, make)]
     assert found == [(0, 0), (0, 1)]
+
+
+@pytest.mark.skipif(library("onebit") is None, reason="no compiler")
+def test_the_kernels_of_a_cpu_are_named_after_its_instructions() -> None:
+    assert codec.kernels(CPU)["level"] == torch.backends.cpu.get_cpu_capability()
+
+
+def test_a_users_codec_is_measured() -> None:
+    made = compressors.maker("tests.unit.codec.test_trial.Plain")(4, 64, CPU)
+    assert made.payload_bytes == 4 * 4 * 64
+    assert codec.count_wrong(made, torch.randn(4, 64), torch.randn(4, 64)) == 0
 
 
 @pytest.mark.parametrize("name", codec.CODECS)

@@ -156,6 +156,10 @@ def right(settings: str) -> Case:
             "not checked, because strategy=overlap exchanges nothing",
         ),
         (
+            wrong("Apart", size=2),
+            "not checked, because exchange=Apart does not keep replicas equal",
+        ),
+        (
             right("strategy=onebit exchange.error_feedback=false"),
             "1 of 3 parameters (exchange=OneBit states no bound on its error: 0.weight and 1 more)",
         ),

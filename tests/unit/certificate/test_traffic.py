@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from lab.certificate.examination import Examination
 from lab.certificate.traffic import SLACK_BYTES, Ledger, Moved, formula_bytes, moved
 from tests.support.cases import EXCHANGES, exchange_settings
 
@@ -33,6 +37,19 @@ def test_what_interfaces_counted(
 
 def ledger(*counted: float | None, payload: int = MB) -> Ledger:
     return Ledger(4 * MB, [Moved((payload, payload), each, "lo") for each in counted])
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (8 * MB, "2.0x fewer bytes than fp32 (counted on lo: 2.0x)"),
+        (16 * MB, "as many bytes as fp32 (counted on lo: 1.0x)"),
+        (24 * MB, "1.5x more bytes than fp32 (counted on lo: 1.5x)"),
+    ],
+)
+def test_bytes_sent_and_counted_are_compared_the_same_way(payload: int, words: str) -> None:
+    seen: Any = SimpleNamespace(ledger=ledger(2 * payload, payload=payload))
+    assert Examination._bytes(seen)[0] == words
 
 
 def test_the_least_count_is_nearest_to_the_exchange() -> None:

@@ -80,7 +80,7 @@ def test_a_users_exchange_may_have_any_name(
         (
             "onebit",
             {"optim.lr": 1},
-            "optim.lr=1: not allowed in your own loop; allowed: exchange, exchange_timeout_s",
+            "optim.lr=1: not allowed in your own loop; allowed: exchange, path, codec, memory, e",
         ),
         ("onebit", {"exchange.levels": 3}, "exchange.levels=3: no such setting"),
     ],
@@ -99,6 +99,8 @@ def test_overrides_are_python_values() -> None:
     assert (config.exchange.threshold, config.exchange.error_feedback) == ("mean", False)
     assert config.bucket_mb is None
     assert compose("tree", {"exchange.chunk_mb": 2.5}).exchange.chunk_mb == 2.5
+    parts = compose("overlap", {"path": "all_gather", "codec": "int4", "codec.block_size": 64})
+    assert parts.exchange.codec.block_size == 64
 
 
 def test_a_hydra_application_may_use_it() -> None:

@@ -28,6 +28,10 @@ class Open:
     def __init__(self, **anything):
         self.made = anything
 
+class Ternary:
+    def __init__(self, levels=3):
+        self.levels = levels
+
 size = 3
 """
 
@@ -68,6 +72,9 @@ def test_arguments_that_take_anything_are_not_filled_in(project: Path) -> None:
     [
         (["model=nets.Net", "model.widht=4"], "model.widht: no such argument; allowed: "),
         (["model=nets.Needs"], "model.width has no default"),
+        (["codec=nets.Ternary", "codec.lvels=4"], "codec.lvels: no such argument; allowed: codec"),
+        (["codec=nets.Ternery"], "codec=nets.Ternery: nets has no Ternery; did you mean Ternary?"),
+        (["memory=nets.Needs"], "memory.width has no default"),
         (["model=nets.Nets"], "model=nets.Nets: nets has no Nets; did you mean Net?"),
         (["model=nots.Net"], "model=nots.Net: no module nots in "),
         (["model=nets.size"], "model=nets.size has type int; it must be a class or function"),
@@ -83,10 +90,16 @@ def test_what_is_wrong_with_a_users_code_takes_one_line(
     assert message in str(error.value)
 
 
-def test_an_edit_makes_other_cells(project: Path) -> None:
+def test_a_part_of_an_exchange_takes_settings(project: Path) -> None:
+    config = load(["codec=nets.Ternary", "codec.levels=5"])
+    assert config.exchange.codec == {"_target_": "nets.Ternary", "levels": 5}
+
+
+@pytest.mark.parametrize("choice", ["model=nets.Net", "codec=nets.Ternary"])
+def test_an_edit_makes_other_cells(project: Path, choice: str) -> None:
     def name() -> str:
         sys.modules.pop("nets", None)  # as in another process
-        (cell,) = grid.read(["study=mine", "model=nets.Net"]).cells
+        (cell,) = grid.read(["study=mine", choice]).cells
         return cell.name
 
     first = name()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +33,6 @@ NUM_BYTES = 4 * (6400 + 9)
 class Halves(Codec):
     """Values as bfloat16."""
 
-    name = "of nobody"
     block_size = 100
 
     def row_bytes(self, columns: int) -> RowBytes:
@@ -70,6 +70,16 @@ class Gossip(Staged):
         torch.mean(heard, dim=0, out=bucket.flat)
 
 
+class InNumpy(Exchange):
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        bucket.flat.numpy()
+
+
+class Logging(InNumpy):
+    def __init__(self) -> None:
+        self.log = sys.stdout  # of which there is no copy
+
+
 class Peeking(Exchange):
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if bucket.flat.abs().max() > 1:
@@ -102,8 +112,9 @@ def test_a_users_exchange_is_predicted_from_its_code() -> None:
 
 def test_a_users_codec_is_predicted_from_its_messages() -> None:
     encode, send, _, back, _ = stages_of(SHAPES, of(InHalves), Network(HARDWARE, 2))
-    half = 2 * 6409
-    assert encode.seconds == pytest.approx((3 * NUM_BYTES + half) / 1e9, rel=0.02)
+    half, cast = 2 * 6409, 6  # bytes of a value that is read as float32 and written in half of them
+    # Plain torch adds the residual, encodes, decodes, and subtracts.
+    assert encode.seconds == pytest.approx(6409 * (12 + cast + cast + 12) / 1e9)
     assert send.payload_bytes == back.payload_bytes == pytest.approx(half / 2, rel=0.04)
     sizes = Sizes(n=10**6, gathered=0, largest=10**6, rank=0, N=2)
     assert extra_bytes(sizes, of(InHalves)) == 10**6 * (4 * 1.5 + 2 * 2.5)
@@ -127,6 +138,8 @@ def test_links_inside_nodes_carry_what_stays_there() -> None:
     ("kind", "reason"),
     [
         (Peeking, "exchange=Peeking: cannot be predicted from its code, which cannot run"),
+        (InNumpy, "exchange=InNumpy: cannot be predicted .*numpy.*implement add_cost"),
+        (Logging, "exchange=Logging: cannot be predicted .*pickle.*implement add_cost"),
         (Deaf, "exchange=.*Deaf: a rank waits for a message that no rank sends"),
     ],
 )
