@@ -37,6 +37,7 @@ from lab.loop.check import (
     syncs,
 )
 from lab.loop.setup import compose, refuses_misuse, require_module, world_of
+from lab.loop.stalled import refuse_stalled
 from lab.settings.config import ConfigError, build
 from lab.settings.errors import as_config_error
 from lab.sync.base import SyncParts
@@ -79,6 +80,20 @@ class LoopState(Checked, HookState):
     """
 
     world: World
+
+    def submit(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        try:
+            return super().submit(bucket)
+        except RuntimeError as error:
+            refuse_stalled(error, self, self.world)
+            raise
+
+    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
+        try:
+            super()._gradient_ready(name, _parameter)
+        except RuntimeError as error:
+            refuse_stalled(error, self, self.world)
+            raise
 
     def __reduce__(self) -> tuple[type[Unhooked], tuple[()]]:
         return Unhooked, ()
@@ -359,7 +374,11 @@ class LoopSync(Checked, GradSync):
             self._untouched = None
         if self.clock:
             self.clock.next_phase("exchange")
-        finite = super().finish()
+        try:
+            finite = super().finish()
+        except RuntimeError as error:
+            refuse_stalled(error, self, self._world)
+            raise
         if self.clock:
             self.clock.next_phase("update")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -397,6 +416,13 @@ class LoopSync(Checked, GradSync):
         if not self._exchanged:
             self.loss_scale = self._guard.begin_step()
         super()._submit_next()
+
+    def _advance(self, _name: str) -> None:
+        try:
+            self.worker.advance()
+        except RuntimeError as error:
+            refuse_stalled(error, self, self._world)
+            raise
 
 
 @refuses_misuse

@@ -335,7 +335,10 @@ class GradSync(Sync):
 
     def _at_each(self) -> Callable[[str], None] | None:
         """Return what to call at each gradient that arrives, by the parameter's name."""
-        return (lambda _: self.worker.advance()) if self.worker.takes_turns else None
+        return self._advance if self.worker.takes_turns else None
+
+    def _advance(self, _name: str) -> None:
+        self.worker.advance()
 
     def _advance_at_gradients(self) -> None:
         """Let exchanges under way, of another step, go on whenever a gradient arrives."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lab
+from lab.loop import stalled
 from tests.support.ranks import CREW, spawn
 
 WIDTH, STEPS = 8, 16
@@ -201,6 +203,41 @@ def copied_and_saved(runs: Path) -> list[float]:
 
 def test_a_model_may_be_copied_and_saved(tmp_path: Path) -> None:
     assert CREW.call(2, copied_and_saved, tmp_path) == [[0.0] * 4] * 2
+
+
+def uneven(way: str) -> str:
+    """Let the last rank take fewer steps than others; return what these are told."""
+    stalled.GRACE_S = 1.0
+    dist.init_process_group("gloo")
+    model, rank = net(), dist.get_rank()
+    told = ""
+    with ExitStack() as stack:
+        if way == "attach":
+            module, finish = DistributedDataParallel(model), lambda: None
+            lab.attach(module, "onebit", check=None, exchange_timeout_s=2)
+        else:
+            module, sync = model, lab.grad_sync(model, "tree", check=None, exchange_timeout_s=2)
+            finish = stack.enter_context(sync).finish
+        try:
+            train(module, finish, range(3 if rank == 2 else 5))
+        except RuntimeError as error:
+            told = str(error)
+            stack.pop_all()  # as after an error
+    if rank == 2:
+        time.sleep(6)  # its end would be noticed at once
+    return told
+
+
+@pytest.mark.parametrize(
+    ("way", "cure"), [("attach", "use ddp.join()"), ("grad_sync", "call finish() without backward")]
+)
+def test_ranks_that_wait_in_vain_are_told_who_has_stopped(way: str, cure: str) -> None:
+    *waiting, stopped = spawn(3, uneven, way)
+    assert stopped == ""
+    for rank, line in enumerate(waiting):
+        assert line.startswith(f"rank 2 stopped after 3 steps, but rank {rank} goes on; all ranks")
+        assert cure in line
+        assert line.endswith("if rank 2 is only slow, raise exchange_timeout_s=2")
 
 
 def loaded_by_rank_0_alone(way: str) -> str:
