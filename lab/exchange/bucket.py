@@ -111,9 +111,8 @@ class BucketPlan:
         multiple: divides the length of `flat`.
         dtype: of the buffer; None: that of the parameters, which are all of one.
 
-    Attributes:
-        hides: `pack` leaves no `grad`, so that `show` finds gradients that grow after it.
-        is_hidden: it has left none, and `show` is to set it.
+    Exchanges write to memory by other tensors than those in `.grad`, so a version of one of these
+    changes only if somebody else changes it, in spite of the exchange.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class BucketPlan:
         self.dtype = dtype or next(iter(parameters.values())).dtype
         self.in_place = in_place and not self._missing
         self.label = label(self.shapes)
-        self.hides = self.is_hidden = False
+        self._left: list[tuple[Tensor, int]] = []  # gradients under way, and their versions
         self._plans = Plans()
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
@@ -189,23 +188,20 @@ class BucketPlan:
             fresh and any(map(is_, seen, self._values))
         )
 
-    def show(self) -> str | None:
-        """Set `grad` that `pack` has hidden; return the name of a parameter that has a new one."""
-        for name, parameter in self._in_flat.items():
-            if parameter.grad is not None:
+    def leave(self) -> None:
+        """Note the gradients that `pack` has left, while backward or a loop may change them."""
+        gradients: list[Any] = [parameter.grad for parameter in self._ordered]
+        self._left = [(gradient, gradient._version) for gradient in gradients]
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter whose gradient was changed since `leave`, if any."""
+        left, self._left = self._left, []
+        for (name, parameter), (gradient, version) in zip(
+            self._in_flat.items() if left else (), left, strict=True
+        ):
+            if parameter.grad is not gradient or gradient._version != version:
                 return name
-        self.is_hidden = False
-        self._set_gradients()
         return None
-
-    def _hide_gradients(self) -> None:
-        self.is_hidden = True
-        for parameter in self._ordered:
-            parameter.grad = None
-
-    def _set_gradients(self) -> None:
-        for parameter, values in zip(self._ordered, self._values, strict=True):
-            parameter.grad = values
 
     def __str__(self) -> str:
         return self.label
@@ -223,7 +219,7 @@ class BucketPlan:
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
             return None
-        return gradient.as_strided((gradient.numel(),), (1,))
+        return gradient.data.as_strided((gradient.numel(),), (1,))
 
     def _copied_at_once(self) -> bool:
         """Copy all gradients and make them views, unless one is missing, sparse or of its kind."""
@@ -232,10 +228,8 @@ class BucketPlan:
             torch._foreach_copy_(self._values, gradients)
         except (TypeError, RuntimeError):
             return False
-        if self.hides:
-            self._hide_gradients()
-        else:
-            self._set_gradients()
+        for parameter, values in zip(self._ordered, self._values, strict=True):
+            parameter.grad = values
         return True
 
     def _pack_each(self, bucket: GradBucket) -> None:
@@ -253,10 +247,8 @@ class BucketPlan:
                 values.copy_(as_real(gradient))
             parameter.grad = values if is_view else gradient
             if not is_view:
-                copied.append((as_real(gradient), values))
+                copied.append((as_real(gradient.data), values))
         bucket.copied, bucket.lacking = copied, lacking
-        if self.hides:
-            self._hide_gradients()
 
     def _allocated(self) -> Tensor:
         """Return the buffer; make it, and its views, for the first step."""
@@ -286,7 +278,7 @@ class BucketPlan:
         parts = buffer[: self.num_values].split(sizes)
         # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
         self._values = [
-            part.as_strided(p.shape, p.stride()) if is_view else part.view(shape)
+            (part.as_strided(p.shape, p.stride()) if is_view else part.view(shape)).data
             for part, p, shape, is_view in zip(
                 parts, self._in_flat.values(), self.shapes.values(), self._are_views, strict=True
             )

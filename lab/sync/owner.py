@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lab.distributed.worker import HostCopy
 from lab.exchange.base import Exchange
@@ -120,6 +124,12 @@ def _holds_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
+def _holds_values(state: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    """Return whether an exchange's state has numbers that gradients have left, other than 0."""
+    tensors = itertools.chain.from_iterable(kept.values() for kept in state.values())
+    return any(t.is_floating_point() and bool(t.any()) for t in tensors)
+
+
 @runtime_checkable
 class Scaler(Protocol):
     """The part of torch.amp.GradScaler that is used."""
@@ -128,15 +138,75 @@ class Scaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-class NonfiniteGuard:
-    """Protection of an exchange's residuals from gradients that are not finite.
+class Discards:
+    """Finds gradients that were exchanged, and then cleared before an update used them.
 
-    With an enabled scaler such gradients are expected: the residuals are put back to what they were
-    before the step, which the scaler will skip on every rank, and the host waits to know. Without
-    one they are an error, found one step late, so that no host waits.
+    What an exchange keeps of them would join later gradients: in a GAN, backward of the generator's
+    loss also gives gradients to the discriminator, which the next step clears. A parameter with few
+    values stands for all, so that this costs little. No host waits for it as long as an optimizer
+    uses the gradients.
     """
 
-    def __init__(self, exchange: Exchange, scaler: Scaler | None) -> None:
+    def __init__(self, exchange: Exchange, parameters: Iterable[nn.Parameter]) -> None:
+        self._exchange = exchange
+        known = [*parameters]
+        self.ids = {*map(id, known)}
+        last = [p for p in known if p.numel()][-4:]  # surely get gradients, of the output
+        self.parameter = min(last, key=Tensor.numel)
+        self.exchanged: tuple[Tensor, Tensor, int] | None = None  # gradient, weight, its version
+        hook = register_optimizer_step_pre_hook(partial(_forget, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def begin_step(self) -> None:
+        """Refuse an exchange, before it begins, if the gradients of the last one were discarded.
+
+        Raises: RuntimeError: they were, and the exchange keeps something of them.
+        """
+        last, self.exchanged = self.exchanged, None
+        if last is None or self.parameter.grad is last[0] or self.parameter._version != last[2]:
+            return
+        gradient, weight, _ = last
+        if bool((weight == self.parameter).all() & gradient.isfinite().all() & gradient.any()) and (
+            _holds_values(self._exchange.state_dict())
+        ):
+            raise RuntimeError(
+                f"exchange={type(self._exchange).__name__}: the last gradients were exchanged, but "
+                "cleared before an optimizer used them; the exchange's residuals of them would be "
+                "added to later gradients; put a backward whose gradients are not used (such as a "
+                "trial, or that of a GAN's generator) into no_sync() or sync.accumulate(), or "
+                "freeze the model meanwhile with requires_grad_(False)"
+            )
+
+    def end_step(self) -> None:
+        parameter, gradient = self.parameter, self.parameter.grad
+        if gradient is not None:
+            self.exchanged = gradient, parameter.detach().clone(), parameter._version
+
+
+def _forget(found: weakref.ref[Discards], optimizer: Optimizer, *_: object) -> None:
+    """Note that an optimizer uses the gradients, or some of them."""
+    discards = found()
+    if discards is not None and discards.exchanged is not None:
+        updated = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if not discards.ids.isdisjoint(updated):
+            discards.exchanged = None
+
+
+class NonfiniteGuard:
+    """Protection of an exchange's residuals from gradients that are not finite, or not used.
+
+    With an enabled scaler gradients that are not finite are expected: the residuals are put back to
+    what they were before the step, which the scaler will skip on every rank, and the host waits to
+    know. Without one they are an error, found one step late, so that no host waits.
+
+    Args:
+        parameters: those that are exchanged.
+    """
+
+    def __init__(
+        self, exchange: Exchange, scaler: Scaler | None, parameters: Iterable[nn.Parameter]
+    ) -> None:
+        self._discards = Discards(exchange, parameters)
         if not isinstance(cast(object, scaler), Scaler | None):
             raise ValueError(f"scaler={scaler!r}: must be a torch.amp.GradScaler, or None")
         self._exchange = exchange
@@ -149,7 +219,9 @@ class NonfiniteGuard:
 
         Raises:
             FloatingPointError: the last step was not finite, and nothing has put residuals back.
+            RuntimeError: see Discards.
         """
+        self._discards.begin_step()
         last, self._last = self._last, None
         if last is not None and not bool(last.read()):
             name = type(self._exchange).__name__
@@ -171,6 +243,7 @@ class NonfiniteGuard:
         """
         if not self._exchange.state_dict():
             return
+        self._discards.end_step()
         if self._scaler is None:
             self._last = None if finite is None else HostCopy(finite)
             return
