@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lab.codec.layout import spans
 from lab.exchange.grouping import group
@@ -373,11 +374,19 @@ class Outside:
         ):
             weakref.finalize(self, register(partial(_note_change, weakref.ref(self))).remove)
 
-    def refuse_trained(self) -> None:
+    def refuse_at_updates(self) -> None:
+        """Call `refuse_trained` with each optimizer that takes a step."""
+        hook = register_optimizer_step_pre_hook(partial(_before_update, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def refuse_trained(self, optimizer: Optimizer | None = None) -> None:
         """Refuse a model in which one of them trains; call this in each step, after backward.
 
         Parameters that a model registered by itself are looked for until a backward has been seen,
         and later ones, added or in the place of others, once any module has registered something.
+
+        Args:
+            optimizer: only parameters that it updates count; None: all do.
 
         Raises:
             RuntimeError: names one that has a gradient, which no other rank would get.
@@ -386,13 +395,17 @@ class Outside:
             self._has_changed = False
             self._parameters = self._found()
             self._has_trained |= any(p.grad is not None for p in self._admitted.values())
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad and parameter.grad is not None:
-                raise RuntimeError(
-                    f"{name}: was frozen or missing when the exchange was set up, so its gradient "
-                    "reaches no other rank; set up the exchange with requires_grad=True, and "
-                    "freeze the parameter later"
-                )
+        found = self._parameters.items()
+        trained = [(n, p) for n, p in found if p.requires_grad and p.grad is not None]
+        if trained and optimizer:
+            updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = [(n, p) for n, p in trained if id(p) in updated]
+        if trained:
+            raise RuntimeError(
+                f"{trained[0][0]}: was frozen or missing when the exchange was set up, so its "
+                "gradient reaches no other rank; set up the exchange with requires_grad=True, and "
+                "freeze the parameter later"
+            )
 
     def _found(self) -> dict[str, nn.Parameter]:
         admitted = {id(p) for p in self._admitted.values()}
@@ -402,3 +415,8 @@ class Outside:
 def _note_change(outside: weakref.ref[Outside], *_: object) -> None:
     if (found := outside()) is not None:
         found._has_changed = True
+
+
+def _before_update(outside: weakref.ref[Outside], optimizer: Optimizer, *_: object) -> None:
+    if (found := outside()) is not None:
+        found.refuse_trained(optimizer)

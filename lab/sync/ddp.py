@@ -117,6 +117,7 @@ class HookState(Exchanging):
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
         self._outside = Outside(model, trainable)
+        self._outside.refuse_at_updates()  # gradients may come after the last bucket, or alone
         self._fired: set[str] = set()  # since the last exchange
         self._reached = Reached(trainable, exchange, self._device) if finds_unused else None
         if exchange.asynchronous(comm) or finds_unused:

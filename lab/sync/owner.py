@@ -206,7 +206,7 @@ class NonfiniteGuard:
     def __init__(
         self, exchange: Exchange, scaler: Scaler | None, parameters: Iterable[nn.Parameter]
     ) -> None:
-        self._discards = Discards(exchange, parameters)
+        self._discards = None if exchange.exact else Discards(exchange, parameters)
         if not isinstance(cast(object, scaler), Scaler | None):
             raise ValueError(f"scaler={scaler!r}: must be a torch.amp.GradScaler, or None")
         self._exchange = exchange
@@ -221,7 +221,8 @@ class NonfiniteGuard:
             FloatingPointError: the last step was not finite, and nothing has put residuals back.
             RuntimeError: see Discards.
         """
-        self._discards.begin_step()
+        if self._discards:
+            self._discards.begin_step()
         last, self._last = self._last, None
         if last is not None and not bool(last.read()):
             name = type(self._exchange).__name__
@@ -243,7 +244,8 @@ class NonfiniteGuard:
         """
         if not self._exchange.state_dict():
             return
-        self._discards.end_step()
+        if self._discards:
+            self._discards.end_step()
         if self._scaler is None:
             self._last = None if finite is None else HostCopy(finite)
             return

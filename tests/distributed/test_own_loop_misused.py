@@ -139,6 +139,43 @@ def test_gradients_that_are_changed_when_they_may_have_left_are_refused(
     assert CREW.call(2, changed_too_early, False, change) == ["", ""]
 
 
+def thawed(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[0] = net()
+
+
+def reassigned(model: nn.Sequential) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def with_another_first_layer(change: Callable[[nn.Sequential], None], check: str | None) -> str:
+    """Train a layer that DDP does not know; return the error."""
+    with joined() as rank:
+        model = nn.Sequential(net(), nn.Tanh(), net())
+        model[0].requires_grad_(change is not thawed)
+        lab.attach(module := DistributedDataParallel(model), "allreduce", check=check)
+        change(model)
+        with pytest.raises(RuntimeError) as caught:
+            for step in range(2):
+                module(batch(step, rank)).square().mean().backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                model.zero_grad()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "check"), [(thawed, None), (replaced, "first"), (reassigned, None)]
+)
+def test_a_parameter_that_ddp_does_not_know_is_refused(
+    change: Callable[[nn.Sequential], None], check: str | None
+) -> None:
+    for line in spawn(2, with_another_first_layer, change, check):
+        assert line.startswith("0.weight: was frozen or missing when the exchange was set up")
+
+
 def with_a_generator(way: str, set_aside: str) -> str:
     """Train a GAN, whose generator's backward also reaches the discriminator; return the error."""
     with joined() as rank:
