@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -375,9 +376,28 @@ class Outside:
             weakref.finalize(self, register(partial(_note_change, weakref.ref(self))).remove)
 
     def refuse_at_updates(self) -> None:
-        """Call `refuse_trained` with each optimizer that takes a step."""
+        """Call `refuse_trained` with each optimizer that takes a step, and `refuse_converted`."""
+        self._probe = next(p for p in self._admitted.values() if p.numel())
+        self._node = get_gradient_edge(self._probe).node
         hook = register_optimizer_step_pre_hook(partial(_before_update, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
+
+    def refuse_converted(self, optimizer: Optimizer) -> None:
+        """Refuse an update of a model whose gradients DDP does not see any more.
+
+        If a parameter's dtype changes, torch makes a new node for its gradient, which has none of
+        DDP's hooks, even if the dtype changes back.
+
+        Raises:
+            RuntimeError: the model was converted.
+        """
+        if not self._probe.requires_grad or get_gradient_edge(self._probe).node is self._node:
+            return
+        if any(p is self._probe for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "the model was converted to another dtype after DistributedDataParallel was made, "
+                "which therefore exchanges nothing; convert a copy, or wrap the model anew"
+            )
 
     def refuse_trained(self, optimizer: Optimizer | None = None) -> None:
         """Refuse a model in which one of them trains; call this in each step, after backward.
@@ -420,3 +440,5 @@ def _note_change(outside: weakref.ref[Outside], *_: object) -> None:
 def _before_update(outside: weakref.ref[Outside], optimizer: Optimizer, *_: object) -> None:
     if (found := outside()) is not None:
         found.refuse_trained(optimizer)
+        if not torch.compiler.is_compiling():
+            found.refuse_converted(optimizer)

@@ -151,8 +151,12 @@ def reassigned(model: nn.Sequential) -> None:
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
 
 
+def converted(model: nn.Sequential) -> None:
+    model.double().float()
+
+
 def with_another_first_layer(change: Callable[[nn.Sequential], None], check: str | None) -> str:
-    """Train a layer that DDP does not know; return the error."""
+    """Train a layer whose gradient DDP does not see; return the error."""
     with joined() as rank:
         model = nn.Sequential(net(), nn.Tanh(), net())
         model[0].requires_grad_(change is not thawed)
@@ -166,14 +170,24 @@ def with_another_first_layer(change: Callable[[nn.Sequential], None], check: str
         return str(caught.value)
 
 
+UNKNOWN = "0.weight: was frozen or missing when the exchange was set up"
+CONVERTED = "the model was converted to another dtype after DistributedDataParallel was made"
+
+
 @pytest.mark.parametrize(
-    ("change", "check"), [(thawed, None), (replaced, "first"), (reassigned, None)]
+    ("change", "check", "says"),
+    [
+        (thawed, None, UNKNOWN),
+        (replaced, "first", UNKNOWN),
+        (reassigned, None, UNKNOWN),
+        (converted, None, CONVERTED),
+    ],
 )
-def test_a_parameter_that_ddp_does_not_know_is_refused(
-    change: Callable[[nn.Sequential], None], check: str | None
+def test_a_parameter_whose_gradient_ddp_does_not_see_is_refused(
+    change: Callable[[nn.Sequential], None], check: str | None, says: str
 ) -> None:
     for line in spawn(2, with_another_first_layer, change, check):
-        assert line.startswith("0.weight: was frozen or missing when the exchange was set up")
+        assert line.startswith(says)
 
 
 def with_a_generator(way: str, set_aside: str) -> str:
