@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import repeat
-from operator import is_, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lab.codec.layout import spans
 from lab.exchange.grouping import group
 from lab.exchange.layout import as_real, dense, is_rows_first, named, trainable, travel_shape
 
+VERSION = attrgetter("_version")  # of a tensor: counts its changes
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
 
 
@@ -134,7 +135,7 @@ class BucketPlan:
         self.dtype = dtype or next(iter(parameters.values())).dtype
         self.in_place = in_place and not self._missing
         self.label = label(self.shapes)
-        self._left: list[tuple[Tensor, int]] = []  # gradients under way, and their versions
+        self._left: tuple[list[Any], list[int]] = [], []  # gradients under way, their versions
         self._plans = Plans()
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
@@ -192,18 +193,19 @@ class BucketPlan:
 
     def leave(self) -> None:
         """Note the gradients that `pack` has left, while backward or a loop may change them."""
-        gradients: list[Any] = [parameter.grad for parameter in self._ordered]
-        self._left = [(gradient, gradient._version) for gradient in gradients]
+        gradients: list[Any] = self._values  # without loops in Python, as in has_gradients
+        if len(self._ordered) == 1 or not self.has_views:
+            gradients = [parameter.grad for parameter in self._ordered]
+        self._left = gradients, [*map(VERSION, gradients)]
 
     def changed(self) -> str | None:
         """Return the name of a parameter whose gradient was changed since `leave`, if any."""
-        left, self._left = self._left, []
-        for (name, parameter), (gradient, version) in zip(
-            self._in_flat.items() if left else (), left, strict=True
-        ):
-            if parameter.grad is not gradient or gradient._version != version:
-                return name
-        return None
+        (gradients, versions), self._left = self._left, ([], [])
+        now: list[Any] = [parameter.grad for parameter in self._ordered[: len(gradients)]]
+        if all(map(is_, now, gradients)) and [*map(VERSION, now)] == versions:
+            return None
+        rows = zip(self._in_flat, now, gradients, versions, strict=True)
+        return next(name for name, one, then, was in rows if one is not then or one._version != was)
 
     def __str__(self) -> str:
         return self.label

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -141,55 +142,68 @@ class Scaler(Protocol):
 class Discards:
     """Finds gradients that were exchanged, and then cleared before an update used them.
 
-    What an exchange keeps of them would join later gradients: in a GAN, backward of the generator's
-    loss also gives gradients to the discriminator, which the next step clears. A parameter with few
-    values stands for all, so that this costs little. No host waits for it as long as an optimizer
-    uses the gradients.
+    What an exchange keeps of them joins later gradients. In a GAN these have another loss: backward
+    of the generator's also gives gradients to the discriminator, which the next step clears. That
+    is refused. A step that a loop has skipped by itself is worth a warning.
+
+    A parameter with few values stands for all, so that this costs little. No host waits for it as
+    long as an optimizer uses the gradients.
     """
 
     def __init__(self, exchange: Exchange, parameters: Iterable[nn.Parameter]) -> None:
         self._exchange = exchange
         known = [*parameters]
-        self.ids = {*map(id, known)}
+        self._ids = {*map(id, known)}
         last = [p for p in known if p.numel()][-4:]  # surely get gradients, of the output
-        self.parameter = min(last, key=Tensor.numel)
-        self.exchanged: tuple[Tensor, Tensor, int] | None = None  # gradient, weight, its version
-        hook = register_optimizer_step_pre_hook(partial(_forget, weakref.ref(self)))
+        self._parameter = min(last, key=Tensor.numel)
+        self._exchanged: tuple[Tensor, Tensor, int] | None = None  # gradient, weight, its version
+        self._other_has_stepped = False  # since then
+        hook = register_optimizer_step_pre_hook(partial(_note_update, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
+    def note_update(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer uses the gradients, some of them, or those of other models."""
+        if self._exchanged is None:
+            return
+        updated = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if self._ids.isdisjoint(updated):
+            self._other_has_stepped = True
+        else:
+            self._exchanged = None
+
     def begin_step(self) -> None:
-        """Refuse an exchange, before it begins, if the gradients of the last one were discarded.
+        """Look, before an exchange begins, whether gradients of the last one were discarded.
 
         Raises: RuntimeError: they were, and the exchange keeps something of them.
         """
-        last, self.exchanged = self.exchanged, None
-        if last is None or self.parameter.grad is last[0] or self.parameter._version != last[2]:
+        last, self._exchanged = self._exchanged, None
+        if last is None or self._parameter.grad is last[0] or self._parameter._version != last[2]:
             return
         gradient, weight, _ = last
-        if bool((weight == self.parameter).all() & gradient.isfinite().all() & gradient.any()) and (
-            _holds_values(self._exchange.state_dict())
-        ):
-            raise RuntimeError(
-                f"exchange={type(self._exchange).__name__}: the last gradients were exchanged, but "
-                "cleared before an optimizer used them; the exchange's residuals of them would be "
-                "added to later gradients; put a backward whose gradients are not used (such as a "
-                "trial, or that of a GAN's generator) into no_sync() or sync.accumulate(), or "
-                "freeze the model meanwhile with requires_grad_(False)"
-            )
+        same = (weight == self._parameter).all() & gradient.isfinite().all() & gradient.any()
+        if not bool(same) or not _holds_values(self._exchange.state_dict()):
+            return
+        text = (
+            f"exchange={type(self._exchange).__name__}: the last gradients were exchanged, but "
+            "cleared before an optimizer used them; the exchange's residuals of them are added to "
+            "later gradients; put a backward whose gradients are not used (such as a trial, or "
+            "that of a GAN's generator) into no_sync() or sync.accumulate(), or freeze the model "
+            "meanwhile with requires_grad_(False)"
+        )
+        if self._other_has_stepped:
+            raise RuntimeError(text)
+        warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
 
     def end_step(self) -> None:
-        parameter, gradient = self.parameter, self.parameter.grad
+        parameter, gradient = self._parameter, self._parameter.grad
+        self._other_has_stepped = False
         if gradient is not None:
-            self.exchanged = gradient, parameter.detach().clone(), parameter._version
+            self._exchanged = gradient, parameter.detach().clone(), parameter._version
 
 
-def _forget(found: weakref.ref[Discards], optimizer: Optimizer, *_: object) -> None:
-    """Note that an optimizer uses the gradients, or some of them."""
-    discards = found()
-    if discards is not None and discards.exchanged is not None:
-        updated = (id(p) for group in optimizer.param_groups for p in group["params"])
-        if not discards.ids.isdisjoint(updated):
-            discards.exchanged = None
+def _note_update(found: weakref.ref[Discards], optimizer: Optimizer, *_: object) -> None:
+    if (discards := found()) is not None:
+        discards.note_update(optimizer)
 
 
 class NonfiniteGuard:

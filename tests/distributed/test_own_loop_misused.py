@@ -6,6 +6,7 @@ import copy
 import io
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -233,9 +234,28 @@ def test_residuals_of_gradients_that_were_discarded_are_refused(
         assert bool(line) == bool(says)
 
 
+def skipped() -> list[str]:
+    """Skip an update on all ranks; return the warnings."""
+    with joined() as rank, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lab.attach(module := DistributedDataParallel(net()), "onebit", check=None, **SHORT_ROWS)
+        for step in range(4):
+            module.zero_grad()
+            module(batch(step, rank)).square().mean().backward()
+            if step != 1:
+                torch.optim.SGD(module.parameters(), lr=0.1).step()
+        return [str(each.message) for each in caught if "exchange=" in str(each.message)]
+
+
+def test_a_skipped_update_whose_residuals_stay_is_a_warning() -> None:
+    for (line,) in CREW.call(2, skipped):
+        assert line.startswith("exchange=OneBit: the last gradients were exchanged, but cleared")
+
+
 def used_otherwise() -> None:
     """Use gradients in loops that no optimizer of all parameters steps through."""
-    with joined() as rank:
+    with joined() as rank, warnings.catch_warnings():
+        warnings.filterwarnings("error", "exchange=")
         for update in (by_hand, some_only, at_no_rate):
             lab.attach(module := DistributedDataParallel(net()), "onebit", check=None, **SHORT_ROWS)
             for step in range(4):
