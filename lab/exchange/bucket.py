@@ -9,20 +9,23 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import repeat
-from operator import is_, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lab.codec.layout import spans
 from lab.exchange.grouping import group
 from lab.exchange.layout import as_real, dense, is_rows_first, named, trainable, travel_shape
 
+VERSION = attrgetter("_version")  # of a tensor: counts its changes
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
 
 
@@ -111,9 +114,8 @@ class BucketPlan:
         multiple: divides the length of `flat`.
         dtype: of the buffer; None: that of the parameters, which are all of one.
 
-    Attributes:
-        hides: `pack` leaves no `grad`, so that `show` finds gradients that grow after it.
-        is_hidden: it has left none, and `show` is to set it.
+    Exchanges write to memory by other tensors than those in `.grad`, so a version of one of these
+    changes only if somebody else changes it, in spite of the exchange.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class BucketPlan:
         self.dtype = dtype or next(iter(parameters.values())).dtype
         self.in_place = in_place and not self._missing
         self.label = label(self.shapes)
-        self.hides = self.is_hidden = False
+        self._left: tuple[list[Any], list[int]] = [], []  # gradients under way, their versions
         self._plans = Plans()
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
@@ -189,23 +191,21 @@ class BucketPlan:
             fresh and any(map(is_, seen, self._values))
         )
 
-    def show(self) -> str | None:
-        """Set `grad` that `pack` has hidden; return the name of a parameter that has a new one."""
-        for name, parameter in self._in_flat.items():
-            if parameter.grad is not None:
-                return name
-        self.is_hidden = False
-        self._set_gradients()
-        return None
+    def leave(self) -> None:
+        """Note the gradients that `pack` has left, while backward or a loop may change them."""
+        gradients: list[Any] = self._values  # without loops in Python, as in has_gradients
+        if len(self._ordered) == 1 or not self.has_views:
+            gradients = [parameter.grad for parameter in self._ordered]
+        self._left = gradients, [*map(VERSION, gradients)]
 
-    def _hide_gradients(self) -> None:
-        self.is_hidden = True
-        for parameter in self._ordered:
-            parameter.grad = None
-
-    def _set_gradients(self) -> None:
-        for parameter, values in zip(self._ordered, self._values, strict=True):
-            parameter.grad = values
+    def changed(self) -> str | None:
+        """Return the name of a parameter whose gradient was changed since `leave`, if any."""
+        (gradients, versions), self._left = self._left, ([], [])
+        now: list[Any] = [parameter.grad for parameter in self._ordered[: len(gradients)]]
+        if all(map(is_, now, gradients)) and [*map(VERSION, now)] == versions:
+            return None
+        rows = zip(self._in_flat, now, gradients, versions, strict=True)
+        return next(name for name, one, then, was in rows if one is not then or one._version != was)
 
     def __str__(self) -> str:
         return self.label
@@ -223,7 +223,7 @@ class BucketPlan:
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
             return None
-        return gradient.as_strided((gradient.numel(),), (1,))
+        return gradient.data.as_strided((gradient.numel(),), (1,))
 
     def _copied_at_once(self) -> bool:
         """Copy all gradients and make them views, unless one is missing, sparse or of its kind."""
@@ -232,10 +232,8 @@ class BucketPlan:
             torch._foreach_copy_(self._values, gradients)
         except (TypeError, RuntimeError):
             return False
-        if self.hides:
-            self._hide_gradients()
-        else:
-            self._set_gradients()
+        for parameter, values in zip(self._ordered, self._values, strict=True):
+            parameter.grad = values
         return True
 
     def _pack_each(self, bucket: GradBucket) -> None:
@@ -253,10 +251,8 @@ class BucketPlan:
                 values.copy_(as_real(gradient))
             parameter.grad = values if is_view else gradient
             if not is_view:
-                copied.append((as_real(gradient), values))
+                copied.append((as_real(gradient.data), values))
         bucket.copied, bucket.lacking = copied, lacking
-        if self.hides:
-            self._hide_gradients()
 
     def _allocated(self) -> Tensor:
         """Return the buffer; make it, and its views, for the first step."""
@@ -286,7 +282,7 @@ class BucketPlan:
         parts = buffer[: self.num_values].split(sizes)
         # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
         self._values = [
-            part.as_strided(p.shape, p.stride()) if is_view else part.view(shape)
+            (part.as_strided(p.shape, p.stride()) if is_view else part.view(shape)).data
             for part, p, shape, is_view in zip(
                 parts, self._in_flat.values(), self.shapes.values(), self._are_views, strict=True
             )
@@ -381,11 +377,38 @@ class Outside:
         ):
             weakref.finalize(self, register(partial(_note_change, weakref.ref(self))).remove)
 
-    def refuse_trained(self) -> None:
+    def refuse_at_updates(self) -> None:
+        """Call `refuse_trained` with each optimizer that takes a step, and `refuse_converted`."""
+        self._probe = next(p for p in self._admitted.values() if p.numel())
+        self._node = get_gradient_edge(self._probe).node
+        hook = register_optimizer_step_pre_hook(partial(_before_update, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def refuse_converted(self, optimizer: Optimizer) -> None:
+        """Refuse an update of a model whose gradients DDP does not see any more.
+
+        If a parameter's dtype changes, torch makes a new node for its gradient, which has none of
+        DDP's hooks, even if the dtype changes back.
+
+        Raises:
+            RuntimeError: the model was converted.
+        """
+        if not self._probe.requires_grad or get_gradient_edge(self._probe).node is self._node:
+            return
+        if any(p is self._probe for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "the model was converted to another dtype after DistributedDataParallel was made, "
+                "which therefore exchanges nothing; convert a copy, or wrap the model anew"
+            )
+
+    def refuse_trained(self, optimizer: Optimizer | None = None) -> None:
         """Refuse a model in which one of them trains; call this in each step, after backward.
 
         Parameters that a model registered by itself are looked for until a backward has been seen,
         and later ones, added or in the place of others, once any module has registered something.
+
+        Args:
+            optimizer: only parameters that it updates count; None: all do.
 
         Raises:
             RuntimeError: names one that has a gradient, which no other rank would get.
@@ -394,13 +417,17 @@ class Outside:
             self._has_changed = False
             self._parameters = self._found()
             self._has_trained |= any(p.grad is not None for p in self._admitted.values())
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad and parameter.grad is not None:
-                raise RuntimeError(
-                    f"{name}: was frozen or missing when the exchange was set up, so its gradient "
-                    "reaches no other rank; set up the exchange with requires_grad=True, and "
-                    "freeze the parameter later"
-                )
+        found = self._parameters.items()
+        trained = [(n, p) for n, p in found if p.requires_grad and p.grad is not None]
+        if trained and optimizer:
+            updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = [(n, p) for n, p in trained if id(p) in updated]
+        if trained:
+            raise RuntimeError(
+                f"{trained[0][0]}: was frozen or missing when the exchange was set up, so its "
+                "gradient reaches no other rank; set up the exchange with requires_grad=True, and "
+                "freeze the parameter later"
+            )
 
     def _found(self) -> dict[str, nn.Parameter]:
         admitted = {id(p) for p in self._admitted.values()}
@@ -410,3 +437,10 @@ class Outside:
 def _note_change(outside: weakref.ref[Outside], *_: object) -> None:
     if (found := outside()) is not None:
         found._has_changed = True
+
+
+def _before_update(outside: weakref.ref[Outside], optimizer: Optimizer, *_: object) -> None:
+    if (found := outside()) is not None:
+        found.refuse_trained(optimizer)
+        if not torch.compiler.is_compiling():
+            found.refuse_converted(optimizer)

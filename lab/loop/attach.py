@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lab.distributed import replicas
 from lab.distributed.comm import Traffic
@@ -26,6 +24,7 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange, kept_state
 from lab.exchange.gate import admit
 from lab.exchange.grouping import MIB
+from lab.exchange.layout import trainable
 from lab.loop.check import (
     FORGOT_FINISH,
     FORGOT_HOOK,
@@ -37,13 +36,14 @@ from lab.loop.check import (
     syncs,
 )
 from lab.loop.setup import compose, refuses_misuse, require_module, world_of
+from lab.loop.stalled import refuse_stalled
 from lab.settings.config import ConfigError, build
 from lab.settings.errors import as_config_error
 from lab.sync.base import SyncParts
 from lab.sync.ddp import HookState, exchange_hook
 from lab.sync.fsdp import WholeGradients, set_reduce_scatter
 from lab.sync.fsdp_units import require_scattered
-from lab.sync.gradsync import GradSync, accumulator
+from lab.sync.gradsync import GradSync
 from lab.sync.owner import KEY, NonfiniteGuard, Owner, Scaler, require_state
 from lab.training.assemble import require_alike, require_like_gpus
 from lab.training.rank_consistency import parameters, settings_and_software
@@ -79,6 +79,20 @@ class LoopState(Checked, HookState):
     """
 
     world: World
+
+    def submit(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        try:
+            return super().submit(bucket)
+        except RuntimeError as error:
+            refuse_stalled(error, self, self.world)
+            raise
+
+    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
+        try:
+            super()._gradient_ready(name, _parameter)
+        except RuntimeError as error:
+            refuse_stalled(error, self, self.world)
+            raise
 
     def __reduce__(self) -> tuple[type[Unhooked], tuple[()]]:
         return Unhooked, ()
@@ -149,7 +163,7 @@ def ddp_comm_hook(
     world, settings = _join(config, exchange, wrapped.module, wrapped.process_group, device)
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
     with as_config_error():
-        guard = NonfiniteGuard(exchange, scaler)
+        guard = NonfiniteGuard(exchange, scaler, trainable(wrapped.module).values())
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
     state.world = world
@@ -233,47 +247,6 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
     return inner
 
 
-class Untouched:
-    """Tells gradients that a loop changes between backward and `finish`, in its first step.
-
-    In later ones they have been sent by then, so clipping, say, would do nothing without a word.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._made: dict[str, tuple[Tensor, int]] = {}  # gradients and their versions
-        nodes = {name: accumulator(parameter) for name, parameter in parameters.items()}
-        self._nodes = nodes  # which torch would make anew
-        hooks: Any = [node.register_hook(partial(self._note, name)) for name, node in nodes.items()]
-        self._hooks: list[RemovableHandle] = hooks
-
-    def _note(self, name: str, *_: object) -> None:
-        if (gradient := self._parameters[name].grad) is not None:
-            self._made[name] = gradient, gradient._version
-
-    def end(self) -> bool:
-        """Look no more, once there was a backward; return whether there was.
-
-        Raises: RuntimeError: names a parameter whose gradient is another now.
-        """
-        made, self._made = self._made, {}
-        if made:
-            self.close()
-        for name, (gradient, version) in made.items():
-            now = self._parameters[name].grad
-            if now is not None and (now is not gradient or now._version != version):
-                raise RuntimeError(
-                    f"{name}: its gradient was changed between backward and finish(), where later "
-                    "steps have sent it already; change gradients after finish(), or set "
-                    "overlap=false"
-                )
-        return bool(made)
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
 class LoopSync(Checked, GradSync):
     """The gradient exchange of a custom training loop, as `grad_sync` returns it.
 
@@ -295,10 +268,9 @@ class LoopSync(Checked, GradSync):
         super().__init__(parts)
         self.divides_loss = False  # the loop's loss is what it is
         self._has_begun = self._is_open = False
-        self._untouched: Untouched | None = None
         self.settings = settings
         self._model, self._world = parts.model, world
-        self._guard = NonfiniteGuard(self.exchange, scaler)
+        self._guard = NonfiniteGuard(self.exchange, scaler, self.parameters.values())
 
     def __enter__(self) -> Self:
         self._refuse_shared()
@@ -306,8 +278,6 @@ class LoopSync(Checked, GradSync):
         replicas.broadcast_state(self._model, self._world)
         super().__enter__()
         self._arrivals.armed = True
-        if self._during_backward and not self.step:
-            self._untouched = Untouched(self.parameters)
         if self.check:
             self.check.begin()
         return self
@@ -315,8 +285,6 @@ class LoopSync(Checked, GradSync):
     def __exit__(self, kind: object = None, *_: object) -> None:
         super().__exit__()
         self._is_open = False
-        if self._untouched:
-            self._untouched.close()
         if kind is None:  # after an error, an exchange may wait for a rank that is lost
             self.worker.close()
         if self.check:
@@ -355,11 +323,13 @@ class LoopSync(Checked, GradSync):
             raise RuntimeError(
                 "grad_sync: finish() outside `with`; use `with grad_sync(...) as s:`"
             )
-        if self._untouched and self._untouched.end():
-            self._untouched = None
         if self.clock:
             self.clock.next_phase("exchange")
-        finite = super().finish()
+        try:
+            finite = super().finish()
+        except RuntimeError as error:
+            refuse_stalled(error, self, self._world)
+            raise
         if self.clock:
             self.clock.next_phase("update")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -397,6 +367,13 @@ class LoopSync(Checked, GradSync):
         if not self._exchanged:
             self.loss_scale = self._guard.begin_step()
         super()._submit_next()
+
+    def _advance(self, _name: str) -> None:
+        try:
+            self.worker.advance()
+        except RuntimeError as error:
+            refuse_stalled(error, self, self._world)
+            raise
 
 
 @refuses_misuse

@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import Field, dataclass
@@ -169,13 +170,10 @@ def answer(
             return code
         report_error(command.name, error)
         return 2
-    except ModuleNotFoundError as error:
-        if error.name not in OF_REPORTS:
-            raise
-        needs = f"{error.name} is not installed: pip install 'scaling-lab[report]'"
-        report_error(command.name, ConfigError(needs))
-        return 2
     except Exception as error:
+        if lacking := _lacking(error):
+            report_error(command.name, ConfigError(lacking))
+            return 2
         # A file that cannot be written, or read, is no bug of the lab's.
         if not blame(error) and not (isinstance(error, OSError) and error.filename):
             raise
@@ -185,6 +183,20 @@ def answer(
         if command.stopped:
             print(f"\n{command.stopped}", file=sys.stderr)
         return 130
+
+
+def _lacking(error: Exception) -> str:
+    """Return one line if an installed library is missing or broken; empty if it is not."""
+    name = getattr(error, "name", None) if isinstance(error, ImportError) else None
+    if name in OF_REPORTS:
+        return f"{name} is not installed: pip install 'scaling-lab[report]'"
+    if sys.modules.get("torch"):
+        return ""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [name or "", *(str(frame.f_globals.get("__name__")) for frame, _ in frames)]
+    # Python forgets a module whose import fails.
+    fails = "torch" in {module.partition(".")[0] for module in modules}
+    return f"torch cannot be imported: {one_line(error)}" if fails else ""
 
 
 def answers(

@@ -29,7 +29,15 @@ from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, Outside, Plans
 from lab.exchange.gate import admit, carrier
 from lab.exchange.grouping import MIB
-from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
+from lab.exchange.layout import (
+    COMPILED,
+    as_real,
+    is_dense,
+    is_rows_first,
+    named,
+    trainable,
+    travel_shape,
+)
 from lab.measure.clock import Clock
 from lab.settings import checks
 from lab.sync.base import (
@@ -117,6 +125,7 @@ class HookState(Exchanging):
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
         self._outside = Outside(model, trainable)
+        self._outside.refuse_at_updates()  # gradients may come after the last bucket, or alone
         self._fired: set[str] = set()  # since the last exchange
         self._reached = Reached(trainable, exchange, self._device) if finds_unused else None
         if exchange.asynchronous(comm) or finds_unused:
@@ -297,6 +306,7 @@ class DDPSync(LibrarySync):
         self._sent = 0  # values, by PowerSGD since it began
         self._last: LastGradient | None = None
         self._model = parts.model
+        self._outside = Outside(parts.model, trainable(parts.model))
         self._register(hook, parts, parts.comm.group)
 
     def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
@@ -366,7 +376,11 @@ class DDPSync(LibrarySync):
             raise RuntimeError(f"strategy=ddp: {cures[0]}") from None
 
     def finish(self) -> Tensor | None:
-        """Count what DDP sent; backward has exchanged the gradients."""
+        """Count what DDP sent; backward has exchanged the gradients.
+
+        Raises: RuntimeError: a parameter has a gradient that DDP does not know.
+        """
+        self._outside.refuse_trained()
         if self._power is not None:
             sent = int(self._power.compression_stats()[2])
             if sent:  # the first steps are exact, and not in its count

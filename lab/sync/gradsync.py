@@ -42,10 +42,9 @@ class Arrivals:
     gradient grows; later ones are complete when they have grown as often.
 
     A hook costs the host a microsecond. So from the second step on, a bucket has one hook, at the
-    gradient that came last in the first step. It looks whether `grad` of the others is set; the
-    bucket hides these as it leaves, so that `show` finds any that grows again. Every gradient keeps
-    its hook if it grows several times or on top of an earlier micro-batch, if it is no view of its
-    bucket, or once some gradient has come later than the hook.
+    gradient that came last in the first step. It looks whether `grad` of the others is set. Every
+    gradient keeps its hook if it grows several times or on top of an earlier micro-batch, if it is
+    no view of its bucket, or once some gradient has come later than the hook.
 
     Args:
         parameters: the trainable ones, by name.
@@ -141,15 +140,19 @@ class Arrivals:
         """Tell whether there is such a bucket, and all of its gradients have arrived."""
         return place < len(self._missing) and not self._missing[place]
 
-    def show(self) -> None:
-        """Set `grad` of buckets that hide it, once exchanges have ended.
+    def refuse_changed(self) -> None:
+        """Refuse gradients that have changed since they left, once exchanges have ended.
 
         Raises:
-            RuntimeError: a gradient has grown after it had been sent.
+            RuntimeError: names a parameter.
         """
         for bucket in self._buckets:
-            if bucket.is_hidden and (grown := bucket.show()):
-                _refuse(grown, "2 or more", 1)
+            if name := bucket.changed():
+                raise RuntimeError(
+                    f"{name}: its gradient was changed between backward and finish(), or grew in "
+                    "another backward, after it had been sent; change gradients after finish(), "
+                    "put any other backward into sync.accumulate(), or set overlap=false"
+                )
 
     def _watch(self) -> None:
         """Hook the gradients that tell when buckets are full, and no others.
@@ -161,9 +164,10 @@ class Arrivals:
             handle.remove()
         self._hooks.clear()
         self._lasts = self._find_lasts()
-        for place, bucket in enumerate(self._buckets):
-            bucket.hides = place in self._lasts
-        self._sizes = [1 if bucket.hides else len(bucket.parameters) for bucket in self._buckets]
+        self._sizes = [
+            1 if place in self._lasts else len(bucket.parameters)
+            for place, bucket in enumerate(self._buckets)
+        ]
         for index, name in enumerate(self._names if self._is_open else ()):
             if all(self._lasts.get(place, name) == name for place in self._filled[index]):
                 node = accumulator(self._parameters[name])
@@ -335,7 +339,10 @@ class GradSync(Sync):
 
     def _at_each(self) -> Callable[[str], None] | None:
         """Return what to call at each gradient that arrives, by the parameter's name."""
-        return (lambda _: self.worker.advance()) if self.worker.takes_turns else None
+        return self._advance if self.worker.takes_turns else None
+
+    def _advance(self, _name: str) -> None:
+        self.worker.advance()
 
     def _advance_at_gradients(self) -> None:
         """Let exchanges under way, of another step, go on whenever a gradient arrives."""
@@ -360,7 +367,7 @@ class GradSync(Sync):
         self._all_ready()
         self._submit_rest()
         self.worker.wait()
-        self._arrivals.show()
+        self._arrivals.refuse_changed()
         self.nowhere = self._reached.nowhere() if self._reached else []
         for name in self.nowhere:
             self.parameters[name].grad = None  # of zeros that stand for no gradient on any rank
@@ -456,8 +463,9 @@ class GradSync(Sync):
             return
         if self.clock:
             self.clock.ready(place)
-        while self._arrivals.is_full(self._arrivals.num_sent):
+        while self._arrivals.is_full(place := self._arrivals.num_sent):
             self._submit_next()
+            self.buckets[place].leave()
 
     def _as_on_rank_0(self, names: Iterable[str]) -> list[str]:
         """Return all parameters' names in the order of rank 0's `names`; the other ones last."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lab.distributed.worker import HostCopy
 from lab.exchange.base import Exchange
@@ -120,6 +125,12 @@ def _holds_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
+def _holds_values(state: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    """Return whether an exchange's state has numbers that gradients have left, other than 0."""
+    tensors = itertools.chain.from_iterable(kept.values() for kept in state.values())
+    return any(t.is_floating_point() and bool(t.any()) for t in tensors)
+
+
 @runtime_checkable
 class Scaler(Protocol):
     """The part of torch.amp.GradScaler that is used."""
@@ -128,15 +139,88 @@ class Scaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-class NonfiniteGuard:
-    """Protection of an exchange's residuals from gradients that are not finite.
+class Discards:
+    """Finds gradients that were exchanged, and then cleared before an update used them.
 
-    With an enabled scaler such gradients are expected: the residuals are put back to what they were
-    before the step, which the scaler will skip on every rank, and the host waits to know. Without
-    one they are an error, found one step late, so that no host waits.
+    What an exchange keeps of them joins later gradients. In a GAN these have another loss: backward
+    of the generator's also gives gradients to the discriminator, which the next step clears. That
+    is refused. A step that a loop has skipped by itself is worth a warning.
+
+    A parameter with few values stands for all, so that this costs little. No host waits for it as
+    long as an optimizer uses the gradients.
     """
 
-    def __init__(self, exchange: Exchange, scaler: Scaler | None) -> None:
+    def __init__(self, exchange: Exchange, parameters: Iterable[nn.Parameter]) -> None:
+        self._exchange = exchange
+        known = [*parameters]
+        self._ids = {*map(id, known)}
+        last = [p for p in known if p.numel()][-4:]  # surely get gradients, of the output
+        self._parameter = min(last, key=Tensor.numel)
+        self._exchanged: tuple[Tensor, Tensor, int] | None = None  # gradient, weight, its version
+        self._other_has_stepped = False  # since then
+        hook = register_optimizer_step_pre_hook(partial(_note_update, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def note_update(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer uses the gradients, some of them, or those of other models."""
+        if self._exchanged is None:
+            return
+        updated = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if self._ids.isdisjoint(updated):
+            self._other_has_stepped = True
+        else:
+            self._exchanged = None
+
+    def begin_step(self) -> None:
+        """Look, before an exchange begins, whether gradients of the last one were discarded.
+
+        Raises: RuntimeError: they were, and the exchange keeps something of them.
+        """
+        last, self._exchanged = self._exchanged, None
+        if last is None or self._parameter.grad is last[0] or self._parameter._version != last[2]:
+            return
+        gradient, weight, _ = last
+        same = (weight == self._parameter).all() & gradient.isfinite().all() & gradient.any()
+        if not bool(same) or not _holds_values(self._exchange.state_dict()):
+            return
+        text = (
+            f"exchange={type(self._exchange).__name__}: the last gradients were exchanged, but "
+            "cleared before an optimizer used them; the exchange's residuals of them are added to "
+            "later gradients; put a backward whose gradients are not used (such as a trial, or "
+            "that of a GAN's generator) into no_sync() or sync.accumulate(), or freeze the model "
+            "meanwhile with requires_grad_(False)"
+        )
+        if self._other_has_stepped:
+            raise RuntimeError(text)
+        warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
+
+    def end_step(self) -> None:
+        parameter, gradient = self._parameter, self._parameter.grad
+        self._other_has_stepped = False
+        if gradient is not None:
+            self._exchanged = gradient, parameter.detach().clone(), parameter._version
+
+
+def _note_update(found: weakref.ref[Discards], optimizer: Optimizer, *_: object) -> None:
+    if (discards := found()) is not None:
+        discards.note_update(optimizer)
+
+
+class NonfiniteGuard:
+    """Protection of an exchange's residuals from gradients that are not finite, or not used.
+
+    With an enabled scaler gradients that are not finite are expected: the residuals are put back to
+    what they were before the step, which the scaler will skip on every rank, and the host waits to
+    know. Without one they are an error, found one step late, so that no host waits.
+
+    Args:
+        parameters: those that are exchanged.
+    """
+
+    def __init__(
+        self, exchange: Exchange, scaler: Scaler | None, parameters: Iterable[nn.Parameter]
+    ) -> None:
+        self._discards = None if exchange.exact else Discards(exchange, parameters)
         if not isinstance(cast(object, scaler), Scaler | None):
             raise ValueError(f"scaler={scaler!r}: must be a torch.amp.GradScaler, or None")
         self._exchange = exchange
@@ -149,7 +233,10 @@ class NonfiniteGuard:
 
         Raises:
             FloatingPointError: the last step was not finite, and nothing has put residuals back.
+            RuntimeError: see Discards.
         """
+        if self._discards:
+            self._discards.begin_step()
         last, self._last = self._last, None
         if last is not None and not bool(last.read()):
             name = type(self._exchange).__name__
@@ -171,6 +258,8 @@ class NonfiniteGuard:
         """
         if not self._exchange.state_dict():
             return
+        if self._discards:
+            self._discards.end_step()
         if self._scaler is None:
             self._last = None if finite is None else HostCopy(finite)
             return

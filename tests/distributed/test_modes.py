@@ -6,9 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from lab.distributed.worker import InlineWorker
+from lab.exchange.allreduce import NoExchange
+from lab.loop.setup import world_of
+from lab.sync.base import SyncParts
+from lab.sync.ddp import DDPSync
 from tests.distributed.test_strategies import distance
-from tests.support.ranks import Outcome, train, train_once
+from tests.support.ranks import Outcome, spawn, train, train_once
 from tests.support.slow import some_of
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=10", "warmup_steps=2")
@@ -128,3 +135,23 @@ def test_an_exchange_that_outlasts_its_step_is_counted_once() -> None:
     assert waiting[0].record["payload_bytes_per_step"] == late[0].record["payload_bytes_per_step"]
     assert min(late[0].record["payload_bytes_per_step"]) > 0
     assert apart(waiting, late) > 1e-4
+
+
+def replaced_under_ddp() -> str:
+    dist.init_process_group("gloo")
+    comm = world_of(None, torch.device("cpu")).comm
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parts = SyncParts(model, model, NoExchange(), comm, InlineWorker(), True, 25)
+    with DDPSync(parts, hook="none") as sync:
+        model[0] = nn.Linear(4, 4)
+        with sync.micro_batch(last=True):
+            sync.module(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RuntimeError) as caught:
+            sync.finish()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_layer_that_replaces_one_under_ddp_is_refused() -> None:
+    for line in spawn(2, replaced_under_ddp):
+        assert line.startswith("0.weight: was frozen or missing when the exchange was set up")

@@ -265,7 +265,7 @@ def test_the_document_has_a_row_for_each_case_and_no_other() -> None:
 ELSEWHERE = (
     *("`GradScaler`", "a process group of some ranks", "resuming"),
     *("`ddp.join()`, uneven inputs", "float64", "complex64", "weights in another memory order"),
-    *("reentrant checkpointing", "double backward"),
+    *("reentrant checkpointing", "double backward", "GANs, discarded gradients"),
 )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import re
+import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lab
+from lab.loop import stalled
 from tests.support.ranks import CREW, spawn
 
 WIDTH, STEPS = 8, 16
+SHORT_ROWS: dict[str, Any] = {"exchange.min_columns": WIDTH}  # for onebit to compress them
 
 
 @contextmanager
@@ -101,25 +105,184 @@ def test_two_syncs_with_a_common_parameter_are_refused() -> None:
         assert line.startswith("0.weight: another open lab.grad_sync exchanges its gradient")
 
 
-def clipped_too_early(overlap: bool) -> str:
+def changed_too_early(overlap: bool, change: Callable[[nn.Module], object]) -> str:
+    """Change gradients between backward and `finish`, from the third step on."""
     with joined(), lab.grad_sync(model := net(), "allreduce", overlap=overlap) as sync:
 
-        def clip_and_finish() -> None:
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        def change_and_finish() -> None:
+            change(model)
             sync.finish()
 
+        train(model, sync.finish, range(2))
         if not overlap:
-            train(model, clip_and_finish, range(3))
+            train(model, change_and_finish, range(2, 4))
             return ""
         with pytest.raises(RuntimeError) as caught:
-            train(model, clip_and_finish, range(1))
+            train(model, change_and_finish, range(2, 3))
         return str(caught.value)
 
 
-def test_gradients_that_are_changed_when_they_may_have_left_are_refused() -> None:
-    for line in CREW.call(2, clipped_too_early, True):
+def clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def set_anew(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("change", [clipped, set_anew])
+def test_gradients_that_are_changed_when_they_may_have_left_are_refused(
+    change: Callable[[nn.Module], object],
+) -> None:
+    for line in CREW.call(2, changed_too_early, True, change):
         assert re.match(r"(weight|bias): its gradient was changed between backward and fin", line)
-    assert CREW.call(2, clipped_too_early, False) == ["", ""]
+    assert CREW.call(2, changed_too_early, False, change) == ["", ""]
+
+
+def thawed(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[0] = net()
+
+
+def reassigned(model: nn.Sequential) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def converted(model: nn.Sequential) -> None:
+    model.double().float()
+
+
+def with_another_first_layer(change: Callable[[nn.Sequential], None], check: str | None) -> str:
+    """Train a layer whose gradient DDP does not see; return the error."""
+    with joined() as rank:
+        model = nn.Sequential(net(), nn.Tanh(), net())
+        model[0].requires_grad_(change is not thawed)
+        lab.attach(module := DistributedDataParallel(model), "allreduce", check=check)
+        change(model)
+        with pytest.raises(RuntimeError) as caught:
+            for step in range(2):
+                module(batch(step, rank)).square().mean().backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                model.zero_grad()
+        return str(caught.value)
+
+
+UNKNOWN = "0.weight: was frozen or missing when the exchange was set up"
+CONVERTED = "the model was converted to another dtype after DistributedDataParallel was made"
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "says"),
+    [
+        (thawed, None, UNKNOWN),
+        (replaced, "first", UNKNOWN),
+        (reassigned, None, UNKNOWN),
+        (converted, None, CONVERTED),
+    ],
+)
+def test_a_parameter_whose_gradient_ddp_does_not_see_is_refused(
+    change: Callable[[nn.Sequential], None], check: str | None, says: str
+) -> None:
+    for line in spawn(2, with_another_first_layer, change, check):
+        assert line.startswith(says)
+
+
+def with_a_generator(way: str, set_aside: str) -> str:
+    """Train a GAN, whose generator's backward also reaches the discriminator; return the error."""
+    with joined() as rank:
+        made, judge = net(), net()
+        generator, discriminator = DistributedDataParallel(made), DistributedDataParallel(judge)
+        for each in (generator, discriminator):
+            lab.attach(each, way, check=None, **(SHORT_ROWS if way == "onebit" else {}))
+        first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (made, judge))
+        try:
+            for step in range(8):
+                second.zero_grad()
+                discriminator(batch(step, rank)).square().mean().backward()
+                second.step()
+                if step % 4 < 3:  # several steps of the discriminator for one of the generator
+                    continue
+                first.zero_grad()
+                judge.requires_grad_(set_aside != "frozen")
+                with discriminator.no_sync() if set_aside == "no_sync" else nullcontext():
+                    discriminator(generator(batch(step, rank))).square().mean().backward()
+                judge.requires_grad_(True)
+                first.step()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("way", "set_aside", "says"),
+    [
+        ("onebit", "", "exchange=OneBit: the last gradients were exchanged, but cleared before"),
+        ("onebit", "no_sync", ""),
+        ("onebit", "frozen", ""),
+        ("allreduce", "", ""),
+    ],
+)
+def test_residuals_of_gradients_that_were_discarded_are_refused(
+    way: str, set_aside: str, says: str
+) -> None:
+    for line in spawn(2, with_a_generator, way, set_aside):
+        assert line.startswith(says)
+        assert bool(line) == bool(says)
+
+
+def skipped() -> list[str]:
+    """Skip an update on all ranks; return the warnings."""
+    with joined() as rank, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lab.attach(module := DistributedDataParallel(net()), "onebit", check=None, **SHORT_ROWS)
+        for step in range(4):
+            module.zero_grad()
+            module(batch(step, rank)).square().mean().backward()
+            if step != 1:
+                torch.optim.SGD(module.parameters(), lr=0.1).step()
+        return [str(each.message) for each in caught if "exchange=" in str(each.message)]
+
+
+def test_a_skipped_update_whose_residuals_stay_is_a_warning() -> None:
+    for (line,) in CREW.call(2, skipped):
+        assert line.startswith("exchange=OneBit: the last gradients were exchanged, but cleared")
+
+
+def used_otherwise() -> None:
+    """Use gradients in loops that no optimizer of all parameters steps through."""
+    with joined() as rank, warnings.catch_warnings():
+        warnings.filterwarnings("error", "exchange=")
+        for update in (by_hand, some_only, at_no_rate):
+            lab.attach(module := DistributedDataParallel(net()), "onebit", check=None, **SHORT_ROWS)
+            for step in range(4):
+                module.zero_grad()
+                module(batch(step, rank)).square().mean().backward()
+                update(module)
+        lab.attach(module := DistributedDataParallel(net()), "onebit", check=None, **SHORT_ROWS)
+        for step in range(4):  # without no_sync
+            module(batch(step, rank)).square().mean().backward()
+
+
+def by_hand(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
+def some_only(module: nn.Module) -> None:
+    torch.optim.SGD([next(module.parameters())], lr=0.1).step()
+
+
+def at_no_rate(module: nn.Module) -> None:
+    torch.optim.SGD(module.parameters(), lr=0.0).step()
+
+
+def test_gradients_that_are_used_in_any_way_are_not_taken_for_discarded() -> None:
+    CREW.call(2, used_otherwise)
 
 
 def entered_again() -> list[Tensor]:
@@ -201,6 +364,41 @@ def copied_and_saved(runs: Path) -> list[float]:
 
 def test_a_model_may_be_copied_and_saved(tmp_path: Path) -> None:
     assert CREW.call(2, copied_and_saved, tmp_path) == [[0.0] * 4] * 2
+
+
+def uneven(way: str) -> str:
+    """Let the last rank take fewer steps than others; return what these are told."""
+    stalled.GRACE_S = 1.0
+    dist.init_process_group("gloo")
+    model, rank = net(), dist.get_rank()
+    told = ""
+    with ExitStack() as stack:
+        if way == "attach":
+            module, finish = DistributedDataParallel(model), lambda: None
+            lab.attach(module, "onebit", check=None, exchange_timeout_s=2)
+        else:
+            module, sync = model, lab.grad_sync(model, "tree", check=None, exchange_timeout_s=2)
+            finish = stack.enter_context(sync).finish
+        try:
+            train(module, finish, range(3 if rank == 2 else 5))
+        except RuntimeError as error:
+            told = str(error)
+            stack.pop_all()  # as after an error
+    if rank == 2:
+        time.sleep(6)  # its end would be noticed at once
+    return told
+
+
+@pytest.mark.parametrize(
+    ("way", "cure"), [("attach", "use ddp.join()"), ("grad_sync", "call finish() without backward")]
+)
+def test_ranks_that_wait_in_vain_are_told_who_has_stopped(way: str, cure: str) -> None:
+    *waiting, stopped = spawn(3, uneven, way)
+    assert stopped == ""
+    for rank, line in enumerate(waiting):
+        assert line.startswith(f"rank 2 stopped after 3 steps, but rank {rank} goes on; all ranks")
+        assert cure in line
+        assert line.endswith("if rank 2 is only slow, raise exchange_timeout_s=2")
 
 
 def loaded_by_rank_0_alone(way: str) -> str:

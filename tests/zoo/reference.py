@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.loops import Handle, Loop, Named, Run, gradients
+from tests.zoo.loops import DoesNotApply, Handle, Loop, Named, Run, gradients
 from tests.zoo.models import RANDOM, Model
 
 WAIT_S = 20.0
@@ -220,6 +220,9 @@ def _results(model: Model, loop: Loop, size: int, wide: bool, average: Average) 
             raise error
     if errors:
         raise errors[0]
+    every = (weight for result in results for named in result.weights for weight in named.values())
+    if not all(bool(weight.isfinite().all()) for weight in every):
+        raise DoesNotApply("in one process, weights become infinite or NaN too")
     return results
 
 

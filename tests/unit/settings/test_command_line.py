@@ -237,6 +237,28 @@ sys.exit({module}.main(["docs/results/demo"]))"""
     assert (done.returncode, done.stderr) == (2, needs)
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (None, "import of torch halted"),
+        ("raise OSError('libcudart.so.13: cannot open')", "libcudart.so.13: cannot open"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_one_line(
+    body: str | None, reason: str, tmp_path: Path
+) -> None:
+    if body:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch/__init__.py").write_text(body)
+    path = f"sys.path.insert(0, {str(tmp_path)!r})" if body else "sys.modules['torch'] = None"
+    code = f"import sys; {path}; from lab import train; sys.exit(train.main(['steps=1']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    told = done.stderr.partition(reason)
+    assert done.returncode == 2
+    assert told[:2] == ("lab.train: error: torch cannot be imported: ", reason)
+    assert told[2].count("\n") == 1
+
+
 SLOW = {"torch", "scipy", "pandas", "altair"}  # to import: a tenth of a second to two
 COMMANDS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem[0] != "_")
 WRONG = ["sweep repeats=0", "predict hardware=no", "advise top=0"]

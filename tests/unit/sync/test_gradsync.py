@@ -256,9 +256,7 @@ def test_a_gradient_that_grows_after_its_bucket_has_left_is_refused(counts: bool
                         net(x, order).sum().backward()
                 sync.finish()
 
-    with pytest.raises(
-        RuntimeError, match=r"^[bc]\.\w+: backward reached it again after its gradient had"
-    ):
+    with pytest.raises(RuntimeError, match=r"^[bc]\.\w+: .* after (its gradient|it) had been sent"):
         run_ranks(1, rank_main)
 
 
@@ -285,9 +283,7 @@ def test_a_sparse_gradient_that_grows_after_its_bucket_has_left_is_refused() -> 
                 sync.finish()
                 assert all(p.grad is not None and not p.grad.is_sparse for p in net.parameters())
 
-    with pytest.raises(
-        RuntimeError, match=r"^out\.\w+: backward reached it again after its gradient had"
-    ):
+    with pytest.raises(RuntimeError, match=r"^out\.\w+: .* after (its gradient|it) had been sent"):
         run_ranks(1, rank_main)
 
 
