@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import lab
 from lab.settings.errors import ConfigError, Failed, OutputLost, one_line
 from lab.settings.fields import columns, fields_of
+from lab.settings.files import is_folder
 from lab.settings.hints import OF_HYDRA, hint
 from lab.settings.own_code import blame
 from lab.settings.secrets import kept_words, without_secrets
@@ -308,9 +309,11 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
     value = value or next(rest, "")
     if flag in known:
         return flag, _value(name, flag, value)
+    if "=" not in argument and ("=" in value or value.startswith("-")):  # the next word
+        value = ""
     if (key := name.lstrip("-").replace("-", "_")) in command.fields:
-        raise ConfigError(f"{name} {value}: use {key}={value or '...'}")
-    if command.runs and (setting := _as_setting(name, argument, value)):
+        raise ConfigError(f"{f'{name} {value}'.rstrip()}: use {key}={value or '...'}")
+    if command.runs and (setting := _as_setting(name, value)):
         raise ConfigError(f"{name}: {setting}")
     flags = ", ".join(command.flag_names)
     raise ConfigError(f"{name}: no such flag; the flags are {flags}; write settings as key=value")
@@ -322,22 +325,20 @@ def _value(name: str, flag: str, value: str) -> str:
         raise ConfigError(f"{name} {value}: use --cfg job")
     if flag != "--config-dir":
         return value
-    if not Path(value).is_dir() or not value:
+    if not is_folder(value):
         raise ConfigError(f"{name} {value}: there is no such folder")
     from lab.settings.overrides import quoted
 
     return f"config_dir={quoted(str(Path(value).absolute()))}"
 
 
-def _as_setting(name: str, argument: str, value: str) -> str | None:
+def _as_setting(name: str, value: str) -> str | None:
     """Return how to write an option of other programs, such as --lr 0.1; None: it is unknown."""
     from lab.settings.config import FIELDS  # composing takes time to load, and only errors need it
 
     if name in OF_HYDRA:
         return OF_HYDRA[name].format(value or "NAME")
     key = name.lstrip("-").replace("-", "_")
-    if "=" not in argument and ("=" in value or value.startswith("-")):  # the next setting
-        value = ""
     if key in FIELDS or key.partition(".")[0] in FIELDS:
         return f"write {key}={value or '...'}"
     return hint(key, value)

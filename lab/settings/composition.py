@@ -23,7 +23,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
@@ -35,6 +40,7 @@ from lab.settings.config import (
     Settings,
     check_batch,
     check_name,
+    expected,
     no_choice,
 )
 from lab.settings.errors import ConfigError, as_config_error, one_line
@@ -64,10 +70,10 @@ ConfigStore.instance().store(name="settings", node=Settings)
 def composed(arguments: Sequence[str]) -> DictConfig:
     """Compose, type-check and validate the settings of one run: see lab.settings.config.load."""
     overrides = parse_overrides(list(map(with_number, arguments)))
-    for override in overrides:
-        _refuse(override)
-    parts, overrides = _parts_apart(overrides)
     config_dir = config_dir_of(arguments)
+    for override in overrides:
+        _refuse(override, config_dir)
+    parts, overrides = _parts_apart(overrides)
     try:
         config = _with_groups(overrides, config_dir)
         if parts:
@@ -119,8 +125,8 @@ def of_program(config: DictConfig, world_size: int | None) -> tuple[DictConfig, 
     return typed, words
 
 
-def _refuse(override: Override) -> None:
-    """Refuse overrides that Hydra accepts but no run can use."""
+def _refuse(override: Override, config_dir: str | None) -> None:
+    """Refuse overrides that no run can use, and of which Hydra does not say so."""
     line, key = override.input_line, override.key_or_group
     if override.is_sweep_override():
         raise ConfigError(
@@ -139,6 +145,9 @@ def _refuse(override: Override) -> None:
         raise ConfigError(
             f"{line}: nothing reads this setting; add one only to a choice, as in +data.key=value"
         )
+    is_choice = override.is_delete() or isinstance(override.value(), str | int)
+    if key in GROUPS and key not in DATA and not is_choice:
+        raise ConfigError(no_choice(key, str(line).partition("=")[2], config_dir))
 
 
 def _validate(config: DictConfig) -> None:
@@ -166,11 +175,13 @@ def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None)
     cause = error.__cause__ or error
     quoted_key = re.search(r"'([^']+)'", str(error))
     key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
-    argument = next((a for a in reversed(arguments) if a.lstrip("+~").split("=")[0] == key), key)
+    words = ((a.lstrip("+~").partition("=")[0], a) for a in reversed(arguments))
+    argument = next((a for name, a in words if name == key or name.startswith(f"{key}.")), key)
     if "Could not override" in str(error):
         return _unknown(argument, key, config_dir)
-    reason = one_line(cause)
-    return f"{argument}: {hints.value_hint(argument.partition('=')[2], reason) or reason}"
+    is_type = isinstance(cause, ValidationError) and key in FIELDS
+    reason = expected(key, argument.removeprefix(f"{key}=")) if is_type else one_line(cause)
+    return f"{argument}: {reason}"
 
 
 def _unknown(argument: str, key: str, config_dir: str | None) -> str:

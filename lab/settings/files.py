@@ -59,6 +59,14 @@ def is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
+def is_folder(path: str) -> bool:
+    """Return whether there is such a folder; a path that is empty or too long names none."""
+    try:
+        return bool(path) and Path(path).is_dir()
+    except OSError:
+        return False
+
+
 def file_at(group: str, name: str) -> Path:
     """Return the path of a file that is a choice itself. ConfigError: there is no such file."""
     if not Path(name).is_file():

@@ -64,10 +64,31 @@ MISTAKES = [
     ("train", "optim.lr=", "optim.lr=: must be a number"),
     ("train", "overlap=maybe", "overlap=maybe: must be true or false"),
     ("train", "device=gpu", "allowed: auto, cpu, cuda"),
+    ("train", "overlap=null", "overlap=null: must be true or false"),
+    ("train", "runs_dir=null", "runs_dir=null: must be text"),
+    ("train", "scaling=[weak]", "scaling=[weak]: allowed: strong, weak"),
+    ("train", "batch_size.x=1", "batch_size.x=1: must be an integer"),
+    ("train", "exchange=[ring,tree]", "exchange=[ring,tree]: allowed: allreduce,"),
+    ("train", "exchange=[1]", "exchange=[1]: allowed: allreduce,"),
+    ("train", "recorder=null", "recorder=null: allowed: csv,"),
+    ("train", "seed=-1", "seed=-1: must be an integer from 0 to 4611686018427387904"),
+    ("train", "config_dir=", "config_dir=: there is no such folder"),
+    ("train", "+config_dir=nope", "+config_dir=nope: there is no such folder"),
+    ("train", "config_dir=a,b", "config_dir=a,b: there is no such folder"),
+    ("sweep", "repeats=1000000000", "repeats=1000000000: must be an integer from 1 to 10000"),
+    ("predict", "fit=", "fit=: must be a path, or left out"),
     # Slips of the pen, with the group that has the setting.
     ("train", "exchange.treshold=mean", "did you mean exchange.threshold?"),
     ("train", "model.hiden=[3]", "did you mean model.hidden?"),
     ("sweep", "threshold=mean", "did you mean exchange.threshold?"),
+    ("train", "OVERLAP=true", "did you mean overlap?"),
+    # Of a command's own settings.
+    ("sweep", "turn=3", "turn=3: no such setting; did you mean turns?"),
+    ("sweep", "TURNS=3", "did you mean turns?"),
+    ("sweep", "turns.x=3", "turns.x=3: no such setting; did you mean turns?"),
+    ("sweep", "+turns=3", "did you mean turns?"),
+    ("predict", "out.x=1", "did you mean out?"),
+    ("sweep", "--turns --multirun", "--turns: use turns=..."),
 ]
 
 
