@@ -445,7 +445,7 @@ def ask_ranks(
             raise
         if process.returncode or not answer.exists():
             raise Failed(f"the ranks ended with exit code {process.returncode}; see above")
-        result: dict[str, Any] = json.loads(answer.read_text())
+        result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     if REFUSED in result:
         raise ConfigError(result[REFUSED])
     return result

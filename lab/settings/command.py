@@ -241,7 +241,7 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
     if not (len(words) == bool(command.word) or (command.several and words)):
         asked = f"{' '.join(words)}: expected" if words else "needs"
         number = "at least one" if command.several else "one"
-        raise ConfigError(f"{asked} {number} {command.word}, as in {command.usage}")
+        raise ConfigError(f"{asked} {number} {command.word}; --help has examples")
     if lonely := [flag for flag in OF_CFG if flag in flags and "--cfg" not in flags]:
         raise ConfigError(f"{lonely[0]}: needs --cfg job")
     if kept_words(settings) != settings:
@@ -296,7 +296,7 @@ def say_error(line: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": said}))
+            Path(path).write_text(json.dumps({"message": said}), encoding="utf-8")
 
 
 def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:

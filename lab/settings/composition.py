@@ -159,10 +159,10 @@ def _validate(config: DictConfig) -> None:
             checks.whole(name, value, limits.at_least, limits.at_most)
         elif isinstance(value, float):
             checks.number(name, value, **dataclasses.asdict(limits))
+        elif value == "":
+            raise ConfigError(f"{name}=: must not be empty")
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set only one of the two")
-    if not config.runs_dir:
-        raise ConfigError("runs_dir=: must name a directory")
     for name in ("study", "cell"):
         check_name(name, config[name])
 
@@ -177,6 +177,8 @@ def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None)
     key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
     words = ((a.lstrip("+~").partition("=")[0], a) for a in reversed(arguments))
     argument = next((a for name, a in words if name == key or name.startswith(f"{key}.")), key)
+    if "Could not append" in str(error):
+        return f"{argument}: is set already; write {argument.lstrip('+')}"
     if "Could not override" in str(error):
         return _unknown(argument, key, config_dir)
     is_type = isinstance(cause, ValidationError) and key in FIELDS

@@ -236,11 +236,11 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
 
 def check_name(key: str, value: str | None) -> None:
     """Refuse a study's or cell's name that no directory can have, or that holds a secret."""
-    as_name = value is None or re.fullmatch(DIRECTORY, value)
+    as_name = value is None or (re.fullmatch(DIRECTORY, value) and len(value.encode()) <= 255)
     if not as_name or without_secrets(str(value)) != str(value):
         raise ConfigError(
             f"{key}={value!r}: names a directory under runs_dir; use only letters, digits "
-            "and . , = + _ - (but no dot at the start), and no secret"
+            "and . , = + _ - (but no dot at the start), at most 255 bytes, and no secret"
         )
 
 

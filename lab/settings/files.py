@@ -150,7 +150,7 @@ def located(content: Any, config_dir: str | None) -> Any:
 def keys_of(group: str, config_dir: str | None = None) -> dict[str, set[str]]:
     """Return each choice's settings, without parsing its YAML: help must be quick."""
     return {
-        name: set(TOP_LEVEL_KEY.findall(path.read_text())) - {"defaults"}
+        name: set(TOP_LEVEL_KEY.findall(path.read_text(encoding="utf-8"))) - {"defaults"}
         for name, path in files_of(group, config_dir).items()
     }
 

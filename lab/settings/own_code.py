@@ -139,7 +139,9 @@ def targets(value: Any) -> Iterator[str]:
 def _chosen(group: str) -> frozenset[str]:
     """Return the callables that the lab's own choices of a group name."""
     files = (conf_dir() / group).glob("*.yaml")
-    return frozenset(found for file in files for found in TARGET.findall(file.read_text()))
+    return frozenset(
+        found for file in files for found in TARGET.findall(file.read_text(encoding="utf-8"))
+    )
 
 
 def _check_target(group: str, path: str) -> None:

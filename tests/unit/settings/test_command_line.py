@@ -139,7 +139,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("~batch_size", "~batch_size: a run needs this setting"),
         ("~exchange._target_", "~exchange._target_: a run needs this setting"),
         ("++nope=1", r"++nope=1: nothing reads this setting"),
-        ("+batch_size=3", "+batch_size=3: Could not append to config"),
+        ("+batch_size=3", "+batch_size=3: is set already; write batch_size=3"),
         ("hydra.searchpath=[a]", "hydra.searchpath=[a]: use --config-dir DIR"),
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
         ("cell=figures", "cell='figures': names a directory under runs_dir; use only"),

@@ -72,6 +72,7 @@ MISTAKES = [
     ("train", "exchange=[1]", "exchange=[1]: allowed: allreduce,"),
     ("train", "recorder=null", "recorder=null: allowed: csv,"),
     ("train", "seed=-1", "seed=-1: must be an integer from 0 to 4611686018427387904"),
+    ("train", "resume=", "resume=: must not be empty"),
     ("train", "config_dir=", "config_dir=: there is no such folder"),
     ("train", "+config_dir=nope", "+config_dir=nope: there is no such folder"),
     ("train", "config_dir=a,b", "config_dir=a,b: there is no such folder"),
