@@ -54,11 +54,12 @@ from lab.settings.files import (
     read_file,
 )
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_number
-from lab.settings.own_code import OFFERED, check_choices, names_code
+from lab.settings.own_code import OFFERED, OWN, check_choices, names_code
 from lab.settings.storage import escaped, nested, read_yaml
 
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
+OF_INSTANTIATE = ("_args_", "_convert_", "_partial_", "_recursive_")  # which the lab itself sets
 PACKAGE = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 # Of an exchange that is put together: `path=two_stage codec=int8 memory=error_feedback`.
 PARTS = {"path": "two_stage", "codec": "int8", "memory": "error_feedback"}
@@ -79,6 +80,7 @@ def composed(arguments: Sequence[str]) -> DictConfig:
         if parts:
             config.exchange = _exchange_of(parts, config_dir)
         _validate(config)
+        _refuse_unread(overrides, config)
         make_importable(config_dir)
         config.code = check_choices(config, arguments)
     except (ConfigAttributeError, ConfigKeyError) as error:
@@ -92,6 +94,14 @@ def composed(arguments: Sequence[str]) -> DictConfig:
     except ValueError as error:  # Hydra's own, of a group without a choice
         raise ConfigError(one_line(error)) from None
     return config
+
+
+def _refuse_unread(overrides: Sequence[Override], config: DictConfig) -> None:
+    """Refuse settings that are added to a choice that has none, and so is not built."""
+    for override in overrides:
+        group, dot, _ = override.key_or_group.partition(".")
+        if dot and group in OWN and "_target_" not in config[group]:
+            raise ConfigError(f"{override.input_line}: this choice of {group} has no settings")
 
 
 class ProgramError(ConfigError, CompactHydraException):
@@ -128,6 +138,8 @@ def of_program(config: DictConfig, world_size: int | None) -> tuple[DictConfig, 
 def _refuse(override: Override, config_dir: str | None) -> None:
     """Refuse overrides that no run can use, and of which Hydra does not say so."""
     line, key = override.input_line, override.key_or_group
+    if not key:
+        raise ConfigError(f"{line}: no such setting; --help lists all settings")
     if override.is_sweep_override():
         raise ConfigError(
             f"{line}: a run accepts only one value; for a list, use python -m lab.sweep"
@@ -141,7 +153,8 @@ def _refuse(override: Override, config_dir: str | None) -> None:
         raise ConfigError(
             f"{line}: the lab sets this itself, from your own files that the run uses; leave it out"
         )
-    if (override.is_add() or override.is_force_add()) and _root(override) not in FIELDS:
+    adds = override.is_add() or override.is_force_add()
+    if (adds and _root(override) not in FIELDS) or key.rpartition(".")[2] in OF_INSTANTIATE:
         raise ConfigError(
             f"{line}: nothing reads this setting; add one only to a choice, as in +data.key=value"
         )
@@ -170,7 +183,7 @@ def _validate(config: DictConfig) -> None:
 def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None) -> str:
     """Return one line that names the key, the value and what is allowed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = error.missing_cfg_file.strip("/").rpartition("/")
+        group, _, choice = error.missing_cfg_file.strip("/").partition("/")
         return no_choice(group or choice, choice if group else "", config_dir)
     cause = error.__cause__ or error
     quoted_key = re.search(r"'([^']+)'", str(error))

@@ -17,7 +17,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import INTEGER, fields_of, number_of, setting
 from lab.settings.files import choices_of
 from lab.settings.names import DIRECTORY
-from lab.settings.own_code import asked_for, callable_at, reason_of
+from lab.settings.own_code import asked_for, callable_at, check_names, reason_of
 from lab.settings.secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -224,6 +224,8 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
         raise ConfigError(f"{node._get_full_key('_target_')}: is missing")
     later = node.get("_partial_", False)
     target = callable_at(node._target_, f"_target_={node._target_}")
+    names = [str(key) for key in node if not str(key).startswith("_")]
+    check_names(target, names, str(node._key() or "settings"))
     try:
         made = instantiate(node, _partial_=True, _convert_="all")
         asked = asked_for(target, runtime)

@@ -194,14 +194,30 @@ def check_arguments(
     if parameters is None:
         return
     own = {k: p for k, p in parameters.items() if k not in offered and p.kind in NAMED}
-    takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
-    for name in arguments:
-        if name not in parameters and not takes_any:
-            takes = ", ".join(f"{group}.{each}" for each in own)
-            raise ConfigError(f"{group}.{name}: no such argument; allowed: {takes or 'none'}")
+    check_names(function, arguments, group, own)
     for name, parameter in own.items():
         if parameter.default is Parameter.empty and name not in arguments:
             raise ConfigError(f"{group}.{name} has no default; give it a value")
+
+
+def check_names(
+    function: Callable[..., Any],
+    arguments: Iterable[str],
+    group: str,
+    allowed: Iterable[str] | None = None,
+) -> None:
+    """Refuse settings that a callable does not take. ConfigError: names those that it takes.
+
+    Args: allowed: those that it takes; None: the others of `arguments`.
+    """
+    parameters = _parameters(function)
+    if parameters is None or Parameter.VAR_KEYWORD in (each.kind for each in parameters.values()):
+        return
+    names = (name for name in arguments if name in parameters) if allowed is None else allowed
+    takes = ", ".join(f"{group}.{name}" for name in names) or "none"
+    for name in arguments:
+        if name not in parameters:
+            raise ConfigError(f"{group}.{name}: no such argument; allowed: {takes}")
 
 
 def asked_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
