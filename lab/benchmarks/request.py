@@ -334,29 +334,21 @@ def measure(request: Request) -> dict[str, Any] | None:
 
     Raises:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
-        Failed: a rank failed, or this one ran out of memory.
+        Failed: a rank failed.
     """
     request = request if is_rank() else with_world_size(request)
     reason = BENCHES[request.bench].one_rank
     if reason and request.own["world_size"] == 1:
         raise ConfigError(f"world_size=1: {reason}")
-    try:
-        if not is_rank() and BENCHES[request.bench].apart:
-            return module_of(request.bench).combine(list(_one_by_one(request)))
-        alone = request.own.get("world_size", 1) == 1 and not request.cluster()
-        starts = 1 if is_rank() else request.own.get("starts") or 1
-        if starts > 1:
-            return module_of(request.bench).combine(list(_again(request, starts)))
-        if is_rank() or alone:
-            return module_of(request.bench).measure(request)
-        return ask_ranks(request)
-    except Exception as error:
-        from lab.training.run import failure_of  # imports torch
-
-        failure = failure_of(error, int(os.environ.get("RANK", "0")))
-        if failure.status != "oom":
-            raise
-        raise Failed(failure.error) from None
+    if not is_rank() and BENCHES[request.bench].apart:
+        return module_of(request.bench).combine(list(_one_by_one(request)))
+    alone = request.own.get("world_size", 1) == 1 and not request.cluster()
+    starts = 1 if is_rank() else request.own.get("starts") or 1
+    if starts > 1:
+        return module_of(request.bench).combine(list(_again(request, starts)))
+    if is_rank() or alone:
+        return module_of(request.bench).measure(request)
+    return ask_ranks(request)
 
 
 def module_of(bench: str) -> ModuleType:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lab
-from lab.settings.errors import ConfigError, Failed, OutputLost, one_line
+from lab.settings.errors import ConfigError, Failed, OutputLost, lacks_memory, one_line
 from lab.settings.fields import columns, fields_of
 from lab.settings.files import is_folder
 from lab.settings.hints import OF_HYDRA, hint
@@ -177,8 +177,9 @@ def answer(
         report_error(command.name, ConfigError(needs))
         return 2
     except Exception as error:
-        # A file that cannot be written, or read, is no bug of the lab's.
-        if not blame(error) and not (isinstance(error, OSError) and error.filename):
+        # A file that cannot be written or read, or a lack of memory, is no bug of the lab's.
+        is_known = lacks_memory(error) or (isinstance(error, OSError) and error.filename)
+        if not (is_known or blame(error)):
             raise
         report_error(command.name, error)
         return 1
@@ -280,7 +281,10 @@ def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> None:
 def report_error(command: str, error: Exception) -> None:
     """Print an error as one line on stderr; before it, the traceback of the user's own code."""
     found, line = blame(error), str(error)
-    if found:
+    if lacks_memory(error):
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        line = f"{rank}{type(error).__name__}: {one_line(error)}"
+    elif found:
         print(without_secrets(found.traceback), file=sys.stderr)
         if found.error is error:
             line = f"{type(error).__name__}: {one_line(error)} ({found.place})"

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_one_line_and_code_1(
 
     monkeypatch.setattr(codec, "measure", full)
     assert bench.main(["codec", "device=cpu"]) == 1
-    line = "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.58 GiB.\n"
+    line = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.58 GiB\n"
     assert capsys.readouterr().err == f"lab.bench: error: {line}"
 
 

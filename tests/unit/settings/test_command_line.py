@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lab import __main__ as lister
 from lab import explain, plot, sweep, train, verify
-from lab.settings.command import Command, read
+from lab.settings.command import Command, CommandLine, answer, read
 from lab.settings.config import GROUPS, ConfigError, load
 from lab.settings.fields import file_to_write, own_settings, split
 from lab.settings.files import choices_of, conf_dir
@@ -301,3 +301,12 @@ raise SystemExit(main(["--version"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "True", done.stderr
+
+
+def test_a_lack_of_memory_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def fill(_: CommandLine) -> int:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore")
+
+    assert answer(plot.COMMAND, ["runs/a"], fill) == 1
+    said = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried"
+    assert capsys.readouterr().err == f"lab.plot: error: {said}\n"
