@@ -49,7 +49,7 @@ def main(line: CommandLine) -> int:
     own, words = own_settings(Settings, line.settings), line.words
     out, folder = own.out, own.config_dir
     if ALL in words and (out or len(words) > 1):
-        why = f"{ALL} allows neither other papers nor out=; name the papers instead"
+        why = "it allows neither other papers nor out=; name the papers instead"
         raise ConfigError(f"{' '.join(words)}: {why}")
     from lab.claims import page
     from lab.claims.findings import verify, verify_all

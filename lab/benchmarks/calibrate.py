@@ -463,10 +463,12 @@ def present(result: dict[str, Any], out: Path | None) -> None:
         return
     head = f"# Made by `{result['command']}`.\n"
     hardware = head + yaml.safe_dump(result["hardware"], sort_keys=False, default_flow_style=None)
-    write_atomically(out, lambda temporary: temporary.write_text(hardware))
+    write_atomically(out, lambda temporary: temporary.write_text(hardware, encoding="utf-8"))
     written = write(out.with_suffix(".json"), result)
     about = page(result, out.with_suffix(".png").name)
-    write_atomically(out.with_suffix(".md"), lambda temporary: temporary.write_text(about))
+    write_atomically(
+        out.with_suffix(".md"), lambda temporary: temporary.write_text(about, encoding="utf-8")
+    )
     print(f"wrote {', '.join(map(str, [out, out.with_suffix('.md'), *written]))}")
 
 

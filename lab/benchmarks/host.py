@@ -181,7 +181,8 @@ def _exchanging(variant: Variant, comm: TorchComm) -> Iterator[Step]:
         )
         sync = build(config.sync, parts)
     except ValueError as error:
-        raise ConfigError(f"strategy={config.strategy}: {error}") from None
+        why = str(error).removeprefix(f"strategy={config.strategy}: ")
+        raise ConfigError(f"strategy={config.strategy}: {why}") from None
 
     def step() -> None:
         with sync.micro_batch(last=True):

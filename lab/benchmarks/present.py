@@ -77,7 +77,7 @@ def tabulate(rows: Iterable[Row], columns: Mapping[str, Column]) -> list[list[st
 def write(path: Path, result: Result) -> list[Path]:
     """Write the result as JSON, and its figure next to it if this benchmark has one."""
     write_json(path, result)
-    chart = chart_of(json.loads(path.read_text()))
+    chart = chart_of(json.loads(path.read_text(encoding="utf-8")))
     return [path, *(chart.write(path.with_suffix(""), ["png"]) if chart else [])]
 
 

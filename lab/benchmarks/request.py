@@ -23,13 +23,14 @@ from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, UNITS, VALUE_BYTES, Ben
 from lab.cluster.settings import Cluster, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
 from lab.settings.checks import as_text
-from lab.settings.config import check_batch, load
+from lab.settings.config import FIELDS, check_batch, load
 from lab.settings.errors import ConfigError, Failed, as_config_error
-from lab.settings.fields import file_setting, parsed, setting, split
+from lab.settings.fields import fields_of, file_setting, parsed, setting, split
 from lab.settings.hints import choice_hint
+from lab.settings.names import root_of
 from lab.settings.overrides import config_dir_of, listed, parse_overrides
 from lab.settings.storage import write_json
-from lab.sync.pattern import pattern_of
+from lab.sync.pattern import Leg, pattern_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,6 +74,7 @@ class OwnSettings:
         "ranks to start, unless a launcher has started them; null: 2, or 1 with one GPU "
         "(recording: 1, straggler: 4)",
         at_least=1,
+        at_most=10**6,
     )
     starts: int | None = setting(
         None,
@@ -135,6 +137,7 @@ class OwnSettings:
         2,
         "codec, convolution, layout, layers, throughput, roofline: number of CPU threads",
         at_least=1,
+        at_most=1024,
     )
     input_grad: bool = setting(
         False, "layers: true also times the gradient with respect to the input"
@@ -222,13 +225,14 @@ def read(arguments: list[str]) -> Request:
 
 
 def _refuse_unused(name: str, settings: list[str], own: Sequence[str], only: list[str]) -> None:
-    """Refuse settings of runs that a benchmark does not use, and its own in a set of settings."""
+    """Refuse settings that a benchmark does not use, and its own in a set of settings."""
+    of_others = fields_of(OwnSettings).keys() - {*own, *FIELDS, "codec"}  # which runs have too
     for text in settings:
-        key = re.split(r"[.=]", text)[0]
-        if key in own:
+        key, equals, _ = text.partition("=")
+        if equals and key in own:
             raise ConfigError(f"{text} holds for all candidates; give it outside of a='...'")
-        if only and key not in only:
-            allowed = ", ".join((*own[1:], "out", *only))
+        if key in of_others or (only and root_of(key.lstrip("+")) not in only):
+            allowed = ", ".join((*own[1:], "out", *(only or ["all settings of lab.train"])))
             raise ConfigError(f"{text} is not used by {name}; allowed: {allowed}")
 
 
@@ -281,9 +285,15 @@ def _refuse_unlike(name: str, bench: Bench, variants: list[Variant]) -> None:
                 f"{key}: must be the same for all candidates of lab.bench {name}; to compare its "
                 "values, run the benchmark once for each, or use python -m lab.sweep"
             )
-    for variant in variants if {"aa", "step"} & {name, bench.runs} else ():
+    for variant in variants:
         pattern = pattern_of(variant.config)
-        if pattern.outlasts_step or pattern.waits_in_forward:
+        goes_on = pattern.outlasts_step or pattern.waits_in_forward
+        if name == "host" and (goes_on or not {Leg.MEAN_OF_GRADIENTS}.issuperset(pattern.legs)):
+            raise ConfigError(
+                f"strategy={variant.config.strategy}: lab.bench host measures exchanges that give "
+                "all ranks the mean of gradients before the update; use lab.bench step or lab.sweep"
+            )
+        if goes_on and {"aa", "step"} & {name, bench.runs}:
             raise ConfigError(
                 f"{variant.label}: its exchanges continue after their step, and would run during "
                 "the turns of others; to compare it, use python -m lab.sweep turns=4"
@@ -324,29 +334,21 @@ def measure(request: Request) -> dict[str, Any] | None:
 
     Raises:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
-        Failed: a rank failed, or this one ran out of memory.
+        Failed: a rank failed.
     """
     request = request if is_rank() else with_world_size(request)
     reason = BENCHES[request.bench].one_rank
     if reason and request.own["world_size"] == 1:
         raise ConfigError(f"world_size=1: {reason}")
-    try:
-        if not is_rank() and BENCHES[request.bench].apart:
-            return module_of(request.bench).combine(list(_one_by_one(request)))
-        alone = request.own.get("world_size", 1) == 1 and not request.cluster()
-        starts = 1 if is_rank() else request.own.get("starts") or 1
-        if starts > 1:
-            return module_of(request.bench).combine(list(_again(request, starts)))
-        if is_rank() or alone:
-            return module_of(request.bench).measure(request)
-        return ask_ranks(request)
-    except Exception as error:
-        from lab.training.run import failure_of  # imports torch
-
-        failure = failure_of(error, int(os.environ.get("RANK", "0")))
-        if failure.status != "oom":
-            raise
-        raise Failed(failure.error) from None
+    if not is_rank() and BENCHES[request.bench].apart:
+        return module_of(request.bench).combine(list(_one_by_one(request)))
+    alone = request.own.get("world_size", 1) == 1 and not request.cluster()
+    starts = 1 if is_rank() else request.own.get("starts") or 1
+    if starts > 1:
+        return module_of(request.bench).combine(list(_again(request, starts)))
+    if is_rank() or alone:
+        return module_of(request.bench).measure(request)
+    return ask_ranks(request)
 
 
 def module_of(bench: str) -> ModuleType:
@@ -435,7 +437,7 @@ def ask_ranks(
             raise
         if process.returncode or not answer.exists():
             raise Failed(f"the ranks ended with exit code {process.returncode}; see above")
-        result: dict[str, Any] = json.loads(answer.read_text())
+        result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     if REFUSED in result:
         raise ConfigError(result[REFUSED])
     return result

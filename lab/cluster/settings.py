@@ -158,7 +158,7 @@ def emulated(
     loss_percent: float,
     slow_host: str | None,
     slow_factor: float,
-    changes: Sequence[str],
+    changes: Sequence[str] | None,
     world_size: int | None = None,
 ) -> Cluster:
     """Build a Cluster from conf/cluster/emulated.yaml; ValueErrors name the wrong setting."""
@@ -180,10 +180,10 @@ def emulated(
     checks.number("cluster.loss_percent", loss_percent, 0, 99)
     checks.number("cluster.slow_factor", slow_factor, 1, 100)
     slow = None if slow_host is None else _host("slow_host", slow_host, num_hosts)
-    parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
+    parsed = sorted((_change(one, num_hosts) for one in changes or ()), key=lambda one: one.after_s)
     if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
         raise ValueError(
-            f"cluster.changes={list(changes)}: with cluster.delay_ms or cluster.loss_percent, only "
+            f"cluster.changes={changes}: with cluster.delay_ms or cluster.loss_percent, only "
             "the rate of a link that already has a rate can change; set cluster.rate"
         )
     numbers = delay_ms, loss_percent, slow, slow_factor

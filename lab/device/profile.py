@@ -253,7 +253,9 @@ def present(profile: Profile, notes: list[str], out: Path | None) -> None:
     if out is None:
         print(f"\n{profile.to_yaml()}", end="")
         return
-    write_atomically(out, lambda temporary: temporary.write_text(profile.to_yaml()))
+    write_atomically(
+        out, lambda temporary: temporary.write_text(profile.to_yaml(), encoding="utf-8")
+    )
     print(f"wrote {out}")
 
 

@@ -380,8 +380,9 @@ def _find_rank_info() -> RankInfo:
     rank, size, local_rank, local_size = launcher.place()
     try:
         store = next(iter(dist.rendezvous("env://")))[0]
-    except dist.DistNetworkError as error:
-        where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+    except (dist.DistNetworkError, ValueError) as error:
+        names = ("MASTER_ADDR", "MASTER_PORT")
+        where = " ".join(f"{name}={os.environ.get(name, '')}" for name in names)
         raise ValueError(f"{where}: {first_line(error)}") from None
     store = _of_this_join(store, rank, size, local_size)
     return RankInfo(launcher.started_by(), rank, size, local_rank, local_size, store)

@@ -16,6 +16,7 @@ from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.layout import COMPILED, Matrix, as_matrix, hidden_matrices
 from lab.settings import checks
+from lab.settings.checks import is_number
 
 Moments = dict[str, Tensor]  # by parameter
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -51,7 +52,7 @@ class Direction(Exchange):
     kinds: tuple[str, ...]
 
     def __init__(self, betas: Sequence[float], eps: float) -> None:
-        self.adam = Adam(tuple(betas), eps)
+        self.adam = Adam(tuple(checks.listed("exchange.betas", betas)), eps)
         self.moments: dict[str, Moments] = {kind: {} for kind in self.kinds}
         self.updates = 0
         self._step: int | None = None  # number of the step under way
@@ -145,7 +146,7 @@ class Adam:
     eps: float
 
     def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in self.betas):
             raise ValueError(
                 f"exchange.betas={list(self.betas)}: must be two numbers of at least 0 and below 1"
             )

@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lab.settings.checks import is_number
+
 MIB = 2**20  # the unit of bucket_mb and chunk_mb, as of DDP's bucket_cap_mb; MB is 10**6
 FIRST_BUCKET_BYTES = MIB  # small, so that the first exchange starts early (as DDP does)
 CUT_VALUES = 1024  # parts of a parameter begin at multiples: aligned for kernels and networks
@@ -114,7 +116,7 @@ def check_chunk_mb(chunk_mb: ChunkMB) -> None:
     """
     by_library = isinstance(chunk_mb, Mapping)
     sizes = list(chunk_mb.values()) if by_library else [chunk_mb]
-    right = all(s is None or (isinstance(s, int | float) and s > 0) for s in sizes)
+    right = all(size is None or (is_number(size) and size > 0) for size in sizes)
     if not right or (by_library and set(chunk_mb) != set(LIBRARIES)):
         raise ValueError(
             f"exchange.chunk_mb={chunk_mb}: must be null, a number above 0, or a mapping with "

@@ -27,6 +27,7 @@ from lab.exchange.signed_rows import (
     scale,
 )
 from lab.settings import checks
+from lab.settings.checks import is_number
 
 SIGNS_OF = ("momentum", "gradient")
 SAMPLED = 16  # every 16th value is compared: the norms hardly differ, and nor does memory
@@ -324,11 +325,11 @@ class OneBitLamb(OneBitAdam):
     ) -> None:
         super().__init__(**adam, signs_of="gradient")
         for key, limits in {"ratio_range": ratio_range, "factor_range": factor_range}.items():
-            least, most = limits
-            if not 0 < least <= 1 <= most:
+            ends = list(checks.listed(f"exchange.{key}", limits))
+            if not (len(ends) == 2 and all(map(is_number, ends)) and 0 < ends[0] <= 1 <= ends[1]):
                 raise ValueError(
-                    f"exchange.{key}={[least, most]}: must be two numbers above 0, the first at "
-                    "most 1 and the second at least 1"
+                    f"exchange.{key}={ends}: must be two numbers above 0, the first at most 1 and "
+                    "the second at least 1"
                 )
         for key, value in {"ratio_decay": ratio_decay, "factor_change": factor_change}.items():
             checks.number(f"exchange.{key}", value, at_least=0, below=1)
@@ -522,8 +523,8 @@ class IntervalSchedule:
     """
 
     def __init__(self, each: int, longest: int) -> None:
-        self._each = checks.whole("exchange.updates_per_interval", each, 1)
-        checks.whole("exchange.longest_interval", longest, 1)
+        self._each = checks.whole("exchange.updates_per_interval", each, 1, 10**5)
+        checks.whole("exchange.longest_interval", longest, 1, 2**30)
         if longest & (longest - 1):
             raise ValueError(f"exchange.longest_interval={longest}: must be a power of two")
         doublings = range(longest.bit_length())

@@ -42,7 +42,7 @@ def write(path: Path, report: Report) -> list[str]:
             )
             break
     text = "\n\n".join(_parts(path, report, pictures, missing)) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     return [f"wrote {path} and {path.with_suffix('.json')}", *([missing] if missing else [])]
 
 

@@ -72,7 +72,7 @@ def opened(key: str, path: Path) -> Report:
         ConfigError: it holds none.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={path}: cannot be read: {one_line(error)}") from None
     if not isinstance(found, dict) or found.get("kind") != KIND:

@@ -197,6 +197,8 @@ class WandbRecorder:
     ) -> None:
         if mode is not None:
             checks.one_of("recorder.mode", mode, WANDB_MODES)
+        elif given := os.environ.get("WANDB_MODE"):
+            checks.one_of("WANDB_MODE", given, (*WANDB_MODES, "shared", "disabled", "dryrun"))
         _require_package("wandb")
         self._names: dict[str, Any] = {
             "project": project or os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
@@ -241,7 +243,7 @@ class WandbRecorder:
             self._run = wandb.init(
                 **self._names | about,
                 dir=str(directory),
-                id=kept.read_text() if kept.exists() else None,
+                id=kept.read_text(encoding="utf-8") if kept.exists() else None,
                 resume="allow",
                 allow_val_change=True,  # as world_size, where an elastic run goes on
                 reinit="create_new",  # beside one of the program's own
@@ -249,7 +251,7 @@ class WandbRecorder:
                 settings=wandb.Settings(silent=True, console="off"),
             )
         if not self._run.disabled:
-            kept.write_text(self._run.id)
+            kept.write_text(self._run.id, encoding="utf-8")
 
     def _add_files(self, kind: str) -> None:
         import wandb
@@ -288,7 +290,7 @@ class MlflowRecorder:
         client = self._client = self._mlflow.MlflowClient(self._uri)
         self._directory, kept = directory, directory / ".mlflow-id"
         if kept.exists():
-            self._id = kept.read_text()
+            self._id = kept.read_text(encoding="utf-8")
             client.update_run(self._id, status="RUNNING")
             return
         name = self._experiment or study
@@ -296,7 +298,7 @@ class MlflowRecorder:
         place = found.experiment_id if found else client.create_experiment(name)
         run = client.create_run(place, run_name=directory.name, tags={"study": study})
         self._id = run.info.run_id
-        kept.write_text(self._id)
+        kept.write_text(self._id, encoding="utf-8")
         param = self._mlflow.entities.Param
         settings = [param(key, str(value)) for key, value in names.flat(config).items()]
         for first in range(0, len(settings), MLFLOW_PARAMS):

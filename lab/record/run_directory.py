@@ -34,6 +34,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[str] | None = None
+        self._above: list[Path] = []  # folders made for this one: of the study, and of all runs
 
     @classmethod
     def claim(
@@ -54,6 +55,7 @@ class RunDirectory:
 
         Raises: ValueError: the directory cannot be created or written, or is taken.
         """
+        above = [folder for folder in (parent, parent.parent) if not folder.exists()]
         # Not by name: it contains the number of ranks, which may have changed.
         restarted = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
         earlier = next((run for run in restarted if run.was_started_by(launch)), None)
@@ -65,6 +67,7 @@ class RunDirectory:
             directory = unfinished
         else:
             directory = cls._new(parent, name)
+        directory._above = above
         directory._lock_out_others()
         try:
             if cell and not earlier:
@@ -191,14 +194,15 @@ class RunDirectory:
         return self.record_path.exists() and self.record_path.stat().st_mtime >= moment
 
     def discard_if_empty(self) -> None:
-        """Remove the directory of a run that did not begin."""
+        """Remove the directory of a run that did not begin, and those above it made with it."""
         with contextlib.suppress(OSError):
             if [path.name for path in self.path.iterdir()] == [LOCK]:
                 (self.path / LOCK).unlink()
-                self.path.rmdir()
+                for folder in (self.path, *self._above):
+                    folder.rmdir()
 
     def write_config(self, yaml: str) -> None:
-        write_atomically(self.path / SETTINGS, lambda path: path.write_text(yaml))
+        write_atomically(self.path / SETTINGS, lambda path: path.write_text(yaml, encoding="utf-8"))
 
     def write_record(self, record: Record) -> None:
         """Write the certificate, if there is one, and the record, the last file of a run.

@@ -33,11 +33,15 @@ class Limits:
         """Return " of at least 1", " of at least 0 and below 1", " from 0 to 1", and so on."""
         low, high = self.at_least, self.at_most
         if low is not None and high is not None:
-            return f" from {low:.16g} to {high:.16g}"
+            return f" from {_end(low)} to {_end(high)}"
         most = "of at most" if self.above is None else "at most"
         ends = {"of at least": low, "above": self.above, most: high, "below": self.below}
-        words = [f"{word} {end:.16g}" for word, end in ends.items() if end is not None]
+        words = [f"{word} {_end(end)}" for word, end in ends.items() if end is not None]
         return f" {' and '.join(words)}" if words else ""
+
+
+def _end(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.16g}"
 
 
 def whole(

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lab
-from lab.settings.errors import ConfigError, Failed, OutputLost, one_line
+from lab.settings.errors import ConfigError, Failed, OutputLost, lacks_memory, one_line
 from lab.settings.fields import columns, fields_of
+from lab.settings.files import is_folder
 from lab.settings.hints import OF_HYDRA, hint
 from lab.settings.own_code import blame
 from lab.settings.secrets import kept_words, without_secrets
@@ -174,8 +175,9 @@ def answer(
         if lacking := _lacking(error):
             report_error(command.name, ConfigError(lacking))
             return 2
-        # A file that cannot be written, or read, is no bug of the lab's.
-        if not blame(error) and not (isinstance(error, OSError) and error.filename):
+        # A file that cannot be written or read, or a lack of memory, is no bug of the lab's.
+        is_known = lacks_memory(error) or (isinstance(error, OSError) and error.filename)
+        if not (is_known or blame(error)):
             raise
         report_error(command.name, error)
         return 1
@@ -252,7 +254,7 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
     if not (len(words) == bool(command.word) or (command.several and words)):
         asked = f"{' '.join(words)}: expected" if words else "needs"
         number = "at least one" if command.several else "one"
-        raise ConfigError(f"{asked} {number} {command.word}, as in {command.usage}")
+        raise ConfigError(f"{asked} {number} {command.word}; --help has examples")
     if lonely := [flag for flag in OF_CFG if flag in flags and "--cfg" not in flags]:
         raise ConfigError(f"{lonely[0]}: needs --cfg job")
     if kept_words(settings) != settings:
@@ -291,7 +293,10 @@ def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> None:
 def report_error(command: str, error: Exception) -> None:
     """Print an error as one line on stderr; before it, the traceback of the user's own code."""
     found, line = blame(error), str(error)
-    if found:
+    if lacks_memory(error):
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        line = f"{rank}{type(error).__name__}: {one_line(error)}"
+    elif found:
         print(without_secrets(found.traceback), file=sys.stderr)
         if found.error is error:
             line = f"{type(error).__name__}: {one_line(error)} ({found.place})"
@@ -307,7 +312,7 @@ def say_error(line: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": said}))
+            Path(path).write_text(json.dumps({"message": said}), encoding="utf-8")
 
 
 def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:
@@ -320,9 +325,11 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
     value = value or next(rest, "")
     if flag in known:
         return flag, _value(name, flag, value)
+    if "=" not in argument and ("=" in value or value.startswith("-")):  # the next word
+        value = ""
     if (key := name.lstrip("-").replace("-", "_")) in command.fields:
-        raise ConfigError(f"{name} {value}: use {key}={value or '...'}")
-    if command.runs and (setting := _as_setting(name, argument, value)):
+        raise ConfigError(f"{f'{name} {value}'.rstrip()}: use {key}={value or '...'}")
+    if command.runs and (setting := _as_setting(name, value)):
         raise ConfigError(f"{name}: {setting}")
     flags = ", ".join(command.flag_names)
     raise ConfigError(f"{name}: no such flag; the flags are {flags}; write settings as key=value")
@@ -334,22 +341,20 @@ def _value(name: str, flag: str, value: str) -> str:
         raise ConfigError(f"{name} {value}: use --cfg job")
     if flag != "--config-dir":
         return value
-    if not Path(value).is_dir() or not value:
+    if not is_folder(value):
         raise ConfigError(f"{name} {value}: there is no such folder")
     from lab.settings.overrides import quoted
 
     return f"config_dir={quoted(str(Path(value).absolute()))}"
 
 
-def _as_setting(name: str, argument: str, value: str) -> str | None:
+def _as_setting(name: str, value: str) -> str | None:
     """Return how to write an option of other programs, such as --lr 0.1; None: it is unknown."""
     from lab.settings.config import FIELDS  # composing takes time to load, and only errors need it
 
     if name in OF_HYDRA:
         return OF_HYDRA[name].format(value or "NAME")
     key = name.lstrip("-").replace("-", "_")
-    if "=" not in argument and ("=" in value or value.startswith("-")):  # the next setting
-        value = ""
     if key in FIELDS or key.partition(".")[0] in FIELDS:
         return f"write {key}={value or '...'}"
     return hint(key, value)

@@ -23,7 +23,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
@@ -35,6 +40,7 @@ from lab.settings.config import (
     Settings,
     check_batch,
     check_name,
+    expected,
     no_choice,
 )
 from lab.settings.errors import ConfigError, as_config_error, one_line
@@ -48,11 +54,12 @@ from lab.settings.files import (
     read_file,
 )
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_number
-from lab.settings.own_code import OFFERED, check_choices, names_code
+from lab.settings.own_code import OFFERED, OWN, check_choices, names_code
 from lab.settings.storage import escaped, nested, read_yaml
 
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
+OF_INSTANTIATE = ("_args_", "_convert_", "_partial_", "_recursive_")  # which the lab itself sets
 PACKAGE = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 # Of an exchange that is put together: `path=two_stage codec=int8 memory=error_feedback`.
 PARTS = {"path": "two_stage", "codec": "int8", "memory": "error_feedback"}
@@ -64,15 +71,16 @@ ConfigStore.instance().store(name="settings", node=Settings)
 def composed(arguments: Sequence[str]) -> DictConfig:
     """Compose, type-check and validate the settings of one run: see lab.settings.config.load."""
     overrides = parse_overrides(list(map(with_number, arguments)))
-    for override in overrides:
-        _refuse(override)
-    parts, overrides = _parts_apart(overrides)
     config_dir = config_dir_of(arguments)
+    for override in overrides:
+        _refuse(override, config_dir)
+    parts, overrides = _parts_apart(overrides)
     try:
         config = _with_groups(overrides, config_dir)
         if parts:
             config.exchange = _exchange_of(parts, config_dir)
         _validate(config)
+        _refuse_unread(overrides, config)
         make_importable(config_dir)
         config.code = check_choices(config, arguments)
     except (ConfigAttributeError, ConfigKeyError) as error:
@@ -86,6 +94,14 @@ def composed(arguments: Sequence[str]) -> DictConfig:
     except ValueError as error:  # Hydra's own, of a group without a choice
         raise ConfigError(one_line(error)) from None
     return config
+
+
+def _refuse_unread(overrides: Sequence[Override], config: DictConfig) -> None:
+    """Refuse settings that are added to a choice that has none, and so is not built."""
+    for override in overrides:
+        group, dot, _ = override.key_or_group.partition(".")
+        if dot and group in OWN and "_target_" not in config[group]:
+            raise ConfigError(f"{override.input_line}: this choice of {group} has no settings")
 
 
 class ProgramError(ConfigError, CompactHydraException):
@@ -119,9 +135,11 @@ def of_program(config: DictConfig, world_size: int | None) -> tuple[DictConfig, 
     return typed, words
 
 
-def _refuse(override: Override) -> None:
-    """Refuse overrides that Hydra accepts but no run can use."""
+def _refuse(override: Override, config_dir: str | None) -> None:
+    """Refuse overrides that no run can use, and of which Hydra does not say so."""
     line, key = override.input_line, override.key_or_group
+    if not key:
+        raise ConfigError(f"{line}: no such setting; --help lists all settings")
     if override.is_sweep_override():
         raise ConfigError(
             f"{line}: a run accepts only one value; for a list, use python -m lab.sweep"
@@ -135,10 +153,14 @@ def _refuse(override: Override) -> None:
         raise ConfigError(
             f"{line}: the lab sets this itself, from your own files that the run uses; leave it out"
         )
-    if (override.is_add() or override.is_force_add()) and _root(override) not in FIELDS:
+    adds = override.is_add() or override.is_force_add()
+    if (adds and _root(override) not in FIELDS) or key.rpartition(".")[2] in OF_INSTANTIATE:
         raise ConfigError(
             f"{line}: nothing reads this setting; add one only to a choice, as in +data.key=value"
         )
+    is_choice = override.is_delete() or isinstance(override.value(), str | int)
+    if key in GROUPS and key not in DATA and not is_choice:
+        raise ConfigError(no_choice(key, str(line).partition("=")[2], config_dir))
 
 
 def _validate(config: DictConfig) -> None:
@@ -150,10 +172,10 @@ def _validate(config: DictConfig) -> None:
             checks.whole(name, value, limits.at_least, limits.at_most)
         elif isinstance(value, float):
             checks.number(name, value, **dataclasses.asdict(limits))
+        elif value == "":
+            raise ConfigError(f"{name}=: must not be empty")
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set only one of the two")
-    if not config.runs_dir:
-        raise ConfigError("runs_dir=: must name a directory")
     for name in ("study", "cell"):
         check_name(name, config[name])
 
@@ -161,16 +183,20 @@ def _validate(config: DictConfig) -> None:
 def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None) -> str:
     """Return one line that names the key, the value and what is allowed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = error.missing_cfg_file.strip("/").rpartition("/")
+        group, _, choice = error.missing_cfg_file.strip("/").partition("/")
         return no_choice(group or choice, choice if group else "", config_dir)
     cause = error.__cause__ or error
     quoted_key = re.search(r"'([^']+)'", str(error))
     key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
-    argument = next((a for a in reversed(arguments) if a.lstrip("+~").split("=")[0] == key), key)
+    words = ((a.lstrip("+~").partition("=")[0], a) for a in reversed(arguments))
+    argument = next((a for name, a in words if name == key or name.startswith(f"{key}.")), key)
+    if "Could not append" in str(error):
+        return f"{argument}: is set already; write {argument.lstrip('+')}"
     if "Could not override" in str(error):
         return _unknown(argument, key, config_dir)
-    reason = one_line(cause)
-    return f"{argument}: {hints.value_hint(argument.partition('=')[2], reason) or reason}"
+    is_type = isinstance(cause, ValidationError) and key in FIELDS
+    reason = expected(key, argument.removeprefix(f"{key}=")) if is_type else one_line(cause)
+    return f"{argument}: {reason}"
 
 
 def _unknown(argument: str, key: str, config_dir: str | None) -> str:

@@ -5,6 +5,7 @@ Nothing here imports torch, and Hydra only what needs it: help and a wrong setti
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Collection, Sequence
@@ -16,7 +17,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import INTEGER, fields_of, number_of, setting
 from lab.settings.files import choices_of
 from lab.settings.names import DIRECTORY
-from lab.settings.own_code import asked_for, callable_at, reason_of
+from lab.settings.own_code import asked_for, callable_at, check_names, reason_of
 from lab.settings.secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -164,7 +165,9 @@ def check_words(arguments: Sequence[str], own: Collection[str] = ()) -> None:
     """
     has_own_choices = any(argument.startswith("config_dir=") for argument in arguments)
     for argument in arguments:
-        key, _, text = argument.partition("=")
+        key, equals, text = argument.partition("=")
+        if equals and key not in (*own, *FIELDS):
+            _refuse_misspelt(argument, key, own)
         if key in own or key not in FIELDS or not PLAIN.fullmatch(text):
             continue
         kind, about = str(FIELDS[key].type).partition(" ")[0], FIELDS[key].metadata
@@ -177,8 +180,23 @@ def check_words(arguments: Sequence[str], own: Collection[str] = ()) -> None:
         elif kind in ("int", "float") and text != "null":
             number = hints.number(text)
             if number is None or (kind == "int" and not INTEGER.fullmatch(text)):
-                raise ConfigError(f"{argument}: {hints.must_be(kind, text)}")
+                raise ConfigError(f"{argument}: {expected(key, text)}")
             number_of(key, text, int if kind == "int" else float, about["limits"])
+
+
+def _refuse_misspelt(argument: str, key: str, own: Collection[str]) -> None:
+    """Refuse a key that is most like one of the command's own, which composing does not know."""
+    name = key.lstrip("+").lower()
+    close = difflib.get_close_matches(name, (*own, *FIELDS), n=1, cutoff=0.75)
+    if close and close[0] in own and (name in own or not hints.hint(key, "")):
+        raise ConfigError(f"{argument}: no such setting; did you mean {close[0]}?")
+
+
+def expected(key: str, text: str) -> str:
+    """Return what the value of a setting must be: "must be a number", "allowed: fp32, bf16"."""
+    if words := FIELDS[key].metadata["choices"]:
+        return f"allowed: {', '.join(words)}"
+    return hints.must_be(str(FIELDS[key].type).partition(" ")[0], text)
 
 
 def no_choice(group: str, choice: str, config_dir: str | None) -> str:
@@ -206,6 +224,8 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
         raise ConfigError(f"{node._get_full_key('_target_')}: is missing")
     later = node.get("_partial_", False)
     target = callable_at(node._target_, f"_target_={node._target_}")
+    names = [str(key) for key in node if not str(key).startswith("_")]
+    check_names(target, names, str(node._key() or "settings"))
     try:
         made = instantiate(node, _partial_=True, _convert_="all")
         asked = asked_for(target, runtime)
@@ -218,11 +238,11 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
 
 def check_name(key: str, value: str | None) -> None:
     """Refuse a study's or cell's name that no directory can have, or that holds a secret."""
-    as_name = value is None or re.fullmatch(DIRECTORY, value)
+    as_name = value is None or (re.fullmatch(DIRECTORY, value) and len(value.encode()) <= 255)
     if not as_name or without_secrets(str(value)) != str(value):
         raise ConfigError(
             f"{key}={value!r}: names a directory under runs_dir; use only letters, digits "
-            "and . , = + _ - (but no dot at the start), and no secret"
+            "and . , = + _ - (but no dot at the start), at most 255 bytes, and no secret"
         )
 
 

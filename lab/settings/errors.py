@@ -33,6 +33,14 @@ def as_config_error(prefix: str = "", *kinds: type[Exception]) -> Iterator[None]
         raise ConfigError(f"{prefix}{error}") from None
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether memory could not be allocated, on a CPU or a GPU; torch is not imported."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    texts = [each for each in error.args if isinstance(each, str)]
+    return isinstance(error, RuntimeError) and any("can't allocate memory" in t for t in texts)
+
+
 def one_line(error: object) -> str:
     """Return the first line of an error's text, or its type if the text is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

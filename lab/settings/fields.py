@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from lab.settings import checks
 from lab.settings.checks import Limits, as_text
 from lab.settings.errors import ConfigError
+from lab.settings.files import NAMED, is_folder
 from lab.settings.hints import nearest, number
 
 T = TypeVar("T")
@@ -131,7 +132,8 @@ def split(arguments: Sequence[str], keys: Collection[str]) -> tuple[dict[str, st
     texts, others = dict[str, str](), list[str]()
     for argument in arguments:
         key, equals, text = argument.partition("=")
-        if equals and key.split(".")[0] in keys:
+        root, dot, _ = key.partition(".")
+        if equals and root in keys and (not dot or root in NAMED):
             texts[key] = text
         else:
             others.append(argument)
@@ -159,7 +161,7 @@ def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
 
 
 def _folder(key: str, text: str) -> str | None:
-    if text != "null" and not Path(text).is_dir():
+    if text != "null" and not is_folder(text):
         raise ConfigError(f"{key}={text}: there is no such folder")
     return None if text == "null" else str(Path(text).absolute())
 
@@ -179,6 +181,8 @@ def _value(key: str, text: str, kind: Any, metadata: Mapping[str, Any]) -> Any:
         return number_of(key, text, kind, metadata["limits"])
     if kind is str and metadata["choices"]:
         return checks.one_of(key, text, metadata["choices"])
+    if not text:
+        raise ConfigError(f"{key}=: must be {'a path' if kind is Path else 'text'}, or left out")
     return kind(text)
 
 
@@ -195,9 +199,7 @@ def number_of(key: str, text: str, kind: type, limits: Limits) -> float:
 
 def _listed(key: str, text: str, kind: Any, metadata: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the values of `a,b` or `[a,b]`."""
-    words = [word.strip() for word in text.strip("[]").split(",")] if text else []
-    if metadata["choices"] and not words:
-        raise ConfigError(f"{key}=: name at least one of {', '.join(metadata['choices'])}")
+    words = [word.strip() for word in text.strip("[]").split(",")]
     if len(set(words)) < len(words):
         raise ConfigError(f"{key}={text}: a value is listed twice")
     return tuple(_value(key, word, kind, metadata) for word in words)

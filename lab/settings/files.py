@@ -59,6 +59,14 @@ def is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
+def is_folder(path: str) -> bool:
+    """Return whether there is such a folder; a path that is empty or too long names none."""
+    try:
+        return bool(path) and Path(path).is_dir()
+    except OSError:
+        return False
+
+
 def file_at(group: str, name: str) -> Path:
     """Return the path of a file that is a choice itself. ConfigError: there is no such file."""
     if not Path(name).is_file():
@@ -142,7 +150,7 @@ def located(content: Any, config_dir: str | None) -> Any:
 def keys_of(group: str, config_dir: str | None = None) -> dict[str, set[str]]:
     """Return each choice's settings, without parsing its YAML: help must be quick."""
     return {
-        name: set(TOP_LEVEL_KEY.findall(path.read_text())) - {"defaults"}
+        name: set(TOP_LEVEL_KEY.findall(path.read_text(encoding="utf-8"))) - {"defaults"}
         for name, path in files_of(group, config_dir).items()
     }
 

@@ -76,9 +76,11 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
 def chosen_by(arguments: Sequence[str], config_dir: str | None) -> dict[str, str]:
     """Return the choice of each group; a strategy chooses some."""
     words = {key: value for key, _, value in (word.partition("=") for word in arguments)}
-    chosen: dict[str, str] = dict(DEFAULT.findall((conf_dir() / "train.yaml").read_text()))
+    chosen: dict[str, str] = dict(
+        DEFAULT.findall((conf_dir() / "train.yaml").read_text(encoding="utf-8"))
+    )
     file = files_of("strategy", config_dir).get(words.get("strategy", chosen["strategy"]))
-    return chosen | dict(DEFAULT.findall(file.read_text() if file else "")) | words
+    return chosen | dict(DEFAULT.findall(file.read_text(encoding="utf-8") if file else "")) | words
 
 
 def _described(file: Path) -> str:

@@ -137,6 +137,7 @@ def hint(key: str, value: str) -> str | None:
 
 def nearest(key: str, known: Collection[str]) -> str | None:
     """Return a hint at the known setting that is spelled most like `key`; None if none is near."""
+    key = key.lower()
     if close := difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.75):
         return f"did you mean {close[0]}?"
     ends = {name.split(".")[-1]: name for name in sorted(known, reverse=True)}
@@ -171,19 +172,12 @@ def _near(path: Path) -> Path | None:
     return folder / close[0] if folder and close else None
 
 
-def value_hint(text: str, reason: str) -> str | None:
-    """Return what a value must be, from the reason why it could not be converted; None: unknown."""
-    if "converted to Integer" in reason:
-        return must_be("int", text)
-    if "converted to Float" in reason:
-        return must_be("float", text)
-    return "must be true or false" if "not a valid bool" in reason else None
-
-
 def must_be(kind: str, text: str) -> str:
-    """Return what an `int` or `float` setting must be, and how to write 1e3 as an integer."""
-    if kind == "float":
-        return "must be a number"
+    """Return what a setting of a type must be, and how to write 1e3 as an integer."""
+    if kind != "int":
+        return {"float": "must be a number", "bool": "must be true or false"}.get(
+            kind, "must be text"
+        )
     value = number(text)
     is_whole = value is not None and value.is_integer()
     return f"must be an integer; write {value:.0f}" if is_whole else "must be an integer"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.settings.errors import ConfigError
-from lab.settings.files import choices_of
+from lab.settings.files import choices_of, is_folder
 from lab.settings.hints import OF_HYDRA, lonely_hint, number
 from lab.settings.secrets import kept_words
 
@@ -187,12 +187,12 @@ def config_dir_of(arguments: Sequence[str]) -> str | None:
     Raises:
         ConfigError: there is no such folder.
     """
-    words = [argument for argument in arguments if argument.startswith("config_dir=")]
+    words = [argument for argument in arguments if argument.lstrip("+").startswith("config_dir=")]
     folder = parse_overrides(words)[-1].value() if words else None
     if folder is None:
         return None
-    if not Path(str(folder)).is_dir():
-        raise ConfigError(f"config_dir={folder}: there is no such folder")
+    if not is_folder(str(folder)):
+        raise ConfigError(f"{words[-1]}: there is no such folder")
     return str(Path(str(folder)).absolute())
 
 

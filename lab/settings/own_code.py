@@ -154,7 +154,9 @@ def targets(value: Any) -> Iterator[str]:
 def _chosen(group: str) -> frozenset[str]:
     """Return the callables that the lab's own choices of a group name."""
     files = (conf_dir() / group).glob("*.yaml")
-    return frozenset(found for file in files for found in TARGET.findall(file.read_text()))
+    return frozenset(
+        found for file in files for found in TARGET.findall(file.read_text(encoding="utf-8"))
+    )
 
 
 def _check_target(group: str, path: str) -> None:
@@ -207,14 +209,30 @@ def check_arguments(
     if parameters is None:
         return
     own = {k: p for k, p in parameters.items() if k not in offered and p.kind in NAMED}
-    takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
-    for name in arguments:
-        if name not in parameters and not takes_any:
-            takes = ", ".join(f"{group}.{each}" for each in own)
-            raise ConfigError(f"{group}.{name}: no such argument; allowed: {takes or 'none'}")
+    check_names(function, arguments, group, own)
     for name, parameter in own.items():
         if parameter.default is Parameter.empty and name not in arguments:
             raise ConfigError(f"{group}.{name} has no default; give it a value")
+
+
+def check_names(
+    function: Callable[..., Any],
+    arguments: Iterable[str],
+    group: str,
+    allowed: Iterable[str] | None = None,
+) -> None:
+    """Refuse settings that a callable does not take. ConfigError: names those that it takes.
+
+    Args: allowed: those that it takes; None: the others of `arguments`.
+    """
+    parameters = _parameters(function)
+    if parameters is None or Parameter.VAR_KEYWORD in (each.kind for each in parameters.values()):
+        return
+    names = (name for name in arguments if name in parameters) if allowed is None else allowed
+    takes = ", ".join(f"{group}.{name}" for name in names) or "none"
+    for name in arguments:
+        if name not in parameters:
+            raise ConfigError(f"{group}.{name}: no such argument; allowed: {takes}")
 
 
 def asked_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def _size(node: Node | None, known: dict[int, float]) -> float:
 def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
     """Write `value` as readable JSON. A non-finite number becomes null: JSON has none."""
     text = json.dumps(mapped(value, _finite), indent=2, allow_nan=False) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _finite(_: str, value: Any) -> Any:

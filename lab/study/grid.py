@@ -29,8 +29,10 @@ class SweepSettings:
     """The settings of a sweep itself."""
 
     launcher: str = setting("local", "what starts the ranks of a cell", ("local", "slurm", "ray"))
-    world_size: tuple[int, ...] = setting((1,), "numbers of ranks (a list)", at_least=1)
-    repeats: int = setting(1, "number of times to run the whole grid", at_least=1)
+    world_size: tuple[int, ...] = setting(
+        (1,), "numbers of ranks (a list)", at_least=1, at_most=10**6
+    )
+    repeats: int = setting(1, "number of times to run the whole grid", at_least=1, at_most=10**4)
     cell_timeout_s: int = setting(
         3600, "time limit for a cell; when it expires, the cell is recorded as timeout", at_least=1
     )
@@ -177,8 +179,6 @@ def read(arguments: Sequence[str]) -> Study:
         listed = expanded([f"world_size={sizes}"])["world_size"]
         given = given | {"world_size": ",".join(each.partition("=")[2] for each in listed)}
     own = parsed(SweepSettings, given)
-    if not own.world_size:
-        raise ConfigError("world_size=: must be one or more integers of at least 1")
     points = _points(expanded(run), own.world_size, conditions, typed=arguments)
     if len({point.name for point in points}) < len(points):
         raise ConfigError(

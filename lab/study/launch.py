@@ -100,6 +100,7 @@ def run_cells(
     finally:
         hide_secrets(log)
     for directory in directories[1:]:
+        directory.mkdir(exist_ok=True)  # a run that does not begin removes its own
         shutil.copyfile(log, directory / log.name)
     return [
         record_of(directory, cell, status, error)

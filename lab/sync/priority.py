@@ -51,7 +51,7 @@ class PrioritySync(GradSync):
 
     def __init__(self, parts: SyncParts, *, chunk_mb: float, trials: int) -> None:
         checks.number("sync.chunk_mb", chunk_mb, above=0)
-        checks.whole("sync.trials", trials, 0)
+        checks.whole("sync.trials", trials, 0, 10**6)
         if is_compiled(parts.module):
             raise ValueError(
                 "model: compiled layers cannot wait for their weights; leave out torch.compile"

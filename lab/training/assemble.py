@@ -248,6 +248,11 @@ def _build_model(
             f"channels_last=true: inputs of shape {list(data.input_shape)} are not images "
             "[channels, height, width]; leave it false"
         )
+    if config.profile and "profile" not in config.model:
+        raise ConfigError(
+            f"profile={config.profile.get('name')}: model={config.model._target_} does not read "
+            "it; set model=replay, or leave profile out"
+        )
     model: nn.Module = build_model(config.model, data, output_size)
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:

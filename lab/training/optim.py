@@ -218,8 +218,16 @@ class Schedule:
             )
         if self.schedule == "step":
             checks.whole("optim.step_every", self.step_every, 1)
-        elif self.step_every is not None:
-            raise ConfigError(f"optim.step_every={self.step_every}: needs optim.schedule=step")
+        else:
+            self._refuse_set("optim.schedule=step", "step_every", "step_factor")
+        if not self.linear_scaling:
+            self._refuse_set("optim.linear_scaling=true", "base_batch_size")
+
+    def _refuse_set(self, needed: str, *names: str) -> None:
+        """Refuse values other than the defaults, which would have no effect."""
+        for name in names:
+            if (value := getattr(self, name)) != getattr(Schedule, name):
+                raise ConfigError(f"optim.{name}={value}: needs {needed}")
 
     def peak(self, lr: float, batch_size: int) -> float:
         """Return the largest rate of a run with this global batch."""

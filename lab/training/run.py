@@ -10,7 +10,6 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 
 from lab.distributed import launcher
@@ -23,6 +22,7 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Stretch, append_stretch, decode, stretches_of
 from lab.settings.command import EXIT_INTERRUPTED, say_error
 from lab.settings.config import ConfigError, build
+from lab.settings.errors import lacks_memory
 from lab.settings.names import class_name
 from lab.settings.own_code import blame
 from lab.settings.secrets import kept_words, without_secrets
@@ -34,9 +34,8 @@ from lab.training.rank_consistency import checkpoint_facts
 from lab.training.recording import Curves, ProgressBar, Recording, claim_directory, decided
 from lab.training.trainer import Trainer
 
-# torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
-# lost rank, so only their messages tell them apart.
-OUT_OF_MEMORY = ("can't allocate memory",)
+# torch raises plain RuntimeErrors from Gloo's waits and Gloo's connections to a lost rank, so only
+# their messages tell them apart.
 TIMEOUT = ("timed out", "timeout")
 LOST_PEER = ("peer", "connection reset")
 LONGEST = 10_000  # characters of an error's text
@@ -320,7 +319,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", line)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or says(OUT_OF_MEMORY):
+    if lacks_memory(error):
         return Failure("oom", line)
     if isinstance(error, TimeoutError) or says(TIMEOUT):
         return Failure("timeout", line)

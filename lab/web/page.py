@@ -105,9 +105,9 @@ def render(parts: Parts, progress: Progress | None = None) -> str:
         for study in parts.studies
         for chart in study.drawings
     ]
-    library, script = bundle(), (ASSETS / "page.js").read_text()
-    license_ = (ASSETS / "vega_license.txt").read_text()
-    style = (ASSETS / "page.css").read_text()
+    library, script = bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")
+    license_ = (ASSETS / "vega_license.txt").read_text(encoding="utf-8")
+    style = (ASSETS / "page.css").read_text(encoding="utf-8")
     return environment.get_template("page.html").render(
         parts=parts,
         progress=progress,

@@ -56,9 +56,14 @@ NO_SETTING = "is not a setting: write key=value"
 NO_NAME = "names a directory under runs_dir"
 WORDS = [
     *(("cell='..'", NO_NAME), ("cell=' '", NO_NAME), ("cell='$(touch x)'", NO_NAME)),
-    *(("cell='*'", NO_NAME), ("cell=study.json", NO_NAME), ("cell=report.html", NO_NAME)),
+    *(
+        (f"cell={'x' * 256}", NO_NAME),
+        ("cell='*'", NO_NAME),
+        ("cell=study.json", NO_NAME),
+        ("cell=report.html", NO_NAME),
+    ),
     *((f"cell={'é' * 128}", NO_SETTING), ("cell=\udcff\udcfe", "udcff\\udcfe' is not a setting")),
-    *(("runs_dir=~", NO_SETTING), ("runs_dir=''", "runs_dir=: must name a directory")),
+    *(("runs_dir=~", NO_SETTING), ("runs_dir=''", "runs_dir=: must not be empty")),
     *(("strategy", NO_SETTING), ('cell="abc', NO_SETTING), ("cell=[a", NO_SETTING)),
     *(("cell=${", NO_SETTING), ("optim..lr=1", NO_SETTING), ("b\u0430tch_size=24", NO_SETTING)),
     *(("seed=\u22121", NO_SETTING), ("batch_size=24\u200b", "u200b"), ("cell=a\u202eb", "u202e")),

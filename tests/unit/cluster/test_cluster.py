@@ -70,6 +70,7 @@ def test_each_host_has_the_rate_or_one_of_its_own() -> None:
 
 
 def test_changes_are_in_order_of_time() -> None:
+    assert cluster("hosts=2", "changes=null").changes == ()
     made = cluster("hosts=2", "changes=['20s h1 down','1.5s h0 10mbit']")
     assert made.changes == (Change(1.5, 0, "10mbit"), Change(20, 1, "down"))
 
@@ -198,7 +199,7 @@ def test_changes_of_a_link() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "needs one run|check, as in python -m lab.cluster"),
+        ([], "needs one run|check; --help has examples"),
         (["walk"], "walk: the first word must be run or check"),
         (["run", "hosts=2"], "run needs torchrun's arguments after --"),
         (["check", "hosts=2", "--", "-m", "lab.train"], "run needs torchrun's arguments after --"),

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 LONGEST = 600  # lines: one subject, read alone
@@ -33,3 +35,10 @@ def test_docstrings_say_what_a_thing_is_or_does_and_do_not_ask() -> None:
     python = [path for path in SOURCES if path.suffix == ".py"]
     asking = [f"{path}: {text}" for path in python for text in docstrings(path)]
     assert [line for line in asking if re.match(r"\S+: What\b", line)] == []
+
+
+@pytest.mark.parametrize("package", ["settings", "record", "benchmarks", "gpu_report", "web"])
+def test_texts_are_utf_8_in_every_locale(package: str) -> None:
+    files = sorted((ROOT / "lab" / package).glob("*.py"))
+    bare = re.compile(r"\.read_text\(\)|\.write_text\([^,\n]*\)$", re.MULTILINE)
+    assert files and not [file for file in files if bare.search(file.read_text(encoding="utf-8"))]

@@ -133,6 +133,12 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ValueError, match=f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: .*in use"):
             world._find_rank_info()
+        monkeypatch.setenv("MASTER_PORT", "http")
+        with pytest.raises(ValueError, match="MASTER_ADDR=127.0.0.1 MASTER_PORT=http: "):
+            world._find_rank_info()
+        monkeypatch.delenv("MASTER_PORT")
+        with pytest.raises(ValueError, match="MASTER_ADDR=127.0.0.1 MASTER_PORT=: "):
+            world._find_rank_info()
 
 
 @pytest.mark.parametrize(("device", "built"), [("cuda", False), ("cuda", True), ("cpu", False)])

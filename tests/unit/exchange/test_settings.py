@@ -56,6 +56,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         (path, {"chunk_mb": 0}, "chunk_mb=0: must be null, a number above 0")
         for path in (Tree, Ring)
     ),
+    *((Ring, {"chunk_mb": size}, f"chunk_mb={size}: must be") for size in (True, float("inf"))),
     (DoubleTree, {"chunk_mb": {"gloo": 4}}, f"chunk_mb=.*{EACH}"),
     (DoubleTree, {"chunk_mb": {"gloo": 4, "nccl": -1}}, f"chunk_mb=.*{EACH}"),
     (Hierarchical, {"inter": NoExchange()}, f"inter=NoExchange {NO_MEAN}"),
@@ -82,7 +83,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (OneBitAdam, {"freeze_at": 0}, "freeze_at=0: must be an integer of at least 1"),
     (OneBitAdam, {"signs_of": "sums"}, "signs_of=sums: allowed: momentum, gradient"),
     (OneBitAdam, {"least_steps": 0}, "least_steps=0: must be an integer of at least 1"),
-    (ZeroOneAdam, {"updates_per_interval": 0}, "updates_per_interval=0: must be an integer of at"),
+    (ZeroOneAdam, {"updates_per_interval": 0}, "updates_per_interval=0: must be an integer from 1"),
     (ZeroOneAdam, {"longest_interval": 12}, "longest_interval=12: must be a power of two"),
     (OneBitLamb, {"ratio_range": (2, 10)}, r"ratio_range=\[2, 10\]: must be two numbers above 0"),
     (OneBitLamb, {"factor_range": (0, 4)}, r"factor_range=\[0, 4\]: must be two numbers above 0"),
@@ -98,6 +99,12 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Dion, {"rank_fraction": 0.0}, "rank_fraction=0.0: must be a number above 0 and at most 1"),
     (Dion, {"momentum": 1.0}, "momentum=1.0: must be a number of at least 0 and below 1"),
     (Dion, {"betas": [0.9]}, "betas="),
+    (Muon, {"betas": None}, "betas=null: must be a list"),
+    (OneBitAdam, {"betas": ["a", "b"]}, "betas=.*: must be two numbers"),
+    (OneBitLamb, {"ratio_range": 1}, "ratio_range=1: must be a list"),
+    (OneBitLamb, {"factor_range": [1]}, r"factor_range=\[1\]: must be two numbers"),
+    (OneBitLamb, {"factor_range": ["a", 4]}, "factor_range=.*: must be two numbers"),
+    (ZeroOneAdam, {"updates_per_interval": 10**9}, "updates_per_interval=1000000000: must be"),
 ]
 
 

@@ -208,6 +208,9 @@ def test_a_failure_is_one_warning_and_turns_the_recorder_off(
     assert capsys.readouterr().err == "lab.train: Broken is switched off: no network\n"
 
 
-def test_unknown_mode_is_refused() -> None:
+def test_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "never")
+    with pytest.raises(ValueError, match=r"WANDB_MODE=never: allowed: offline, online, shared"):
+        WandbRecorder("lab")
     with pytest.raises(ValueError, match=r"recorder.mode=sometimes: allowed: offline, online"):
         WandbRecorder("lab", "sometimes")

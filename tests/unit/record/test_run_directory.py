@@ -92,6 +92,8 @@ def test_a_broken_neighbour_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_what_did_not_begin_leaves_nothing(tmp_path: Path) -> None:
     take(tmp_path).discard_if_empty()
     assert list(tmp_path.iterdir()) == []
+    take(tmp_path / "runs/study").discard_if_empty()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_job_is_what_its_launcher_names_so(monkeypatch: pytest.MonkeyPatch) -> None:

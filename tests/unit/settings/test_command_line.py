@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lab import __main__ as lister
 from lab import explain, plot, sweep, train, verify
-from lab.settings.command import Command, read
+from lab.settings.command import Command, CommandLine, answer, read
 from lab.settings.config import GROUPS, ConfigError, load
 from lab.settings.fields import file_to_write, own_settings, split
 from lab.settings.files import choices_of, conf_dir
@@ -139,7 +139,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("~batch_size", "~batch_size: a run needs this setting"),
         ("~exchange._target_", "~exchange._target_: a run needs this setting"),
         ("++nope=1", r"++nope=1: nothing reads this setting"),
-        ("+batch_size=3", "+batch_size=3: Could not append to config"),
+        ("+batch_size=3", "+batch_size=3: is set already; write batch_size=3"),
         ("hydra.searchpath=[a]", "hydra.searchpath=[a]: use --config-dir DIR"),
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
         ("cell=figures", "cell='figures': names a directory under runs_dir; use only"),
@@ -323,3 +323,12 @@ raise SystemExit(main(["--version"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "True", done.stderr
+
+
+def test_a_lack_of_memory_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def fill(_: CommandLine) -> int:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore")
+
+    assert answer(plot.COMMAND, ["runs/a"], fill) == 1
+    said = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried"
+    assert capsys.readouterr().err == f"lab.plot: error: {said}\n"

@@ -9,7 +9,7 @@ import pytest
 
 from lab import sweep
 from lab.record.schema import Record, Status, read_record
-from lab.study import dry_run
+from lab.study import dry_run, launch
 from lab.study.grid import Cell, read
 from lab.study.launch import make_directory, recorded
 from lab.study.run import outcome_text
@@ -63,6 +63,17 @@ def test_a_failed_attempt_is_kept_and_leftovers_are_not(tmp_path: Path) -> None:
         "failed-2",
     ]
     assert read_record(directory / "failed-2/record.json") == second
+
+
+def test_cells_that_take_turns_each_record_why_they_did_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [cell for cell in read(GRID).cells if cell.world_size == 1]
+    # As ranks do that refuse a setting: what they claimed, and did not write in, is gone.
+    script = f"rmdir {tmp_path / cells[1].name}; echo 'lab.train: error: turns=9: too many'; exit 2"
+    monkeypatch.setattr(launch, "starter", lambda *_: ["sh", "-c", script])
+    records = launch.run_cells(tmp_path, cells, 9, 60)
+    assert [record.error for record in records] == ["turns=9: too many"] * len(cells)
 
 
 def test_a_dry_run_estimates_by_the_most_similar_cell_that_is_done(tmp_path: Path) -> None:

@@ -288,6 +288,8 @@ def test_linear_scaling_multiplies_the_peak() -> None:
         ({"step_factor": float("nan")}, "step_factor=nan: must be a number from 0 to 1"),
         ({"schedule": "step"}, "step_every=null: must be an integer of at least 1"),
         ({"step_every": 30}, "step_every=30: needs optim.schedule=step"),
+        ({"step_factor": 0.5}, "step_factor=0.5: needs optim.schedule=step"),
+        ({"base_batch_size": 64}, "base_batch_size=64: needs optim.linear_scaling=true"),
         ({"schedule": "constant", "final_share": 0.1}, "final_share=0.1: needs optim.schedule=cos"),
     ],
 )
