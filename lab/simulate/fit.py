@@ -360,7 +360,11 @@ def _cluster(cells: list[Cell]) -> Cluster:
 
 def _cluster_settings(cell: Cell) -> dict[str, Any]:
     found = read_settings(cell.folder).get("cluster")
-    return {k: v for k, v in found.items() if k != "_target_"} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    settings = {key: value for key, value in found.items() if key != "_target_"}
+    # Earlier versions recorded a factor without a slow host, too.
+    return settings if settings.get("slow_host") else {**settings, "slow_factor": None}
 
 
 def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:

@@ -15,6 +15,7 @@ from lab.exchange.cost import Shape, Sizes
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.settings import checks
+from lab.settings.errors import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.costs import Settings, exchange_of, extra_bytes, in_shares, phases_of
 from lab.simulate.hardware import Hardware
@@ -256,6 +257,8 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
         return math.nan
     try:
         needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    except ConfigError:
+        raise
     except ValueError:  # no exchange of the lab's
         return math.nan
     if pattern_of(settings).parts_the_update:  # others keep their part of the state
