@@ -284,7 +284,7 @@ class Option:
 
 
 def _option(advice: Advice, group: Group, name: str, cell: Cell, source: Source) -> Option:
-    strategy, size = strategy_of(cell, source), cell.world_size
+    strategy, size = strategy_of(advice.prediction, cell, source), cell.world_size
     weak, per_rank = cell.config.scaling == "weak", cell.batch_size // size
     hardware = group.hardware
     profile = profile_on(source, hardware)

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lab.measure import Span
 from lab.measure.peaks import arithmetic_of
 from lab.model.profile import VALUE_BYTES, Layer, Profile, replayed
-from lab.model.work import Line, Operation, Work
+from lab.model.work import Operation, Work
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, file_setting, parsed, setting, split
 from lab.settings.files import read_file
@@ -37,13 +37,15 @@ from lab.simulate.score import (
     score,
     scored_cell,
 )
-from lab.simulate.step import UPDATE_PASSES, Prediction, predict
-from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.step import Prediction, predict
+from lab.simulate.strategy import Strategy
 from lab.simulate.terms import LEVELS, drawn, interval, learned
 from lab.simulate.traced import KEY as TRACED
 from lab.simulate.traced import Traced, read_profile
+from lab.simulate.update import told
 from lab.study.grid import Cell, series_of
 from lab.study.grid import read as read_grid
+from lab.sync.pattern import MOMENTUM
 
 DEFAULT_PROFILE = "alexnet_titanx"
 INPUT_PASSES = 2  # a batch is gathered from the data set
@@ -124,8 +126,7 @@ def read(arguments: Sequence[str], moving: Collection[str] = ()) -> Request:
         if LOG in texts:
             hardware = _with_log(hardware, texts[LOG])
         refuse_unknown_rates(hardware)
-        if not fit:  # which has cells of this machine
-            hardware = learned(hardware, _given(texts))
+        hardware = learned(hardware, _given(texts))
         profiles = [traced.profile if traced else _profile(cell) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -272,7 +273,7 @@ class Estimate:
 
         An operation takes the longer of its products at `compute_efficiency` of the peak and its
         bytes at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the
-        update, and the gathering of the batch.
+        gathering of the batch; the update depends on the optimizer.
 
         Raises:
             ValueError: the peak at this precision is not known.
@@ -296,7 +297,7 @@ class Estimate:
         for each in work.layers:
             whole, fixed = zip(times(each.forward), times(each.backward), strict=True)
             layers.append(Layer(each.name, each.parameters, *whole, *fixed))
-        rest_ms, fixed_rest_ms = times(_rest(work))
+        rest_ms = _rest_ms(device, work, more)
         return Profile(
             self.name,
             f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
@@ -304,17 +305,20 @@ class Estimate:
             more,
             tuple(layers),
             rest_ms=rest_ms,
-            fixed_rest_ms=fixed_rest_ms,
+            fixed_rest_ms=fixed_part(rest_ms, _rest_ms(device, work, fewer), more / fewer),
+            update_bytes_per_s=device.rate_of(MOMENTUM.passes * VALUE_BYTES * work.num_parameters),
             num_threads=device.num_threads,
             num_kernels=sum(len(each.forward) + len(each.backward) for each in work.layers),
         )
 
 
-def _rest(work: Work) -> list[Operation]:
-    """Return what a step does besides the layers' operations."""
-    update = Line(UPDATE_PASSES * VALUE_BYTES * work.num_parameters, 0.0)
-    gathered, nothing = Line(0.0, INPUT_PASSES * work.input_bytes), Line(0.0, 0.0)
-    return [Operation("update", nothing, update), Operation("input", nothing, gathered)]
+def _rest_ms(device: Device, work: Work, batch: int) -> float:
+    """Return the time of a step beside its layers and the update's passes over memory.
+
+    That is the gathering of the batch, in the data's type at any precision, and both launches.
+    """
+    num_bytes = INPUT_PASSES * work.input_bytes * batch
+    return 1000 * (2 * device.op_s + num_bytes / device.rate_of(num_bytes))
 
 
 def _milliseconds(
@@ -330,10 +334,7 @@ def _milliseconds(
         in_general = efficiencies.get(operation.name, 1.0)
         factor = efficiencies.get(f"{precision}.{operation.name}", in_general)
         flops_per_s = peak_flops_per_s * factor
-        rate = device.bandwidth_bytes_per_s * device.memory_efficiency
-        if num_bytes < device.cache_bytes:
-            rate = device.cache_bytes_per_s
-        rate = rates.get(operation.name, rate)
+        rate = rates.get(operation.name) or device.rate_of(num_bytes)
         products_s = operation.flops.at(batch) / flops_per_s
         seconds.append(device.op_s + max(products_s, num_bytes / rate))
     return 1000 * sum(seconds)
@@ -419,16 +420,19 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     sources = zip(request.cells, sources_of(request), strict=True)
-    points = [(cell, source, strategy_of(cell, source)) for cell, source in sources]
+    points = [(cell, source, strategy_of(request, cell, source)) for cell, source in sources]
     names = series_of(request.cells)
     own, groups = request.own, groups_of(request)
     known: dict[str, Profile] = {}
-    rows, scores, spans = [], [], ()
+    rows, scores, updates, spans = [], [], dict[str, None](), ()
     for group in groups:
         scored = []
         for name, (cell, source, strategy) in zip(names, points, strict=True):
             profile = profile_on(source, group.hardware)
             known[profile.name] = profile
+            if isinstance(source, Profile) and strategy.update != MOMENTUM:
+                optim = cell.config.optim["_target_"]
+                updates[told(optim, profile, group.hardware, strategy)] = None
             prediction, row = _predict(group, cell, source, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []
@@ -443,6 +447,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         "profiles": {name: profile.gradient_bytes for name, profile in known.items()},
         "open_profiles": [name for name, profile in known.items() if profile.is_open],
         "sources": {name: profile.source for name, profile in known.items()},
+        "updates": [*filter(None, updates)],
         "by_default": request.by_default,
         "logs": [f"from the log: {curve}" for curve in request.hardware.measured]
         + [f"from the trace: {traced}" for traced in (request.traced,) if traced],
@@ -466,10 +471,19 @@ def sources_of(request: Request) -> list[Source]:
     ]
 
 
-def strategy_of(cell: Cell, source: Source) -> Strategy:
-    """Read a cell's strategy; what is counted includes the transform, a profile cannot."""
+def strategy_of(request: Request, cell: Cell, source: Source) -> Strategy:
+    """Read a cell's strategy.
+
+    What is counted includes the transform, which a profile cannot; and a trace the update.
+    """
     counted = {"transform": {}} if isinstance(source, Estimate) else {}
-    return Strategy.of({**plain(cell.config), **counted})
+    strategy = Strategy.of({**plain(cell.config), **counted})
+    if strategy.update is None and isinstance(source, Estimate):
+        raise ConfigError(
+            f"optim={cell.config.optim['_target_']}: its step cannot be counted, because it does "
+            "not run on a small matrix alone; leave optim= out, or give profile= of a measured step"
+        )
+    return replace(strategy, update=MOMENTUM) if request.traced else strategy
 
 
 def groups_of(request: Request) -> tuple[Group, ...]:
@@ -481,7 +495,8 @@ def groups_of(request: Request) -> tuple[Group, ...]:
         try:
             if fit.suffix != ".json":
                 assert request.profiles[0]  # or the request would have been refused
-                return fitted_groups(fit, request.profiles[0], hardware)
+                groups = fitted_groups(fit, request.profiles[0], hardware)
+                return tuple(replace(each, draws=tuple(drawn(each.draws))) for each in groups)
             hardware = fit_result(fit, hardware)
         except (ValueError, OSError) as error:
             why = str(error).removeprefix(f"fit={fit}: ").removeprefix(f"{fit}: ")
@@ -531,7 +546,7 @@ def _predict(
 
 def residual_of(hardware: Hardware, strategy: Strategy, world_size: int) -> float | None:
     """Return the error that remains beside the learned terms, of steps that they change."""
-    exchanging = world_size > 1 and strategy != CEILING
+    exchanging = world_size > 1 and strategy.exchanges
     return hardware.learned.residual if exchanging and hardware.learned else None
 
 

@@ -67,10 +67,10 @@ def with_terms(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
 
 
 def unmeasured(hardware: Hardware) -> list[str]:
-    """List the kinds of links that the hardware has, and that no log of collectives covers."""
+    """List the kinds of links that the hardware has, and that neither a log nor a fit covers."""
     covered = {
         "inter" if curve.ranks > hardware.ranks_per_node else "intra" for curve in hardware.measured
-    }
+    } | {way for way in LINKS if f"{way}.{RATE}" in hardware.fitted}
     return [way for way in LINKS if getattr(hardware, way) and way not in covered]
 
 
@@ -99,6 +99,22 @@ def learned(hardware: Hardware, given: Collection[str] = ()) -> Hardware:
     if "contention" in replaced:
         hardware = replace(hardware, contention=0.0)
     return replace(with_terms(hardware, values), assumed=assumed, learned=prior)
+
+
+def as_fitted(hardware: Hardware, keys: Collection[str]) -> Hardware:
+    """Return the hardware with values that a fit found: neither ranges nor learned terms of them.
+
+    Terms that the fit does not determine stay, and so does the rate of other links.
+
+    Args:
+        keys: dotted, of those values.
+    """
+    assumed = tuple(each for each in hardware.assumed if each.key not in keys)
+    found = replace(hardware, assumed=assumed, fitted=(*hardware.fitted, *keys))
+    if found.learned:
+        known = {*keys} if unmeasured(found) else {*keys, WIRE}
+        found = replace(found, learned=found.learned.without(known))
+    return found
 
 
 def drawn(hardware: Iterable[Hardware]) -> Iterator[Hardware]:

@@ -133,6 +133,26 @@ class Pattern:
         return self.takes_exchanges and choosy.isdisjoint(self.legs)
 
 
+@dataclass(frozen=True)
+class Update:
+    """An optimizer's step, by float32 value of the weights; lab.sync.update counts it.
+
+    Attributes:
+        passes: values that are read and written. SGD with momentum, fused, reads weight, gradient
+            and momentum, and writes weight and momentum: 5. Operations one by one read and write
+            what is in between as well.
+        on_shards: the same where parameters are FSDP2's, for which torch fuses only Adam's.
+        copies: values that the optimizer keeps.
+    """
+
+    passes: float
+    on_shards: float
+    copies: float
+
+
+MOMENTUM = Update(5.0, 11.0, 1.0)  # of SGD, which optim=sgd is
+
+
 def gradsync(overlap: bool, *legs: Leg) -> Pattern:
     """Average gradients in every step."""
     begins = Begin.DURING_BACKWARD if overlap else Begin.AFTER_BACKWARD
