@@ -399,6 +399,11 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
             "a node"
         )
     checks.whole(f"{name}: num_slow", hardware.num_slow, 0)
+    if (hardware.num_slow > 0) != (hardware.slow_factor > 1):
+        raise ValueError(
+            f"{name}: num_slow={hardware.num_slow} slow_factor={hardware.slow_factor:g}: slows no "
+            "rank; set both num_slow=, at least 1, and slow_factor=, above 1"
+        )
     for rate in hardware.node_rates:
         checks.number(f"{name}: node_rates", rate, 1)
     if not hardware.protocols or set(hardware.protocols) - set(PROTOCOLS):

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import fmean
 
 import numpy as np
 
@@ -150,8 +149,22 @@ def interval(point: float, others: Iterable[float], residual: float, level: floa
         residual: scale of the logarithm's error that remains.
         level: share of values inside.
     """
-    variance = fmean(math.log(each / point) ** 2 for each in others) + residual**2
-    return reach(point, math.sqrt(variance), level)
+    errors = [math.log(each / point) for each in others]
+    ends = zip((-1, 1), (min, max), strict=True)
+    return [
+        end(reach(point, math.hypot(_spread(errors, sign), residual), level)) for sign, end in ends
+    ]
+
+
+def _spread(errors: Sequence[float], sign: int) -> float:
+    """Return the scale of errors of a sign: all of theirs, if those of both signs are alike.
+
+    What can only be worse than it is assumed to be, such as a part that does not scale, makes no
+    better end.
+    """
+    squares = [error**2 for error in errors]
+    of_sign = [square for square, error in zip(squares, errors, strict=True) if sign * error > 0]
+    return math.sqrt(min(2 * sum(of_sign), sum(squares)) / len(squares))
 
 
 def reach(point: float, scale: float, level: float) -> list[float]:

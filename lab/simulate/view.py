@@ -13,8 +13,9 @@ from lab.draw.text import aligned, number_of
 from lab.measure import Span
 from lab.record.trace import read_trace, write_trace
 from lab.settings.storage import write_json
+from lab.simulate.estimate import ESTIMATE
 from lab.simulate.hardware import CODEC_RATES
-from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE, EXTRAPOLATED
+from lab.simulate.predict import DEFAULT_PROFILE, EXTRAPOLATED
 from lab.simulate.score import NONE
 
 Row = dict[str, Any]
@@ -39,6 +40,8 @@ def table(result: Row) -> str:
 def notes(result: Row) -> list[str]:
     """Say what was predicted, from what, and how far it may be trusted."""
     sources = [_about(result), *result["logs"], *_estimates(result), *result["updates"]]
+    if result["idle"]:
+        sources.append(f"no effect on these steps: {', '.join(result['idle'])}")
     trust = [*_open(result, "in brackets"), *_linear(result), *_fitted(result), *_held_out(result)]
     return [*sources, *trust]
 
@@ -218,8 +221,13 @@ def _linear(result: Row) -> list[str]:
 
 
 def _estimates(result: Row) -> list[str]:
-    """Say which times are estimates, and which nobody asked for."""
-    lines = [f"{s}; not measured" for s in result["sources"].values() if s.startswith(ESTIMATE)]
+    """Say which times are estimates, whose others are, and which nobody asked for."""
+    lines = [
+        f"{source}; not measured"
+        if source.startswith(ESTIMATE)
+        else f"compute times of {name}, whatever the hardware: {source}"
+        for name, source in result["sources"].items()
+    ]
     if result["by_default"]:
         lines.append(
             f"neither a model nor a profile was given, so profile={DEFAULT_PROFILE} is used; "

@@ -18,10 +18,11 @@ from lab.model.work import LayerWork, Line, Operation, Work
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.names import resolved
-from lab.simulate import predict as source
+from lab.simulate import estimate as source
 from lab.simulate import view
+from lab.simulate.estimate import Estimate
 from lab.simulate.hardware import Device, Hardware
-from lab.simulate.predict import Estimate, plain, predicted, read
+from lab.simulate.predict import plain, predicted, read
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
 from lab.sync.pattern import Update

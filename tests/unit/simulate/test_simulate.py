@@ -476,6 +476,21 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["world_size="], "world_size=: must be one or more integers of at least 1"),
         (["hardware.from="], "hardware.from=: must be the path of a log"),
         (["hardware.codec_rates.onebit=1e8"], "codec_rates.onebit: no such exchange; allowed:"),
+        (["hardware.num_slow=1"], "num_slow=1 slow_factor=1: slows no rank; set both"),
+        (["hardware.slow_factor=2"], "num_slow=0 slow_factor=2: slows no rank; set both"),
+        # What lab.train would refuse is no prediction either.
+        (["strategy=local_sgd", "sync.every=0"], "sync.every=0: must be an integer of at least 1"),
+        (["strategy=local_sgd", "overlap=true"], "overlap=true: must be false; weights are"),
+        (["strategy=streaming_diloco", "sync.delay=6"], "sync.delay=6: must be an integer from 0"),
+        (["strategy=streaming_diloco", "overlap=false"], "overlap=false: must be true with sync"),
+        (["strategy=priority", "sync.chunk_mb=-1"], "sync.chunk_mb=-1: must be a number above 0"),
+        (["strategy=cntk", "overlap=true"], "overlap=true: must be false, because sync.double_b"),
+        (["strategy=caffe", "optim=adamw"], "strategy=caffe optim=torch.optim.AdamW: emulates"),
+        (["strategy=muon", "optim=sgd"], "optim=torch.optim.SGD: the exchange keeps the moments"),
+        (
+            ["strategy=local_sgd", "precision=fp16", "model=mlp", "hardware=h100_x8"],
+            "precision=fp16: skips steps that overflow, but each rank would skip different steps",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line(arguments: list[str], message: str) -> None:
@@ -527,6 +542,15 @@ def test_what_moves_no_prediction_is_refused(words: tuple[str, ...], instead: st
 )
 def test_what_has_an_effect_or_comes_with_cells_is_accepted(words: list[str]) -> None:
     assert read(words).cells
+
+
+def test_values_of_hardware_that_move_no_step_are_named() -> None:
+    words = ["hardware=h100_x8", "world_size=8", "strategy=allreduce"]
+    words += ["hardware.intra.latency_s=0.1", "hardware.intra.bandwidth_bytes_per_s=1e9"]
+    text = said(command.main, *words, "hardware.memory_bytes=1e9")
+    line = "no effect on these steps: hardware.intra.latency_s, hardware.memory_bytes\n"
+    assert line in text  # NCCL's own tuning has the latency, and memory is lab.advise's
+    assert "no effect" not in said(command.main, *words[:3], "hardware.engage=0.1")
 
 
 def test_an_unknown_study_is_no_default_grid() -> None:
