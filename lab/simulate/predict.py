@@ -341,7 +341,7 @@ def strategy_of(request: Request, cell: Cell, source: Source) -> Strategy:
     """
     counted = {"transform": {}} if isinstance(source, Estimate) else {}
     strategy = Strategy.of({**plain(cell.config), **counted})
-    _refuse_what_runs_refuse(cell, strategy)
+    refuse_impossible(cell, strategy)
     if strategy.update is None and isinstance(source, Estimate):
         raise ConfigError(
             f"optim={cell.config.optim['_target_']}: its step cannot be counted, because it does "
@@ -350,10 +350,15 @@ def strategy_of(request: Request, cell: Cell, source: Source) -> Strategy:
     return replace(strategy, update=MOMENTUM) if request.traced else strategy
 
 
-def _refuse_what_runs_refuse(cell: Cell, strategy: Strategy) -> None:
-    """Refuse a cell that lab.train would refuse. ValueError: says why."""
+def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
+    """Refuse a cell that lab.train would refuse, or with an idle exchange. ValueError: says why."""
     optim, pattern = cell.config.optim, strategy.pattern
     refuse(pattern, cell.config.overlap, cell.config.precision)
+    if pattern.by_library and (name := class_of(plain(cell.config)["exchange"])) != "NoExchange":
+        raise ValueError(
+            f"exchange={name}: strategy={cell.strategy} has its own exchange; leave exchange=none, "
+            "or set sync.reduce_scatter=lab"
+        )
     chosen, is_sgd = f"strategy={cell.strategy} optim={optim['_target_']}", optim["_target_"] == SGD
     if pattern.only_sgd and not is_sgd:
         raise ValueError(f"{chosen}: {pattern.only_sgd}; use optim=sgd")

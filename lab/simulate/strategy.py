@@ -23,6 +23,7 @@ from lab.simulate.network import Network
 from lab.sync import pattern as rules
 from lab.sync.pattern import (
     MOMENTUM,
+    Leg,
     Pattern,
     Update,
     class_of,
@@ -125,13 +126,18 @@ class Strategy:
         exchange = in_shares(settings["exchange"], settings["steps"])
         if not pattern.gathers_units:
             for _, way in phases_of(exchange):
-                exchange_of(way)
+                made = exchange_of(way)
+                if Leg.WEIGHTS_FROM_ROOT in pattern.legs:
+                    from lab.sync.zero1 import rooted  # with torch, as above
+
+                    rooted(made)
         elif class_name(exchange["_target_"]) != "NoExchange":
             scatter_of(exchange_of(exchange))
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
         strategy = replace(strategy, update=update_of(settings["optim"]))
-        if pattern.gathers_units:
-            return replace(strategy, sharding=Sharding.of(settings))
+        if pattern.gathers_units:  # by torch, whatever exchange there is
+            exchange = NONE if pattern.by_library else exchange
+            return replace(strategy, exchange=exchange, sharding=Sharding.of(settings))
         if not pattern.waits_in_forward:
             return strategy
         sync = settings["sync"]

@@ -288,6 +288,7 @@ def fsdp(reduce_scatter: str, shard_size: int | str | None) -> Pattern:
         shard_size=shard_size,
         by_library=reduce_scatter == "torch",
         waits_in_backward=True,
+        needs_overlap="must be true; strategy=fsdp always exchanges during backward",
         no_graph="the host gathers and frees weights during a step",
     )
 

@@ -486,6 +486,9 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["strategy=priority", "sync.chunk_mb=-1"], "sync.chunk_mb=-1: must be a number above 0"),
         (["strategy=cntk", "overlap=true"], "overlap=true: must be false, because sync.double_b"),
         (["strategy=caffe", "optim=adamw"], "strategy=caffe optim=torch.optim.AdamW: emulates"),
+        (["strategy=fsdp", "overlap=false"], "overlap=false: must be true; strategy=fsdp always"),
+        (["strategy=fsdp", "exchange=topk"], "exchange=TopK: strategy=fsdp has its own exchange"),
+        (["strategy=ring", "sync=root_update"], "exchange=Ring: only the root updates, so"),
         (["strategy=muon", "optim=sgd"], "optim=torch.optim.SGD: the exchange keeps the moments"),
         (
             ["strategy=local_sgd", "precision=fp16", "model=mlp", "hardware=h100_x8"],
