@@ -44,6 +44,9 @@ def main(line: CommandLine) -> int:
     """Print the scores; write the page to `out=`. The exit code is 2 for bad input."""
     own = own_settings(Settings, line.settings)
     if line.word == "published":
+        for word in line.settings:
+            if word.partition("=")[0] in ("hardware", "profile", "config_dir"):
+                raise ConfigError(f"{word}: applies to a study, not to `published`")
         from lab.claims import published_page
 
         return published_page.report(own.out, own.terms, line.text)

@@ -19,15 +19,13 @@ from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
 from lab.settings.streams import progress
+from lab.simulate.estimate import ESTIMATE, Source, profile_on
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.predict import (
-    ESTIMATE,
-    Source,
     groups_of,
     intervals,
     machines,
     plain,
-    profile_on,
     residual_of,
     sources_of,
     strategy_of,
@@ -284,7 +282,7 @@ class Option:
 
 
 def _option(advice: Advice, group: Group, name: str, cell: Cell, source: Source) -> Option:
-    strategy, size = strategy_of(cell, source), cell.world_size
+    strategy, size = strategy_of(advice.prediction, cell, source), cell.world_size
     weak, per_rank = cell.config.scaling == "weak", cell.batch_size // size
     hardware = group.hardware
     profile = profile_on(source, hardware)

@@ -287,13 +287,11 @@ def _may_be_chosen(cell: Cell) -> bool:
     """Tell whether a strategy exchanges, is no framework's, and can be predicted and run so."""
     settings = plain(cell.config)
     try:
-        pattern = Strategy.of(settings).pattern
+        strategy = Strategy.of(settings)
+        prediction.refuse_impossible(cell, strategy)
     except ValueError:
         return False
-    if class_of(settings) in FRAMEWORKS or not pattern.legs:
-        return False
-    refused = pattern.no_overlap and settings["overlap"]
-    return not refused and not (pattern.no_fp16 and settings["precision"] == "fp16")
+    return class_of(settings) not in FRAMEWORKS and bool(strategy.pattern.legs)
 
 
 def _batches(first: Request, sizes: Sequence[int], accumulate: int) -> list[int]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 EMULATION = "LAB_EMULATION"  # describes the emulation to ranks, for their records
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+SLOW_FACTOR = 2.0  # of a slow host, unless its settings say otherwise
 MOST_HOSTS = 150  # addresses 10.77.0.101 and up
 PHASES = ("input", "forward", "backward", "exchange", "update")  # in which a rank may be delayed
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
@@ -93,7 +94,7 @@ class Cluster:
             f"delay_ms={self.delay_ms:g}",
             f"loss_percent={self.loss_percent:g}",
             f"slow_host={'null' if self.slow_host is None else f'h{self.slow_host}'}",
-            f"slow_factor={self.slow_factor:g}",
+            f"slow_factor={'null' if self.slow_host is None else f'{self.slow_factor:g}'}",
             f"changes={json.dumps(changes)}",
         ]
 
@@ -157,7 +158,7 @@ def emulated(
     delay_ms: float,
     loss_percent: float,
     slow_host: str | None,
-    slow_factor: float,
+    slow_factor: float | None,
     changes: Sequence[str] | None,
     world_size: int | None = None,
 ) -> Cluster:
@@ -178,15 +179,22 @@ def emulated(
             )
     checks.number("cluster.delay_ms", delay_ms, 0, 10_000)
     checks.number("cluster.loss_percent", loss_percent, 0, 99)
-    checks.number("cluster.slow_factor", slow_factor, 1, 100)
+    if slow_factor is not None:
+        checks.number("cluster.slow_factor", slow_factor, 1, 100)
     slow = None if slow_host is None else _host("slow_host", slow_host, num_hosts)
+    if slow is None and slow_factor is not None:
+        raise ValueError(
+            f"cluster.slow_factor={slow_factor}: slows no host; set cluster.slow_host=, one of h0 "
+            f"to h{num_hosts - 1}"
+        )
     parsed = sorted((_change(one, num_hosts) for one in changes or ()), key=lambda one: one.after_s)
     if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
         raise ValueError(
             f"cluster.changes={changes}: with cluster.delay_ms or cluster.loss_percent, only "
             "the rate of a link that already has a rate can change; set cluster.rate"
         )
-    numbers = delay_ms, loss_percent, slow, slow_factor
+    factor = 1.0 if slow is None else SLOW_FACTOR if slow_factor is None else slow_factor
+    numbers = delay_ms, loss_percent, slow, factor
     return Cluster(ranks_per_host, tuple(every), *numbers, tuple(parsed))
 
 

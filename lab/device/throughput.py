@@ -33,7 +33,7 @@ from lab.model.transformer import Transformer
 from lab.problem import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
-from lab.simulate.predict import work_of
+from lab.simulate.estimate import work_of
 from lab.training.assemble import Assembly, assembled
 from lab.training.trainer import AUTOCAST
 

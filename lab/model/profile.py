@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,7 +11,7 @@ from functools import cache, partial
 from typing import Annotated, Any
 
 from lab.settings import checks
-from lab.settings.checks import AtLeast0, Count, made
+from lab.settings.checks import AtLeast0, AtLeast1, Count, made
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
@@ -85,6 +86,8 @@ class Profile:
         does not depend on the batch size, where no layer gives it; None: nothing is assumed.
         rest_ms: time of a step besides its layers (optimizer, data, host) at the reference batch,
         and fixed_rest_ms the part that does not depend on the batch size; None: unknown.
+        update_bytes_per_s: rate at which the optimizer passes over memory, where `rest_ms` has no
+        update; None: these times contain one with SGD.
         step_ms: of a whole step without any clock on its layers, of which these are parts.
         num_threads: threads that computed, on CPU cores that ranks of one machine share; None: a
         device of the rank's own.
@@ -101,6 +104,7 @@ class Profile:
     rest_ms: AtLeast0 | None = None
     fixed_rest_ms: float = 0.0
     step_ms: AtLeast0 | None = None
+    update_bytes_per_s: AtLeast1 | None = None
     num_threads: Count | None = None
     num_kernels: Count | None = None
     fits: tuple[Fit, ...] = ()
@@ -171,7 +175,7 @@ class Profile:
         for key in ("rest_ms", "fixed_rest_ms", "step_ms"):
             if getattr(self, key) is not None:
                 head += f"{key}: {getattr(self, key):.4f}\n"
-        for key in ("num_threads", "num_kernels"):
+        for key in ("num_threads", "num_kernels", "update_bytes_per_s"):
             if getattr(self, key) is not None:
                 head += f"{key}: {getattr(self, key)}\n"
         head += "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
@@ -192,6 +196,9 @@ class Profile:
         layers = tuple(map(slower, self.layers))
         fits = tuple(fit.scaled(time_scale) for fit in self.fits)
         scale = self.bytes_scale * bytes_scale
+        rate = self.update_bytes_per_s
+        if rate is not None:
+            slow["update_bytes_per_s"] = rate / time_scale if time_scale else math.inf
         return replace(self, layers=layers, fits=fits, bytes_scale=scale, **slow)
 
     def forward_s(self, layer: Layer, per_rank_batch_size: int) -> float:

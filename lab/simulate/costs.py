@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -19,9 +20,10 @@ from lab.exchange.cost import Shape, Sizes
 from lab.exchange.grouping import MIB, ChunkMB, checked_ends, chunk_mb_over
 from lab.model.profile import VALUE_BYTES
 from lab.settings.config import build, choices_of
+from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import read_file
 from lab.settings.names import class_name
-from lab.settings.own_code import is_labs, targets
+from lab.settings.own_code import blame, is_labs, targets
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Cost, Network
 
@@ -123,14 +125,14 @@ class Load:
         share: float = 1.0,
     ) -> float:
         """Add the stages of an exchange; see lab.exchange.cost.Costs. Returns their seconds."""
-        kind = type(exchange)
-        rate = class_name(f"{kind.__module__}.{kind.__qualname__}")
+        rate = class_name(path := _path(exchange))
         load = Load(self.shapes if shapes is None else shapes, rate, network or self.network)
-        if part != "whole" or not self._by_formula(exchange, load):
-            # Imported where there is no formula: it records a run of the exchange's code.
-            from lab.simulate import recorded
+        with blamed(path):
+            if part != "whole" or not self._by_formula(exchange, load):
+                # Imported where there is no formula: it records a run of the exchange's code.
+                from lab.simulate import recorded
 
-            recorded.add_stages(load, exchange, part)
+                recorded.add_stages(load, exchange, part)
         self.stages += [stage.scaled(share) for stage in load.stages]
         return share * sum(stage.seconds for stage in load.stages)
 
@@ -291,14 +293,38 @@ def extra_bytes(sizes: Sizes, exchange: Settings) -> float:
     Raises:
         ValueError: as in `exchange_of`.
     """
-    needs = exchange_of(exchange).memory_bytes(sizes)
+    made = exchange_of(exchange)
+    with blamed(_path(made)):
+        needs = made.memory_bytes(sizes)
     return max(4 * sizes.gathered, needs.scratch) + needs.kept
 
 
 @lru_cache(maxsize=1000)
 def _built(text: str) -> Exchange:
     settings = _with_classes_of_today(json.loads(text))
-    return build(cast(DictConfig, OmegaConf.create(settings)))
+    with blamed(settings["_target_"]):
+        return build(cast(DictConfig, OmegaConf.create(settings)))
+
+
+def _path(exchange: Exchange) -> str:
+    kind = type(exchange)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@contextmanager
+def blamed(path: str) -> Iterator[None]:
+    """Name the exchange, by its class's path, whose code fails: a user's may raise anything.
+
+    Raises:
+        ConfigError: in place of any error that the user's code raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (found := blame(error)) is None:
+            raise
+        why = f"{type(found.error).__name__}: {one_line(found.error)} ({found.place})"
+        raise ConfigError(f"exchange={path}: fails in a prediction: {why}") from None
 
 
 def _with_classes_of_today(value: Any) -> Any:

@@ -27,6 +27,7 @@ from lab.simulate.network import Network
 from lab.simulate.score import LARGEST_FITTED, Group, Observation, used_by_fit
 from lab.simulate.step import stages_of_step
 from lab.simulate.strategy import Strategy
+from lab.simulate.terms import as_fitted
 
 MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
 OUTLIER = 0.01  # residuals beyond it weigh less: no codec should bend what all cells share
@@ -44,6 +45,9 @@ START = {
     "input_samples_per_s": 1e4,
 }
 NAMES = ("reduce_bytes_per_s", "contention", "overhead_s", "crowding", "codec_s")
+# Of the terms that GPUs have learned, those of which two ranks tell; `wire_passes` slows compute as
+# `contention` does, of which one is enough.
+OF_GPUS = {"engage", "wire_passes"}
 MEASURED_CODEC = "onebit"  # codec_bytes_per_s is the rate of this codec
 
 
@@ -53,7 +57,7 @@ def fit(
     """Fit the hardware to cells of at most two ranks.
 
     Least squares of predicted - measured over the logarithms of the values in NAMES that the preset
-    has, and of the link that joins the first two ranks.
+    has, of the link that joins the first two ranks, and of OF_GPUS those that are learned.
 
     Args:
         prior: share of a step by which a prediction may miss before a value of the preset changes
@@ -72,8 +76,10 @@ def fit(
         )
     measured = np.array([cell.step_s for cell in used])
     typical = np.median(measured)
-    keys = [key for key in (*link_keys(preset), *NAMES) if get(preset, key) is not None]
-    names = {key.rpartition(".")[2] for key in keys}
+    told = OF_GPUS & {*preset.learned.keys} if preset.learned else set[str]()
+    names = {*NAMES, *told} - ({"contention"} if "wire_passes" in told else set[str]())
+    keys = [*link_keys(preset), *(key for key in (*NAMES, *sorted(told)) if key in names)]
+    keys = [key for key in keys if get(preset, key) is not None]
     keys += sorted(f"{CODEC_RATES}.{name}" for name in _codecs(used, preset))
 
     def errors(hardware: Hardware) -> np.ndarray:
@@ -83,8 +89,7 @@ def fit(
     chance = np.random.default_rng(0)
     drawn = chance.multivariate_normal(best, covariance, DRAWS, method="eigh")
     drawn = np.clip(drawn, best - 1, best + 1)  # at most a factor of e away
-    assumed = (each for each in preset.assumed if each.key.rpartition(".")[2] not in names)
-    known = replace(preset, assumed=tuple(assumed))
+    known = as_fitted(preset, keys)
     return with_values(known, keys, np.exp(best)), tuple(
         with_values(machine, keys, np.exp(x))
         for machine, x in zip(draws_of(known), drawn, strict=True)
@@ -117,9 +122,9 @@ def with_values(hardware: Hardware, keys: Sequence[str], values: Iterable[float]
     return replace(hardware, codec_rates=tuple(sorted(hardware.codec_rates)))
 
 
-def link_keys(hardware: Hardware) -> list[str]:
-    """Return the keys of the link between the first two ranks."""
-    way = "intra" if hardware.ranks_per_node > 1 else "inter"
+def link_keys(hardware: Hardware, world_size: int = 2) -> list[str]:
+    """Return the keys of the slowest link among the first ranks."""
+    way = "intra" if hardware.ranks_per_node >= world_size else "inter"
     return [f"{way}.{name}" for name in LINK]
 
 
@@ -182,12 +187,13 @@ def fit_result(path: Path, preset: Hardware) -> Hardware:
 
 
 def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
-    """Fit latency and bandwidth of the links to collectives of all sizes."""
+    """Fit latency and bandwidth of the slowest links that the ranks used, to all sizes."""
     known = [row for row in result["rows"] if row["algorithm"] in choices_of("exchange")]
     names = {row["algorithm"] for row in known}
     exchanges = {name: load(own_choices([f"exchange={name}"])).exchange for name in names}
-    keys = link_keys(preset)
-    return fit_collectives(known, exchanges, result["world_size"], preset, keys)[0]
+    size = result["world_size"]
+    keys = link_keys(preset, size)
+    return as_fitted(fit_collectives(known, exchanges, size, preset, keys)[0], keys)
 
 
 def fit_collectives(
@@ -238,7 +244,7 @@ def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:
     """Set codec_bytes_per_s: bytes of memory that encoding and decoding move, over their time."""
     rows = [row for row in result["rows"] if row["codec"] == MEASURED_CODEC]
     rate = sum(row["bytes"] for row in rows) / sum(row["time_s"]["median"] for row in rows)
-    return replace(preset, codec_bytes_per_s=rate)
+    return as_fitted(replace(preset, codec_bytes_per_s=rate), ["codec_bytes_per_s"])
 
 
 def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Group, ...]:
@@ -360,7 +366,11 @@ def _cluster(cells: list[Cell]) -> Cluster:
 
 def _cluster_settings(cell: Cell) -> dict[str, Any]:
     found = read_settings(cell.folder).get("cluster")
-    return {k: v for k, v in found.items() if k != "_target_"} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    settings = {key: value for key, value in found.items() if key != "_target_"}
+    # Earlier versions recorded a factor without a slow host, too.
+    return settings if settings.get("slow_host") else {**settings, "slow_factor": None}
 
 
 def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:

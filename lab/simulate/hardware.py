@@ -20,7 +20,7 @@ THIS_CPU = "this CPU"
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %
 HERE = "here"  # num_cores: those that this process may use
 LIBRARIES = ("gloo", "nccl")
-NOT_OF_A_FILE = ("learned", "measured")
+NOT_OF_A_FILE = ("learned", "measured", "fitted")
 CODEC_RATES = "codec_rates"
 WHOLE = ("ranks_per_node", "num_links", "num_cores", "num_slow")  # known, in any range
 LINK = ("latency_s", "bandwidth_bytes_per_s")  # what a fit finds of a link
@@ -139,6 +139,12 @@ class Device:
     op_rates: tuple[tuple[str, float], ...] = ()
     num_threads: Count | None = None
 
+    def rate_of(self, num_bytes: float) -> float:
+        """Return the bytes per second at which an operation passes over so many bytes."""
+        if num_bytes < self.cache_bytes:
+            return self.cache_bytes_per_s
+        return self.bandwidth_bytes_per_s * self.memory_efficiency
+
 
 @dataclass(frozen=True)
 class Host:
@@ -211,8 +217,9 @@ class Hardware:
         overhead_s: time of a step besides forward, backward, exchange and update.
         overhead_s_per_rank: what each rank of a node beyond the first adds to that, where one
             process drives all GPUs of a node in turn.
-        update_bytes_per_s: rate at which the optimizer reads and writes memory. None: no time,
-            because the profile's layers or `overhead_s` include it.
+        update_bytes_per_s: rate at which the optimizer reads and writes memory. None: the profile's
+            times or `overhead_s` include an update with SGD, and others differ from it at the
+            device's rate.
         input_samples_per_s: rate at which a node prepares samples, beside the training. None: any.
         burst_s: seconds of its rate that a link saves up while it is idle, as a token bucket does.
         engage: compute takes 1 + engage times as long in a step that exchanges gradients, on two
@@ -243,6 +250,7 @@ class Hardware:
         learned: these, once they are in; not of a file.
         measured: a log's times of collectives; not of a file. Those that span nodes if they do, or
             do not, are as many times longer or shorter than modelled as the log's.
+        fitted: dotted keys whose values a fit has found; not of a file.
     """
 
     name: str
@@ -284,6 +292,7 @@ class Hardware:
     published_terms: Flag = True
     learned: Learned | None = None
     measured: tuple[Curve, ...] = ()
+    fitted: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> bool:
@@ -390,6 +399,11 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
             "a node"
         )
     checks.whole(f"{name}: num_slow", hardware.num_slow, 0)
+    if (hardware.num_slow > 0) != (hardware.slow_factor > 1):
+        raise ValueError(
+            f"{name}: num_slow={hardware.num_slow} slow_factor={hardware.slow_factor:g}: slows no "
+            "rank; set both num_slow=, at least 1, and slow_factor=, above 1"
+        )
     for rate in hardware.node_rates:
         checks.number(f"{name}: node_rates", rate, 1)
     if not hardware.protocols or set(hardware.protocols) - set(PROTOCOLS):

@@ -29,12 +29,27 @@ INSTEAD = {
 }
 OF_TRAINING = (
     *("seed", "clip_grad_norm", "measure", "drift_every", "check", "warmup_steps", "eval_every"),
-    *("checkpoint_every", "exchange_timeout_s", "runs_dir", "recorder", "optim", "steps", "epochs"),
+    *("checkpoint_every", "exchange_timeout_s", "runs_dir", "recorder", "steps", "epochs"),
 )
-INSTEAD |= dict.fromkeys(OF_TRAINING, "leave it to lab.train or lab.sweep")
+# Keys of optim that change no pass over memory.
+SCHEDULE = (
+    *("lr", "betas", "eps", "decay_vectors", "schedule", "warmup_steps", "final_share"),
+    *("step_every", "step_factor", "linear_scaling", "base_batch_size"),
+)
+OF_OPTIM = tuple(f"optim.{key}" for key in SCHEDULE)
+INSTEAD |= dict.fromkeys((*OF_TRAINING, *OF_OPTIM), "leave it to lab.train or lab.sweep")
 INSTEAD |= dict.fromkeys(OF_SWEEP - {"world_size"}, "leave it to lab.sweep")
 # Commands of lab.train, which advice prints, differ by these.
-OF_COMMANDS = (*OF_TRAINING, "backend", "comm", "device", "threads", "share_gpus", "cluster")
+OF_COMMANDS = (
+    *OF_TRAINING,
+    *OF_OPTIM,
+    "backend",
+    "comm",
+    "device",
+    "threads",
+    "share_gpus",
+    "cluster",
+)
 DEFAULTS = {key: default_text(each) for key, each in (FIELDS | fields_of(SweepSettings)).items()}
 DEFAULTS |= {"comm": "torch", "recorder": "local", "cluster": "none", "straggler": "none"}
 
@@ -55,10 +70,10 @@ def refuse_idle(words: Sequence[str], config_dir: str | None, moving: Collection
     kept = {*moving, *_of_study({key: text for key, _, text in settings}, config_dir)}
     for key, _, text in settings:
         root = root_of(key)
-        if {key, root, f"{key}={text}"} & kept or key == "optim":  # which an exchange may need
+        if {key, root, f"{key}={text}"} & kept:
             continue
-        if root in INSTEAD and text != DEFAULTS.get(key):
-            raise ConfigError(f"{key}={text}: has no effect on a prediction; {INSTEAD[root]}")
+        if text != DEFAULTS.get(key) and (instead := INSTEAD.get(root) or INSTEAD.get(key)):
+            raise ConfigError(f"{key}={text}: has no effect on a prediction; {instead}")
 
 
 def _of_study(texts: dict[str, str], config_dir: str | None) -> Collection[str]:

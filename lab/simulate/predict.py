@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lab.measure import Span
-from lab.measure.peaks import arithmetic_of
-from lab.model.profile import VALUE_BYTES, Layer, Profile, replayed
-from lab.model.work import Line, Operation, Work
+from lab.model.profile import Profile, replayed
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, file_setting, parsed, setting, split
 from lab.settings.files import read_file
-from lab.settings.names import class_name
 from lab.settings.overrides import config_dir_of
 from lab.settings.storage import escaped
 from lab.simulate.collectives import read_log
-from lab.simulate.costs import class_of, refuse_unknown_rates
-from lab.simulate.hardware import Device, Hardware, draws, of_this_machine, places
+from lab.simulate.costs import class_of, exchange_of, phases_of, refuse_unknown_rates
+from lab.simulate.estimate import ESTIMATE, Estimate, Source, profile_on, source_of
+from lab.simulate.hardware import Hardware, draws, places
 from lab.simulate.hardware import parse as parse_hardware
 from lab.simulate.idle import refuse_idle
 from lab.simulate.score import (
@@ -37,23 +35,21 @@ from lab.simulate.score import (
     score,
     scored_cell,
 )
-from lab.simulate.step import UPDATE_PASSES, Prediction, predict
-from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.step import Prediction, predict, simulate
+from lab.simulate.strategy import Strategy
 from lab.simulate.terms import LEVELS, drawn, interval, learned
 from lab.simulate.traced import KEY as TRACED
 from lab.simulate.traced import Traced, read_profile
+from lab.simulate.update import told
 from lab.study.grid import Cell, series_of
 from lab.study.grid import read as read_grid
+from lab.sync.pattern import MOMENTUM, refuse
 
 DEFAULT_PROFILE = "alexnet_titanx"
-INPUT_PASSES = 2  # a batch is gathered from the data set
 LOG = "hardware.from"  # a setting
 AS_DDP = "overlap"  # a strategy: what DDP does, whose traces are read
-ESTIMATE = "estimate"  # begins the source of such a profile
+SGD = "torch.optim.SGD"
 EXTRAPOLATED = "extrapolated"  # the evidence of a cell that was not measured
-HALF = ("bf16", "fp16")  # activations and products take two bytes a value
-COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
-RATIO = 2  # at least so many times apart are the two batches that give the fixed parts
 
 
 @dataclass(frozen=True)
@@ -92,6 +88,7 @@ class Request:
         profiles: one for each cell; None: its model has none, and is estimated.
         by_default: neither a model nor a profile was given.
         traced: the trace that gave all profiles, and its own step.
+        without: the hardware as it is without each value that a command line gives, by setting.
     """
 
     cells: list[Cell]
@@ -100,6 +97,7 @@ class Request:
     traced: Traced | None
     hardware: Hardware
     own: OwnSettings
+    without: Mapping[str, Hardware] = field(default_factory=dict[str, Hardware])
 
 
 def read(arguments: Sequence[str], moving: Collection[str] = ()) -> Request:
@@ -120,12 +118,8 @@ def read(arguments: Sequence[str], moving: Collection[str] = ()) -> Request:
         raise ConfigError(f"trace={own.trace}: needs one cell, but there are {len(cells)}")
     config_dir = config_dir_of(run)
     try:
-        hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
-        if LOG in texts:
-            hardware = _with_log(hardware, texts[LOG])
+        hardware = _machine(own.hardware, texts, config_dir)
         refuse_unknown_rates(hardware)
-        if not fit:  # which has cells of this machine
-            hardware = learned(hardware, _given(texts))
         profiles = [traced.profile if traced else _profile(cell) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -143,7 +137,25 @@ def read(arguments: Sequence[str], moving: Collection[str] = ()) -> Request:
         moving = {*moving, *_moving(cells, profiles)}
         refuse_idle(run, config_dir, moving)
     by_default = not traced and not any(map(_is_given, cells))
-    return Request(cells, profiles, by_default, traced, hardware, own)
+    without = dict[str, Hardware]()
+    for key in texts.keys() - {LOG}:
+        rest = {other: text for other, text in texts.items() if other != key}
+        with suppress(ValueError):  # the file lacks what this setting gives
+            if key.startswith("hardware.") and not fit:
+                without[key] = _machine(own.hardware, rest, config_dir)
+    return Request(cells, profiles, by_default, traced, hardware, own, without)
+
+
+def _machine(name: str, texts: Mapping[str, str], config_dir: str | None) -> Hardware:
+    """Return the hardware of a file with changed values, a log, and terms that GPUs have learned.
+
+    Raises:
+        ValueError: a value is wrong.
+    """
+    hardware = parse_hardware(_hardware(name, texts, config_dir))
+    if LOG in texts:
+        hardware = _with_log(hardware, texts[LOG])
+    return learned(hardware, _given(texts))
 
 
 def _moving(cells: Sequence[Cell], profiles: Sequence[Profile | None]) -> set[str]:
@@ -238,172 +250,6 @@ def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Ma
         raise ConfigError(f"{lines}: {str(error).splitlines()[0]}") from None
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Counted work, whose times follow from the hardware's device.
-
-    Attributes:
-        precision: a key of the device's peaks.
-        batches: samples per rank, the smallest and the largest of interest: profiles hold at both,
-            and on a line between them.
-        name: of its profiles.
-    """
-
-    work: Work
-    precision: str
-    batches: tuple[int, int]
-    name: str
-
-    def on(self, hardware: Hardware) -> Profile:
-        """Return the profile that the device of this hardware would have.
-
-        Raises:
-            ValueError: the hardware names no device, or not its peak.
-        """
-        if hardware.device is None:
-            raise ValueError(
-                f"hardware={hardware.name} has no device for estimates of a model; give "
-                "hardware.device.name (see lab/measure/peaks.py), or profile= of the measured model"
-            )
-        return self.profile_of(of_this_machine(hardware.device))
-
-    def profile_of(self, device: Device) -> Profile:
-        """Estimate the layers' times on a device.
-
-        An operation takes the longer of its products at `compute_efficiency` of the peak and its
-        bytes at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the
-        update, and the gathering of the batch.
-
-        Raises:
-            ValueError: the peak at this precision is not known.
-        """
-        work, precision, batches = self.work, self.precision, self.batches
-        peaks = dict(device.peak_flops_per_s)
-        if precision not in peaks:
-            raise ValueError(
-                f"precision={precision}: device.peak_flops_per_s of {device.name} has only "
-                f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
-            )
-        fewer, more = min(batches), max(*batches, RATIO * min(batches))
-
-        def times(operations: Sequence[Operation]) -> tuple[float, float]:
-            """Return the ms at the larger batch, and the part that does not depend on it."""
-            at_more = _milliseconds(device, precision, operations, more)
-            at_fewer = _milliseconds(device, precision, operations, fewer)
-            return at_more, fixed_part(at_more, at_fewer, more / fewer)
-
-        layers = list[Layer]()
-        for each in work.layers:
-            whole, fixed = zip(times(each.forward), times(each.backward), strict=True)
-            layers.append(Layer(each.name, each.parameters, *whole, *fixed))
-        rest_ms, fixed_rest_ms = times(_rest(work))
-        return Profile(
-            self.name,
-            f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
-            f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
-            more,
-            tuple(layers),
-            rest_ms=rest_ms,
-            fixed_rest_ms=fixed_rest_ms,
-            num_threads=device.num_threads,
-            num_kernels=sum(len(each.forward) + len(each.backward) for each in work.layers),
-        )
-
-
-def _rest(work: Work) -> list[Operation]:
-    """Return what a step does besides the layers' operations."""
-    update = Line(UPDATE_PASSES * VALUE_BYTES * work.num_parameters, 0.0)
-    gathered, nothing = Line(0.0, INPUT_PASSES * work.input_bytes), Line(0.0, 0.0)
-    return [Operation("update", nothing, update), Operation("input", nothing, gathered)]
-
-
-def _milliseconds(
-    device: Device, precision: str, operations: Iterable[Operation], batch: int
-) -> float:
-    """Return the time of operations one after the other, by the roofline of a device."""
-    efficiencies, rates = dict(device.op_efficiency), dict(device.op_rates)
-    peak_flops_per_s = dict(device.peak_flops_per_s)[precision] * device.compute_efficiency
-    peak_flops_per_s *= efficiencies.get(precision, 1.0)
-    seconds = []
-    for operation in operations:
-        num_bytes = operation.num_bytes.at(batch) / (2 if precision in HALF else 1)
-        in_general = efficiencies.get(operation.name, 1.0)
-        factor = efficiencies.get(f"{precision}.{operation.name}", in_general)
-        flops_per_s = peak_flops_per_s * factor
-        rate = device.bandwidth_bytes_per_s * device.memory_efficiency
-        if num_bytes < device.cache_bytes:
-            rate = device.cache_bytes_per_s
-        rate = rates.get(operation.name, rate)
-        products_s = operation.flops.at(batch) / flops_per_s
-        seconds.append(device.op_s + max(products_s, num_bytes / rate))
-    return 1000 * sum(seconds)
-
-
-Source = Profile | Estimate  # a measured profile holds on any hardware
-
-
-def profile_on(source: Source, hardware: Hardware) -> Profile:
-    """Return the profile that holds on some hardware. ValueError as in `Estimate.on`."""
-    return source if isinstance(source, Profile) else source.on(hardware)
-
-
-def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, int]) -> Source:
-    """Return the source of the times of a run: its profile, or else an estimate of its model.
-
-    Args:
-        config: settings of the run; its model is counted at most once in a process.
-        profile: measured; None: the model is estimated.
-        batches: samples per rank, the smallest and the largest of interest.
-
-    Raises:
-        ConfigError: the model cannot be built or counted.
-    """
-    if profile:
-        return profile
-    work = work_of(config)
-    model = class_name(config.model["_target_"])
-    name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
-    return Estimate(work, arithmetic_of(config.precision, config.tf32), batches, name)
-
-
-def work_of(config: DictConfig) -> Work:
-    """Count the work of a run's model, at most once in a process.
-
-    Raises:
-        ConfigError: a part cannot be built, the model does not fit the data, or its operations
-            cannot be counted.
-    """
-    parts: Any = OmegaConf.to_container(config, resolve=True)
-    return _work(OmegaConf.to_yaml({part: parts[part] for part in COUNTED}))
-
-
-@lru_cache(maxsize=64)
-def _work(parts: str) -> Work:
-    """Count a model, which is built without its values."""
-    from lab.measure.operations import Uncountable, count  # with torch, which few predictions need
-    from lab.problem import blueprint, require_float32
-
-    config: Any = OmegaConf.create(parts)
-    plan = blueprint(config)
-    require_float32(plan.model)
-    shape, dtype = plan.data.input_shape, plan.data.input_dtype
-    try:
-        return count(plan.model, shape, dtype, plan.target, plan.task.loss)
-    except Uncountable as error:
-        raise ConfigError(
-            f"model={config.model['_target_']}: its operations cannot be counted ({error}); "
-            "measure the model with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
-        ) from None
-
-
-def fixed_part(at_whole: float, at_fewer: float, ratio: float) -> float:
-    """Return the value at batch size 0 of a line through two batches, the second smaller.
-
-    It is clamped to between 0 and the whole.
-    """
-    return min(max((ratio * at_fewer - at_whole) / (ratio - 1), 0.0), at_whole)
-
-
 def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     """Return the result, a row per cell and their hardware, and the spans of the last cell.
 
@@ -419,16 +265,19 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     sources = zip(request.cells, sources_of(request), strict=True)
-    points = [(cell, source, strategy_of(cell, source)) for cell, source in sources]
+    points = [(cell, source, strategy_of(request, cell, source)) for cell, source in sources]
     names = series_of(request.cells)
     own, groups = request.own, groups_of(request)
     known: dict[str, Profile] = {}
-    rows, scores, spans = [], [], ()
+    rows, scores, updates, spans = [], [], dict[str, None](), ()
     for group in groups:
         scored = []
         for name, (cell, source, strategy) in zip(names, points, strict=True):
             profile = profile_on(source, group.hardware)
             known[profile.name] = profile
+            if isinstance(source, Profile) and strategy.update != MOMENTUM:
+                optim = cell.config.optim["_target_"]
+                updates[told(optim, profile, group.hardware, strategy)] = None
             prediction, row = _predict(group, cell, source, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []
@@ -443,6 +292,8 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         "profiles": {name: profile.gradient_bytes for name, profile in known.items()},
         "open_profiles": [name for name, profile in known.items() if profile.is_open],
         "sources": {name: profile.source for name, profile in known.items()},
+        "updates": [*filter(None, updates)],
+        "idle": _idle(request, points, [row["step_s"] for row in rows]),
         "by_default": request.by_default,
         "logs": [f"from the log: {curve}" for curve in request.hardware.measured]
         + [f"from the trace: {traced}" for traced in (request.traced,) if traced],
@@ -458,6 +309,23 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     return result, spans
 
 
+def _idle(
+    request: Request, points: Sequence[tuple[Cell, Source, Strategy]], steps_s: Sequence[float]
+) -> list[str]:
+    """List the values of hardware that a command line gives, and that move no step."""
+
+    def step_s(hardware: Hardware, cell: Cell, source: Source, strategy: Strategy) -> float:
+        point = strategy, cell.world_size, _per_rank(cell)
+        return simulate(profile_on(source, hardware), hardware, *point).step_s
+
+    idle = list[str]()
+    for key, hardware in sorted(request.without.items()):
+        with suppress(ValueError):  # without it, some cell cannot be predicted
+            others = [step_s(hardware, *point) for point in points]
+            idle += [key] if others == [*steps_s] else []
+    return idle
+
+
 def sources_of(request: Request) -> list[Source]:
     """Return the source of each cell's times."""
     return [
@@ -466,10 +334,37 @@ def sources_of(request: Request) -> list[Source]:
     ]
 
 
-def strategy_of(cell: Cell, source: Source) -> Strategy:
-    """Read a cell's strategy; what is counted includes the transform, a profile cannot."""
+def strategy_of(request: Request, cell: Cell, source: Source) -> Strategy:
+    """Read a cell's strategy.
+
+    What is counted includes the transform, which a profile cannot; and a trace the update.
+    """
     counted = {"transform": {}} if isinstance(source, Estimate) else {}
-    return Strategy.of({**plain(cell.config), **counted})
+    strategy = Strategy.of({**plain(cell.config), **counted})
+    refuse_impossible(cell, strategy)
+    if strategy.update is None and isinstance(source, Estimate):
+        raise ConfigError(
+            f"optim={cell.config.optim['_target_']}: its step cannot be counted, because it does "
+            "not run on a small matrix alone; leave optim= out, or give profile= of a measured step"
+        )
+    return replace(strategy, update=MOMENTUM) if request.traced else strategy
+
+
+def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
+    """Refuse a cell that lab.train would refuse, or with an idle exchange. ValueError: says why."""
+    optim, pattern = cell.config.optim, strategy.pattern
+    refuse(pattern, cell.config.overlap, cell.config.precision)
+    if pattern.by_library and (name := class_of(plain(cell.config)["exchange"])) != "NoExchange":
+        raise ValueError(
+            f"exchange={name}: strategy={cell.strategy} has its own exchange; leave exchange=none, "
+            "or set sync.reduce_scatter=lab"
+        )
+    chosen, is_sgd = f"strategy={cell.strategy} optim={optim['_target_']}", optim["_target_"] == SGD
+    if pattern.only_sgd and not is_sgd:
+        raise ValueError(f"{chosen}: {pattern.only_sgd}; use optim=sgd")
+    delivers = {exchange_of(way).delivers for _, way in phases_of(strategy.exchange)}
+    if pattern.takes_exchanges and "direction" in delivers and (not is_sgd or optim.momentum):
+        raise ValueError(f"{chosen}: the exchange keeps the moments; use optim=direction")
 
 
 def groups_of(request: Request) -> tuple[Group, ...]:
@@ -481,7 +376,8 @@ def groups_of(request: Request) -> tuple[Group, ...]:
         try:
             if fit.suffix != ".json":
                 assert request.profiles[0]  # or the request would have been refused
-                return fitted_groups(fit, request.profiles[0], hardware)
+                groups = fitted_groups(fit, request.profiles[0], hardware)
+                return tuple(replace(each, draws=tuple(drawn(each.draws))) for each in groups)
             hardware = fit_result(fit, hardware)
         except (ValueError, OSError) as error:
             why = str(error).removeprefix(f"fit={fit}: ").removeprefix(f"{fit}: ")
@@ -531,7 +427,7 @@ def _predict(
 
 def residual_of(hardware: Hardware, strategy: Strategy, world_size: int) -> float | None:
     """Return the error that remains beside the learned terms, of steps that they change."""
-    exchanging = world_size > 1 and strategy != CEILING
+    exchanging = world_size > 1 and strategy.exchanges
     return hardware.learned.residual if exchanging and hardware.learned else None
 
 

@@ -17,7 +17,7 @@ from lab.model.profile import Profile
 from lab.settings.names import root_of
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import simulate
-from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.strategy import Strategy
 
 if TYPE_CHECKING:
     from lab.record.schema import Record
@@ -120,7 +120,7 @@ def used_by_fit(cells: Sequence[Observation]) -> list[Observation]:
     """
     few = [cell for cell in cells if cell.world_size <= LARGEST_FITTED]
     own = [cell for cell in few if not cell.strategy.pattern.gathers_units]
-    sending = [cell for cell in own if cell.strategy.exchange != CEILING.exchange]
+    sending = [cell for cell in own if cell.strategy.exchanges]
     return own if any(cell.world_size == LARGEST_FITTED for cell in sending) else few
 
 
@@ -257,7 +257,7 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
         predicted_s=cell.predicted_s(group.hardware),
         alone_s=(
             baseline.step_s if baseline else math.nan,
-            cell.predicted_s(group.hardware, CEILING),
+            cell.predicted_s(group.hardware, cell.strategy.alone()),
         ),
         evidence=group.evidence(cell),
         overlaps=cell.strategy.pattern.overlaps,
@@ -269,7 +269,8 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
 def _linear_s(group: Group, cell: Observation) -> float:
     if alone := group.observed(cell.profile, NONE, 1, cell.batch_size):
         return alone.step_s / cell.world_size
-    alone_s = simulate(cell.profile, group.hardware, CEILING, 1, cell.batch_size).step_s
+    alone = cell.strategy.alone()
+    alone_s = simulate(cell.profile, group.hardware, alone, 1, cell.batch_size).step_s
     return alone_s / cell.world_size
 
 

@@ -45,6 +45,7 @@ from lab.simulate.score import (
     with_exposed,
 )
 from lab.simulate.step import predict
+from lab.simulate.terms import learned
 from lab.simulate.view import at, values_of
 
 COLUMNS = (
@@ -95,7 +96,7 @@ def of_study(folder: Path, profile: Mapping[str, Any], hardware: Mapping[str, An
     Raises:
         ValueError: the study cannot be read or fitted.
     """
-    groups = fitted_groups(folder, Profile.parse(profile), parse(hardware))
+    groups = fitted_groups(folder, Profile.parse(profile), learned(parse(hardware)))
     study = load_study(folder)
     cells = tuple(scored_cell(group, one) for group in groups for one in group.observations)
     floor = noise_floor(points_of(study.cells))

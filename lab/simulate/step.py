@@ -25,7 +25,6 @@ from lab.simulate.costs import (
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 from lab.simulate.strategy import (
-    CEILING,
     EXACT,
     Bucket,
     Strategy,
@@ -33,9 +32,9 @@ from lab.simulate.strategy import (
     parameters,
     ranks_of_a_copy,
 )
-from lab.sync.pattern import Begin, Leg, gradsync, send_order
+from lab.simulate.update import update_beside
+from lab.sync.pattern import MOMENTUM, Begin, Leg, gradsync, send_order
 
-UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
 # Of PrioritySync: the second begins with an exchange under way; two more for it to settle.
 SETTLING_STEPS = 4
 
@@ -295,7 +294,7 @@ def predict(
     """
     per_rank_batch_size = batch_size // world_size
     step = simulate(profile, hardware, strategy, world_size, per_rank_batch_size)
-    no_exchange = replace(CEILING, accumulate=strategy.accumulate)
+    no_exchange = strategy.alone()
     ceiling = simulate(profile, hardware, no_exchange, world_size, per_rank_batch_size)
     alone = simulate(profile, hardware, no_exchange, 1, per_rank_batch_size if weak else batch_size)
     if not alone.step_s:
@@ -342,10 +341,7 @@ class _Scene:
     @property
     def exchanges(self) -> bool:
         """Whether anything is exchanged."""
-        strategy = self.strategy
-        return self.network.size > 1 and (
-            strategy.pattern.gathers_units or strategy.exchange != CEILING.exchange
-        )
+        return self.network.size > 1 and self.strategy.exchanges
 
     @property
     def by_kernels(self) -> bool:
@@ -382,22 +378,22 @@ class _Scene:
 
     @property
     def besides_s(self) -> float:
-        """Time of a step besides forward, backward and exchange.
-
-        A profile that has it includes the update, of all weights even if each rank updates its part
-        alone; `overhead_s` comes on top.
-        """
+        """Time of a step besides forward, backward and exchange; `overhead_s` comes on top."""
         network, hardware = self.network, self.network.hardware
-        rest_s = self.profile.rest_s(self.per_rank_batch_size)
-        if rest_s is None:
-            pattern = self.strategy.pattern
-            sharers = ranks_of_a_copy(pattern, network) if pattern.parts_the_update else 1
-            updated = UPDATE_PASSES * self.profile.gradient_bytes / sharers
-            rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
-        rest_s *= hardware.host_factor(network.size)
+        rest_s = self.profile.rest_s(self.per_rank_batch_size) or 0.0
+        rest_s = max(0.0, rest_s + self.update_s) * hardware.host_factor(network.size)
         if self.exchanges and hardware.num_cores and self.profile.num_threads is None:
             rest_s += max(0.0, network.size / hardware.num_cores - 1) * hardware.step_cpu_s
         return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)
+
+    @property
+    def update_s(self) -> float:
+        """Time of the optimizer's passes over memory that are not in the profile's times."""
+        pattern, update = self.strategy.pattern, self.strategy.update or MOMENTUM
+        beside, rate = update_beside(self.profile, self.network.hardware, update)
+        passes = beside.on_shards if pattern.gathers_units else beside.passes
+        sharers = ranks_of_a_copy(pattern, self.network) if pattern.parts_the_update else 1
+        return passes * self.profile.gradient_bytes / sharers / rate
 
     def least_s(self, stages: Iterable[Stage], num_buckets: int) -> float:
         """Return the seconds in which a node prepares samples or a host launches: the longer.

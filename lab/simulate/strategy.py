@@ -15,12 +15,23 @@ from lab.exchange.cost import Shape, Sizes
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.settings import checks
+from lab.settings.errors import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.costs import Settings, exchange_of, extra_bytes, in_shares, phases_of
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 from lab.sync import pattern as rules
-from lab.sync.pattern import Pattern, class_of, fragments, gradsync, pattern_of, sharing_ranks
+from lab.sync.pattern import (
+    MOMENTUM,
+    Leg,
+    Pattern,
+    Update,
+    class_of,
+    fragments,
+    gradsync,
+    pattern_of,
+    sharing_ranks,
+)
 
 if TYPE_CHECKING:
     from lab.exchange.base import Exchange
@@ -74,6 +85,7 @@ class Strategy:
         chunk_mb: size of buckets, and of parts of large parameters, where the next forward waits.
         tries: the run times steps in which it does not wait as well, and keeps the faster schedule.
         sharding: of a pattern that gathers units.
+        update: the optimizer's step; None: not known.
     """
 
     exchange: Mapping[str, Any]
@@ -83,6 +95,16 @@ class Strategy:
     chunk_mb: float | None = None
     tries: bool = False
     sharding: Sharding = Sharding()
+    update: Update | None = MOMENTUM
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether several ranks exchange anything."""
+        return self.pattern.gathers_units or self.exchange != NONE
+
+    def alone(self) -> Strategy:
+        """Return the same steps without any exchange."""
+        return replace(CEILING, accumulate=self.accumulate, update=self.update)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Strategy:
@@ -104,12 +126,18 @@ class Strategy:
         exchange = in_shares(settings["exchange"], settings["steps"])
         if not pattern.gathers_units:
             for _, way in phases_of(exchange):
-                exchange_of(way)
+                made = exchange_of(way)
+                if Leg.WEIGHTS_FROM_ROOT in pattern.legs:
+                    from lab.sync.zero1 import rooted  # with torch, as above
+
+                    rooted(made)
         elif class_name(exchange["_target_"]) != "NoExchange":
             scatter_of(exchange_of(exchange))
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
-        if pattern.gathers_units:
-            return replace(strategy, sharding=Sharding.of(settings))
+        strategy = replace(strategy, update=update_of(settings["optim"]))
+        if pattern.gathers_units:  # by torch, whatever exchange there is
+            exchange = NONE if pattern.by_library else exchange
+            return replace(strategy, exchange=exchange, sharding=Sharding.of(settings))
         if not pattern.waits_in_forward:
             return strategy
         sync = settings["sync"]
@@ -235,6 +263,13 @@ def _ddp(s: Sizes, sync: Settings) -> float:
     return 0 if sync.get("gradient_as_bucket_view") else 4 * s.n
 
 
+def update_of(optim: Mapping[str, Any]) -> Update | None:
+    """Return an optimizer's step, by the group `optim`; None: it is not known."""
+    from lab.sync import update  # with torch, which settings and help do not need
+
+    return update.update_of(optim)
+
+
 def scatter_of(exchange: Exchange) -> Exact | InCodec:
     """Return an exchange's reduce-scatter. ValueError: it has none."""
     from lab.exchange import scatter  # with torch, which settings and help do not need
@@ -256,6 +291,8 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
         return math.nan
     try:
         needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    except ConfigError:
+        raise
     except ValueError:  # no exchange of the lab's
         return math.nan
     if pattern_of(settings).parts_the_update:  # others keep their part of the state
@@ -293,8 +330,7 @@ def rank_bytes(
     return of_model + max(sync_bytes(sizes, settings) for sizes in ranks)
 
 
-def state_copies(optim: Mapping[str, Any]) -> int:
-    """Count the values that an optimizer keeps of each parameter: Adam two, momentum one."""
-    if "betas" in optim or "beta1" in optim:
-        return 2
-    return int(bool(optim.get("momentum")))
+def state_copies(optim: Mapping[str, Any]) -> float:
+    """Count the values that an optimizer keeps of each parameter: Adam two. NaN: not known."""
+    update = update_of(optim)
+    return update.copies if update else math.nan

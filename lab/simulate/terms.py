@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import fmean
 
 import numpy as np
 
@@ -67,10 +66,10 @@ def with_terms(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
 
 
 def unmeasured(hardware: Hardware) -> list[str]:
-    """List the kinds of links that the hardware has, and that no log of collectives covers."""
+    """List the kinds of links that the hardware has, and that neither a log nor a fit covers."""
     covered = {
         "inter" if curve.ranks > hardware.ranks_per_node else "intra" for curve in hardware.measured
-    }
+    } | {way for way in LINKS if f"{way}.{RATE}" in hardware.fitted}
     return [way for way in LINKS if getattr(hardware, way) and way not in covered]
 
 
@@ -104,6 +103,22 @@ def learned(
     if "contention" in replaced:
         hardware = replace(hardware, contention=0.0)
     return replace(with_terms(hardware, values), assumed=assumed, learned=prior)
+
+
+def as_fitted(hardware: Hardware, keys: Collection[str]) -> Hardware:
+    """Return the hardware with values that a fit found: neither ranges nor learned terms of them.
+
+    Terms that the fit does not determine stay, and so does the rate of other links.
+
+    Args:
+        keys: dotted, of those values.
+    """
+    assumed = tuple(each for each in hardware.assumed if each.key not in keys)
+    found = replace(hardware, assumed=assumed, fitted=(*hardware.fitted, *keys))
+    if found.learned:
+        known = {*keys} if unmeasured(found) else {*keys, WIRE}
+        found = replace(found, learned=found.learned.without(known))
+    return found
 
 
 def drawn(hardware: Iterable[Hardware]) -> Iterator[Hardware]:
@@ -148,8 +163,22 @@ def interval(point: float, others: Iterable[float], residual: float, level: floa
         residual: scale of the logarithm's error that remains.
         level: share of values inside.
     """
-    variance = fmean(math.log(each / point) ** 2 for each in others) + residual**2
-    return reach(point, math.sqrt(variance), level)
+    errors = [math.log(each / point) for each in others]
+    ends = zip((-1, 1), (min, max), strict=True)
+    return [
+        end(reach(point, math.hypot(_spread(errors, sign), residual), level)) for sign, end in ends
+    ]
+
+
+def _spread(errors: Sequence[float], sign: int) -> float:
+    """Return the scale of errors of a sign: all of theirs, if those of both signs are alike.
+
+    What can only be worse than it is assumed to be, such as a part that does not scale, makes no
+    better end.
+    """
+    squares = [error**2 for error in errors]
+    of_sign = [square for square, error in zip(squares, errors, strict=True) if sign * error > 0]
+    return math.sqrt(min(2 * sum(of_sign), sum(squares)) / len(squares))
 
 
 def reach(point: float, scale: float, level: float) -> list[float]:

@@ -13,16 +13,15 @@ from lab.draw.text import aligned, number_of
 from lab.measure import Span
 from lab.record.trace import read_trace, write_trace
 from lab.settings.storage import write_json
-from lab.simulate.hardware import LINK
-from lab.simulate.predict import DEFAULT_PROFILE, ESTIMATE, EXTRAPOLATED
+from lab.simulate.estimate import ESTIMATE
+from lab.simulate.hardware import CODEC_RATES
+from lab.simulate.predict import DEFAULT_PROFILE, EXTRAPOLATED
 from lab.simulate.score import NONE
 
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "80 %"]
 HEADER += ["efficiency", "measured ms", "error %", "exposed error %", "evidence"]
 SAID_BELOW = {"times": ("profile", ESTIMATE), "evidence": (EXTRAPOLATED,)}  # of all rows
-RATES = ("reduce_bytes_per_s", "codec_bytes_per_s")
-FITTED = (*LINK, *RATES, "contention", "overhead_s", "crowding")
 MOST_LINEAR = 16  # ranks: axes of more are logarithmic
 
 
@@ -40,7 +39,9 @@ def table(result: Row) -> str:
 
 def notes(result: Row) -> list[str]:
     """Say what was predicted, from what, and how far it may be trusted."""
-    sources = [_about(result), *result["logs"], *_estimates(result)]
+    sources = [_about(result), *result["logs"], *_estimates(result), *result["updates"]]
+    if result["idle"]:
+        sources.append(f"no effect on these steps: {', '.join(result['idle'])}")
     trust = [*_open(result, "in brackets"), *_linear(result), *_fitted(result), *_held_out(result)]
     return [*sources, *trust]
 
@@ -220,8 +221,13 @@ def _linear(result: Row) -> list[str]:
 
 
 def _estimates(result: Row) -> list[str]:
-    """Say which times are estimates, and which nobody asked for."""
-    lines = [f"{s}; not measured" for s in result["sources"].values() if s.startswith(ESTIMATE)]
+    """Say which times are estimates, whose others are, and which nobody asked for."""
+    lines = [
+        f"{source}; not measured"
+        if source.startswith(ESTIMATE)
+        else f"compute times of {name}, whatever the hardware: {source}"
+        for name, source in result["sources"].items()
+    ]
     if result["by_default"]:
         lines.append(
             f"neither a model nor a profile was given, so profile={DEFAULT_PROFILE} is used; "
@@ -252,11 +258,17 @@ def _fitted(result: Row) -> list[str]:
 
 
 def values_of(hardware: Row) -> str:
-    """Write the values that a fit may change."""
-    pair = hardware["intra"] if hardware["ranks_per_node"] > 1 else hardware["inter"]
-    values = {name: {**hardware, **pair}[name] for name in FITTED}
-    values |= {f"codec of {name}": rate for name, rate in hardware["codec_rates"]}
-    return ", ".join(f"{name}={value:.3g}" for name, value in values.items() if value is not None)
+    """Write the values that a fit has found."""
+    keys = [key.rpartition(".") for key in hardware["fitted"]]
+    values = dict[str, float]()
+    for way, _, name in keys:
+        if way == CODEC_RATES:
+            values[f"codec of {name}"] = dict(hardware[way])[name]
+        elif [other for _, _, other in keys].count(name) > 1:
+            values[f"{way}.{name}"] = hardware[way][name]
+        else:
+            values[name] = (hardware[way] if way else hardware)[name]
+    return ", ".join(f"{name}={value:.3g}" for name, value in values.items())
 
 
 def _held_out(result: Row) -> list[str]:

@@ -19,7 +19,7 @@ from lab.distributed.worker import Job, Worker, record_stream
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange, Staged
 from lab.measure.clock import Clock
-from lab.sync.pattern import Pattern, none
+from lab.sync.pattern import Pattern, none, refuse
 
 SyncState = dict[str, dict[str, Tensor]]  # tensors by kind, then by parameter name
 Buckets = list[tuple[list[tuple[int, ...]], int]]  # shapes in each, and the bytes of a value
@@ -139,13 +139,7 @@ class Sync(Exchanging, ABC):
     eager_steps = 3
 
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
-        if parts.overlap and pattern.no_overlap:
-            raise ValueError(f"overlap=true: {pattern.no_overlap}")
-        if parts.precision == "fp16" and pattern.no_fp16:
-            raise ValueError(
-                f"precision=fp16: skips steps that overflow, but {pattern.no_fp16}; "
-                "allowed: fp32, bf16"
-            )
+        refuse(pattern, parts.overlap, parts.precision)
         super().__init__(parts.exchange, parts.comm)
         self.module = parts.module
         self.pattern = pattern

@@ -237,10 +237,6 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
             f"precision=fp16: exchange={type(parts.exchange).__name__} needs unscaled "
             "gradients, but FSDP scatters scaled ones; allowed: fp32, bf16"
         )
-    if not parts.overlap:
-        raise ValueError(
-            "overlap=false: must be true; strategy=fsdp always exchanges during backward"
-        )
     types = {p.dtype for p in parts.model.parameters()}
     if all_gather == "int8" and any(each.itemsize != 4 for each in types):
         listed = ", ".join(sorted(str(each).removeprefix("torch.") for each in types))

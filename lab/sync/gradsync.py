@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.comm import Collective, Sent
 from lab.exchange.bucket import BucketPlan, GradBucket, Outside, in_one_memory, plan
 from lab.exchange.gate import admit, carrier, is_linear
-from lab.settings import checks
 from lab.sync import pattern
 from lab.sync.base import (
     BeforeExchange,
@@ -540,9 +539,6 @@ class DoubleBuffer(GradSync):
     """
 
     def __init__(self, parts: SyncParts, *, double_buffer: bool) -> None:
-        checks.truth("sync.double_buffer", double_buffer)
-        if double_buffer and not parts.overlap:
-            raise ValueError("overlap=false: must be true, because sync.double_buffer is true")
         super().__init__(parts, pattern.double_buffer(double_buffer))
         self.double_buffer = double_buffer
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received

@@ -88,7 +88,6 @@ class LocalSync(LocalSteps):
         outer_momentum: float,
         pattern: Pattern | None = None,
     ) -> None:
-        checks.whole("sync.every", every, 1)
         checks.number("sync.outer_lr", outer_lr, above=0)
         checks.number("sync.outer_momentum", outer_momentum, at_least=0, below=1)
         super().__init__(parts, pattern or rules.local(every))
@@ -270,12 +269,7 @@ class StreamingSync(LocalSync):
             outer_momentum=outer_momentum,
             pattern=rules.streaming(every, fragments, fragment_order, delay),
         )
-        checks.whole("sync.fragments", fragments, 1, every)
-        checks.one_of("sync.fragment_order", fragment_order, rules.ORDERS)
-        checks.whole("sync.delay", delay, 0, every // fragments)  # until the next one's begins
         checks.number("sync.alpha", alpha, at_least=0, below=1)
-        if delay and not parts.overlap:
-            raise ValueError(f"overlap=false: must be true with sync.delay={delay}")
         self.delay, self.alpha = delay, alpha
         sizes = [(name, p.nbytes) for name, p in self.parameters.items()]
         self.fragments = rules.fragments(sizes, fragments, fragment_order)

@@ -70,6 +70,7 @@ class Pattern:
         waits_in_backward: backward returns when the exchange is done, so it includes its time.
         waits_in_forward: the next forward waits for each layer's exchange, and updates the layer.
         no_overlap: why `overlap=true` is refused; empty: it is accepted.
+        needs_overlap: why `overlap=false` is refused; empty: it is accepted.
         no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
             accepted.
         no_graph: why `graph=true`, which repeats one step without the host, is refused; empty: it
@@ -91,6 +92,7 @@ class Pattern:
     waits_in_backward: bool = False
     waits_in_forward: bool = False
     no_overlap: str = ""
+    needs_overlap: str = ""
     no_fp16: str = ""
     no_graph: str = "its steps are not known to run without the host"
     only_sgd: str = ""
@@ -133,14 +135,48 @@ class Pattern:
         return self.takes_exchanges and choosy.isdisjoint(self.legs)
 
 
+def refuse(pattern: Pattern, overlap: bool, precision: str) -> None:
+    """Refuse settings of a run with which a sync cannot be combined. ValueError: says why."""
+    if overlap and pattern.no_overlap:
+        raise ValueError(f"overlap=true: {pattern.no_overlap}")
+    if not overlap and pattern.needs_overlap:
+        raise ValueError(f"overlap=false: {pattern.needs_overlap}")
+    if precision == "fp16" and pattern.no_fp16:
+        raise ValueError(
+            f"precision=fp16: skips steps that overflow, but {pattern.no_fp16}; allowed: fp32, bf16"
+        )
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer's step, by float32 value of the weights; lab.sync.update counts it.
+
+    Attributes:
+        passes: values that are read and written. SGD with momentum, fused, reads weight, gradient
+            and momentum, and writes weight and momentum: 5. Operations one by one read and write
+            what is in between as well.
+        on_shards: the same where parameters are FSDP2's, for which torch fuses only Adam's.
+        copies: values that the optimizer keeps.
+    """
+
+    passes: float
+    on_shards: float
+    copies: float
+
+
+MOMENTUM = Update(5.0, 11.0, 1.0)  # of SGD, which optim=sgd is
+
+
 def gradsync(overlap: bool, *legs: Leg) -> Pattern:
     """Average gradients in every step."""
     begins = Begin.DURING_BACKWARD if overlap else Begin.AFTER_BACKWARD
     return Pattern(begins, legs or (Leg.MEAN_OF_GRADIENTS,), no_graph="")
 
 
-def priority(overlap: bool) -> Pattern:
+def priority(overlap: bool, chunk_mb: float = 8, trials: int = 3) -> Pattern:
     """Average gradients in every step; with `overlap` the next forward waits, layer by layer."""
+    checks.number("sync.chunk_mb", chunk_mb, above=0)
+    checks.whole("sync.trials", trials, 0, 10**6)
     if not overlap:
         return gradsync(overlap)
     no_graph = "an exchange ends only during the forward pass of the next step"
@@ -150,6 +186,7 @@ def priority(overlap: bool) -> Pattern:
 
 def local(every: int) -> Pattern:
     """Average weights after every `every` steps."""
+    checks.whole("sync.every", every, 1)
     return Pattern(
         Begin.AFTER_UPDATE,
         (Leg.MEAN_OF_CHANGES,),
@@ -162,11 +199,16 @@ def local(every: int) -> Pattern:
 
 def streaming(every: int, fragments: int, order: str, delay: int) -> Pattern:
     """Average the weights of one fragment after another, or (`delay`) during the next steps."""
+    checks.whole("sync.every", every, 1)
+    checks.whole("sync.fragments", fragments, 1, every)
+    checks.one_of("sync.fragment_order", order, ORDERS)
+    checks.whole("sync.delay", delay, 0, every // fragments)  # until the next one's begins
     parts = {"fragments": fragments, "fragment_order": order, "delay": delay}
     if not delay:
         no_overlap = "must be false with sync.delay=0; weights are exchanged after the update"
         return replace(local(every), no_overlap=no_overlap, **parts)
-    return replace(local(every), begins=Begin.NEXT_STEPS, no_overlap="", **parts)
+    ways = {"no_overlap": "", "needs_overlap": f"must be true with sync.delay={delay}"}
+    return replace(local(every), begins=Begin.NEXT_STEPS, **ways, **parts)
 
 
 def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
@@ -199,12 +241,17 @@ def zero1(overlap: bool) -> Pattern:
 
 def double_buffer(buffered: bool) -> Pattern:
     """Average gradients after backward, or (`buffered`) during the next step."""
+    checks.truth("sync.double_buffer", buffered)
     if buffered:
         no_fp16 = "a step cannot be skipped once the next one is under way"
         no_fp16 += " (sync.double_buffer=true)"
         no_graph = "an exchange ends only during the next step (sync.double_buffer=true)"
         return Pattern(
-            Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16, no_graph=no_graph
+            Begin.NEXT_STEP,
+            (Leg.MEAN_OF_GRADIENTS,),
+            needs_overlap="must be true, because sync.double_buffer is true",
+            no_fp16=no_fp16,
+            no_graph=no_graph,
         )
     no_overlap = (
         "must be false, because sync.double_buffer is false: nothing is exchanged during backward"
@@ -241,6 +288,7 @@ def fsdp(reduce_scatter: str, shard_size: int | str | None) -> Pattern:
         shard_size=shard_size,
         by_library=reduce_scatter == "torch",
         waits_in_backward=True,
+        needs_overlap="must be true; strategy=fsdp always exchanges during backward",
         no_graph="the host gathers and frees weights during a step",
     )
 
@@ -266,7 +314,9 @@ UNKNOWN = Pattern(
 # Keyed by the names of the lab's classes, in configurations and records of any age.
 OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "GradSync": lambda _, overlap: gradsync(overlap),
-    "PrioritySync": lambda _, overlap: priority(overlap),
+    "PrioritySync": lambda sync, overlap: priority(
+        overlap, **{key: sync[key] for key in ("chunk_mb", "trials") if key in sync}
+    ),
     "LocalSync": lambda sync, _: local(sync["every"]),
     "StreamingSync": lambda sync, _: streaming(
         sync["every"], sync["fragments"], sync["fragment_order"], sync["delay"]

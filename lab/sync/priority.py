@@ -23,7 +23,6 @@ from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.layout import is_compiled
 from lab.measure.clock import Clock, Mark, mark, seconds
-from lab.settings import checks
 from lab.sync.base import SyncParts, SyncState, all_finite
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import priority, send_order
@@ -50,8 +49,7 @@ class PrioritySync(GradSync):
     """
 
     def __init__(self, parts: SyncParts, *, chunk_mb: float, trials: int) -> None:
-        checks.number("sync.chunk_mb", chunk_mb, above=0)
-        checks.whole("sync.trials", trials, 0, 10**6)
+        pattern = priority(parts.overlap, chunk_mb, trials)
         if is_compiled(parts.module):
             raise ValueError(
                 "model: compiled layers cannot wait for their weights; leave out torch.compile"
@@ -64,7 +62,7 @@ class PrioritySync(GradSync):
         exchange = parts.exchange
         cuts = exchange.takes_divided and exchange.delivers == "mean"  # it only sums
         self._cut = partial(cut, bucket_mb=chunk_mb if cuts else None, bytes_scale=scale)
-        super().__init__(replace(parts, bucket_mb=chunk_mb), priority(parts.overlap))
+        super().__init__(replace(parts, bucket_mb=chunk_mb), pattern)
         self._plan_overlap = partial(plan, parts.model, parts.bucket_mb, **self._plan.keywords)
         self.overlap, self.model = parts.overlap, parts.model
         self.trial = Trial(trials, self._device)

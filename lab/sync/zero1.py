@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.distributed.comm import Collective
+from lab.exchange.base import Exchange
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.exchange.layout import is_rows_first, travelling
 from lab.exchange.paths import Rooted
@@ -37,13 +38,7 @@ class RootUpdate(GradSync):
     """
 
     def __init__(self, parts: SyncParts) -> None:
-        exchange = parts.exchange
-        if not isinstance(exchange, Rooted) or not exchange.in_halves:
-            raise ValueError(
-                f"exchange={type(exchange).__name__}: only the root updates, so an exchange "
-                "must send to the root and back; use tree (with exchange.chunk_mb=null) or star"
-            )
-        self.path = exchange
+        self.path = rooted(parts.exchange)
         super().__init__(parts, root_update(parts.overlap))
 
     def finish(self) -> Tensor | None:
@@ -75,6 +70,16 @@ class RootUpdate(GradSync):
     def _from_root(self, weights: Tensor) -> Iterator[Collective]:
         self.path.from_root(weights, self.comm)
         yield from ()
+
+
+def rooted(exchange: Exchange) -> Rooted:
+    """Return an exchange that passes through rank 0. ValueError: it does not."""
+    if not isinstance(exchange, Rooted) or not exchange.in_halves:
+        raise ValueError(
+            f"exchange={type(exchange).__name__}: only the root updates, so an exchange "
+            "must send to the root and back; use tree (with exchange.chunk_mb=null) or star"
+        )
+    return exchange
 
 
 def flatten(parameters: list[nn.Parameter], multiple: int = 1) -> Tensor:

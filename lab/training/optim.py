@@ -21,9 +21,9 @@ from lab.settings import checks
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.own_code import blame, callable_at
 from lab.sync.priority import update_some
+from lab.sync.update import way_of
 
 NOT_NEGATIVE = ("lr", "weight_decay")
-FUSED_ON_SHARDS = ("torch.optim.Adam", "torch.optim.AdamW")  # torch has no others for DTensors
 SCHEDULES = ("constant", "cosine", "linear", "step")
 WITH_AN_END = ("cosine", "linear")
 # Of the trials that tell whether parts may be updated by themselves:
@@ -135,11 +135,9 @@ class Optim:
         parameters = [
             p for each in groups for p in (each["params"] if isinstance(each, dict) else [each])
         ]
-        chosen = {"fused", "foreach", "differentiable"} & self._settings.keys()
-        fuses = "fused" in self._own and self.target.startswith("torch.optim.")
-        if fuses and not chosen and all(map(is_fusible, parameters)):
-            sharded = any(map(is_sharded, parameters))
-            way = "foreach" if sharded and self.target not in FUSED_ON_SHARDS else "fused"
+        sharded = any(map(is_sharded, parameters))
+        way = way_of(self.target, self._own, self._settings, sharded)
+        if way and all(map(is_fusible, parameters)):
             try:
                 return self._make(groups, **self._settings, **{way: True})
             except RuntimeError:  # not on this device

@@ -20,6 +20,7 @@ from lab.settings.config import check_batch, load
 from lab.simulate import predict
 from lab.simulate.hardware import with_rate
 from lab.simulate.predict import predicted
+from lab.study.grid import read as read_grid
 from tests.support.commands import refusal, said
 from tests.support.simulated import TRUE, leave_study
 from tests.support.slow import some_of
@@ -70,6 +71,20 @@ def test_a_setting_leaves_the_strategies_that_accept_it() -> None:
     names = {c.strategy for c in read([*small, "precision=fp16"]).prediction.cells}
     assert "local_sgd" not in names and "overlap" in names
     assert {c.strategy for c in read([*small, "strategy=caffe"]).prediction.cells} == {"caffe"}
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("strategy=allreduce overlap=false", True),
+        ("strategy=fsdp overlap=false", False),
+        ("strategy=local_sgd overlap=true", False),
+        ("strategy=onebit_adam optim=adamw", False),
+        ("strategy=caffe", False),
+    ],
+)
+def test_what_cannot_run_is_not_chosen(words: str, kept: bool) -> None:
+    assert all(map(request._may_be_chosen, read_grid(words.split()).cells)) == kept
 
 
 def test_what_is_wrong_with_any_strategy_is_refused_before_all_are_composed(

@@ -25,7 +25,7 @@ from lab.exchange.cost import Sizes
 from lab.settings.config import choices_of, load
 from lab.simulate.hardware import Link
 from lab.simulate.predict import plain
-from lab.simulate.strategy import rank_bytes, state_copies, sync_bytes
+from lab.simulate.strategy import rank_bytes, sync_bytes
 from tests.conftest import ROOT
 from tests.support.simulated import FLAT, strategy
 
@@ -104,6 +104,9 @@ def test_memory_counts_copies_of_the_model() -> None:
     # Weights, gradients, momentum, and the one bucket into which they are gathered.
     assert bytes_of("allreduce") == pytest.approx(4)
     assert bytes_of("allreduce", "optim.momentum=0") == pytest.approx(3)
+    assert bytes_of("allreduce", "optim=torch.optim.Adam", "+optim.amsgrad=true") == pytest.approx(
+        6
+    )
     assert bytes_of("local_sgd") == pytest.approx(5)  # and the anchor
     assert bytes_of("diloco") == pytest.approx(6)  # and the outer momentum
     assert bytes_of("caffe") == pytest.approx(4)  # the root holds momentum
@@ -116,12 +119,6 @@ def test_memory_counts_copies_of_the_model() -> None:
 )
 def test_memory_of_an_unknown_sync_is_unknown(sync: dict[str, str]) -> None:
     assert math.isnan(sync_bytes(Sizes(8, 8, 8, 0, 2), {"sync": sync, "exchange": {}}))
-
-
-def test_an_optimizer_keeps_what_its_settings_say() -> None:
-    assert state_copies({"lr": 0.1}) == state_copies({"momentum": 0.0}) == 0
-    assert state_copies({"momentum": 0.9}) == 1
-    assert state_copies({"betas": [0.9, 0.999]}) == 2
 
 
 def test_accuracies_are_of_lossy_strategies() -> None:

@@ -69,6 +69,12 @@ def test_each_host_has_the_rate_or_one_of_its_own() -> None:
     assert bits_per_s("2.5gbit") == 2.5e9
 
 
+def test_a_slow_host_takes_twice_as_long_unless_told_otherwise() -> None:
+    assert cluster("hosts=2", "slow_host=h1").slow_factor == 2
+    assert cluster("hosts=2", "slow_host=h1", "slow_factor=3").slow_factor == 3
+    assert cluster("hosts=2").slow_factor == 1
+
+
 def test_changes_are_in_order_of_time() -> None:
     assert cluster("hosts=2", "changes=null").changes == ()
     made = cluster("hosts=2", "changes=['20s h1 down','1.5s h0 10mbit']")
@@ -92,6 +98,10 @@ def test_changes_are_in_order_of_time() -> None:
         (["hosts=2", "changes=['1s h2 down']"], "cluster.changes=h2: the hosts are h0 to h1"),
         (["hosts=2", "slow_host=1"], "cluster.slow_host=1: the hosts are h0 to h1"),
         (["hosts=2", "slow_factor=0.5"], "cluster.slow_factor=0.5: must be a number from 1 to 100"),
+        (
+            ["hosts=2", "slow_factor=2"],
+            "slow_factor=2: slows no host; set cluster.slow_host=",
+        ),
         (
             ["hosts=2", "rate=null", "delay_ms=1", "changes=['1s h1 1mbit']"],
             "only the rate of a link that already has a rate can change; set cluster.rate",

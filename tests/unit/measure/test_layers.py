@@ -26,7 +26,7 @@ from lab.model.inception import googlenet
 from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
 from lab.settings.files import choices_of
-from lab.simulate.predict import fixed_part
+from lab.simulate.estimate import fixed_part
 from tests.support.commands import refusal
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.unit.model.test_replay import PROFILE, Time, replay, train

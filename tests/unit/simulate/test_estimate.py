@@ -18,16 +18,18 @@ from lab.model.work import LayerWork, Line, Operation, Work
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.names import resolved
-from lab.simulate import predict as source
+from lab.simulate import estimate as source
 from lab.simulate import view
-from lab.simulate.hardware import Device
-from lab.simulate.predict import Estimate, plain, predicted, read
+from lab.simulate.estimate import Estimate
+from lab.simulate.hardware import Device, Hardware
+from lab.simulate.predict import plain, predicted, read
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
+from lab.sync.pattern import Update
 from tests.support import refusing
 from tests.support.commands import said
 from tests.support.records import leave, make_record
-from tests.support.simulated import FLAT
+from tests.support.simulated import FLAT, strategy
 
 DEVICE = Device(
     "made up",
@@ -55,10 +57,60 @@ def test_an_operation_takes_the_longer_of_products_and_bytes() -> None:
         assert profile.forward_s(a, batch) == pytest.approx(product_s + relu_s)
         assert profile.backward_s(a, batch) == pytest.approx(product_s)
         assert profile.forward_s(b, batch) == pytest.approx(1e-3 + batch * 1e3 / 1e6)
-        update_s, gather_s = 5 * 4 * 500 / 1e8, 2 * 50 * batch / 1e8
-        assert profile.rest_s(batch) == pytest.approx(2e-3 + update_s + gather_s)
+        gather_s = 2 * 50 * batch / 1e8
+        assert profile.rest_s(batch) == pytest.approx(2e-3 + gather_s)
     assert [layer.parameters for layer in profile.layers] == [500, 0]
     assert profile.source.startswith("estimate: 2e+07 FLOP per sample")
+
+
+ADAM = Update(7.0, 7.0, 2.0)
+
+
+def test_an_update_takes_its_optimizers_passes_over_float32_at_any_precision() -> None:
+    pass_s = 4 * 500 / 1e8
+    for precision in ("fp32", "bf16"):
+        profile = Estimate(WORK, precision, (2, 8), "mine").profile_of(DEVICE)
+        layers_s, rest_s = profile.compute_s(8), 2e-3 + 2 * 50 * 8 / 1e8
+        for way, passes in ((CEILING, 5), (replace(CEILING, update=ADAM), 7)):
+            step_s = simulate(profile, FLAT, way, 1, 8).step_s
+            assert step_s == pytest.approx(layers_s + rest_s + passes * pass_s)
+
+
+def test_ranks_that_share_the_update_pass_over_their_part_alone() -> None:
+    profile = Estimate(WORK, "fp32", (2, 8), "mine").profile_of(DEVICE)
+    fast = replace(profile, update_bytes_per_s=1e18)
+    for name, passes in (("zero1", 5), ("fsdp", 11), ("allreduce", 4 * 5)):
+        with_update, without = (
+            simulate(each, FLAT, strategy(name), 4, 8).step_s for each in (profile, fast)
+        )
+        assert with_update - without == pytest.approx(passes * 4 * 500 / 4 / 1e8)
+
+
+def test_a_measured_profile_contains_sgd_and_others_differ_from_it() -> None:
+    bare = replace(Estimate(WORK, "fp32", (2, 8), "mine").profile_of(DEVICE), rest_ms=10.0)
+    profile = replace(bare, update_bytes_per_s=None)
+    node = replace(FLAT, device=DEVICE)
+
+    def step_s(passes: float, hardware: Hardware = node) -> float:
+        way = replace(CEILING, update=Update(passes, passes, 1.0))
+        return simulate(profile, hardware, way, 1, 8).step_s
+
+    sgd_s = simulate(profile, node, CEILING, 1, 8).step_s
+    assert step_s(7) == pytest.approx(sgd_s + 2 * 4 * 500 / 1e8)
+    assert step_s(3) == pytest.approx(sgd_s - 2 * 4 * 500 / 1e8)
+    assert step_s(7, replace(node, device=None)) == sgd_s
+
+
+def test_another_optimizer_moves_a_prediction_and_says_by_how_much() -> None:
+    words = "strategy=none", "world_size=1", "hardware=h200_x8", "profile=alexnet_h100"
+    sgd, adam = (result_of(*words, f"optim={name}") for name in ("sgd", "adamw"))
+    more_s = 2 * 61_100_840 * 4 / (0.9 * 4.8e12)
+    assert adam["rows"][0]["step_s"] == pytest.approx(sgd["rows"][0]["step_s"] + more_s, rel=1e-3)
+    assert sgd["updates"] == []
+    line = "optim=torch.optim.AdamW: 7 passes over memory in an update; alexnet_h100 is taken to "
+    assert line in view.table(adam) and "is +0.11 ms, at 4320 GB/s" in view.table(adam)
+    with refusing("optim=torch.optim.LBFGS: its step cannot be counted"):
+        result_of("strategy=none", "model=lenet", "world_size=1", "optim=torch.optim.LBFGS")
 
 
 def test_half_precision_has_its_own_peak_and_half_the_bytes() -> None:
@@ -93,7 +145,7 @@ def test_ranks_that_share_cores_slow_each_others_compute() -> None:
     alone, four = (simulate(profile, shared, CEILING, size, 8).step_s for size in (1, 4))
     assert four == pytest.approx(2 * 1.5 * alone)
     own = replace(profile, num_threads=None)
-    rest_s = own.rest_s(8) or 0.0
+    rest_s = (own.rest_s(8) or 0.0) + 5 * 4 * 500 / 1e8
     assert simulate(own, shared, CEILING, 4, 8).step_s == pytest.approx(alone + 2 * rest_s)
 
 

@@ -21,6 +21,7 @@ from lab.simulate.hardware import PROTOCOLS, Hardware, Host, Link, draws, parse,
 from lab.simulate.network import Network, slowest_factor
 from lab.simulate.step import predict, simulate, stages_of_step
 from lab.simulate.strategy import CEILING
+from lab.simulate.terms import interval, reach
 from tests.support.simulated import FLAT, strategy
 
 NODE: dict[str, Any] = {
@@ -319,3 +320,13 @@ def test_open_terms_are_drawn() -> None:
     hardware = parse(read_file("hardware", "h100_x8"))
     found = {each.host.codec_s for each in draws(hardware) if each.host}
     assert len(found) > 30 and 1e-5 <= min(found) < max(found) <= 1e-4
+
+
+def test_what_can_only_be_worse_makes_no_better_end_of_an_interval() -> None:
+    both, worse = [8.0, 12.5], [8.0, 8.0]
+    low, high = interval(10.0, both, 0.0, 0.95)
+    assert low * high == pytest.approx(100)
+    own = interval(10.0, worse, 0.0, 0.95)
+    assert own[0] == pytest.approx(low) and own[1] == 10.0
+    wide = interval(10.0, worse, 0.1, 0.95)
+    assert wide[0] < own[0] and wide[1] == pytest.approx(reach(10.0, 0.1, 0.95)[1])

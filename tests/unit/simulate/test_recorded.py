@@ -17,12 +17,14 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Exchange, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import TwoStage
-from lab.exchange.cost import Costs, Sizes
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.memory import Memory
 from lab.exchange.paths import Star, Tree
+from lab.settings.errors import ConfigError
 from lab.simulate.costs import Load, exchange_of, extra_bytes, stages_of
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
+from lab.simulate.strategy import sync_bytes
 
 LINK = Link(1e-4, 1e8)
 HARDWARE = Hardware("any", "made up", "gloo", 1, None, LINK, 1e9)
@@ -91,6 +93,21 @@ class Deaf(Exchange):
         comm.recv(bucket.flat, (comm.rank + 1) % comm.size)
 
 
+class Lost(Exchange):
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        raise KeyError("table")
+
+
+class LostInFormula(Peeking):
+    def add_cost(self, costs: Costs) -> bool:
+        raise KeyError("table")
+
+
+class LostInMemory(Peeking):
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        raise KeyError("table")
+
+
 def of(kind: type) -> dict[str, str]:
     return {"_target_": f"{__name__}.{kind.__qualname__}"}
 
@@ -146,6 +163,21 @@ def test_links_inside_nodes_carry_what_stays_there() -> None:
 def test_code_that_cannot_be_recorded_is_named(kind: type, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         stages_of(SHAPES, of(kind), Network(HARDWARE, 2))
+
+
+@pytest.mark.parametrize("kind", [Lost, LostInFormula])
+def test_an_error_of_a_users_exchange_is_one_line_that_names_it(kind: type) -> None:
+    line = (
+        rf"^exchange=.*\.{kind.__name__}: fails in a prediction: KeyError: 'table' \(test_rec.*\)$"
+    )
+    with pytest.raises(ConfigError, match=line):
+        stages_of(SHAPES, of(kind), Network(HARDWARE, 2))
+
+
+def test_an_error_of_a_users_count_of_memory_does_not_pass_for_an_unknown_one() -> None:
+    settings = {"sync": {"_target_": "lab.sync.gradsync.GradSync"}, "exchange": of(LostInMemory)}
+    with pytest.raises(ConfigError, match=r"LostInMemory: fails in a prediction: KeyError"):
+        sync_bytes(Sizes(n=8, gathered=8, largest=8, rank=0, N=2), settings)
 
 
 def test_recording_leaves_an_exchange_as_it_was() -> None:

@@ -128,6 +128,7 @@ def test_hosts_of_two_ranks_are_fitted_inside_and_scored_on_two(tmp_path: Path) 
         ([], "needs one runs/STUDY"),
         (["runs", "hardware=eth1g"], "hardware=eth1g: did you mean eth10g? allowed:"),
         (["runs", "out=scores.pdf"], "out=scores.pdf: must name FILE.md"),
+        (["published", "hardware=h100_x8"], "hardware=h100_x8: applies to a study, not to"),
     ],
 )
 def test_a_wrong_word_is_one_line(words: list[str], message: str) -> None:

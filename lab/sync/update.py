@@ -1,0 +1,137 @@
+"""An optimizer's step: how it runs, and what it reads, writes and keeps of each value."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from inspect import isfunction, signature
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lab.settings.own_code import asked_for, is_users
+from lab.sync.pattern import Update
+
+WAYS = ("fused", "foreach", "differentiable")  # how torch's optimizers can be told to run
+FUSED_ON_SHARDS = ("torch.optim.Adam", "torch.optim.AdamW")  # torch has no others for DTensors
+SHAPE = (64, 64)  # of the matrix whose updates are counted; numbers beside it weigh nothing
+NUM_STEPS = 3  # the first makes the state
+SHAPELESS = ("empty", "empty_like", "new_empty")  # move no values
+
+
+def way_of(
+    target: str, own: Collection[str], settings: Collection[str], sharded: bool
+) -> str | None:
+    """Return the argument with which the lab has an optimizer run fast; None: it has its own way.
+
+    Args:
+        target: its path. own: names of its arguments; settings: those that are given.
+        sharded: its parameters are DTensors.
+    """
+    is_torchs = target.startswith("torch.optim.") and "fused" in own
+    if not is_torchs or not {*WAYS}.isdisjoint(settings):
+        return None
+    return "foreach" if sharded and target not in FUSED_ON_SHARDS else "fused"
+
+
+def update_of(optim: Mapping[str, Any]) -> Update | None:
+    """Count an optimizer's step, which runs on a small matrix.
+
+    Nothing is imported that settings alone name: the optimizer is torch's, or has been imported.
+
+    Args:
+        optim: the group `optim` of a run's settings.
+
+    Returns:
+        None for an optimizer that is unknown, or does not run so.
+    """
+    return _counted(json.dumps(dict(optim), sort_keys=True, default=list))
+
+
+@lru_cache(maxsize=1000)
+def _counted(text: str) -> Update | None:
+    settings = json.loads(text)
+    target = str(settings.get("_target_")).replace(":", ".")
+    make = _known(target)
+    if make is None:
+        return None
+    given = asked_for(make, {key: _argument(value) for key, value in settings.items()})
+    own = signature(make).parameters
+    # Left alone, an optimizer of torch's runs so on a GPU.
+    alone = "foreach" if "foreach" in own and {*WAYS}.isdisjoint(given) else None
+    ways = [way_of(target, own, given, sharded) or alone for sharded in (False, True)]
+    try:
+        (passes, copies), (on_shards, _) = (
+            _stepped(make, {**given, **({way: True} if way else {})}) for way in ways
+        )
+    except Exception:  # of any code, for any reason: its step is unknown
+        return None
+    return Update(passes, on_shards, copies)
+
+
+def _argument(value: Any) -> Any:
+    return tuple(cast(list[Any], value)) if isinstance(value, list) else value
+
+
+def _known(target: str) -> Any:
+    """Return an optimizer's class, or a user's function that makes one, if it is imported."""
+    module, _, name = target.rpartition(".")
+    found: object = getattr(sys.modules.get(module), name, None)
+    if isinstance(found, type):
+        return cast(Any, found) if issubclass(found, Optimizer) else None
+    return found if isfunction(found) and is_users(found.__code__.co_filename) else None
+
+
+def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float]:
+    """Return what a step reads and writes of each value, and what is kept."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE, generator=generator)
+    parameter = nn.Parameter(start)
+    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        optimizer: Optimizer = make([parameter], **settings)
+        counter = _Counter()
+        for gradient in gradients:
+            parameter.grad, counter.num_bytes = gradient, 0
+            with counter:
+                optimizer.step()
+    kept = _bytes_of(optimizer.state[parameter])
+    return round(counter.num_bytes / start.nbytes, 2), round(kept / start.nbytes, 2)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.num_bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to skip it torch loads its compiler: a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if func.is_view or name in SHAPELESS:
+            return out
+        arguments = func._schema.arguments
+        values = [*args, *(kwargs.get(each.name) for each in arguments[len(args) :])]
+        changed = [
+            value
+            for place, (each, value) in enumerate(zip(arguments, values, strict=True))
+            # Fused kernels may change gradients too, but do not without a scaler.
+            if each.is_write and not (place == 1 and name.startswith("_fused_"))
+        ]
+        self.num_bytes += _bytes_of(values) + _bytes_of(changed or out)
+        return out
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(tree) if isinstance(each, Tensor))
