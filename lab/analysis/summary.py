@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import optimize
 
 from lab.analysis.charts import emulation_text
 from lab.analysis.points import CEILING, Point, floor_text, frame_of, leaders, together
@@ -307,9 +306,9 @@ def _scalability_lines(points: Sequence[Point]) -> list[str]:
         {
             "series": one.series,
             "batch": str(one.batch_size),
-            **{f"e({n})": f"{one.serial_fraction.get(n, UNKNOWN):.2f}" for n in sizes},
-            "sigma": f"{one.contention:.2f}",
-            "kappa": f"{one.coherency:.2f}",
+            **{f"e({n})": f"{one.serial_fraction.get(n, UNKNOWN):z.2f}" for n in sizes},
+            "sigma": f"{one.contention:z.2f}",
+            "kappa": f"{one.coherency:z.2f}",
             "best N": f"{one.best_size:.0f}" if math.isfinite(one.best_size) else "-",
         }
         for one in found
@@ -354,8 +353,12 @@ class Scalability:
 
     @property
     def best_size(self) -> float:
-        """The number of ranks beyond which more of them slow down; infinite if there is none."""
-        if self.coherency.mid <= 0:
+        """The number of ranks beyond which more of them slow down.
+
+        Infinite if there is none, or if the interval of kappa does not exclude that.
+        """
+        low = self.coherency.mid if math.isnan(self.coherency.lo) else self.coherency.lo
+        if low <= 0:
             return math.inf
         return math.sqrt(max(0.0, 1 - self.contention.mid) / self.coherency.mid)
 
@@ -375,13 +378,15 @@ def serial_fraction(speedup: float, size: int) -> float:
 
 
 def universal_law(speedups: Mapping[int, float]) -> tuple[float, float]:
-    """Fit sigma and kappa, neither of them negative, to speedups by ranks.
+    """Fit sigma and kappa to speedups by ranks.
 
-    By least squares of N / S - 1 = sigma (N - 1) + kappa N (N - 1), which is linear in both.
+    By least squares of N / S - 1 = sigma (N - 1) + kappa N (N - 1), which is linear in both. Noise
+    may make them negative: if fits of single repeats stopped at 0, their mean would lie too high,
+    and its interval would miss a law without coherency.
     """
     sizes = np.array(list(speedups), dtype=float)
     terms = np.stack([sizes - 1, sizes * (sizes - 1)], axis=1)
-    (sigma, kappa), _ = optimize.nnls(terms, sizes / np.array(list(speedups.values())) - 1)
+    (sigma, kappa), *_ = np.linalg.lstsq(terms, sizes / np.array(list(speedups.values())) - 1)
     return float(sigma), float(kappa)
 
 
