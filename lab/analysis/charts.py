@@ -425,6 +425,7 @@ def _best(points: Frame, column: str) -> Point:
     rivals = points[(points["strategy"] != CEILING) & (points["transform"] == "none")]
     rivals = points if rivals.empty else rivals
     last = rivals[rivals["world_size"] == rivals["world_size"].max()]
+    last = last[last["leads"]] if last["leads"].any() else last  # no chance value of a single run
     return last.loc[last[column].idxmax()]
 
 

@@ -74,6 +74,19 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
             id="once",
         ),
         pytest.param(
+            {**CLEAR, ("onebit", 4): (60,)},
+            "With overlap, 4 ranks train 3.50 times as fast as one, ",
+            "onebit is not ranked, with fewer than 3 repeats.",
+            id="one lucky run",
+        ),
+        pytest.param(
+            {**CLEAR, ("overlap", 4): (115, 114), ("allreduce", 4): (175,)},
+            "With overlap, 4 ranks train 3.51 times as fast as one, ",
+            "Each strategy ran fewer than 3 times, so this may be chance. 3 repeats would show "
+            "whether it is.",
+            id="once or twice",
+        ),
+        pytest.param(
             {**CLEAR, ("overlap", 4): (440, 441, 442), ("allreduce", 4): (500, 501, 502)},
             "4 ranks train no faster than one rank. With overlap, the fastest strategy, they train",
             "The next fastest, allreduce, takes 14 % longer, a significant difference.",
@@ -97,6 +110,24 @@ def test_how_sure_a_verdict_is(tmp_path: Path, times: Times, verdict: str, more:
     found = found_in(tmp_path / "made", times)
     assert found.verdict.startswith(verdict)
     assert more in found.more
+
+
+def test_of_unlike_repeats_pairs_decide_and_not_means(tmp_path: Path) -> None:
+    """The machine slows down: allreduce lacks the slow repeats, and is slower in all others."""
+    base = {("none", 1): (400, 410, 420, 800, 810)}
+    slowed = {("overlap", 4): (115, 118, 121, 230, 233), ("allreduce", 4): (175, 178, 181)}
+    found = found_in(tmp_path / "made", {**base, **slowed})
+    assert found.verdict.startswith(
+        "With overlap, 4 ranks train 3.48 times as fast as one, and 1.51"
+    )
+    assert found.more == [
+        "The next fastest, allreduce, takes 51 % longer, a significant difference."
+    ]
+
+
+def test_an_interval_is_lacking_for_the_true_reason(tmp_path: Path) -> None:
+    found = found_in(tmp_path / "made", {("none", 1): (400, 404), ("overlap", 4): (115, 114)})
+    assert found.figures[1].note == "fewer than 3 repeats, so no interval; ideal is 4"
 
 
 def test_without_an_exchange_there_is_nothing_to_judge(tmp_path: Path) -> None:
