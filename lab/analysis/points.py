@@ -462,11 +462,13 @@ class Difference:
     Attributes:
         point: of the second study.
         ratio: its step over the first one's, paired by repeat; at the level of `differences`.
+        num_pairs: repeats that both have.
         finding: about the second study.
     """
 
     point: Point
     ratio: Interval
+    num_pairs: int
     finding: Finding
 
 
@@ -485,8 +487,9 @@ def differences(first: Sequence[Point], second: Sequence[Point], floor: float) -
     level = 1 - ERRORS / max(1, len(shared))
     found: list[Difference] = []
     for point in shared:
-        ratio = of_ratio(*paired(point.steps_s, earlier[point.place].steps_s), level)
-        found.append(Difference(point, ratio, _finding(ratio, floor)))
+        pairs = paired(point.steps_s, earlier[point.place].steps_s)
+        ratio = of_ratio(*pairs, level)
+        found.append(Difference(point, ratio, len(pairs[0]), _finding(ratio, floor)))
     return found
 
 

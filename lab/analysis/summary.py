@@ -27,6 +27,10 @@ UNMEASURED = "-"
 WIDTH = 110  # letters of a table's line
 # Columns that a wider table leaves out, one after the other: summary.csv has the values of all.
 SPARE = ("mad", "TFLOP/s", "efficiency", "MFU %", "baseline", "payload MB")
+ONE_BY_ONE = (
+    "each line on leaders is judged by itself: chance excludes one of equal series in up to 5 % of "
+    "such lines"
+)
 FORMULA = re.compile(r"[=+@\t\r]|-(?!\s*[\d.])")  # how one begins; and not -1
 
 
@@ -97,13 +101,13 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     Args:
         floor: the study's noise floor (lab.analysis.points); NaN if unknown.
     """
-    leaders_at = (_leader_line(group, floor) for group in together(points))
+    leaders_at = [line for group in together(points) if (line := _leader_line(group, floor))]
     parts = [
         *(_table(points) if points else ()),
         _lines(f"on={label}: {text}" for label, text in study.machines.items()),
         _lines([_emulated(points), shared_runs(points), _advice(points)]),
         "\n".join(_scalability_lines(points)),
-        _lines([floor_text(floor), *leaders_at]),
+        _lines([floor_text(floor), *leaders_at, ONE_BY_ONE if len(leaders_at) > 1 else ""]),
         "\n".join(f"{status}: {name}: {why}" for name, status, why in study.troubles),
     ]
     return "\n\n".join(part for part in parts if part)

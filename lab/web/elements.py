@@ -103,8 +103,10 @@ def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
         "runs": [TableCell(runs_text(point)) for point in points],
         "emulated": [TableCell(some[point]) for point in points],
     }
-    note = "Brackets give 95 % intervals over n repeats. A row is marked as fastest if no other is "
-    note += "significantly faster."
+    note = (
+        "Brackets give 95 % intervals over n repeats, each by itself. A row is marked as fastest "
+    )
+    note += "if no other with the same batch and ranks is significantly faster."
     return _table(name, "Every point", note, columns)
 
 
