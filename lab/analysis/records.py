@@ -155,7 +155,9 @@ class Study:
 
 
 def read_steps(path: Path) -> pd.DataFrame:
-    """Read the steps of a run. DamagedFile: the file holds something else."""
+    """Read the steps of a run. DamagedFile: there is no such file, or it holds something else."""
+    if not path.exists():
+        raise DamagedFile(f"{path}: no such file")
     try:
         steps = read_table(path).to_pandas()
         steps[["rank", "step"]].astype(float)

@@ -40,13 +40,17 @@ def explained(path: Path) -> tuple[pd.DataFrame, str]:
     """
     if (path / "record.json").is_file():
         results, name = load(path.resolve().parent), path.resolve().name
-        evidence = gather(results, next(c for c in results.study.cells if c.name == name))
+        cell = next((each for each in results.study.cells if each.name == name), None)
+        if cell is None:
+            raise ValueError(results.study.missing[name])
+        evidence = gather(results, cell)
         verdict = judge(evidence)
         changes = remedies(evidence, verdict)
         rows = [{"change": one.text, "why": one.why, "saves_s": one.saves_s} for one in changes]
         frame = pd.DataFrame(rows, columns=["change", "why", "saves_s"])
         return frame, f"{headline(evidence, verdict)}\n\n{in_full(evidence, changes)}"
-    found = [(each, judge(each)) for each in gather_all(load(path))]
+    results = load(path)
+    found = [(each, judge(each)) for each in gather_all(results)]
     frame = pd.DataFrame(
         {
             **{"series": each.one.series, "world_size": each.one.world_size},
@@ -58,7 +62,8 @@ def explained(path: Path) -> tuple[pd.DataFrame, str]:
     lines = [headline(each, verdict) for each, verdict in found]
     more = f"evidence and what to try: python -m lab.explain {path}/CELL"
     others = f"predictions of what was not run: python -m lab.advise fit={path} hardware=..."
-    return frame, "\n".join([*lines, "", more, others])
+    troubles = [f"{status}: {name}: {why}" for name, status, why in results.study.troubles]
+    return frame, "\n".join([*lines, *troubles, "", more, others])
 
 
 def headline(evidence: Evidence, verdict: Verdict) -> str:

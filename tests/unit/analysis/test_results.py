@@ -76,6 +76,14 @@ def test_a_notebook_shows_a_table(results: Results) -> None:
     assert repr(results).endswith("13 runs, 5 points)")
 
 
+def test_a_run_that_cannot_be_read_is_counted(tmp_path: Path) -> None:
+    leave(tmp_path / "right", make_record("tree", 1, 0.1))
+    (tmp_path / "killed").mkdir()
+    results = lab.load(tmp_path)
+    assert repr(results).endswith("1 run, 1 unreadable, 1 point)")
+    assert "1 run, 1 unreadable" in results._repr_html_()
+
+
 def test_loading_imports_no_torch(results: Results) -> None:
     folder = results.study.folder
     program = f"import sys, lab; lab.load({str(folder)!r}).figure(); print('torch' in sys.modules)"
