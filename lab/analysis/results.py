@@ -35,7 +35,7 @@ from lab.analysis.summary import (
     write_records,
 )
 from lab.draw.chart import WIDTH, Chart, Look, looks_of, pixels_of
-from lab.draw.text import number_of
+from lab.draw.text import number_of, sentence
 from lab.record.recorders import WandbRecorder
 from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS
@@ -175,11 +175,11 @@ class Results:
         about = [f"{key} {', '.join(each)}" for key, each in values.items() if each]
         lines = [
             " · ".join([f"study {self.study.name}", *about]),
-            "; ".join(f"on={label}: {text}" for label, text in machines.items()),
+            "; ".join(f"machine on={label}: {text}" for label, text in machines.items()),
             floor_text(self.floor),
             shared_runs(p for p in self.points if p.scaling == scaling),
         ]
-        return [f"{line}." for line in lines if line]
+        return [sentence(line) for line in lines if line]
 
     def figure(self, name: str = "speedup", scaling: str | None = None) -> Any:
         """Return an Altair chart, which notebooks display.

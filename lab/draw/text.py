@@ -70,6 +70,11 @@ def in_words(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
+def sentence(clause: str) -> str:
+    """Write a clause with a capital letter and a full stop."""
+    return f"{clause[:1].upper()}{clause[1:]}."
+
+
 def number_of(count: int, noun: str) -> str:
     """Write how many there are: 1 cell, 2 cells."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

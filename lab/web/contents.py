@@ -20,7 +20,7 @@ from lab.diagnosis.evidence import Evidence, gather, sweep_command
 from lab.diagnosis.finding import Finding, finding
 from lab.diagnosis.rules import judge, remedies
 from lab.diagnosis.view import best_remedies, headline, in_full, time_split
-from lab.draw.text import in_words, number_of
+from lab.draw.text import in_words, number_of, sentence
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.storage import DamagedFile, read_json
@@ -137,7 +137,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
             ]
         ),
         facts=facts,
-        notes=[note for note in notes if note],
+        notes=[sentence(note) for note in notes if note],
         tables=[points_table(points, floor, f"{prefix}points")],
         charts=charts,
         timelines=_timelines(study, prefix, left_out),
