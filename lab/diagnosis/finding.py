@@ -67,7 +67,8 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
     if not running:
         of_none = sum(point.num_repeats > 0 for point in points)
         if not of_none:
-            return Finding("No run has finished.")
+            others = any(cell.status == "done" for point in points for cell in point.cells)
+            return Finding("No throughput run has finished." if others else "No run has finished.")
         only = f"Only strategy={CEILING} was measured, at {number_of(of_none, 'point')}."
         return Finding(f"{only} It exchanges nothing, so there is no exchange to judge.")
     size = max((point.world_size, point.fixed_batch_size) for point in running)
@@ -138,8 +139,7 @@ def _certainty(
         ]
     others = [names[point.place] for point in here if point.series in first and point is not best]
     if others:
-        verb = "is" if len(others) == 1 else "are"
-        return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can show."]
+        return [f"As fast, as far as {best.num_repeats} repeats can show: {_listed(others)}."]
     second = here[1]
     slower = number_text(100 * (_times(second, best) - 1), digits=2)
     return [
@@ -149,10 +149,8 @@ def _certainty(
 
 
 def _not_ranked(names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    verb = "is" if len(names) == 1 else "are"
-    return [f"{_listed(names)} {verb} not ranked, with fewer than {ENOUGH_REPEATS} repeats."]
+    few = f"Not ranked, with fewer than {ENOUGH_REPEATS} repeats"
+    return [f"{few}: {_listed(names)}."] if names else []
 
 
 def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list[str]:

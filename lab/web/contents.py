@@ -99,13 +99,11 @@ class Compared:
 
     Attributes:
         verdict: a sentence with counts.
-        apart: settings and machines that differ, each with the values of both.
-        floors: the noise floor of each study's machine, a line each.
+        notes: what was not compared, settings and machines that differ, and both noise floors.
     """
 
     verdict: str
-    apart: Sequence[str]
-    floors: Sequence[str]
+    notes: Sequence[str]
     table: Table
 
 
@@ -288,7 +286,7 @@ def compare(first: Contents, second: Contents) -> Compared:
     found = differences(first.points, second.points, max(known, default=math.nan))
     names = [contents.study.folder.name for contents in (first, second)]
     floors = [
-        f"{name}: noise floor " + ("unknown" if math.isnan(floor) else f"{100 * floor:.1f} %")
+        f"noise floor of {name}: " + ("unknown" if math.isnan(floor) else f"{100 * floor:.1f} %")
         for name, floor in zip(names, (first.floor, second.floor), strict=True)
     ]
     alone = [
@@ -296,11 +294,15 @@ def compare(first: Contents, second: Contents) -> Compared:
         for name, each in zip(names, (first, second), strict=True)
         if (count := sum(p.num_repeats > 0 for p in each.points) - len(found))
     ]
-    rest = f" Not compared, as the other study lacks them: {in_words(alone)}." if alone else ""
     places = {each.point.place for each in found}
     apart = _apart(*([p for p in each.points if p.place in places] for each in (first, second)))
-    verdict = _compared_text(found, *names) + rest
-    return Compared(verdict, apart, floors, _differences_table(found, *names))
+    notes = [
+        f"Not compared, as the other study lacks them: {in_words(alone)}" if alone else "",
+        f"The studies differ in {'; '.join(apart)}" if apart else "",
+        "; ".join(floors),
+    ]
+    told = [sentence(note) for note in notes if note]
+    return Compared(_compared_text(found, *names), told, _differences_table(found, *names))
 
 
 def _apart(first: Sequence[Point], second: Sequence[Point]) -> list[str]:

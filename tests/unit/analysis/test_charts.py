@@ -143,7 +143,7 @@ def test_on_one_rank_there_is_no_speedup_to_draw() -> None:
 def test_a_range_of_one_series_is_one_of_batches() -> None:
     summary = summary_of(("none", "onebit"))
     summary["exposed_exchange_s_mid"] = 0.1 * (summary["fixed_batch_size"] == 32)
-    message = chart("step_time", summary[summary["exposed_exchange_s_lo"] != 0]).message
+    message = chart("step_time", summary.query("exposed_exchange_s_lo != 0")).message
     assert "(global batch 256) to" in message and "(onebit)" not in message
 
 

@@ -64,7 +64,7 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {**CLEAR, ("onebit", 4): (114, 117, 115)},
             "With overlap, 4 ranks train 3.50 times as fast as one, ",
-            "onebit is as fast, as far as 3 repeats can show.",
+            "As fast, as far as 3 repeats can show: onebit.",
             id="tied",
         ),
         pytest.param(
@@ -76,7 +76,7 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {**CLEAR, ("onebit", 4): (60,)},
             "With overlap, 4 ranks train 3.50 times as fast as one, ",
-            "onebit is not ranked, with fewer than 3 repeats.",
+            "Not ranked, with fewer than 3 repeats: onebit.",
             id="one lucky run",
         ),
         pytest.param(
@@ -134,6 +134,13 @@ def test_without_an_exchange_there_is_nothing_to_judge(tmp_path: Path) -> None:
     found = found_in(tmp_path / "made", {("none", 1): (400,), ("none", 4): (100,)})
     assert found.verdict.startswith("Only strategy=none was measured, at 2 points.")
     assert not found.figures
+
+
+def test_breakdowns_alone_have_finished_but_judge_nothing(tmp_path: Path) -> None:
+    leave(tmp_path / "tree", make_record("tree", 2, 0.1, measure="breakdown"))
+    results = load(tmp_path)
+    found = finding(results.points, results.floor, {})
+    assert found.verdict == "No throughput run has finished."
 
 
 def test_time_is_split_and_remedies_leave_out_what_was_measured(tmp_path: Path) -> None:

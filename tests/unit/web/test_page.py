@@ -189,7 +189,11 @@ def test_two_studies_tell_what_sets_them_apart_and_what_is_not_compared(tmp_path
     found = compare(*(contents_of(tmp_path / name, name) for name in ("before", "after")))
     assert found.verdict == (
         "Both studies measured 1 point. Compared with before, the points of after are: 1 of too "
-        "few repeats. Not compared, as the other study lacks them: 1 point of before."
+        "few repeats."
     )
-    assert found.apart == ["optim.lr: 0.1 and 0.2"]
+    assert found.notes == [
+        "Not compared, as the other study lacks them: 1 point of before.",
+        "The studies differ in optim.lr: 0.1 and 0.2.",
+        "Noise floor of before: unknown; noise floor of after: unknown.",
+    ]
     assert [row[4].text for row in found.table.rows] == ["2"]  # pairs of repeats
