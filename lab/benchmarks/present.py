@@ -24,7 +24,7 @@ from typing import Any
 from lab.benchmarks.catalogue import BENCHES
 from lab.benchmarks.request import Request, module_of
 from lab.draw.chart import Chart
-from lab.draw.text import aligned, number_of
+from lab.draw.text import aligned, number_of, sentence
 from lab.measure.statistics import Interval
 from lab.settings.storage import write_json
 
@@ -90,8 +90,9 @@ def chart_of(result: Result) -> Chart | None:
     how, command = result["emulation"], result["command"]
     if len(command) > LONGEST:
         command = f"{command[:LONGEST]} … (the result contains the whole command)"
-    emulated = [] if how == "none" else [f"emulated: {how}"]
-    return Chart(result["bench"], message, [*about, command, *emulated], body, width)
+    emulated = [] if how == "none" else [f"Emulated: {how}."]
+    lines = [*map(sentence, about), command, *emulated]
+    return Chart(result["bench"], message, lines, body, width)
 
 
 def value_at(row: Row, key: str) -> Any:
@@ -161,11 +162,12 @@ def fastest(ratios: Mapping[str, IntervalJson | None], reference: str, what: str
     known = {name: Interval.read(ratio) for name, ratio in ratios.items()}
     name, least = min(known.items(), key=lambda item: item[1].mid)
     if least.hi < 1:
-        return f"{name} takes {least.mid:.2f} × {reference}'s {what}"
+        return f"Fastest is {name}: {least.mid:.2f} × {reference}'s {what}"
     if least.lo > 1:
-        return f"{reference} beats all: {name}, the nearest, takes {least.mid:.2f} × its {what}"
+        slower = f"{name}, the nearest, takes {least.mid:.2f} × its {what}"
+        return f"All are slower than {reference}: {slower}"
     if math.isnan(least.lo):
-        return f"{name} takes {least.mid:.2f} × {reference}'s {what}; too few rounds to be sure"
+        return f"Too few rounds to be sure: {name} takes {least.mid:.2f} × {reference}'s {what}"
     return (
         f"None is significantly faster than {reference}; {name} takes {least.mid:.2f} × its {what}"
     )

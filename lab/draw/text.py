@@ -71,8 +71,8 @@ def in_words(parts: Sequence[str]) -> str:
 
 
 def sentence(clause: str) -> str:
-    """Write a clause with a capital letter and a full stop."""
-    return f"{clause[:1].upper()}{clause[1:]}."
+    """Write a clause with a capital letter and one full stop."""
+    return f"{clause[:1].upper()}{clause[1:].rstrip('.')}."
 
 
 def number_of(count: int, noun: str) -> str:
