@@ -20,6 +20,7 @@ from lab.measure.stragglers import Slow
 from lab.record.schema import worded
 
 MAX_REMEDIES = 3
+LEAST_SHOWN = 0.005  # of a step, as a part of it
 LOOK_AT = {
     "between": "logging, checkpoints and garbage collection on that rank",
     "input": "its disk, its decoding processes and the sizes of its samples",
@@ -220,19 +221,23 @@ def time_split(
     told = [f"{share} {part}" for part, share in shares.items() if share != "0 %"]
     message = f"A step of {called[first.point.place]} is {', '.join(told)}"
     about = [
-        '"Even compute" is the step time of one rank, divided by the number of ranks. The exposed '
-        "exchange is the part of the exchange that compute does not hide."
+        '"Even compute" is at most the step time of one rank, divided by the number of ranks. The '
+        "exposed exchange is the part of the exchange that compute does not hide."
     ]
     return Chart("time_split", message, about, body, width)
 
 
 def _parts(e: Evidence) -> dict[str, float]:
-    """Return the seconds of each part of a step that takes some, in the order of PARTS."""
-    parts = e.ideal_s, e.fixed_s, e.exposed_s, e.input_s, e.straggler_s
+    """Return the seconds of each part of a step that takes some, in the order of PARTS.
+
+    They add up to the step: where ranks compute in less than their even share, this is the rest.
+    """
+    others = e.fixed_s, e.exposed_s, e.input_s, e.straggler_s
+    lost_s = sum(each for each in others if each > 0)
+    parts = min(e.ideal_s, e.step_s - lost_s), *others
     known = {name: s for name, s in zip(PARTS, parts, strict=False) if s > 0}
-    if math.isnan(e.ideal_s):
-        known["all else"] = e.step_s - sum(known.values())
-    return known
+    rest_s = e.step_s - sum(known.values())
+    return known | ({"all else": rest_s} if rest_s > LEAST_SHOWN * e.step_s else {})
 
 
 def _text(e: Evidence) -> str:

@@ -136,6 +136,21 @@ def test_without_an_exchange_there_is_nothing_to_judge(tmp_path: Path) -> None:
     assert not found.figures
 
 
+def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
+    """Where ranks gain more than their share, and where nothing was measured beside one rank."""
+    one = {("none", 1): (400, 404, 402)}
+    faster: Times = {**one, ("none", 4): (80, 81, 82), ("tree", 4): (160, 161, 162)}
+    expected = {"faster": ("tree is 50 % even compute, 50 % exposed exchange", faster)}
+    alone = "tree is 62 % even compute, 38 % all else"
+    expected["alone"] = (alone, {**one, ("tree", 4): (160, 161, 162)})
+    for name, (message, times) in expected.items():
+        found_in(tmp_path / name, times)
+        results = load(tmp_path / name)
+        (tree,) = (p for p in results.points if p.strategy == "tree")
+        drawn = time_split([gather(results, tree.one)], {tree.place: "tree"})
+        assert drawn.message == f"A step of {message}"
+
+
 def test_breakdowns_alone_have_finished_but_judge_nothing(tmp_path: Path) -> None:
     leave(tmp_path / "tree", make_record("tree", 2, 0.1, measure="breakdown"))
     results = load(tmp_path)
