@@ -11,7 +11,7 @@ import pandas as pd
 from lab.advice.advise import KINDS, UNRECORDED
 from lab.draw.chart import Chart, looks_of
 from lab.draw.plots import Axis, lines
-from lab.draw.text import aligned, sentence
+from lab.draw.text import aligned
 from lab.simulate.view import open_values
 
 Row = dict[str, Any]
@@ -53,7 +53,7 @@ def chart(result: Row) -> Chart:
     first = "; ".join(f"{kind}: {_named(best[kind][0])}" for kind in kinds)
     message = f"Predicted best for {result['target']['text']}, {first}"
     about_ = ["hollow: predicted; dotted: the first choice at efficiency 1", *about(result)]
-    return Chart("advice", message, [*map(sentence, about_)], body, width)
+    return Chart("advice", message, about_, body, width)
 
 
 def _batch_key(row: Row) -> str:

@@ -35,7 +35,7 @@ from lab.analysis.summary import (
     write_records,
 )
 from lab.draw.chart import WIDTH, Chart, Look, looks_of, pixels_of
-from lab.draw.text import number_of, sentence
+from lab.draw.text import number_of
 from lab.record.recorders import WandbRecorder
 from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS
@@ -179,7 +179,7 @@ class Results:
             floor_text(self.floor),
             shared_runs(p for p in self.points if p.scaling == scaling),
         ]
-        return [sentence(line) for line in lines if line]
+        return [line for line in lines if line]
 
     def figure(self, name: str = "speedup", scaling: str | None = None) -> Any:
         """Return an Altair chart, which notebooks display.

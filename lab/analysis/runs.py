@@ -15,7 +15,7 @@ from lab.analysis.points import CEILING
 from lab.analysis.records import Cell
 from lab.draw.chart import INK, LABEL_PX, LETTER, ORANGE, WIDTH, Chart, alt
 from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, round_values
-from lab.draw.text import number_of, sentence
+from lab.draw.text import number_of
 from lab.measure import OWN, Span
 from lab.record.schema import Record, worded
 from lab.record.trace import Timeline, lanes
@@ -200,7 +200,7 @@ def timeline_of_step(timeline: Timeline, width: int = WIDTH) -> Chart:
     about = timeline.about
     facts = ("model", "batch_size", "scaling", "device", "source")
     known = " · ".join(f"{key} {about[key]}" for key in facts if key in about)
-    notes = [sentence(known)] if known else []
+    notes = [known] if known else []
     notes += [f"The first {MAX_RANKS} of {num_ranks} ranks."] if num_ranks > MAX_RANKS else []
     how = _emulated(timeline)
     notes += [f"Pale: emulated ({how})."] if how else []
@@ -218,7 +218,7 @@ def timeline_of_run(timeline: Timeline, title: str, width: int = WIDTH) -> Chart
     how = _emulated(timeline)
     body = _drawn([*timeline.spans], width, bool(how))
     body = body.add_params(alt.selection_interval(name="zoom", encodings=["x"], bind="scales"))
-    notes = [sentence(clocks), *([f"Pale: emulated ({how})."] if how else [])]
+    notes = [clocks, *([f"Pale: emulated ({how})."] if how else [])]
     return Chart("timeline", _waits(timeline, title), notes, body, width)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from lab.benchmarks.catalogue import BENCHES
 from lab.benchmarks.request import Request, module_of
 from lab.draw.chart import Chart
-from lab.draw.text import aligned, number_of, sentence
+from lab.draw.text import aligned, number_of
 from lab.measure.statistics import Interval
 from lab.settings.storage import write_json
 
@@ -90,9 +90,8 @@ def chart_of(result: Result) -> Chart | None:
     how, command = result["emulation"], result["command"]
     if len(command) > LONGEST:
         command = f"{command[:LONGEST]} … (the result contains the whole command)"
-    emulated = [] if how == "none" else [f"Emulated: {how}."]
-    lines = [*map(sentence, about), command, *emulated]
-    return Chart(result["bench"], message, lines, body, width)
+    emulated = [] if how == "none" else [f"emulated: {how}"]
+    return Chart(result["bench"], message, [*about, command, *emulated], body, width)
 
 
 def value_at(row: Row, key: str) -> Any:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lab.draw.text import sentence
 from lab.settings.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -202,15 +203,19 @@ class Chart:
     notes: Sequence[str] = ()
 
     @property
+    def sentences(self) -> list[str]:
+        """The lines below the title."""
+        return [*map(sentence, (*self.about, *self.notes))]
+
+    @property
     def caption(self) -> str:
         """Message and notes as sentences."""
-        texts = (self.message, *self.about, *self.notes)
+        texts = (self.message, *self.sentences)
         return " ".join(f"{text.rstrip('.')}." for text in texts)
 
     def with_title(self) -> Any:
         """Return the chart of Altair with its title, which notebooks show."""
-        below = (*self.about, *self.notes)
-        wrapped = [line for text in below for line in wrap(text, self.width, SUBTITLE_PX)]
+        wrapped = [line for text in self.sentences for line in wrap(text, self.width, SUBTITLE_PX)]
         title = alt.TitleParams(text=wrap(self.message, self.width, TITLE_PX), subtitle=wrapped)
         return self.body.properties(title=title).configure(**CONFIG)
 

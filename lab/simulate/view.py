@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from lab.draw.chart import Chart, looks_of
-from lab.draw.text import aligned, number_of, sentence
+from lab.draw.text import aligned, number_of
 from lab.measure import Span
 from lab.record.trace import read_trace, write_trace
 from lab.settings.storage import write_json
@@ -131,7 +131,7 @@ def chart(result: Row) -> Chart:
     fit = [f"fitted to {result['fit']}"] if result["fit"] else []
     about = [f"dotted: ideal; hollow: predicted{filled}", _about(result), *fit]
     about += [*_open(result, "vertical lines"), *_held_out(result)]
-    return Chart("speedup", message, [*map(sentence, about)], body, width)
+    return Chart("speedup", message, about, body, width)
 
 
 def _fixed_batch_size(row: Row) -> int:

@@ -18,7 +18,7 @@ from lab.analysis.summary import runs_text, unit_of
 from lab.benchmarks.present import chart_of, is_result, text_of
 from lab.codec.build import cache_folder
 from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
-from lab.draw.text import UNKNOWN_TEXT, number_text
+from lab.draw.text import UNKNOWN_TEXT, number_text, sentence
 from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_level
 from lab.settings.errors import one_line
 from lab.settings.storage import DamagedFile, read_json, write_atomically
@@ -196,7 +196,8 @@ def drawing(name: str, chart: Chart) -> Drawing:
     spec["config"] |= {"background": None, "aria": False, "padding": 2}
     # Without JavaScript the reader's font may be wider than the one measured here.
     spec["config"]["legend"]["columnPadding"] = WIDER
-    return Drawing(name, chart.message, " ".join(chart.about), chart.notes, spec)
+    about, notes = ([*map(sentence, lines)] for lines in (chart.about, chart.notes))
+    return Drawing(name, chart.message, " ".join(about), notes, spec)
 
 
 def bundle() -> str:

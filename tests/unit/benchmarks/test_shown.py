@@ -172,7 +172,7 @@ def test_what_is_unknown_is_no_number_and_emulation_is_told(name: str) -> None:
     assert "nan" not in text_of(result)
     assert "emulated: 2 threads of 2 ranks share 1 CPU cores" in text_of(result)
     chart = chart_of(result)
-    assert chart and "Emulated: 2 threads of 2 ranks share 1 CPU cores." in chart.about
+    assert chart and "Emulated: 2 threads of 2 ranks share 1 CPU cores." in chart.sentences
     assert drawn(chart.spec(), "svg")
 
 
