@@ -182,6 +182,13 @@ def test_a_message_says_no_more_than_intervals_do() -> None:
 
     far = of(1.5, 1.6, 1.7)
     assert fastest({"a": of(0.7, 0.8, 0.9), "b": far}, "ddp") == "Fastest is a: 0.80 × ddp's time"
+    # Each of ten is below 1 by itself; that one of ten equal ones is so is no wonder.
+    near = of(0.9, 0.95, 0.999)
+    assert fastest({"a": near}, "ddp") == "Fastest is a: 0.95 × ddp's time"
+    ten = {f"c{at}": near for at in range(10)}
+    assert fastest(ten, "ddp").startswith("None is significantly faster than ddp")
+    both = {"a": of(0.5, 0.85, 1.4), "b": of(0.88, 0.9, 0.92)}
+    assert fastest(both, "ddp") == "Fastest is b: 0.90 × ddp's time"  # a may be none
     beats = "All are slower than ddp: b, the nearest, takes 1.60 × its time"
     assert fastest({"b": far}, "ddp") == beats
     assert fastest({"a": of(0.9, 0.99, 1.1)}, "ddp").startswith(
