@@ -376,12 +376,12 @@ def own_work_of_ranks(steps: pd.DataFrame, record: Record, width: int = WIDTH) -
     )
     colours = {part: colour for part, colour in OWN_COLOURS.items() if part in own}
     work_ms = 1e3 * own.drop(columns=WAIT).sum(axis=1)
-    slow, others = work_ms.idxmax(), float(work_ms.median())
-    message = f"Work is even across ranks: {work_ms.min():.3g} to {work_ms.max():.3g} ms per step"
-    if work_ms.max() > 1.05 * others:
-        message = (
-            f"Rank {slow} works {work_ms.max():.3g} ms per step, the median rank {others:.3g} ms"
-        )
+    slow = work_ms.idxmax()
+    most, others = float(work_ms.max()), float(work_ms.drop(slow).median())
+    message = f"Work is even across ranks: {work_ms.min():.3g} to {most:.3g} ms per step"
+    if not most <= 1.05 * others:  # NaN: there is one rank
+        message = f"Rank {slow} works {most:.3g} ms per step"
+        message += "" if math.isnan(others) else f", the median of the others {others:.3g} ms"
     about = [
         f"Each rank's own work with {record.strategy}, model {record.model} · batch_size "
         f"{record.batch_size} · device {record.device}: means of timed steps, including the gap "

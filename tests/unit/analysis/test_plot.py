@@ -126,7 +126,7 @@ def test_a_cells_own_work_is_a_bar_a_rank(study: Path, tmp_path: Path) -> None:
     ).to_parquet(cell / "steps.parquet")
     assert main([str(cell), "format=svg", f"out={tmp_path / 'own'}"]) == 0
     drawn = (tmp_path / "own/ranks.svg").read_text()
-    assert "Rank 1 works 310 ms per step, the median rank 210 ms" in drawn
+    assert "Rank 1 works 310 ms per step, the median of the others 110 ms" in drawn
     assert overlapping(drawn) == outside(drawn) == []
 
 
