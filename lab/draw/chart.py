@@ -154,9 +154,9 @@ def order(series: str) -> tuple[int, list[str | int]]:
 def looks_of(series: Iterable[str]) -> dict[str, Look]:
     """Assign a look to each series of a study, all different while there are enough.
 
-    A known strategy keeps its look; if a setting splits it into several series, the first keeps
-    it, and the others take looks that the study does not use. On another machine (`on=...`) it
-    keeps its colour and marker, with another line, as long as there is one.
+    A known strategy keeps its look. If a setting or a machine splits it into several series, the
+    first keeps it, and beside other strategies the rest keep its colour and marker, with other
+    lines, as long as there are any. All others take looks that the study does not use.
     """
     ordered = sorted(set(series), key=order)
     known: dict[str, Look] = {}
@@ -165,9 +165,10 @@ def looks_of(series: Iterable[str]) -> dict[str, Look]:
         if look and look not in known.values():
             known[name] = look
     taken = {(look.colour, look.line) for look in known.values()}
+    beside = len({name.split(" ")[0] for name in ordered}) > 1
     for name in ordered:
         look = LOOKS.get(name.split(" ")[0])
-        if look and name not in known and " on=" in name:
+        if look and name not in known and beside:
             other: LineStyle | None
             other = next((each for each in LINES if (look.colour, each) not in taken), None)
             if other:
