@@ -237,7 +237,8 @@ def read_benched(path: Path) -> Benched:
     result = read_json(path)
     if not is_result(result):
         raise DamagedFile(f"{path}: not a result of lab.bench")
-    title = f"{result['bench']}: {path.stem.replace('_', ' ')}"
+    name = path.stem.replace("_", " ")
+    title = " ".join(dict.fromkeys(["Benchmark", result["bench"], name]))
     try:
         return Benched(title, str(result["command"]), text_of(result), _picture(result))
     except Exception as error:  # a damaged result fails in many ways
