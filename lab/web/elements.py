@@ -238,7 +238,7 @@ def read_benched(path: Path) -> Benched:
     if not is_result(result):
         raise DamagedFile(f"{path}: not a result of lab.bench")
     name = path.stem.replace("_", " ")
-    title = " ".join(dict.fromkeys(["Benchmark", result["bench"], name]))
+    title = f"Benchmark {': '.join(dict.fromkeys([result['bench'], name]))}"
     try:
         return Benched(title, str(result["command"]), text_of(result), _picture(result))
     except Exception as error:  # a damaged result fails in many ways

@@ -121,7 +121,7 @@ def test_what_is_damaged_is_named_and_all_else_is_shown_results_too(tmp_path: Pa
     (folder / "layers.json").write_text('{"bench": "layers"}')
     page = page_of(folder).partition("<script")[0]
     headings = re.findall(r"<h2[^>]*>([^<]*)", page)
-    assert headings == ["Study made", "layers: layers alexnet"]
+    assert headings == ["Study made", "Benchmark layers: layers alexnet"]
     assert "data:image/svg+xml" in page
     assert page.partition('<table id="s1-points">')[2].partition("</table>")[0].count("<tr>") == 31
     for damaged in (
