@@ -40,6 +40,7 @@ Frame = Any  # a pandas.DataFrame, and
 Point = Any  # a row of it: pandas' own types do not know what columns hold
 Looks = Mapping[str, Look]
 
+MOST_LETTERS = 60  # of names in a title
 NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")  # on its own, so no part of a name
 LOW, HIGH = 150, 190  # pixels of panels of bars, and of curves, from bottom to top
 PHASE_LOOKS: dict[str, str] = dict(zip(PHASES, (GREY, SKY, BLUE, VERMILLION, GREEN), strict=True))
@@ -119,8 +120,8 @@ def efficiency(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     points = _with_speedup(summary)
     best = _best(points, "efficiency_mid")
     message = (
-        f"{best['label']} keeps {100 * best['efficiency_mid']:.0f} % of each rank's speed on "
-        f"{number_of(best['world_size'], 'rank')}"
+        f"With {best['label']}, {_ranks(best)} keep {100 * best['efficiency_mid']:.0f} % of one "
+        "rank's speed each"
     )
     about = [f"Efficiency: speedup / ranks, {_scaling(points)}. {repeats(points)}."]
     drawn = _over_ranks(points, looks, width, "efficiency", ideal="one")
@@ -131,10 +132,10 @@ def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     """Chart samples per second of all ranks."""
     points = _known(_from_one_rank(summary), "samples_per_s_mid", "no record has samples_per_s")
     best, unit = _best(points, "samples_per_s_mid"), _shared(points, "unit", "sample")
-    ranks = number_of(best["world_size"], "rank")
     rate, each = best["samples_per_s_mid"], _shared(points, "predictions_per_sample", 1)
     more = f" ({rate * each:,.0f} {best['prediction']}s)" if each > 1 else ""
-    message = f"{best['label']} trains {rate:,.0f} {unit}s{more} per second on {ranks}"
+    verb = "trains" if best["world_size"] == 1 else "train"
+    message = f"With {best['label']}, {_ranks(best)} {verb} {rate:,.0f} {unit}s{more} per second"
     about = [f"Throughput of all ranks, {_scaling(points)}. {repeats(points)}."]
     about += [f"A {unit} has {each} {best['prediction']}s."] if each > 1 else []
     drawn = _over_ranks(points, looks, width, "samples_per_s", f"{unit}s per second")
@@ -221,11 +222,14 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     last = sent[sent["world_size"] == sent["world_size"].max()]
     most, least = (last.loc[last["payload_mid"].agg(which)] for which in ("idxmax", "idxmin"))
     factor = most["payload_mid"] / least["payload_mid"]
-    message = f"{least['label']} sends {factor:.3g} times fewer bytes than {most['label']}"
+    message = (
+        f"A rank sends {factor:.3g} times as many bytes with {most['label']} as with "
+        f"{least['label']}"
+    )
     if factor < 1.05:
-        message = f"All series send the same amount: {most['payload_mid']:.3g} MB per rank per step"
+        message = f"A rank sends {most['payload_mid']:.3g} MB per step with every series"
     if last["series"].nunique() == 1:
-        message = f"{most['label']} sends {most['payload_mid']:.3g} MB per rank per step"
+        message = f"A rank sends {most['payload_mid']:.3g} MB per step with {most['label']}"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
     several = summary[summary["world_size"] > 1]
     if missing := {*several["label"][several["payload_max_bytes"].isna()]} - {*sent["label"]}:
@@ -324,7 +328,8 @@ def _over_ranks(
     )
     if ideal:
         data[ideal] = {"ranks": data["x"], "one": 1.0}.get(ideal, points.get(ideal))
-    x = Axis("ranks", ticks=sizes, domain=(sizes[0] - 0.5 * aside, sizes[-1] + aside))
+    beyond = aside if len(sizes) > 1 else 0.5  # points of one size stay beside each other
+    x = Axis("ranks", ticks=sizes, domain=(sizes[0] - 0.5 * beyond, sizes[-1] + beyond))
     y = Axis(title or value, log=10 if logarithmic else 0)
     ends: Frame = data[["value", "low", "high", *([ideal] if logarithmic and ideal else [])]]
     low, high = float(ends.min().min()), float(ends.max().max())
@@ -375,7 +380,7 @@ def _exposed(points: Frame, shares: Any, is_noise: Any) -> str:
     known = shares[(points["world_size"] == size)].dropna().clip(lower=0.0)
     if known.empty or size == 1:
         return "A step without any exchange"
-    least, most = (points["label"][known.agg(which)] for which in ("idxmin", "idxmax"))
+    least, most = (_named(points.loc[known.index], known.agg(at)) for at in ("idxmin", "idxmax"))
     low, high = f"{100 * known.min():.0f}", f"{100 * known.max():.0f}"
     range_ = f"{low} %" if low == high else f"{low} % ({least}) to {high} % ({most})"
     if is_noise is not None and is_noise[known.index].all():
@@ -383,8 +388,20 @@ def _exposed(points: Frame, shares: Any, is_noise: Any) -> str:
     return f"On {size} ranks, exposed exchange is {range_} of a step"
 
 
+def _named(points: Frame, at: Any) -> str:
+    """Name one of several points by that in which they differ: series, batch, or both."""
+    one = points.loc[at]
+    names = [one["label"]] if points["series"].nunique() > 1 else []
+    if points["fixed_batch_size"].nunique() > 1:
+        names.append(f"{_batch_of(one)} {one['fixed_batch_size']}")
+    return ", ".join(names)
+
+
 def _with_speedup(summary: Frame) -> Frame:
-    return _known(_from_one_rank(summary), "speedup_mid", "no 1-rank run to measure speedup from")
+    points = _known(_from_one_rank(summary), "speedup_mid", "no 1-rank run to measure speedup from")
+    if (points["world_size"] == 1).all():
+        raise NothingToDraw("only one rank was measured")
+    return points
 
 
 def _from_one_rank(summary: Frame) -> Frame:
@@ -425,19 +442,20 @@ def _best(points: Frame, column: str) -> Point:
     rivals = points[(points["strategy"] != CEILING) & (points["transform"] == "none")]
     rivals = points if rivals.empty else rivals
     last = rivals[rivals["world_size"] == rivals["world_size"].max()]
+    last = last[last["leads"]] if last["leads"].any() else last  # no chance value of a single run
     return last.loc[last[column].idxmax()]
 
 
 def _fastest(points: Frame) -> str:
     best = _best(points, "speedup_mid")
-    ranks = number_of(best["world_size"], "rank")
-    where = f"on {ranks} at {_batch_of(best)} {best['fixed_batch_size']}"
+    at = f"at {_batch_of(best)} {best['fixed_batch_size']}"
     speedup = Interval(best["speedup_lo"], best["speedup_mid"], best["speedup_hi"])
-    if best["world_size"] > 1 and speedup.lo <= 1 <= speedup.hi:
-        return f"{best['label']} is not shown to be faster than one rank: {speedup:.2f} ×, {where}"
-    if best["world_size"] > 1 and speedup.hi < 1:
-        return f"{best['label']} is slower than one rank: {speedup:.2f} ×, {where}"
-    return f"{_lead(points, best)}: {speedup.mid:.2f} × one rank, {where}"
+    run = f"With {best['label']}, {_ranks(best)} are"
+    if speedup.lo <= 1 <= speedup.hi:
+        return f"{run} not shown to be faster than one: {speedup:.2f} ×, {at}"
+    if speedup.hi < 1:
+        return f"{run} slower than one: {speedup:.2f} ×, {at}"
+    return f"{_lead(points, best)}: {speedup.mid:.2f} × one rank, on {_ranks(best)} {at}"
 
 
 def _lead(points: Frame, best: Point) -> str:
@@ -445,11 +463,19 @@ def _lead(points: Frame, best: Point) -> str:
     place = ["scaling", "world_size", "fixed_batch_size", "transform"]
     here = points[(points[place] == best[place]).all(axis=1) & points["leads"]]
     others = [str(name) for name in here["label"] if name != best["label"]]
-    if not best["leads"] or best["num_repeats"] < ENOUGH_REPEATS or len(others) > 3:
-        return f"{best['label']} reaches the most"
+    unsure = not best["leads"] or best["num_repeats"] < ENOUGH_REPEATS
+    rivals = points["series"][points["strategy"] != CEILING].nunique()
+    if unsure or len(others) > 3 or rivals == 1:
+        return f"Highest speedup with {best['label']}"
     if others:
-        return f"{in_words([best['label'], *others])} lead, with no significant difference"
-    return f"{best['label']} is fastest"
+        names = in_words([best["label"], *others])
+        names = names if len(names) < MOST_LETTERS else f"{best['label']} and {len(others)} others"
+        return f"Fastest, with no significant difference, are {names}"
+    return f"Fastest is {best['label']}"
+
+
+def _ranks(point: Point) -> str:
+    return number_of(point["world_size"], "rank")
 
 
 def _panel_title(summary: Frame, points: Frame, series: str, width: int) -> list[str]:

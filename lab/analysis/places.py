@@ -15,6 +15,7 @@ from lab.analysis.points import CEILING, Times, leaders_of, paired
 from lab.analysis.records import Cell
 from lab.cluster.settings import RATE, bits_per_s
 from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart, alt, looks_of, order
+from lab.draw.text import in_words
 from lab.measure.statistics import (
     ENOUGH_REPEATS,
     UNKNOWN,
@@ -262,8 +263,10 @@ def map_of_strategies(cells: Iterable[Cell], floor: float, width: int = WIDTH) -
         raise NothingToDraw("strategies were compared in fewer than two cases")
     leads = {place.where: place.lead(floor) for place in places}
     counts = Counter(lead.name for lead in leads.values())
-    (name, most), ranks = counts.most_common(1)[0], places[0].where.world_size
-    message = f"On {ranks} ranks, {name} is fastest in {most} of {len(places)} cases"
+    most, ranks = max(counts.values()), places[0].where.world_size
+    names = [name for name, count in counts.items() if count == most]
+    verb = "is fastest" if len(names) == 1 else "are each fastest"
+    message = f"On {ranks} ranks, {in_words(names)} {verb} in {most} of {len(places)} cases"
     sample = sample_of(len(place.steps_s[leads[place.where].name]) for place in places)
     body, _ = map_of({"": leads}, width=width)
     return Chart("map_of_strategies", message, [f"{NOTE}.", f"{sample}."], body, width)

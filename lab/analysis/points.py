@@ -392,18 +392,24 @@ def _median(values: Iterable[float]) -> float:
     return float(np.median(known)) if known else math.nan
 
 
+def ranked(points: Iterable[Point]) -> list[Point]:
+    """List the points that may lead.
+
+    `none` is left out: it is a ceiling that trains no common model. So is a point of too few
+    repeats, which nothing could beat, where others have enough.
+    """
+    running = [point for point in points if point.strategy != CEILING and point.num_repeats]
+    return [point for point in running if point.num_repeats >= ENOUGH_REPEATS] or running
+
+
 def leaders(points: Iterable[Point], floor: float) -> list[str]:
     """List the series of one context and world size that no other has been shown to beat.
 
-    `none` is left out: it is a ceiling that trains no common model. So is a series of too few
-    repeats, which nothing could beat, where others have enough.
-
     Args:
+        points: of which `ranked` ones count.
         floor: see noise_floor; NaN if unknown.
     """
-    running = [point for point in points if point.strategy != CEILING and point.num_repeats]
-    ranked = [point for point in running if point.num_repeats >= ENOUGH_REPEATS] or running
-    return leaders_of({point.series: point.steps_s for point in ranked}, floor)
+    return leaders_of({point.series: point.steps_s for point in ranked(points)}, floor)
 
 
 def leaders_of(steps_s: Mapping[str, Times], floor: float = math.nan) -> list[str]:
@@ -456,11 +462,13 @@ class Difference:
     Attributes:
         point: of the second study.
         ratio: its step over the first one's, paired by repeat; at the level of `differences`.
+        num_pairs: repeats that both have.
         finding: about the second study.
     """
 
     point: Point
     ratio: Interval
+    num_pairs: int
     finding: Finding
 
 
@@ -479,8 +487,9 @@ def differences(first: Sequence[Point], second: Sequence[Point], floor: float) -
     level = 1 - ERRORS / max(1, len(shared))
     found: list[Difference] = []
     for point in shared:
-        ratio = of_ratio(*paired(point.steps_s, earlier[point.place].steps_s), level)
-        found.append(Difference(point, ratio, _finding(ratio, floor)))
+        pairs = paired(point.steps_s, earlier[point.place].steps_s)
+        ratio = of_ratio(*pairs, level)
+        found.append(Difference(point, ratio, len(pairs[0]), _finding(ratio, floor)))
     return found
 
 

@@ -155,7 +155,9 @@ class Study:
 
 
 def read_steps(path: Path) -> pd.DataFrame:
-    """Read the steps of a run. DamagedFile: the file holds something else."""
+    """Read the steps of a run. DamagedFile: there is no such file, or it holds something else."""
+    if not path.exists():
+        raise DamagedFile(f"{path}: no such file")
     try:
         steps = read_table(path).to_pandas()
         steps[["rank", "step"]].astype(float)
@@ -217,15 +219,27 @@ def _records_below(folder: Path) -> dict[Path, Record | str]:
             except (ValueError, OSError) as error:
                 found[path] = str(error)
             else:
-                step_s = number(record.step_s and record.step_s.median)
-                if step_s <= 0:  # a speedup would divide by it
-                    found[path] = f"{path / 'record.json'}: step_s.median={step_s:g}: not above 0"
+                if flaw := _flaw(record):
+                    found[path] = f"{path / 'record.json'}: {flaw}"
         elif not (path / "summary.csv").is_file():
             found[path] = NO_RECORD
     if not any(isinstance(record, Record) for record in found.values()):
         unread = next((why for why in found.values() if why != NO_RECORD), "")
         raise ValueError(unread or f"{folder}: contains no <cell>/record.json; give a study folder")
     return found
+
+
+def _flaw(record: Record) -> str:
+    """Name a value that no run can have, and that tables would divide by or leave out."""
+    values: dict[str, float | None] = {
+        "step_s.median": record.step_s and record.step_s.median,
+        "wall_samples_per_s": record.wall_samples_per_s,
+    }
+    if record.status == "done":  # others may have ended before these were known
+        values |= {"world_size": record.world_size, "batch_size": record.batch_size}
+        values["per_rank_batch_size"] = record.per_rank_batch_size
+    wrong = (k for k, v in values.items() if v is not None and not 0 < v < math.inf)
+    return next((f"{key}={values[key]:g}: must be above 0 and finite" for key in wrong), "")
 
 
 def _refuse_copies(study: Study) -> None:

@@ -35,6 +35,7 @@ from lab.analysis.summary import (
     write_records,
 )
 from lab.draw.chart import WIDTH, Chart, Look, looks_of, pixels_of
+from lab.draw.text import number_of
 from lab.record.recorders import WandbRecorder
 from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS
@@ -174,11 +175,11 @@ class Results:
         about = [f"{key} {', '.join(each)}" for key, each in values.items() if each]
         lines = [
             " · ".join([f"study {self.study.name}", *about]),
-            "; ".join(f"on={label}: {text}" for label, text in machines.items()),
+            "; ".join(f"machine on={label}: {text}" for label, text in machines.items()),
             floor_text(self.floor),
             shared_runs(p for p in self.points if p.scaling == scaling),
         ]
-        return [f"{line}." for line in lines if line]
+        return [line for line in lines if line]
 
     def figure(self, name: str = "speedup", scaling: str | None = None) -> Any:
         """Return an Altair chart, which notebooks display.
@@ -197,12 +198,15 @@ class Results:
         shown: Any = self.summary()[list(SHOWN)]
         scaled = shown.assign(**{key: shown[key] * by for key, by in SCALES.items()})
         html = scaled.rename(columns=SHOWN).to_html(index=False, na_rep="", float_format="%.3g")
-        return f"<h4>{escape(self.study.name)}: {len(self.study.cells)} runs</h4>{html}"
+        return f"<h4>{escape(self.study.name)}: {self._runs()}</h4>{html}"
 
     def __repr__(self) -> str:
-        return (
-            f"Results({self.study.name}: {len(self.study.cells)} runs, {len(self.points)} points)"
-        )
+        return f"Results({self.study.name}: {self._runs()}, {number_of(len(self.points), 'point')})"
+
+    def _runs(self) -> str:
+        """Count the runs, and those that are not among them (`study.missing` says why)."""
+        lost = f", {len(self.study.missing)} unreadable" if self.study.missing else ""
+        return number_of(len(self.study.cells), "run") + lost
 
 
 def load(folder: str | Path, *more: str | Path, baseline: str | None = None) -> Results:

@@ -15,6 +15,7 @@ from lab.analysis.points import CEILING
 from lab.analysis.records import Cell
 from lab.draw.chart import INK, LABEL_PX, LETTER, ORANGE, WIDTH, Chart, alt
 from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, round_values
+from lab.draw.text import number_of
 from lab.measure import OWN, Span
 from lab.record.schema import Record, worded
 from lab.record.trace import Timeline, lanes
@@ -84,13 +85,13 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
     body = joined(panels, columns)
     one, repeated = runs[0], sorted({run.repeat for run in runs})
     about = [
-        f"On {one.world_size} ranks, {batch_name(scaling)} {one.fixed_batch_size}; one run per "
-        f"series (repeat {', '.join(map(str, repeated))}), so no intervals."
+        f"On {number_of(one.world_size, 'rank')}, {batch_name(scaling)} {one.fixed_batch_size}; "
+        f"one run per series (repeat {', '.join(map(str, repeated))}), so no intervals."
     ]
     labels = {cell.series: cell.label for cell in known}
     absent = [labels[name] for name in looks if labels[name] not in shown]
     if one.world_size > 1 and any(cell.strategy == CEILING for cell in known):
-        about.append("`none` is left out, because its replicas are not one model.")
+        about.append("Left out: `none`, whose replicas are not one model.")
         absent = [name for name in absent if name.split(" ")[0] != CEILING]
     about += [f"No finished run at this point: {', '.join(absent)}."] if absent else []
     return Chart(
@@ -199,7 +200,7 @@ def timeline_of_step(timeline: Timeline, width: int = WIDTH) -> Chart:
     about = timeline.about
     facts = ("model", "batch_size", "scaling", "device", "source")
     known = " · ".join(f"{key} {about[key]}" for key in facts if key in about)
-    notes = [f"{known}."] if known else []
+    notes = [known] if known else []
     notes += [f"The first {MAX_RANKS} of {num_ranks} ranks."] if num_ranks > MAX_RANKS else []
     how = _emulated(timeline)
     notes += [f"Pale: emulated ({how})."] if how else []
@@ -217,7 +218,7 @@ def timeline_of_run(timeline: Timeline, title: str, width: int = WIDTH) -> Chart
     how = _emulated(timeline)
     body = _drawn([*timeline.spans], width, bool(how))
     body = body.add_params(alt.selection_interval(name="zoom", encodings=["x"], bind="scales"))
-    notes = [clocks, *([f"pale: emulated ({how})"] if how else [])]
+    notes = [clocks, *([f"Pale: emulated ({how})."] if how else [])]
     return Chart("timeline", _waits(timeline, title), notes, body, width)
 
 
@@ -375,12 +376,12 @@ def own_work_of_ranks(steps: pd.DataFrame, record: Record, width: int = WIDTH) -
     )
     colours = {part: colour for part, colour in OWN_COLOURS.items() if part in own}
     work_ms = 1e3 * own.drop(columns=WAIT).sum(axis=1)
-    slow, others = work_ms.idxmax(), float(work_ms.median())
-    message = f"Work is even across ranks: {work_ms.min():.3g} to {work_ms.max():.3g} ms per step"
-    if work_ms.max() > 1.05 * others:
-        message = (
-            f"Rank {slow} works {work_ms.max():.3g} ms per step, the median rank {others:.3g} ms"
-        )
+    slow = work_ms.idxmax()
+    most, others = float(work_ms.max()), float(work_ms.drop(slow).median())
+    message = f"Work is even across ranks: {work_ms.min():.3g} to {most:.3g} ms per step"
+    if not most <= 1.05 * others:  # NaN: there is one rank
+        message = f"Rank {slow} works {most:.3g} ms per step"
+        message += "" if math.isnan(others) else f", the median of the others {others:.3g} ms"
     about = [
         f"Each rank's own work with {record.strategy}, model {record.model} · batch_size "
         f"{record.batch_size} · device {record.device}: means of timed steps, including the gap "

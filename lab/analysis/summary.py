@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import optimize
 
 from lab.analysis.charts import emulation_text
 from lab.analysis.points import CEILING, Point, floor_text, frame_of, leaders, together
@@ -28,6 +27,10 @@ UNMEASURED = "-"
 WIDTH = 110  # letters of a table's line
 # Columns that a wider table leaves out, one after the other: summary.csv has the values of all.
 SPARE = ("mad", "TFLOP/s", "efficiency", "MFU %", "baseline", "payload MB")
+ONE_BY_ONE = (
+    "each line on leaders is judged by itself: chance excludes one of equal series in up to 5 % of "
+    "such lines"
+)
 FORMULA = re.compile(r"[=+@\t\r]|-(?!\s*[\d.])")  # how one begins; and not -1
 
 
@@ -98,13 +101,13 @@ def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
     Args:
         floor: the study's noise floor (lab.analysis.points); NaN if unknown.
     """
-    leaders_at = (_leader_line(group, floor) for group in together(points))
+    leaders_at = [line for group in together(points) if (line := _leader_line(group, floor))]
     parts = [
         *(_table(points) if points else ()),
         _lines(f"on={label}: {text}" for label, text in study.machines.items()),
         _lines([_emulated(points), shared_runs(points), _advice(points)]),
         "\n".join(_scalability_lines(points)),
-        _lines([floor_text(floor), *leaders_at]),
+        _lines([floor_text(floor), *leaders_at, ONE_BY_ONE if len(leaders_at) > 1 else ""]),
         "\n".join(f"{status}: {name}: {why}" for name, status, why in study.troubles),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -307,9 +310,9 @@ def _scalability_lines(points: Sequence[Point]) -> list[str]:
         {
             "series": one.series,
             "batch": str(one.batch_size),
-            **{f"e({n})": f"{one.serial_fraction.get(n, UNKNOWN):.2f}" for n in sizes},
-            "sigma": f"{one.contention:.2f}",
-            "kappa": f"{one.coherency:.2f}",
+            **{f"e({n})": f"{one.serial_fraction.get(n, UNKNOWN):z.2f}" for n in sizes},
+            "sigma": f"{one.contention:z.2f}",
+            "kappa": f"{one.coherency:z.2f}",
             "best N": f"{one.best_size:.0f}" if math.isfinite(one.best_size) else "-",
         }
         for one in found
@@ -354,8 +357,12 @@ class Scalability:
 
     @property
     def best_size(self) -> float:
-        """The number of ranks beyond which more of them slow down; infinite if there is none."""
-        if self.coherency.mid <= 0:
+        """The number of ranks beyond which more of them slow down.
+
+        Infinite if there is none, or if the interval of kappa does not exclude that.
+        """
+        low = self.coherency.mid if math.isnan(self.coherency.lo) else self.coherency.lo
+        if low <= 0:
             return math.inf
         return math.sqrt(max(0.0, 1 - self.contention.mid) / self.coherency.mid)
 
@@ -375,13 +382,15 @@ def serial_fraction(speedup: float, size: int) -> float:
 
 
 def universal_law(speedups: Mapping[int, float]) -> tuple[float, float]:
-    """Fit sigma and kappa, neither of them negative, to speedups by ranks.
+    """Fit sigma and kappa to speedups by ranks.
 
-    By least squares of N / S - 1 = sigma (N - 1) + kappa N (N - 1), which is linear in both.
+    By least squares of N / S - 1 = sigma (N - 1) + kappa N (N - 1), which is linear in both. Noise
+    may make them negative: if fits of single repeats stopped at 0, their mean would lie too high,
+    and its interval would miss a law without coherency.
     """
     sizes = np.array(list(speedups), dtype=float)
     terms = np.stack([sizes - 1, sizes * (sizes - 1)], axis=1)
-    (sigma, kappa), _ = optimize.nnls(terms, sizes / np.array(list(speedups.values())) - 1)
+    (sigma, kappa), *_ = np.linalg.lstsq(terms, sizes / np.array(list(speedups.values())) - 1)
     return float(sigma), float(kappa)
 
 

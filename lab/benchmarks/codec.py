@@ -255,7 +255,7 @@ def chart(result: dict[str, Any]) -> present.Drawn:
     message = f"Codec times, divided by the time of {against}"
     if encodes:
         ends_ = dict.fromkeys(f"{of:.3g} ({codec})" for of, codec in (encodes[0], encodes[-1]))
-        message = f"Encode takes {' to '.join(ends_)} times as long as {against}"
+        message = f"Encoding takes {' to '.join(ends_)} times as long as {against}"
     rounds = present.span([row["num_rounds"] for row in rows], "")
     about = [
         f"{result['num_values'] / 1e6:.3g} M values · {present.machine(result)} · "

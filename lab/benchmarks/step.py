@@ -262,12 +262,12 @@ def chart(result: dict[str, Any]) -> present.Drawn:
     known = data.groupby("panel")["value"].transform("count") > 0
     looks = looks_of(row["name"] for row in rows)
     others = {row["name"]: row["ratio"] for row in rows[:-1] if row["name"] != BASELINE}
+    starts = len(result.get("starts") or [0])
     message = (
-        present.fastest(others, last, "step time")
+        present.fastest(others, last, "step time", starts)
         if others
         else f"Step times on {present.ranks_of(result)}"
     )
-    starts = len(result.get("starts") or [0])
     between = f" over {starts} starts" if starts > 1 else ""
     sample = f"medians of {result['num_pairs']} interleaved rounds, 95 % intervals{between}"
     drawn = dots(

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lab.analysis.points import CEILING, Point, same_work, shared_baseline
+from lab.analysis.points import CEILING, Point, paired, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.analysis.results import Results
 from lab.measure import OWN
-from lab.measure.statistics import round_means
+from lab.measure.statistics import of_ratio, round_means
 from lab.measure.stragglers import Slow, Times, stragglers
 from lab.record.run_directory import SETTINGS, read_settings
 from lab.record.trace import TIMELINE, read_trace
@@ -36,8 +36,9 @@ class Evidence:
     Attributes:
         point: the runs that are explained.
         step_s: step time of its throughput runs, or, without any, of its breakdowns.
-        one_s: step time of `none` (or of the strategy) on one rank, at the same batch.
-        ceiling_s: step time of `none` on as many ranks.
+        one_s: step time of `none` (or of the strategy) on one rank, at the same batch, in the
+            repeats of the point.
+        ceiling_s: step time of `none` on as many ranks, likewise.
         exposed_s: exposed communication: the step less the ceiling, in pairs of repeats; without a
             ceiling, the breakdown's exchange phase on the rank that waited least.
         input_s: waiting for data, mean over ranks.
@@ -114,7 +115,8 @@ def gather(results: Results, cell: Cell) -> Evidence:
     if not step_s:
         raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
     base = (
-        same_work(points, point, CEILING, 1)
+        point.base  # what tables take the speedup from
+        or same_work(points, point, CEILING, 1)
         or same_work(points, point, cell.strategy, 1)
         or shared_baseline(points, point)
     )
@@ -131,8 +133,8 @@ def gather(results: Results, cell: Cell) -> Evidence:
     return Evidence(
         point=point,
         step_s=step_s,
-        one_s=base.step_s if base else math.nan,
-        ceiling_s=ceiling.step_s if ceiling else math.nan,
+        one_s=_beside(point, base),
+        ceiling_s=_beside(point, ceiling),
         exposed_s=_exposed_s(point, telling, pattern.every, scale),
         input_s=scale * _phase_s(breakdowns, "data"),
         straggler_s=straggler_s,
@@ -158,7 +160,8 @@ def gather_all(results: Results) -> list[Evidence]:
     timed = [one for one in several if one.status == "done" and not math.isnan(one.step_s)]
     if not timed:
         raise ValueError(
-            f"{results.study.folder}: world_size: there is no finished, timed run on several ranks"
+            f"{results.study.folder}: no run on several ranks has finished and timed a step; one "
+            "rank has no exchange to explain"
         )
     return [gather(results, one) for one in timed]
 
@@ -166,6 +169,17 @@ def gather_all(results: Results) -> list[Evidence]:
 def _median(values: Any) -> float:
     known = [value for value in values if not math.isnan(value)]
     return float(np.median(known)) if known else 0.0
+
+
+def _beside(point: Point, other: Point | None) -> float:
+    """Return another point's step as it is in the repeats of `point`, as tables pair the two.
+
+    Of no common repeat it is the mean over its own.
+    """
+    if other is None:
+        return math.nan
+    ratio = of_ratio(*paired(other.steps_s, point.steps_s)).mid
+    return other.step_s if math.isnan(ratio) else ratio * point.step_s
 
 
 def _exposed_s(point: Point, runs: Sequence[Cell], every: int, scale: float) -> float:

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lab.analysis.points import CEILING, Place, Point, leaders
+from lab.analysis.points import CEILING, Place, Point, leaders, paired, ranked
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Verdict
 from lab.diagnosis.view import reason
 from lab.draw.text import in_words, number_of, number_text
-from lab.measure.statistics import ENOUGH_REPEATS, Interval
+from lab.measure.statistics import ENOUGH_REPEATS, of_ratio
 
 # What people use, the most common first.
 BASELINES = ("allreduce", "ddp", "horovod", "tree", "overlap")
@@ -67,28 +67,37 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
     if not running:
         of_none = sum(point.num_repeats > 0 for point in points)
         if not of_none:
-            return Finding("No run has finished.")
+            others = any(cell.status == "done" for point in points for cell in point.cells)
+            return Finding("No throughput run has finished." if others else "No run has finished.")
         only = f"Only strategy={CEILING} was measured, at {number_of(of_none, 'point')}."
         return Finding(f"{only} It exchanges nothing, so there is no exchange to judge.")
     size = max((point.world_size, point.fixed_batch_size) for point in running)
     here = [point for point in running if (point.world_size, point.fixed_batch_size) == size]
     context = Counter(point.context for point in here).most_common(1)[0][0]
-    here = sorted((p for p in here if p.context == context), key=lambda point: point.step_s)
+    there = [point for point in here if point.context == context]
+    first = leaders(there, floor)
+    # Of unlike repeats the mean alone may favour one that others beat in pairs.
+    here = sorted(ranked(there), key=lambda point: (point.series not in first, point.step_s))
     best = here[0]
     usual = [p for name in BASELINES for p in here if p.strategy == name and p is not best]
     baseline = usual[0] if usual and best.strategy != BASELINES[0] else None
-    count = Counter(point.strategy for point in here)
-    names = {p.place: p.strategy if count[p.strategy] == 1 else p.label for p in here}
+    count = Counter(point.strategy for point in there)
+    names = {p.place: p.strategy if count[p.strategy] == 1 else p.label for p in there}
     why = explained.get(best.place)  # one rank has none, nor has a run whose files are damaged
-    figures = [_best(here, names), _speed(best), *([_limit(*why)] if why else [])]
-    more = [*_certainty(here, floor, names), *_on_fewer_ranks(best, running, floor)]
+    figures = [_best(best, there, names), _speed(best), *([_limit(*why)] if why else [])]
+    few = [names[point.place] for point in there if point not in here]
+    more = [
+        *([] if few and len(here) == 1 else _certainty(here, first, names)),
+        *_not_ranked(few),
+        *_on_fewer_ranks(best, ranked(running), floor),
+    ]
     return Finding(_verdict(best, baseline, names), more, figures, names, best, baseline)
 
 
 def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) -> str:
     name, ranks = names[best.place], number_of(best.world_size, "rank")
     gain = ""
-    if baseline and (more := number_text(baseline.step_s / best.step_s)) != "1.00":
+    if baseline and (more := number_text(_times(baseline, best))) != "1.00":
         gain = f"{more} times as fast as with {names[baseline.place]}"
     times = best.speedup.mid
     if math.isnan(times) or best.world_size == 1:
@@ -104,29 +113,44 @@ def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) ->
     return f"{ranks} train no faster than one rank. {fastest}"
 
 
-def _certainty(here: Sequence[Point], floor: float, names: Mapping[Place, str]) -> list[str]:
-    """Say whether the best of points, the fastest first, may be so by chance."""
+def _times(slow: Point, fast: Point) -> float:
+    """Return the ratio of two points' steps: of the repeats that both have, if there are any."""
+    pairs = paired(slow.steps_s, fast.steps_s)
+    return of_ratio(*pairs).mid if pairs[0] else slow.step_s / fast.step_s
+
+
+def _certainty(
+    here: Sequence[Point], first: Sequence[str], names: Mapping[Place, str]
+) -> list[str]:
+    """Say whether the best of points, the fastest first, may be so by chance.
+
+    Args: first: their leaders.
+    """
     best, count = here[0], len(here)
     where = f"{batch_text(best)}, {number_of(best.world_size, 'rank')}"
     if count == 1:
         return [f"Nothing else was measured there ({where})."]
     if best.num_repeats < ENOUGH_REPEATS:
-        runs = "once" if best.num_repeats == 1 else f"{best.num_repeats} times"
+        once = all(point.num_repeats == 1 for point in here)
+        runs = "once" if once else f"fewer than {ENOUGH_REPEATS} times"
         return [
             f"Each strategy ran {runs}, so this may be chance. {ENOUGH_REPEATS} repeats would show "
             "whether it is."
         ]
-    first = leaders(here, floor)
     others = [names[point.place] for point in here if point.series in first and point is not best]
     if others:
-        verb = "is" if len(others) == 1 else "are"
-        return [f"{_listed(others)} {verb} as fast, as far as {best.num_repeats} repeats can show."]
+        return [f"As fast, as far as {best.num_repeats} repeats can show: {_listed(others)}."]
     second = here[1]
-    slower = number_text(100 * (second.step_s / best.step_s - 1), digits=2)
+    slower = number_text(100 * (_times(second, best) - 1), digits=2)
     return [
         f"The next fastest, {names[second.place]}, takes {slower} % longer, a significant "
         "difference."
     ]
+
+
+def _not_ranked(names: Sequence[str]) -> list[str]:
+    few = f"Not ranked, with fewer than {ENOUGH_REPEATS} repeats"
+    return [f"{few}: {_listed(names)}."] if names else []
 
 
 def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list[str]:
@@ -143,8 +167,8 @@ def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list
     return [f"Fewer ranks are faster: with {first.label}, {ranks} {verb} a speedup of {times}."]
 
 
-def _best(here: Sequence[Point], names: Mapping[Place, str]) -> Figure:
-    best, count = here[0], len(here)
+def _best(best: Point, here: Sequence[Point], names: Mapping[Place, str]) -> Figure:
+    count = len(here)
     of = f"of {count} measured" if count > 1 else "alone"
     shared = [word for word in best.label.split(" ") if all(word in p.label.split() for p in here)]
     where = ", ".join([batch_text(best), *shared]) if count > 1 else batch_text(best)
@@ -158,12 +182,14 @@ def _speed(best: Point) -> Figure:
         note = runs if best.world_size == 1 else f"{runs}; no one-rank run to compare with"
         return Figure(f"Step on {ranks}", f"{number_text(best.step_s, 1e3)} ms", note)
     value = f"{number_text(speedup.mid)}\u2009×"
-    return Figure(f"Speedup on {ranks}", value, f"{_ends(speedup)}; ideal is {best.world_size}")
+    return Figure(f"Speedup on {ranks}", value, f"{_ends(best)}; ideal is {best.world_size}")
 
 
-def _ends(value: Interval) -> str:
+def _ends(best: Point) -> str:
+    value = best.speedup
     if math.isnan(value.lo):
-        return "one run, so no interval"
+        once = len(best.speedups) == 1
+        return f"{'one run' if once else f'fewer than {ENOUGH_REPEATS} repeats'}, so no interval"
     return f"95 % interval {number_text(value.lo)} to {number_text(value.hi)}"
 
 

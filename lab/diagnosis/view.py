@@ -20,6 +20,7 @@ from lab.measure.stragglers import Slow
 from lab.record.schema import worded
 
 MAX_REMEDIES = 3
+LEAST_SHOWN = 0.005  # of a step, as a part of it
 LOOK_AT = {
     "between": "logging, checkpoints and garbage collection on that rank",
     "input": "its disk, its decoding processes and the sizes of its samples",
@@ -40,13 +41,17 @@ def explained(path: Path) -> tuple[pd.DataFrame, str]:
     """
     if (path / "record.json").is_file():
         results, name = load(path.resolve().parent), path.resolve().name
-        evidence = gather(results, next(c for c in results.study.cells if c.name == name))
+        cell = next((each for each in results.study.cells if each.name == name), None)
+        if cell is None:
+            raise ValueError(results.study.missing[name])
+        evidence = gather(results, cell)
         verdict = judge(evidence)
         changes = remedies(evidence, verdict)
         rows = [{"change": one.text, "why": one.why, "saves_s": one.saves_s} for one in changes]
         frame = pd.DataFrame(rows, columns=["change", "why", "saves_s"])
         return frame, f"{headline(evidence, verdict)}\n\n{in_full(evidence, changes)}"
-    found = [(each, judge(each)) for each in gather_all(load(path))]
+    results = load(path)
+    found = [(each, judge(each)) for each in gather_all(results)]
     frame = pd.DataFrame(
         {
             **{"series": each.one.series, "world_size": each.one.world_size},
@@ -58,7 +63,8 @@ def explained(path: Path) -> tuple[pd.DataFrame, str]:
     lines = [headline(each, verdict) for each, verdict in found]
     more = f"evidence and what to try: python -m lab.explain {path}/CELL"
     others = f"predictions of what was not run: python -m lab.advise fit={path} hardware=..."
-    return frame, "\n".join([*lines, "", more, others])
+    troubles = [f"{status}: {name}: {why}" for name, status, why in results.study.troubles]
+    return frame, "\n".join([*lines, *troubles, "", more, others])
 
 
 def headline(evidence: Evidence, verdict: Verdict) -> str:
@@ -215,19 +221,23 @@ def time_split(
     told = [f"{share} {part}" for part, share in shares.items() if share != "0 %"]
     message = f"A step of {called[first.point.place]} is {', '.join(told)}"
     about = [
-        '"Even compute" is the step time of one rank, divided by the number of ranks. The exposed '
-        "exchange is the part of the exchange that compute does not hide."
+        '"Even compute" is at most the step time of one rank, divided by the number of ranks. The '
+        "exposed exchange is the part of the exchange that compute does not hide."
     ]
     return Chart("time_split", message, about, body, width)
 
 
 def _parts(e: Evidence) -> dict[str, float]:
-    """Return the seconds of each part of a step that takes some, in the order of PARTS."""
-    parts = e.ideal_s, e.fixed_s, e.exposed_s, e.input_s, e.straggler_s
+    """Return the seconds of each part of a step that takes some, in the order of PARTS.
+
+    They add up to the step: where ranks compute in less than their even share, this is the rest.
+    """
+    others = e.fixed_s, e.exposed_s, e.input_s, e.straggler_s
+    lost_s = sum(each for each in others if each > 0)
+    parts = min(e.ideal_s, e.step_s - lost_s), *others
     known = {name: s for name, s in zip(PARTS, parts, strict=False) if s > 0}
-    if math.isnan(e.ideal_s):
-        known["all else"] = e.step_s - sum(known.values())
-    return known
+    rest_s = e.step_s - sum(known.values())
+    return known | ({"all else": rest_s} if rest_s > LEAST_SHOWN * e.step_s else {})
 
 
 def _text(e: Evidence) -> str:

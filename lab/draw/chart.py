@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lab.draw.text import sentence
 from lab.settings.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -153,9 +154,9 @@ def order(series: str) -> tuple[int, list[str | int]]:
 def looks_of(series: Iterable[str]) -> dict[str, Look]:
     """Assign a look to each series of a study, all different while there are enough.
 
-    A known strategy keeps its look; if a setting splits it into several series, the first keeps
-    it, and the others take looks that the study does not use. On another machine (`on=...`) it
-    keeps its colour and marker, with another line, as long as there is one.
+    A known strategy keeps its look. If a setting or a machine splits it into several series, the
+    first keeps it, and beside other strategies the rest keep its colour and marker, with other
+    lines, as long as there are any. All others take looks that the study does not use.
     """
     ordered = sorted(set(series), key=order)
     known: dict[str, Look] = {}
@@ -164,9 +165,10 @@ def looks_of(series: Iterable[str]) -> dict[str, Look]:
         if look and look not in known.values():
             known[name] = look
     taken = {(look.colour, look.line) for look in known.values()}
+    beside = len({name.split(" ")[0] for name in ordered}) > 1
     for name in ordered:
         look = LOOKS.get(name.split(" ")[0])
-        if look and name not in known and " on=" in name:
+        if look and name not in known and beside:
             other: LineStyle | None
             other = next((each for each in LINES if (look.colour, each) not in taken), None)
             if other:
@@ -202,15 +204,19 @@ class Chart:
     notes: Sequence[str] = ()
 
     @property
+    def sentences(self) -> list[str]:
+        """The lines below the title."""
+        return [*map(sentence, (*self.about, *self.notes))]
+
+    @property
     def caption(self) -> str:
         """Message and notes as sentences."""
-        texts = (self.message, *self.about, *self.notes)
+        texts = (self.message, *self.sentences)
         return " ".join(f"{text.rstrip('.')}." for text in texts)
 
     def with_title(self) -> Any:
         """Return the chart of Altair with its title, which notebooks show."""
-        below = (*self.about, *self.notes)
-        wrapped = [line for text in below for line in wrap(text, self.width, SUBTITLE_PX)]
+        wrapped = [line for text in self.sentences for line in wrap(text, self.width, SUBTITLE_PX)]
         title = alt.TitleParams(text=wrap(self.message, self.width, TITLE_PX), subtitle=wrapped)
         return self.body.properties(title=title).configure(**CONFIG)
 

@@ -184,10 +184,12 @@ def bars(
     data = data.assign(order=data["part"].map(parts.index))
     bar_of = ["name", "panel"] if panels else ["name"]
     data["end"] = data.groupby(bar_of)["value"].transform("sum")
-    reaching = [name for name in ("end", "high", "mark") if name in data]
-    data["behind"] = data[reaching].max(axis=1)
-    high = float(data["behind"].max())
+    data["behind"] = data[["end", *(["high"] if "high" in data else [])]].max(axis=1)
+    high = float(data[["behind", *(["mark"] if "mark" in data else [])]].max().max())
     room = 0.02 + LETTER * LABEL_PX * _longest(data.get("text")) / width
+    if "mark" in data:  # a text gives way to a mark that it would hide
+        hides = data["mark"].between(data["behind"], data["behind"] + high * room * (1 + room))
+        data["behind"] = data["mark"].where(hides, data["behind"])
     scale = alt.Scale(domain=[min(0.0, float(data["value"].min())), high * (1 + room)], nice=False)
     down = alt.Y("name:N", title=None, sort=names, axis=alt.Axis(labelLimit=420, ticks=False))
     colour = alt.Color(

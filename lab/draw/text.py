@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 
 UNKNOWN_TEXT = "–"
+SYMBOL = re.compile(r"\w+ = ")  # at the beginning, such as n
 NARROW = 8  # letters of a column that is not made narrower
 
 
@@ -68,6 +70,14 @@ def _fitted(table: Sequence[Sequence[str]], width: int) -> list[str]:
 def in_words(parts: Sequence[str]) -> str:
     """Join parts of a sentence with commas, and the last one with "and"."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def sentence(clause: str) -> str:
+    """Write a clause with a capital letter and one full stop; a command, or n = 3, as it is."""
+    if clause.startswith("python -m "):
+        return clause
+    first = clause[:1] if SYMBOL.match(clause) else clause[:1].upper()
+    return f"{first}{clause[1:].rstrip('.')}."
 
 
 def number_of(count: int, noun: str) -> str:

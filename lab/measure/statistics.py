@@ -115,9 +115,20 @@ def wilson(count: int, total: int) -> dict[str, float | None]:
     return {"median": share, "low": max(0.0, middle - half), "high": min(1.0, middle + half)}
 
 
-def quantile(degrees_of_freedom: int, level: float = LEVEL) -> float:
+def quantile(degrees_of_freedom: float, level: float = LEVEL) -> float:
     """Return how many standard errors lie between the middle and an end of a t interval."""
     return float(stdtrit(degrees_of_freedom, (1 + level) / 2))
+
+
+def jointly(ratio: Interval, count: int, degrees_of_freedom: float = math.inf) -> Interval:
+    """Widen one of `count` intervals of ratios, so that all hold at LEVEL together (Bonferroni).
+
+    Args:
+        degrees_of_freedom: of its t interval; infinite: normal, as of medians of many rounds.
+    """
+    widen = quantile(degrees_of_freedom, 1 - (1 - LEVEL) / count) / quantile(degrees_of_freedom)
+    low, high = (ratio.mid * (end / ratio.mid) ** widen for end in (ratio.lo, ratio.hi))
+    return Interval(low, ratio.mid, high)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,13 @@ from lab.analysis.points import Difference, Point, differences, floor_text
 from lab.analysis.records import Study
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
+from lab.analysis.series import CONTEXT, identity
 from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import Evidence, gather, sweep_command
 from lab.diagnosis.finding import Finding, finding
 from lab.diagnosis.rules import judge, remedies
 from lab.diagnosis.view import best_remedies, headline, in_full, time_split
+from lab.draw.text import in_words, number_of, sentence
 from lab.record.trace import TIMELINE, read_trace
 from lab.settings.files import choices_of, read_file
 from lab.settings.storage import DamagedFile, read_json
@@ -37,6 +39,7 @@ from lab.web.elements import (
 CHARTS = ("speedup", "efficiency", "throughput", "step_time", "payload", "convergence")
 HARDWARE = "emulated_1gbit"  # what a fit starts from, as in lab.score
 MOST_SERIES = 40  # of a chart; more look alike
+MOST_APART = 8  # settings by which two studies differ, told by name
 MOST_TIMELINES = 8  # of a study: first repeats of as many breakdowns
 ABOUT = {
     **{"model": "model {}", "data": "data {}", "device": "on {}"},
@@ -96,11 +99,11 @@ class Compared:
 
     Attributes:
         verdict: a sentence with counts.
-        floors: the noise floor of each study's machine, a line each.
+        notes: what was not compared, settings and machines that differ, and both noise floors.
     """
 
     verdict: str
-    floors: Sequence[str]
+    notes: Sequence[str]
     table: Table
 
 
@@ -132,7 +135,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
             ]
         ),
         facts=facts,
-        notes=[note for note in notes if note],
+        notes=[sentence(note) for note in notes if note],
         tables=[points_table(points, floor, f"{prefix}points")],
         charts=charts,
         timelines=_timelines(study, prefix, left_out),
@@ -283,18 +286,57 @@ def compare(first: Contents, second: Contents) -> Compared:
     found = differences(first.points, second.points, max(known, default=math.nan))
     names = [contents.study.folder.name for contents in (first, second)]
     floors = [
-        f"{name}: noise floor " + ("unknown" if math.isnan(floor) else f"{100 * floor:.1f} %")
+        f"noise floor of {name}: " + ("unknown" if math.isnan(floor) else f"{100 * floor:.1f} %")
         for name, floor in zip(names, (first.floor, second.floor), strict=True)
     ]
-    return Compared(_compared_text(found, *names), floors, _differences_table(found, *names))
+    alone = [
+        f"{number_of(count, 'point')} of {name}"
+        for name, each in zip(names, (first, second), strict=True)
+        if (count := sum(p.num_repeats > 0 for p in each.points) - len(found))
+    ]
+    places = {each.point.place for each in found}
+    apart = _apart(*([p for p in each.points if p.place in places] for each in (first, second)))
+    notes = [
+        f"Not compared, as the other study lacks them: {in_words(alone)}" if alone else "",
+        f"The studies differ in {'; '.join(apart)}" if apart else "",
+        "; ".join(floors),
+    ]
+    told = [sentence(note) for note in notes if note]
+    return Compared(_compared_text(found, *names), told, _differences_table(found, *names))
+
+
+def _apart(first: Sequence[Point], second: Sequence[Point]) -> list[str]:
+    """List the settings and machines by which the same points of two studies differ."""
+    values = [_values_of(points) for points in (first, second)]
+    shared = values[0].keys() & values[1].keys()
+    differing = [key for key in shared if values[0][key] != values[1][key]]
+    differing.sort(key=lambda key: (key not in CONTEXT, key))
+    told = [
+        f"{key}: {', '.join(values[0][key])} and {', '.join(values[1][key])}"
+        for key in differing[:MOST_APART]
+    ]
+    rest = len(differing) - len(told)
+    return [*told, number_of(rest, "more setting")] if rest else told
+
+
+def _values_of(points: Sequence[Point]) -> dict[str, list[str]]:
+    """Return all values of each setting, and of each fact that repeats share."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for cell in (cell for point in points for cell in point.cells):
+        one = identity(cell.record)
+        for key, value in {**one.resolved, **one.typed}.items():
+            found[key].add(value)
+    return {key: sorted(each) for key, each in found.items()}
 
 
 def _compared_text(found: Sequence[Difference], first: str, second: str) -> str:
     if not found:
         return f"{first} and {second} have no measured point in common."
     counts = Counter(each.finding for each in found)
-    parts = [f"{count} {finding}" for finding, count in sorted(counts.items())]
-    both = f"Both studies measured {len(found)} points"
+    parts = [
+        f"{count} {finding.replace('too', 'of too')}" for finding, count in sorted(counts.items())
+    ]
+    both = f"Both studies measured {number_of(len(found), 'point')}"
     return f"{both}. Compared with {first}, the points of {second} are: {', '.join(parts)}."
 
 
@@ -305,7 +347,7 @@ def _differences_table(found: Sequence[Difference], first: str, second: str) -> 
             TableCell(str(each.point.world_size), each.point.world_size),
             TableCell(str(each.point.fixed_batch_size), each.point.fixed_batch_size),
             TableCell(percent_text(each.ratio), each.ratio.mid),
-            TableCell(str(each.point.num_repeats), each.point.num_repeats),
+            TableCell(str(each.num_pairs), each.num_pairs),
             TableCell(each.finding),
         ]
         for each in found

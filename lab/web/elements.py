@@ -18,7 +18,7 @@ from lab.analysis.summary import runs_text, unit_of
 from lab.benchmarks.present import chart_of, is_result, text_of
 from lab.codec.build import cache_folder
 from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
-from lab.draw.text import UNKNOWN_TEXT, number_text
+from lab.draw.text import UNKNOWN_TEXT, number_text, sentence
 from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_level
 from lab.settings.errors import one_line
 from lab.settings.storage import DamagedFile, read_json, write_atomically
@@ -103,8 +103,10 @@ def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
         "runs": [TableCell(runs_text(point)) for point in points],
         "emulated": [TableCell(some[point]) for point in points],
     }
-    note = "Brackets give 95 % intervals over n repeats. A row is marked as fastest if no other is "
-    note += "significantly faster."
+    note = (
+        "Brackets give 95 % intervals over n repeats, each by itself. A row is marked as fastest "
+    )
+    note += "if no other with the same batch and ranks is significantly faster."
     return _table(name, "Every point", note, columns)
 
 
@@ -194,7 +196,8 @@ def drawing(name: str, chart: Chart) -> Drawing:
     spec["config"] |= {"background": None, "aria": False, "padding": 2}
     # Without JavaScript the reader's font may be wider than the one measured here.
     spec["config"]["legend"]["columnPadding"] = WIDER
-    return Drawing(name, chart.message, " ".join(chart.about), chart.notes, spec)
+    about, notes = ([*map(sentence, lines)] for lines in (chart.about, chart.notes))
+    return Drawing(name, chart.message, " ".join(about), notes, spec)
 
 
 def bundle() -> str:
@@ -234,7 +237,8 @@ def read_benched(path: Path) -> Benched:
     result = read_json(path)
     if not is_result(result):
         raise DamagedFile(f"{path}: not a result of lab.bench")
-    title = f"{result['bench']}: {path.stem.replace('_', ' ')}"
+    name = path.stem.replace("_", " ")
+    title = f"Benchmark {': '.join(dict.fromkeys([result['bench'], name]))}"
     try:
         return Benched(title, str(result["command"]), text_of(result), _picture(result))
     except Exception as error:  # a damaged result fails in many ways

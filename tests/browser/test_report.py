@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
+from lab.web.page import parts_of, render, write
 from tests.browser.conftest import Opened, open_page
 from tests.conftest import wait_for
+from tests.support.records import leave, make_record
 from tests.support.slow import some_of
 from tests.support.studies import STRATEGIES
 
@@ -81,6 +83,20 @@ def test_on_a_phone_no_text_is_clipped_or_lies_on_another(browser: Browser, repo
     opened = open_page(browser, report.as_uri(), viewport=size)
     assert opened.charts() >= 6
     assert opened.page.evaluate(UNREADABLE, 390) == []
+
+
+def test_on_a_phone_long_names_of_lines_stand_in_a_legend(browser: Browser, tmp_path: Path) -> None:
+    for size, (at, hidden) in product((1, 2), enumerate(("[4096,4096]", "[1024,1024]"))):
+        settings = {"model.hidden": hidden, "optim.schedule": f"a_schedule_with_a_long_name_{at}"}
+        record = make_record("ring", size, 0.1 / size, variant=settings, settings=settings)
+        leave(tmp_path / "made" / f"{at}-{size}", record)
+    page = tmp_path / "page.html"
+    write(render(parts_of([tmp_path / "made"], "python -m lab.report made")), page)
+    opened = open_page(browser, page.as_uri(), viewport={"width": 390, "height": 900})
+    assert opened.charts() >= 2
+    drawing = opened.page.locator("figure .drawing").first
+    assert drawing.evaluate("one => one.scrollWidth <= one.clientWidth")
+    assert drawing.locator(".role-legend-label text").count() == 2
 
 
 def test_lines_are_sorted_and_filtered_and_blank_where_the_one_above_has_the_same(

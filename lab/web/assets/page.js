@@ -122,10 +122,16 @@
     if (isTimeline) zoomByKeys(drawing, view);
   }
 
-  // On a phone panels and a legend's entries lie below each other.
+  // On a phone panels and a legend's entries lie below each other, and long names of lines too.
   function narrowed(chart, room) {
     const { datasets, ...rest } = chart;
+    const names = Object.values(datasets).flat().map((row) => row.series || "");
+    const areLong = names.some((name) => 6 * name.length > 0.3 * room);
     const fit = (key, value) => {
+      if (areLong && key === "text" && value.field === "name") return { value: "" };
+      if (areLong && value && value.field === "series" && value.legend === null) {
+        return { ...value, legend: { columns: 1, symbolType: "stroke" } };
+      }
       if (key === "columns") return 1;
       if (key === "labelLimit") return room - 60;
       return key === "width" && value > 100 ? Math.round(0.7 * room) : value;

@@ -11,6 +11,7 @@ import pytest
 
 from lab.analysis.charts import CHARTS, NothingToDraw
 from lab.draw.chart import DASHES, LOOKS, WIDTH, Chart, drawn, looks_of, pixels_of, spread
+from lab.draw.plots import bars
 from tests.conftest import ROOT
 from tests.support.cases import ALL_STRATEGIES
 from tests.support.slow import some_of
@@ -119,9 +120,12 @@ def test_payload_on_one_number_of_ranks_is_a_bar_for_each_series_with_its_value(
 @pytest.mark.parametrize(
     ("ends", "message"),
     [
-        ((0.9, 1.1), "onebit is not shown to be faster than one rank: 1.00 [0.90, 1.10] ×"),
-        ((0.8, 0.9), "onebit is slower than one rank: 0.85 [0.80, 0.90] ×"),
-        ((1.2, 1.4), "onebit is fastest: 1.30 × one rank"),
+        (
+            (0.9, 1.1),
+            "With onebit, 8 ranks are not shown to be faster than one: 1.00 [0.90, 1.10] ×",
+        ),
+        ((0.8, 0.9), "With onebit, 8 ranks are slower than one: 0.85 [0.80, 0.90] ×"),
+        ((1.2, 1.4), "Highest speedup with onebit: 1.30 × one rank"),
     ],
 )
 def test_a_title_says_whether_ranks_gain_anything(ends: tuple[float, float], message: str) -> None:
@@ -131,21 +135,45 @@ def test_a_title_says_whether_ranks_gain_anything(ends: tuple[float, float], mes
     assert chart("speedup", changed).message.startswith(message)
 
 
+def test_on_one_rank_there_is_no_speedup_to_draw() -> None:
+    with pytest.raises(NothingToDraw, match="only one rank was measured"):
+        chart("scaling", summary_of().query("world_size == 1"))
+
+
+def test_a_range_of_one_series_is_one_of_batches() -> None:
+    summary = summary_of(("none", "onebit"))
+    summary["exposed_exchange_s_mid"] = 0.1 * (summary["fixed_batch_size"] == 32)
+    message = chart("step_time", summary.query("exposed_exchange_s_lo != 0")).message
+    assert "(global batch 256) to" in message and "(onebit)" not in message
+
+
+def test_a_text_stands_at_its_bar_and_gives_way_to_a_mark() -> None:
+    data = pd.DataFrame({"name": ["near", "far"], "part": "sent", "value": [1.0, 1.0]})
+    data["text"], data["mark"] = "1 MB", [1.05, 9.0]
+    body, _ = bars(data, "MB", {"sent": "#0072B2"}, marks="a ring")
+    (made,) = Chart("payload", "message", [], body, 400).spec()["datasets"].values()
+    assert [row["behind"] for row in made] == [1.05, 1.0]
+
+
 def test_the_title_is_the_message() -> None:
     summary = summary_of()
-    assert chart("speedup", summary).message.startswith("powersgd reaches the most: ")
+    assert chart("speedup", summary).message.startswith("Fastest is onebit: ")  # alone it leads
+    summary["leads"] = False
+    assert chart("speedup", summary).message.startswith("Highest speedup with powersgd: ")
     summary["leads"] = summary["series"].isin(["powersgd"])
     assert chart("speedup", summary).message == (
-        "powersgd is fastest: 5.35 × one rank, on 8 ranks at global batch 32"
+        "Fastest is powersgd: 5.35 × one rank, on 8 ranks at global batch 32"
     )
     summary["leads"] = summary["series"].isin(["powersgd", "topk"])
     message = chart("speedup", summary).message
-    assert message.startswith("powersgd and topk lead, with no significant difference: 5.35 × ")
+    leaders = "Fastest, with no significant difference, are powersgd and topk: 5.35 × "
+    assert message.startswith(leaders)
     summary["num_repeats"] = 1
     made = chart("speedup", summary)
-    assert made.message.startswith("powersgd reaches the most: 5.35 × ")
+    assert made.message.startswith("Highest speedup with powersgd: 5.35 × ")
     assert "1 repeat per point, so no intervals" in made.about[0]
-    assert chart("payload", summary).message == "powersgd sends 16 times fewer bytes than allreduce"
+    sent = "A rank sends 16 times as many bytes with allreduce as with powersgd"
+    assert chart("payload", summary).message == sent
 
 
 def test_a_chart_without_data_says_what_is_missing() -> None:

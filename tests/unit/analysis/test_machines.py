@@ -100,8 +100,9 @@ def test_without_a_difference_nothing_is_renamed() -> None:
     assert named_by_study([{"steps": "3"}, {}], ["a", "b"]) == ([{"steps": "3"}, {}], {})
 
 
-def test_a_machine_is_another_line_in_the_colour_of_the_strategy() -> None:
-    names = [f"{strategy} on={machine}" for strategy in ("tree", "bf16") for machine in "abc"]
+@pytest.mark.parametrize("key", ["on", "cluster.rate"])
+def test_a_machine_or_setting_is_another_line_in_the_colour_of_the_strategy(key: str) -> None:
+    names = [f"{strategy} {key}={value}" for strategy in ("tree", "bf16") for value in "abc"]
     looks = looks_of(names)
     assert len(set(looks.values())) == len(names)
     for name, look in looks.items():

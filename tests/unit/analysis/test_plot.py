@@ -104,12 +104,12 @@ def test_a_caption_replaces_title_and_notes(study: Path) -> None:
     arguments = [str(study), "format=svg", "width_in=3.3", "only=throughput,step_time"]
     printed = said(main, *arguments, "title=false")
     assert printed.count("caption: ") == 2
-    assert "caption: tree trains " in printed and "study demo · model AlexNet" in printed
+    assert "caption: With tree, " in printed and "Study demo · model AlexNet" in printed
     drawn = (study / "figures/throughput.svg").read_text()
-    assert 'width="237.6pt"' in drawn and "study demo" not in drawn
+    assert 'width="237.6pt"' in drawn and "Study demo" not in drawn
     assert overlapping(drawn) == outside(drawn) == []
     assert "caption: " not in said(main, *arguments)
-    assert "study demo" in (study / "figures/throughput.svg").read_text()
+    assert "Study demo" in (study / "figures/throughput.svg").read_text()
 
 
 def test_a_cells_own_work_is_a_bar_a_rank(study: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_cells_own_work_is_a_bar_a_rank(study: Path, tmp_path: Path) -> None:
     ).to_parquet(cell / "steps.parquet")
     assert main([str(cell), "format=svg", f"out={tmp_path / 'own'}"]) == 0
     drawn = (tmp_path / "own/ranks.svg").read_text()
-    assert "Rank 1 works 310 ms per step, the median rank 210 ms" in drawn
+    assert "Rank 1 works 310 ms per step, the median of the others 110 ms" in drawn
     assert overlapping(drawn) == outside(drawn) == []
 
 

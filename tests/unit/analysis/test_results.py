@@ -48,7 +48,7 @@ def test_a_figure_is_a_chart_of_altair_with_the_message_as_its_title(results: Re
     shown = results.figure("speedup")
     assert isinstance(shown, alt.TopLevelMixin)
     title = " ".join(shown.to_dict()["title"]["text"])
-    assert title == "onebit is fastest: 2.83 × one rank, on 2 ranks at global batch 64"
+    assert title == "Fastest is onebit: 2.83 × one rank, on 2 ranks at global batch 64"
 
 
 def test_what_cannot_be_drawn_is_refused_in_a_line(results: Results) -> None:
@@ -74,6 +74,14 @@ def test_a_notebook_shows_a_table(results: Results) -> None:
     html = results._repr_html_()
     assert "13 runs" in html and html.count("<tr") == 1 + 5
     assert repr(results).endswith("13 runs, 5 points)")
+
+
+def test_a_run_that_cannot_be_read_is_counted(tmp_path: Path) -> None:
+    leave(tmp_path / "right", make_record("tree", 1, 0.1))
+    (tmp_path / "killed").mkdir()
+    results = lab.load(tmp_path)
+    assert repr(results).endswith("1 run, 1 unreadable, 1 point)")
+    assert "1 run, 1 unreadable" in results._repr_html_()
 
 
 def test_loading_imports_no_torch(results: Results) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lab.analysis import summary
 from lab.analysis.points import Point, table
 from lab.analysis.records import load_study
-from lab.analysis.summary import scalability, serial_fraction, universal_law
+from lab.analysis.summary import Scalability, scalability, serial_fraction, universal_law
+from lab.measure.statistics import student
 from tests.support.records import leave, make_record
 
 SIZES = (1, 2, 4, 8)
@@ -55,7 +57,26 @@ def test_intervals_are_over_repeats(tmp_path: Path) -> None:
 
 def test_values_by_hand() -> None:
     assert serial_fraction(2.0, 4) == pytest.approx(1 / 3)
-    assert universal_law({2: 2.5, 4: 5.0}) == (0.0, 0.0)  # neither is ever negative
+    # 2 / 1.25 - 1 = 0.1 + 2 * 0.25, and 4 / S - 1 = 3 * 0.1 + 12 * 0.25.
+    assert universal_law({2: 1.25, 4: 4 / 4.3}) == pytest.approx((0.1, 0.25))
+    assert universal_law({2: 2.5, 4: 5.0}) == pytest.approx((-1 / 3, 1 / 15))  # superlinear
+
+
+def test_intervals_hold_the_law_of_which_repeats_are_noise() -> None:
+    """Without coherency too, at the end of what the law allows: 10 repeats of N = 2 and 4."""
+    rng, draws, sigma = np.random.default_rng(0), 400, 0.2
+    held = useless = 0
+    for _ in range(draws):
+        noisy = np.exp(rng.normal(0, 0.03, (10, 2)))
+        fits = [
+            universal_law({2: law(2, sigma, 0.0) * a, 4: law(4, sigma, 0.0) * b}) for a, b in noisy
+        ]
+        one, other = (student(np.array(values)) for values in zip(*fits, strict=True))
+        held += one.lo <= sigma <= one.hi
+        found = Scalability("tree", 64, {}, one, other)
+        useless += math.isfinite(found.best_size)
+    assert held >= 0.92 * draws
+    assert useless <= 0.05 * draws  # a number of ranks that there is none of
 
 
 def test_one_number_of_ranks_determines_no_law(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from lab.analysis.points import table
 from lab.analysis.records import load_study
 from lab.analysis.series import usual_values
+from lab.record.schema import StepSeconds, read_record
 from tests.support.records import leave, make_record
 
 TREE = {"exchange._target_": "lab.exchange.paths.Tree", "exchange.chunk_mb": None}
@@ -88,12 +91,24 @@ def test_usual_values_are_noted_in_the_order_of_the_runs() -> None:
     assert list(usual_values(runs)) == list(values)  # a set would differ from run to run
 
 
-def test_a_record_whose_step_took_no_time_is_damaged(tmp_path: Path) -> None:
-    right, wrong = make_record("none", 1, 1.0), make_record("tree", 2, 1.0)
-    assert wrong.step_s
-    wrong.step_s = replace(wrong.step_s, median=0.0)
-    leave(tmp_path / "right", right)
-    leave(tmp_path / "wrong", wrong)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"step_s": StepSeconds(0.0, 1.0, 0.0)}, "step_s.median=0"),
+        ({"step_s": StepSeconds(math.inf, 1.0, 0.0)}, "step_s.median=inf"),
+        ({"step_s": StepSeconds(math.nan, 1.0, 0.0)}, "step_s.median=nan"),
+        ({"wall_samples_per_s": -3.0}, "wall_samples_per_s=-3"),
+        ({"world_size": 0}, "world_size=0"),
+    ],
+)
+def test_a_record_of_a_value_that_no_run_can_have_is_damaged(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    leave(tmp_path / "right", make_record("none", 1, 1.0))
+    leave(tmp_path / "wrong", make_record("tree", 2, 1.0))
+    path = tmp_path / "wrong" / "record.json"
+    # As other programs write them: the lab's own writes null for what is not finite.
+    path.write_text(json.dumps(replace(read_record(path), **changes).to_json()))
     study = load_study(tmp_path)
     assert [cell.name for cell in study.cells] == ["right"]
-    assert study.missing["wrong"].endswith("wrong/record.json: step_s.median=0: not above 0")
+    assert study.missing["wrong"].endswith(f"{why}: must be above 0 and finite")

@@ -123,6 +123,6 @@ def test_tables_figures_and_explanations_use_it_and_say_so(tmp_path: Path) -> No
     assert sorted(zip(data["series"], data["world_size"], strict=True)) == [
         *(("overlap", 1), ("overlap", 2), ("tree", 1), ("tree", 2))
     ]
-    assert f"{note}." in results.notes("strong")
+    assert note in results.notes("strong")
     overlap = next(cell for cell in study.cells if cell.strategy == "overlap")
     assert gather(results, overlap).one_s == pytest.approx(4.0)

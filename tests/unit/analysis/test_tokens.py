@@ -47,13 +47,13 @@ def test_images_have_one_rate(tmp_path: Path) -> None:
     study, points = study_of(tmp_path)
     assert "predictions/s" not in summary.text(points, study)
     assert Results(study).chart("throughput").message == (
-        "allreduce trains 128 images per second on 2 ranks"
+        "With allreduce, 2 ranks train 128 images per second"
     )
 
 
 def test_the_chart_tells_both_rates(tmp_path: Path) -> None:
     chart = Results(study_of(tmp_path, **TOKENS)[0]).chart("throughput")
-    assert chart.message == "allreduce trains 128 sequences (16,384 tokens) per second on 2 ranks"
+    assert chart.message == "With allreduce, 2 ranks train 128 sequences (16,384 tokens) per second"
     assert "A sequence has 128 tokens." in chart.about
 
 

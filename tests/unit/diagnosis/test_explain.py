@@ -362,6 +362,32 @@ def test_a_study_has_a_line_for_each_point(study: Path) -> None:
     assert f"python -m lab.advise fit={study}" in lines[-1]
 
 
+def test_unlike_repeats_are_compared_in_pairs_as_in_tables(tmp_path: Path) -> None:
+    """The machine is slower in each repeat, and one rank has not run in the last."""
+    runs = [
+        write(tmp_path, strategy, ranks, factor * 1.5**repeat, repeat=repeat)
+        for strategy, ranks, factor, repeats in (
+            *(("none", 1, 0.4, (0, 1, 2)), ("none", 4, 0.1, (0, 1, 2, 3))),
+            ("tree", 4, 0.125, (1, 2, 3)),
+        )
+        for repeat in repeats
+    ]
+    _, evidence = explain(runs[-1])
+    assert evidence.one_s == pytest.approx(evidence.point.speedup.mid * evidence.step_s)
+    assert evidence.point.speedup.mid == pytest.approx(3.2)
+    assert evidence.ceiling_s == pytest.approx(evidence.step_s / 1.25)
+
+
+def test_damaged_and_failed_runs_are_told(study: Path) -> None:
+    damaged = write(study, "overlap", 4, 0.3)
+    (damaged / "record.json").write_text("{")
+    write(study, "tree", 4, None, status="oom", error="rank 0: out of memory")
+    told = said(main, str(study))
+    assert f"missing: {damaged.name}: {damaged / 'record.json'}: not JSON" in told
+    assert "out of memory" in told
+    assert "not JSON" in refusal(main, str(damaged))
+
+
 def test_what_cannot_be_explained_is_refused(study: Path, tmp_path: Path) -> None:
     failed = write(study, "tree", 4, None, status="oom", error="rank 0: out of memory")
     single = write(study, "overlap", 1, 0.4)

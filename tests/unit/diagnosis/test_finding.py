@@ -64,7 +64,7 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {**CLEAR, ("onebit", 4): (114, 117, 115)},
             "With overlap, 4 ranks train 3.50 times as fast as one, ",
-            "onebit is as fast, as far as 3 repeats can show.",
+            "As fast, as far as 3 repeats can show: onebit.",
             id="tied",
         ),
         pytest.param(
@@ -72,6 +72,19 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
             "With overlap, 4 ranks train 3.48 times as fast as one, ",
             "Each strategy ran once, so this may be chance. 3 repeats would show whether it is.",
             id="once",
+        ),
+        pytest.param(
+            {**CLEAR, ("onebit", 4): (60,)},
+            "With overlap, 4 ranks train 3.50 times as fast as one, ",
+            "Not ranked, with fewer than 3 repeats: onebit.",
+            id="one lucky run",
+        ),
+        pytest.param(
+            {**CLEAR, ("overlap", 4): (115, 114), ("allreduce", 4): (175,)},
+            "With overlap, 4 ranks train 3.51 times as fast as one, ",
+            "Each strategy ran fewer than 3 times, so this may be chance. 3 repeats would show "
+            "whether it is.",
+            id="once or twice",
         ),
         pytest.param(
             {**CLEAR, ("overlap", 4): (440, 441, 442), ("allreduce", 4): (500, 501, 502)},
@@ -99,10 +112,50 @@ def test_how_sure_a_verdict_is(tmp_path: Path, times: Times, verdict: str, more:
     assert more in found.more
 
 
+def test_of_unlike_repeats_pairs_decide_and_not_means(tmp_path: Path) -> None:
+    """The machine slows down: allreduce lacks the slow repeats, and is slower in all others."""
+    base = {("none", 1): (400, 410, 420, 800, 810)}
+    slowed = {("overlap", 4): (115, 118, 121, 230, 233), ("allreduce", 4): (175, 178, 181)}
+    found = found_in(tmp_path / "made", {**base, **slowed})
+    assert found.verdict.startswith(
+        "With overlap, 4 ranks train 3.48 times as fast as one, and 1.51"
+    )
+    assert found.more == [
+        "The next fastest, allreduce, takes 51 % longer, a significant difference."
+    ]
+
+
+def test_an_interval_is_lacking_for_the_true_reason(tmp_path: Path) -> None:
+    found = found_in(tmp_path / "made", {("none", 1): (400, 404), ("overlap", 4): (115, 114)})
+    assert found.figures[1].note == "fewer than 3 repeats, so no interval; ideal is 4"
+
+
 def test_without_an_exchange_there_is_nothing_to_judge(tmp_path: Path) -> None:
     found = found_in(tmp_path / "made", {("none", 1): (400,), ("none", 4): (100,)})
     assert found.verdict.startswith("Only strategy=none was measured, at 2 points.")
     assert not found.figures
+
+
+def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
+    """Where ranks gain more than their share, and where nothing was measured beside one rank."""
+    one = {("none", 1): (400, 404, 402)}
+    faster: Times = {**one, ("none", 4): (80, 81, 82), ("tree", 4): (160, 161, 162)}
+    expected = {"faster": ("tree is 50 % even compute, 50 % exposed exchange", faster)}
+    alone = "tree is 62 % even compute, 38 % all else"
+    expected["alone"] = (alone, {**one, ("tree", 4): (160, 161, 162)})
+    for name, (message, times) in expected.items():
+        found_in(tmp_path / name, times)
+        results = load(tmp_path / name)
+        (tree,) = (p for p in results.points if p.strategy == "tree")
+        drawn = time_split([gather(results, tree.one)], {tree.place: "tree"})
+        assert drawn.message == f"A step of {message}"
+
+
+def test_breakdowns_alone_have_finished_but_judge_nothing(tmp_path: Path) -> None:
+    leave(tmp_path / "tree", make_record("tree", 2, 0.1, measure="breakdown"))
+    results = load(tmp_path)
+    found = finding(results.points, results.floor, {})
+    assert found.verdict == "No throughput run has finished."
 
 
 def test_time_is_split_and_remedies_leave_out_what_was_measured(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lab.draw.text import aligned, markdown, plain
+import pytest
+
+from lab.draw.chart import Chart
+from lab.draw.text import aligned, markdown, plain, sentence
 
 
 def test_markdown_is_plain_and_no_wider_than_a_terminal() -> None:
@@ -22,3 +25,17 @@ def test_tables_are_aligned_and_written_in_markdown() -> None:
     table = [["", "step"], ["ring", "1.5"], ["tree_double", "12.5"]]
     assert aligned(table) == ["             step", "ring          1.5", "tree_double  12.5"]
     assert markdown(["a", "b"], [["1", "2"]]) == ["| a | b |", "| --- | --- |", "| 1 | 2 |"]
+
+
+@pytest.mark.parametrize(
+    ("clause", "expected"),
+    [
+        ("dotted: ideal", "Dotted: ideal."),
+        ("One stop.", "One stop."),
+        ("n = 3 repeats", "n = 3 repeats."),
+        ("python -m lab.bench step out=a.json", "python -m lab.bench step out=a.json"),
+    ],
+)
+def test_a_line_below_a_title_is_a_sentence(clause: str, expected: str) -> None:
+    assert sentence(clause) == expected
+    assert Chart("name", "Message", [clause], None, 400).sentences == [expected]

@@ -17,8 +17,10 @@ import pytest
 
 from lab.draw.chart import Chart
 from lab.draw.plots import bars
+from lab.web.contents import compare, contents_of
 from lab.web.elements import bundle, drawing
 from lab.web.page import parts_of, render
+from tests.support.records import leave, make_record
 from tests.support.studies import HOSTILE, make_study, name_by
 
 RESULTS = Path(__file__).parents[3] / "docs/results/layers"
@@ -119,7 +121,7 @@ def test_what_is_damaged_is_named_and_all_else_is_shown_results_too(tmp_path: Pa
     (folder / "layers.json").write_text('{"bench": "layers"}')
     page = page_of(folder).partition("<script")[0]
     headings = re.findall(r"<h2[^>]*>([^<]*)", page)
-    assert headings == ["Study made", "layers: layers alexnet"]
+    assert headings == ["Study made", "Benchmark layers: layers alexnet"]
     assert "data:image/svg+xml" in page
     assert page.partition('<table id="s1-points">')[2].partition("</table>")[0].count("<tr>") == 31
     for damaged in (
@@ -176,3 +178,22 @@ def test_two_studies_of_one_thing_do_not_differ(study: Path, tmp_path: Path) -> 
     assert "the points of again are: 30 not distinguishable" in again
     better = page_of(study, make_study(tmp_path / "better", seed=1, faster=1.2))
     assert "the points of better are: 20 faster, 10 not distinguishable" in better
+
+
+def test_two_studies_tell_what_sets_them_apart_and_what_is_not_compared(tmp_path: Path) -> None:
+    for name, lr, repeats in (("before", 0.1, 3), ("after", 0.2, 2)):
+        for repeat in range(repeats):
+            record = make_record("tree", 2, 0.1, repeat=repeat, settings={"optim.lr": lr})
+            leave(tmp_path / name / str(repeat), record)
+    leave(tmp_path / "before" / "alone", make_record("tree", 4, 0.1))
+    found = compare(*(contents_of(tmp_path / name, name) for name in ("before", "after")))
+    assert found.verdict == (
+        "Both studies measured 1 point. Compared with before, the points of after are: 1 of too "
+        "few repeats."
+    )
+    assert found.notes == [
+        "Not compared, as the other study lacks them: 1 point of before.",
+        "The studies differ in optim.lr: 0.1 and 0.2.",
+        "Noise floor of before: unknown; noise floor of after: unknown.",
+    ]
+    assert [row[4].text for row in found.table.rows] == ["2"]  # pairs of repeats
