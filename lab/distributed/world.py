@@ -86,9 +86,11 @@ def check_gpus(device: str, local_size: int) -> bool:
     num_gpus = torch.cuda.device_count()
     if local_size > num_gpus:
         s = "s" if num_gpus > 1 else ""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = f" (CUDA_VISIBLE_DEVICES={visible}; each rank must see all)" if visible else ""
         raise ValueError(
-            f"device={device}: {local_size} ranks on this host but {num_gpus} GPU{s}; start at "
-            f"most {num_gpus} rank{s}, or set device=cpu or share_gpus=true"
+            f"device={device}: {local_size} ranks on this host but {num_gpus} GPU{s}{shown}; start "
+            f"at most {num_gpus} rank{s}, or set device=cpu or share_gpus=true"
         )
     return True
 

@@ -341,6 +341,15 @@ def test_too_few_or_too_old_gpus_are_refused(
         world.pick_device("auto", 0, local_size)
 
 
+def test_a_launcher_that_shows_each_rank_its_own_gpu_is_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("580.65.06", ("nvidia0",), counted=1, usable=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as srun --gpus-per-task=1 does
+    with pytest.raises(ValueError, match=r"1 GPU \(CUDA_VISIBLE_DEVICES=3; each rank must see all"):
+        world.pick_device("auto", 0, 2)
+
+
 def test_a_gpu_that_refuses_is_one_line(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: int) -> None:
         raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
