@@ -381,7 +381,8 @@ def _find_rank_info() -> RankInfo:
         return RankInfo("python", 0, 1, 0, 1, dist.HashStore())
     rank, size, local_rank, local_size = launcher.place()
     try:
-        store = next(iter(dist.rendezvous("env://")))[0]
+        limit = timedelta(seconds=JOIN_LIMIT_S)  # torch would try for half an hour
+        store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]
     except dist.DistNetworkError as error:
         where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
         raise ValueError(f"{where}: {first_line(error)}") from None

@@ -22,6 +22,7 @@ from lab.distributed.world import MOST_NAMED, Disagreement, differences, written
 from lab.settings.config import ConfigError, build, load
 from lab.sync.ddp import DDPSync
 from lab.training.assemble import require_like_gpus
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -133,6 +134,18 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ValueError, match=f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: .*in use"):
             world._find_rank_info()
+
+
+def test_a_first_rank_that_never_listens_is_waited_for_as_long_as_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "JOIN_LIMIT_S", 1.0)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**place, **where}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match=r"^MASTER_ADDR=127\.0\.0\.1 MASTER_PORT=\d+: .*timed out"):
+        world._find_rank_info()
 
 
 @pytest.mark.parametrize(("device", "built"), [("cuda", False), ("cuda", True), ("cpu", False)])
