@@ -185,7 +185,9 @@ def test_node_that_has_the_rendezvous_hosts_it_however_it_is_spelled(launchers: 
         addressed = (*NODE, "--rendezvous", "localhost:1", "--address", address)
         done = run(*addressed, path=launchers)
         assert done.code == 0, done.err
-        assert ("is_host=true" in done.out) == hosts
+        (conf,) = re.findall(r"--rdzv-conf\n(.+)", done.out)
+        assert ("is_host=true" in conf) == hosts
+        assert "read_timeout=600" in conf  # the first node's own start may be minutes late
 
 
 @pytest.mark.parametrize("name", ["local.sh", "node.sh", "horovod.sh"])
