@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Train on several nodes. Run the same command on every node, in any order.
+# Train on several nodes. Run the same command on every node, in any order, within ten minutes.
 #
 #   launch/node.sh --rendezvous HOST:PORT --job NAME --nodes N|MIN:MAX --ranks N
 #                  [--restarts N] [--wait SECONDS] [--address ADDRESS] [SETTING=VALUE ...]
 #
-#   --rendezvous  a port on one of the nodes, which all other nodes must be able to reach
+#   --rendezvous  a port on one of the nodes, which all other nodes must be able to reach, and which
+#                 no other job uses
 #   --job         name of the job, the same on all nodes. With the name of an earlier job, its run
 #                 continues
 #   --nodes       number of nodes. With MIN:MAX, the job continues if nodes fail, on at least MIN
@@ -56,13 +57,16 @@ command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .v
 # shellcheck source-path=SCRIPTDIR
 . "$(dirname "$(readlink -f "$0")")/gpus.sh"
 
-options=(--rdzv-conf "last_call_timeout=$wait")
+# Nodes may start minutes apart: torchrun alone would try for one to reach the rendezvous.
+conf=last_call_timeout=$wait,read_timeout=600
+options=()
 if [ -n "$address" ]; then
-  options=(--local-addr "$address" --rdzv-conf "last_call_timeout=$wait")
+  options=(--local-addr "$address")
   if getent ahosts "${rendezvous%:*}" | awk '{ print $1 }' | grep -Fx "$address" >/dev/null; then
-    options=(--local-addr "$address" --rdzv-conf "last_call_timeout=$wait,is_host=true")
+    conf+=,is_host=true
   fi
 fi
+options+=(--rdzv-conf "$conf")
 
 # Restarted ranks would find the keys of earlier ones in torchrun's own store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

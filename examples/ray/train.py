@@ -46,4 +46,6 @@ def fit(num_workers: int, settings: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if not "".join(sys.argv[1:2]).isdecimal():
+        sys.exit(__doc__)
     fit(int(sys.argv[1]), sys.argv[2:])

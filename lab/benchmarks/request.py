@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, UNITS, VALUE_BYTES, Bench
-from lab.cluster.settings import Cluster, cluster_of, num_launched
+from lab.cluster.settings import Cluster, adopt_ranks, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
 from lab.settings.checks import as_text
 from lab.settings.config import FIELDS, check_batch, load
@@ -194,6 +194,7 @@ def read(arguments: list[str]) -> Request:
         raise ConfigError(
             f"{name or '(nothing)'}: {meant}the first word must be one of {', '.join(BENCHES)}"
         )
+    adopt_ranks()
     bench = BENCHES[name]
     keys, only = ("out", *bench.own.split()), bench.only.split()
     texts, others = split(settings, keys)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lab.data import GlobalSampler, rank_batches
 from lab.settings import checks
@@ -125,7 +125,7 @@ class ImageFolder:
 
     def _batches(self, loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in loader:
-            if isinstance(batch, CorruptImage):
+            if isinstance(batch, Exception):
                 raise batch
             images, labels = (tensor.to(self._device, non_blocking=True) for tensor in batch)
             yield (images.float() - self._mean) / self._std, labels
@@ -194,7 +194,12 @@ class CorruptImage(ValueError):
     """A file that cannot be decoded. Its text is one line that names the file."""
 
 
+class NoSharedMemory(MemoryError):
+    """A batch that a worker cannot hand to its parent. Its text is one line with a remedy."""
+
+
 Sample = tuple[Tensor, int] | CorruptImage
+Batch = tuple[Tensor, Tensor] | CorruptImage | NoSharedMemory
 
 
 class ImageFiles(Dataset):
@@ -222,10 +227,10 @@ class ImageFiles(Dataset):
             return CorruptImage(f"data.path: cannot read the image {path}: {reason}")
 
 
-def collate(samples: list[Sample]) -> tuple[Tensor, Tensor] | CorruptImage:
+def collate(samples: list[Sample]) -> Batch:
     """Stack pixels uint8 [batch, 3, size, size] and labels int64 [batch].
 
-    If an image is corrupt, it is returned instead.
+    If an image is corrupt, or a worker's batch does not fit, the error is returned instead.
     """
     images, labels = [], []
     for sample in samples:
@@ -233,7 +238,22 @@ def collate(samples: list[Sample]) -> tuple[Tensor, Tensor] | CorruptImage:
             return sample
         images.append(sample[0])
         labels.append(sample[1])
-    return torch.stack(images), torch.tensor(labels)
+    return _in_shared_memory(torch.stack(images), torch.tensor(labels))
+
+
+def _in_shared_memory(images: Tensor, labels: Tensor) -> Batch:
+    """Share a worker's batch; where torch would, the parent would never hear of an error."""
+    if worker := get_worker_info():
+        try:
+            for tensor in (images, labels):
+                tensor.share_memory_()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            return NoSharedMemory(
+                f"data.workers={worker.num_workers}: a batch does not fit into /dev/shm: {reason}; "
+                "set data.workers=0, or enlarge it, as docker run --shm-size does"
+            )
+    return images, labels
 
 
 def decode(path: str, size: int, rng: np.random.Generator | None) -> Tensor:

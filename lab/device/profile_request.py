@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lab.cluster.settings import num_launched
+from lab.cluster.settings import adopt_ranks, num_launched
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.fields import file_to_write
@@ -62,6 +62,7 @@ def _check(configs: Sequence[DictConfig]) -> None:
             f"batch_size={batches[0]}: a line through the times needs two different batch sizes, "
             "as in batch_size=16,32"
         )
+    adopt_ranks()
     if num_launched() > 1:
         raise ConfigError(
             f"{num_launched()} ranks were started: layers are measured on one rank; leave the "

@@ -200,8 +200,9 @@ def was_launched() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0; the ranks need not have joined yet."""
-    return (os.environ.get("HOROVOD_RANK") or os.environ.get("RANK") or "0") == "0"
+    """Return whether this process is rank 0; the ranks need be neither adopted nor joined yet."""
+    names = ["HOROVOD_RANK", "RANK", *(FOREIGN[name][0] for name in filter(None, [_foreign()]))]
+    return next(filter(None, map(os.environ.get, names)), "0") == "0"
 
 
 def let_first_rank_report(*_: object) -> None:

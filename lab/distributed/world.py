@@ -86,9 +86,11 @@ def check_gpus(device: str, local_size: int) -> bool:
     num_gpus = torch.cuda.device_count()
     if local_size > num_gpus:
         s = "s" if num_gpus > 1 else ""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = f" (CUDA_VISIBLE_DEVICES={visible}; each rank must see all)" if visible else ""
         raise ValueError(
-            f"device={device}: {local_size} ranks on this host but {num_gpus} GPU{s}; start at "
-            f"most {num_gpus} rank{s}, or set device=cpu or share_gpus=true"
+            f"device={device}: {local_size} ranks on this host but {num_gpus} GPU{s}{shown}; start "
+            f"at most {num_gpus} rank{s}, or set device=cpu or share_gpus=true"
         )
     return True
 
@@ -379,7 +381,8 @@ def _find_rank_info() -> RankInfo:
         return RankInfo("python", 0, 1, 0, 1, dist.HashStore())
     rank, size, local_rank, local_size = launcher.place()
     try:
-        store = next(iter(dist.rendezvous("env://")))[0]
+        limit = timedelta(seconds=JOIN_LIMIT_S)  # torch would try for half an hour
+        store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]
     except (dist.DistNetworkError, ValueError) as error:
         names = ("MASTER_ADDR", "MASTER_PORT")
         where = " ".join(f"{name}={os.environ.get(name, '')}" for name in names)

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.distributed import distributed_c10d
 
+from lab.cluster.settings import adopt_ranks
 from lab.distributed.launcher import RankInfo, was_launched
 from lab.distributed.torch_comm import TorchComm, group_of, nccl_options
 from lab.distributed.world import World
@@ -180,6 +181,7 @@ def world_of(
         )
     if group is None:
         if not dist.is_initialized():
+            adopt_ranks()
             alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             dist.init_process_group(**({} if was_launched() else alone))
         group = dist.group.WORLD

@@ -6,5 +6,5 @@ import lab
 if not hasattr(lab, "_HOME"):
     raise ImportError(
         f"{lab.__file__}: belongs to another package, which has replaced the lab's file; run "
-        "pip uninstall lab scaling-lab, then pip install scaling-lab"
+        "pip uninstall lab scaling-lab, then install the lab again"
     )

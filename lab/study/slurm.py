@@ -124,6 +124,7 @@ def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
         "sbatch",
         "--parsable",
         "--no-requeue",  # a measurement in two parts is not valid
+        "--export=ALL",  # with PYTHON, whatever SBATCH_EXPORT says
         f"--job-name={root.name}",
         f"--comment={_comment(root)}",
         f"--array=1-{len(cells)}",

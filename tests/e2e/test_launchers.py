@@ -63,11 +63,30 @@ def test_torchrun(expected: str, environment: dict[str, str], tmp_path: Path) ->
     assert (found["launcher"], found["replica_hash"]) == ("torchrun", expected)
 
 
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed: no mpirun")
+needs_mpirun = pytest.mark.skipif(
+    not shutil.which("mpirun"), reason="Open MPI is not installed: no mpirun"
+)
+LOOP = """
+import lab, torch
+lab.grad_sync(torch.nn.Linear(4, 2), "allreduce")
+print("ranks:", torch.distributed.get_world_size())
+"""
+
+
+@needs_mpirun
 def test_mpirun(expected: str, environment: dict[str, str], tmp_path: Path) -> None:
     line = (*MPIRUN, environment["PYTHON_EXEC"], "-m", "lab.train")
     found = start(line, environment, tmp_path)
     assert (found["launcher"], found["replica_hash"]) == ("mpirun", expected)
+
+
+@needs_mpirun
+def test_mpirun_starts_the_ranks_of_a_loop_that_leaves_it_to_the_lab(
+    environment: dict[str, str],
+) -> None:
+    line = [*MPIRUN, environment["PYTHON_EXEC"], "-c", LOOP]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout.splitlines() == ["ranks: 2"] * 2, done.stderr
 
 
 @pytest.mark.slow

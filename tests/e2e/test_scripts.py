@@ -185,7 +185,9 @@ def test_node_that_has_the_rendezvous_hosts_it_however_it_is_spelled(launchers: 
         addressed = (*NODE, "--rendezvous", "localhost:1", "--address", address)
         done = run(*addressed, path=launchers)
         assert done.code == 0, done.err
-        assert ("is_host=true" in done.out) == hosts
+        (conf,) = re.findall(r"--rdzv-conf\n(.+)", done.out)
+        assert ("is_host=true" in conf) == hosts
+        assert "read_timeout=600" in conf  # the first node's own start may be minutes late
 
 
 @pytest.mark.parametrize("name", ["local.sh", "node.sh", "horovod.sh"])
@@ -206,12 +208,25 @@ def test_skypilot_recipe_keeps_to_its_schema_and_starts_node_sh(
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    of_node = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8"}
+    of_node = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_NODES": "2", "NODE_RANK": "1"}
+    of_node["NUM_GPUS_PER_NODE"] = "8"
     variables = {f"SKYPILOT_{name}": text for name, text in of_node.items()}
     variables |= {"PATH": launchers, "SKYPILOT_TASK_ID": "t1", "SETTINGS": "steps=2 device=cpu"}
     line = ["bash", "-c", task["run"]]
     done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True)
     words = " ".join(done.stdout.split())
     assert "--nnodes 2 --nproc-per-node 8 " in words, done.stderr
-    assert "--rdzv-endpoint 10.0.0.1:29400 --rdzv-id t1 " in words
+    assert "--rdzv-endpoint 10.0.0.1:29400 --rdzv-id t1 --local-addr 10.0.0.2 " in words
     assert words.endswith("-m lab.train runs_dir=/runs steps=2 device=cpu")
+
+
+def test_skypilot_recipe_sets_a_machine_up_again_and_may_fetch_python(tmp_path: Path) -> None:
+    put(tmp_path, "pip", ":")
+    real = Path(sys.executable).with_name("uv")
+    put(tmp_path, "uv", f'echo $UV_PYTHON_DOWNLOADS; [ "$1" = pip ] || exec {real} "$@"')
+    setup = yaml.safe_load((ROOT / "launch/skypilot.yaml").read_text())["setup"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for _ in range(2):
+        line = ["bash", "-ec", setup]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.split()) == (0, ["automatic"]), done.stderr

@@ -31,6 +31,7 @@ ENDLESS = (*SMALL, "steps=1000000")
 QUEUE = ("squeue", "--array", "--noheader", "--format=%i")
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[1-2]"}
 ARRAY = {**JOB, "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "2"}
+FIRST = {"SLURM_ARRAY_TASK_ID": "0"}
 pytestmark = pytest.mark.xdist_group("slurm")
 
 
@@ -62,19 +63,30 @@ def cluster(
         print(output.read_text())  # pytest shows it if the test failed
 
 
+@pytest.mark.parametrize(
+    ("options", "threads"),
+    [
+        (("--ntasks=2", "--cpus-per-task=2", "--gpus-per-task=1"), 2),
+        (("--gpus=2", "--ntasks-per-gpu=1"), 1),
+    ],
+)
 def test_a_task_is_a_rank_and_sees_all_gpus_that_the_job_has_on_its_node(
-    cluster: Callable[..., str], environment: dict[str, str], tmp_path: Path
+    cluster: Callable[..., str],
+    environment: dict[str, str],
+    tmp_path: Path,
+    options: tuple[str, ...],
+    threads: int,
 ) -> None:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nenv\n")
     program.chmod(0o755)
-    environment["PYTHON"] = str(program)
     del environment["OMP_NUM_THREADS"]
-    options = ("--ntasks=2", "--cpus-per-task=2", "--gpus-per-task=1")
-    job = cluster("sbatch", "--wait", "--parsable", *options, str(SCRIPT))
+    export = f"--export=PYTHON={program}"  # and none of the user's other variables
+    job = cluster("sbatch", "--wait", "--parsable", *options, export, str(SCRIPT))
     lines = (tmp_path / f"slurm-{job}.out").read_text().splitlines()
     for setting in (
-        *("WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "CUDA_VISIBLE_DEVICES=0,1", "OMP_NUM_THREADS=2"),
+        *("WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "CUDA_VISIBLE_DEVICES=0,1"),
+        f"OMP_NUM_THREADS={threads}",
         *("MASTER_ADDR=localhost", f"MASTER_PORT={20000 + int(job) % 12000}"),
         *("SLURM_DISTRIBUTION=block:block", "SLURM_CPU_BIND_TYPE=mask_cpu:"),  # by NUMA node
     ):
@@ -114,8 +126,12 @@ def test_a_job_preempted_by_a_signal_ends_as_an_undisturbed_one(
 
 
 def test_a_sweep_gives_the_same_records_as_a_local_one(
-    cluster: Callable[..., str], command: Command, tmp_path: Path
+    cluster: Callable[..., str],
+    command: Command,
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
+    environment["SBATCH_EXPORT"] = "NONE"  # of a site that wants clean jobs
     grid = ("strategy=onebit", "world_size=1,2", *QUICK)
     done = command("lab.sweep", "launcher=slurm", "study=s", *grid)
     assert done.code == 0, done.err
@@ -255,7 +271,9 @@ def run_script(folder: Path, *arguments: str, **variables: str) -> Finished:
         program.chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
     line = ["bash", str(SCRIPT), *arguments]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        line, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
@@ -287,11 +305,14 @@ def test_a_restart_resumes_the_run_of_the_first_start(tmp_path: Path) -> None:
         (("--cells", "/nowhere"), ARRAY, "--cells /nowhere: must name one file"),
         (("--cells", "/tmp"), ARRAY, "--cells /tmp: must name one file"),
         (("--cells", "/dev/null"), ARRAY, "there is no cell in line 2"),
+        (("--cells", "/dev/null"), ARRAY | FIRST, "there is no cell in line 0"),
+        (("--cells", "cells"), ARRAY, "--cells cells: a quote in line 2 is not closed"),
     ],
 )
 def test_the_script_refuses_what_it_cannot_run(
     tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], message: str
 ) -> None:
+    (tmp_path / "cells").write_text("steps=6\ncell='a\n")
     done = run_script(tmp_path, *arguments, **variables)
     assert done.code == 2
     (line,) = done.err.splitlines()

@@ -20,6 +20,7 @@ from lab.benchmarks.present import chart_of, text_of
 from lab.benchmarks.request import read
 from lab.codec.kernels import library
 from lab.distributed.comm import Comm, run_ranks
+from lab.distributed.launcher import FOREIGN
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Int8
@@ -147,11 +148,20 @@ def test_what_does_not_fit_is_one_line_and_code_1(
     assert capsys.readouterr().err == f"lab.bench: error: {line}"
 
 
+OMPI = dict(zip(FOREIGN["mpirun"], ("0", "4", "0", "4"), strict=True))
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "0", "WORLD_SIZE": "4"}, OMPI])
 def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # to be as before afterwards, also if mpirun's are adopted
+        monkeypatch.delenv(name)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     own = read(["step", "strategy=tree,ddp"]).own
     assert (own["world_size"], own["starts"]) == (4, 1)
     with pytest.raises(ConfigError, match="starts=3: a launcher has started these ranks once"):

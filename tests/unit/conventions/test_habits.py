@@ -55,3 +55,9 @@ def test_workflows_call_scripts_and_targets_that_are_there() -> None:
     assert steps == {".ci/run", "make docs"}
     assert (ROOT / ".ci/run").is_file()
     assert re.search(r"^docs: ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_all_machines_get_the_packages_that_tests_would_be_skipped_without() -> None:
+    files = (".ci/run", ".devcontainer/devcontainer.json", "docs/how-to/install.md")
+    lists = [re.search(r"chromium [a-z0-9 -]+", (ROOT / name).read_text()) for name in files]
+    assert len({found and found[0].strip() for found in lists}) == 1, lists

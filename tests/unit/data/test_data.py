@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch import Tensor
 
-from lab.data import Data, GlobalSampler, TensorData
+from lab.data import Data, GlobalSampler, TensorData, imagefolder
 from lab.data.digits import _rotate, digits, rotated_digits
 from lab.data.imagefolder import CorruptImage, ImageFolder, Sample, centre_crop, random_crop
 from lab.data.synthetic import synthetic, synthetic_tokens
@@ -267,6 +268,19 @@ def test_one_level_of_class_folders_holds_out_every_tenth_image(folder: Path) ->
     assert (data.num_train, data.num_test, data.num_classes) == (14, 2, 2)
     ((_, labels),) = data.test_batches(0, 1, 2)
     assert labels.tolist() == [0, 1]
+
+
+def test_a_batch_that_does_not_fit_into_shared_memory_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(imagefolder, "get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    monkeypatch.setattr(Tensor, "share_memory_", refuse)
+    data = ImageFolder(seed=0, device=CPU, path=str(folder), size=8, workers=0)
+    with pytest.raises(imagefolder.NoSharedMemory, match=r"^data\.workers=2: .*No space.*shm-size"):
+        next(iter(data.test_batches(0, 1, 4)))
 
 
 @pytest.mark.parametrize(("workers", "share"), [(0, 0), (1, 0), (0, 0.5)])

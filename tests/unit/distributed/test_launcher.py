@@ -149,6 +149,7 @@ Started = Callable[[dict[str, str]], tuple[str | None, ...]]
 def test_ranks_of_mpirun_on_one_host_meet_where_their_job_says(started: Started) -> None:
     *place, address, port = started(OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
     assert (place, address) == (["3", "4", "1", "4"], "127.0.0.1")
+    assert not launcher.is_first_rank()
     assert port and 20000 <= int(port) < 32000
     assert launcher.started_by() == "mpirun"
 
@@ -156,6 +157,7 @@ def test_ranks_of_mpirun_on_one_host_meet_where_their_job_says(started: Started)
 def test_on_several_hosts_the_first_has_to_be_named(started: Started) -> None:
     with pytest.raises(ValueError, match="MASTER_ADDR=: mpirun started ranks on several hosts"):
         started(OMPI)
+    assert not launcher.is_first_rank()  # so that the line is printed once
     assert started({"MASTER_ADDR": "a", "MASTER_PORT": "9"})[-2:] == ("a", "9")
 
 

@@ -22,6 +22,7 @@ from lab.distributed.world import MOST_NAMED, Disagreement, differences, written
 from lab.settings.config import ConfigError, build, load
 from lab.sync.ddp import DDPSync
 from lab.training.assemble import require_like_gpus
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -139,6 +140,18 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("MASTER_PORT")
         with pytest.raises(ValueError, match="MASTER_ADDR=127.0.0.1 MASTER_PORT=: "):
             world._find_rank_info()
+
+
+def test_a_first_rank_that_never_listens_is_waited_for_as_long_as_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "JOIN_LIMIT_S", 1.0)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**place, **where}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match=r"^MASTER_ADDR=127\.0\.0\.1 MASTER_PORT=\d+: .*timed out"):
+        world._find_rank_info()
 
 
 @pytest.mark.parametrize(("device", "built"), [("cuda", False), ("cuda", True), ("cpu", False)])
@@ -345,6 +358,15 @@ def test_too_few_or_too_old_gpus_are_refused(
     machine("580.65.06", ("nvidia0",), counted=1, usable=True, capability=capability)
     with pytest.raises(ValueError, match=message):
         world.pick_device("auto", 0, local_size)
+
+
+def test_a_launcher_that_shows_each_rank_its_own_gpu_is_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("580.65.06", ("nvidia0",), counted=1, usable=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as srun --gpus-per-task=1 does
+    with pytest.raises(ValueError, match=r"1 GPU \(CUDA_VISIBLE_DEVICES=3; each rank must see all"):
+        world.pick_device("auto", 0, 2)
 
 
 def test_a_gpu_that_refuses_is_one_line(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
