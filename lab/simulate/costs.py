@@ -320,6 +320,8 @@ def blamed(path: str) -> Iterator[None]:
     """
     try:
         yield
+    except ConfigError:  # which says more
+        raise
     except Exception as error:
         if (found := blame(error)) is None:
             raise

@@ -30,6 +30,7 @@ from lab.exchange.compressed import Coded, TwoStage
 from lab.exchange.cost import Shape
 from lab.exchange.scatter import GATHERED, gather_bytes, scatter_of
 from lab.exchange.scatter import Layout as Columns
+from lab.settings.errors import ConfigError
 from lab.settings.own_code import is_labs
 from lab.simulate.costs import Load, Stage
 
@@ -128,7 +129,7 @@ def _events(
                 _run(own, bucket, recorder, part)
     except (RuntimeError, NotImplementedError, TypeError) as error:  # TypeError: of copies, numpy
         why = str(error).splitlines()[0]
-        raise ValueError(
+        raise ConfigError(
             f"exchange={type(exchange).__name__}: cannot be predicted from its code, which "
             f"cannot run on tensors without values ({why}); implement add_cost"
         ) from error

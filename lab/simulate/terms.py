@@ -13,6 +13,7 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from lab.simulate.hardware import Hardware, Learned, Range, with_value
 # Degrees of freedom of errors: some figures have causes of their own, as a slow input pipeline.
 FREEDOM = 4.0  # `reach` has its quantiles
 LEVELS = (0.8, 0.95)
+FEW = 0.25  # of draws: fewer on one side of a prediction are not the half of a symmetric error
 LINKS = ("intra", "inter", "server")
 RATE = "bandwidth_bytes_per_s"
 WIRE = "wire"  # what the links' bytes take, in those of their nominal rate; the rest is of Hardware
@@ -171,14 +173,15 @@ def interval(point: float, others: Iterable[float], residual: float, level: floa
 
 
 def _spread(errors: Sequence[float], sign: int) -> float:
-    """Return the scale of errors of a sign: all of theirs, if those of both signs are alike.
+    """Return the scale of errors to one side: of all errors, unless few lie on that side.
 
     What can only be worse than it is assumed to be, such as a part that does not scale, makes no
     better end.
     """
-    squares = [error**2 for error in errors]
-    of_sign = [square for square, error in zip(squares, errors, strict=True) if sign * error > 0]
-    return math.sqrt(min(2 * sum(of_sign), sum(squares)) / len(squares))
+    of_sign = [error for error in errors if sign * error > 0]
+    if len(of_sign) < FEW * len(errors):
+        return math.sqrt(2 * sum(error**2 for error in of_sign) / len(errors))
+    return math.sqrt(fmean(error**2 for error in errors))
 
 
 def reach(point: float, scale: float, level: float) -> list[float]:

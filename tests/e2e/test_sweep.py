@@ -103,7 +103,7 @@ def started(folder: Path) -> dict[Path, str]:
     [
         (("study=kim2018",), "study=kim2018: no such study; allowed: adam, advice, beyond,"),
         (("strategy=none,teleport",), "strategy=teleport: allowed:"),
-        (("world_size=0",), "world_size=0: must be an integer of at least 1"),
+        (("world_size=0",), "world_size=0: must be an integer from 1 to"),
         (("repeats=many",), "repeats=many: must be an integer"),
         (("batch_size=100", "world_size=1,3"), "such as 99 or 102"),
         (("world_size=2", "device=cuda"), "world_size=2: device=cuda: torch sees no GPU"),

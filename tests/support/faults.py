@@ -79,7 +79,7 @@ class OneBitKilled(OneBit):
         return super().stages(bucket, comm)
 
 
-class DeadlyToSave:
+class DeadlyToSave(dict[str, Any]):
     """Ends the process that pickles it."""
 
     def __reduce__(self) -> str:

@@ -253,7 +253,7 @@ def test_all_papers_are_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [cell.strip() for cell in nvidia] == ["–", "29", "–", "–"]
     assert [cell.strip() for cell in shi] == ["20", "10", "–", "–"]
     line = refusal(verify.main, "all", "out=page.md")
-    assert line == "all: all allows neither other papers nor out=; name the papers instead"
+    assert line == "all: it allows neither other papers nor out=; name the papers instead"
 
 
 def test_a_page_about_one_device(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"trials": -1}, "sync.trials=-1: must be an integer of at least 0"),
+        ({"trials": -1}, "sync.trials=-1: must be an integer from 0 to 1000000"),
         ({"trials": True}, "sync.trials=true: must be an integer"),
         ({"chunk_mb": 0}, "sync.chunk_mb=0: must be a number above 0"),
         ({"chunk_mb": "8"}, "sync.chunk_mb=8: must be a number above 0"),
