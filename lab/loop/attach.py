@@ -32,11 +32,11 @@ from lab.loop.check import (
     LoopCheck,
     follow,
     is_on,
+    refuse_stalled,
     remember,
     syncs,
 )
 from lab.loop.setup import compose, refuses_misuse, require_module, world_of
-from lab.loop.stalled import refuse_stalled
 from lab.settings.config import ConfigError, build
 from lab.settings.errors import as_config_error
 from lab.sync.base import SyncParts

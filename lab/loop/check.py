@@ -1,4 +1,4 @@
-"""check="first" in a loop of the user's own, which calls no Check."""
+"""What a loop of the user's own may do wrong: check="first", and ranks that others wait for."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ from lab.settings.errors import ConfigError
 from lab.settings.storage import write_json
 from lab.sync.base import Exchanging
 from lab.sync.ddp import HookState
+from lab.sync.gradsync import GradSync
 from lab.sync.owner import Owner
+from lab.training.run import LOST_PEER, TIMEOUT
 
+GRACE_S = 5.0  # in which others that wait for a lost rank notice it, too
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (
     "hook ignored: DDP gave it no gradients before optimizer.step(): was the last backward of "
@@ -292,3 +295,34 @@ def is_on(check: str | None) -> bool:
     if check not in (None, "none", "first"):
         raise ConfigError(f"check={check!r}: allowed: 'first', 'none', None")
     return check == "first"
+
+
+def refuse_stalled(error: RuntimeError, sync: Checked, world: World) -> None:
+    """Name the ranks that others wait for, if `error` is of a wait in Gloo.
+
+    Ranks that wait in the same step meet in the store. As each step needs all ranks, those that do
+    not come have taken as many steps as this one.
+
+    Raises:
+        RuntimeError: says who has stopped, and after how many steps.
+    """
+    text = str(error).lower()
+    is_late = any(word in text for word in TIMEOUT)
+    if "gloo" not in text or not (is_late or any(word in text for word in LOST_PEER)):
+        return
+    try:
+        absent = world.meet(f"stalled/{sync.step}", {}, GRACE_S)
+    except RuntimeError:  # the store has ended with its rank
+        absent = "another rank"
+    if not absent:
+        return
+    limit = sync.settings["exchange_timeout_s"]
+    why = (
+        f"is only slow, raise exchange_timeout_s={limit:g}" if is_late else "failed, see its error"
+    )
+    cure = "call finish() without backward" if isinstance(sync, GradSync) else "use ddp.join()"
+    raise RuntimeError(
+        f"{absent} stopped after {sync.step} steps, but rank {world.rank} goes on; all ranks must "
+        "take equally many: give each as many batches (drop_last=True), or where they have run out "
+        f"{cure}; if {absent} {why}"
+    ) from None

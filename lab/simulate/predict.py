@@ -36,11 +36,10 @@ from lab.simulate.score import (
     scored_cell,
 )
 from lab.simulate.step import Prediction, predict, simulate
-from lab.simulate.strategy import Strategy
+from lab.simulate.strategy import Strategy, told
 from lab.simulate.terms import LEVELS, drawn, interval, learned
 from lab.simulate.traced import KEY as TRACED
 from lab.simulate.traced import Traced, read_profile
-from lab.simulate.update import told
 from lab.study.grid import Cell, series_of
 from lab.study.grid import read as read_grid
 from lab.sync.pattern import MOMENTUM, refuse

@@ -31,8 +31,8 @@ from lab.simulate.strategy import (
     messages_of_fragments,
     parameters,
     ranks_of_a_copy,
+    update_beside,
 )
-from lab.simulate.update import update_beside
 from lab.sync.pattern import MOMENTUM, Begin, Leg, gradsync, send_order
 
 # Of PrioritySync: the second begins with an exchange under way; two more for it to settle.
