@@ -1,4 +1,4 @@
-"""What a loop of the user's own may do wrong: check="first", and ranks that others wait for."""
+"""Mistakes in a loop of the user's own: check="first", and ranks that others wait for."""
 
 from __future__ import annotations
 
