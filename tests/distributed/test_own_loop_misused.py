@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lab
-from lab.loop import stalled
+from lab.loop import check
 from tests.support.ranks import CREW, spawn
 
 WIDTH, STEPS = 8, 16
@@ -368,7 +368,7 @@ def test_a_model_may_be_copied_and_saved(tmp_path: Path) -> None:
 
 def uneven(way: str) -> str:
     """Let the last rank take fewer steps than others; return what these are told."""
-    stalled.GRACE_S = 1.0
+    check.GRACE_S = 1.0
     dist.init_process_group("gloo")
     model, rank = net(), dist.get_rank()
     told = ""
