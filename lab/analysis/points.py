@@ -379,6 +379,12 @@ def paired(first: Times, second: Times) -> tuple[list[float], list[float]]:
     return [first[key] for key in shared], [second[key] for key in shared]
 
 
+def ratio_of(one: Point, other: Point) -> float:
+    """Return the ratio of two points' steps: of the repeats that both have, else of the means."""
+    ratio = of_ratio(*paired(one.steps_s, other.steps_s)).mid
+    return one.step_s / other.step_s if math.isnan(ratio) else ratio
+
+
 def _ends(name: str, value: Interval) -> dict[str, float]:
     return {f"{name}_{end}": getattr(value, end) for end in ("lo", "mid", "hi")}
 

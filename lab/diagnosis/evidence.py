@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lab.analysis.points import CEILING, Point, paired, same_work, shared_baseline
+from lab.analysis.points import CEILING, Point, ratio_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.analysis.results import Results
 from lab.measure import OWN
-from lab.measure.statistics import of_ratio, round_means
+from lab.measure.statistics import round_means
 from lab.measure.stragglers import Slow, Times, stragglers
 from lab.record.run_directory import SETTINGS, read_settings
 from lab.record.trace import TIMELINE, read_trace
@@ -172,14 +172,8 @@ def _median(values: Any) -> float:
 
 
 def _beside(point: Point, other: Point | None) -> float:
-    """Return another point's step as it is in the repeats of `point`, as tables pair the two.
-
-    Of no common repeat it is the mean over its own.
-    """
-    if other is None:
-        return math.nan
-    ratio = of_ratio(*paired(other.steps_s, point.steps_s)).mid
-    return other.step_s if math.isnan(ratio) else ratio * point.step_s
+    """Return another point's step as it is in the repeats of `point`, as tables pair the two."""
+    return math.nan if other is None else ratio_of(other, point) * point.step_s
 
 
 def _exposed_s(point: Point, runs: Sequence[Cell], every: int, scale: float) -> float:

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lab.analysis.points import CEILING, Place, Point, leaders, paired, ranked
+from lab.analysis.points import CEILING, Place, Point, leaders, ranked, ratio_of
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Verdict
 from lab.diagnosis.view import reason
 from lab.draw.text import in_words, number_of, number_text
-from lab.measure.statistics import ENOUGH_REPEATS, of_ratio
+from lab.measure.statistics import ENOUGH_REPEATS
 
 # What people use, the most common first.
 BASELINES = ("allreduce", "ddp", "horovod", "tree", "overlap")
@@ -97,7 +97,7 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
 def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) -> str:
     name, ranks = names[best.place], number_of(best.world_size, "rank")
     gain = ""
-    if baseline and (more := number_text(_times(baseline, best))) != "1.00":
+    if baseline and (more := number_text(ratio_of(baseline, best))) != "1.00":
         gain = f"{more} times as fast as with {names[baseline.place]}"
     times = best.speedup.mid
     if math.isnan(times) or best.world_size == 1:
@@ -111,12 +111,6 @@ def _verdict(best: Point, baseline: Point | None, names: Mapping[Place, str]) ->
         return f"With {name}, {ranks} train {told}."
     fastest = f"With {name}, the fastest strategy, they train {told}."
     return f"{ranks} train no faster than one rank. {fastest}"
-
-
-def _times(slow: Point, fast: Point) -> float:
-    """Return the ratio of two points' steps: of the repeats that both have, if there are any."""
-    pairs = paired(slow.steps_s, fast.steps_s)
-    return of_ratio(*pairs).mid if pairs[0] else slow.step_s / fast.step_s
 
 
 def _certainty(
@@ -141,7 +135,7 @@ def _certainty(
     if others:
         return [f"As fast, as far as {best.num_repeats} repeats can show: {_listed(others)}."]
     second = here[1]
-    slower = number_text(100 * (_times(second, best) - 1), digits=2)
+    slower = number_text(100 * (ratio_of(second, best) - 1), digits=2)
     return [
         f"The next fastest, {names[second.place]}, takes {slower} % longer, a significant "
         "difference."

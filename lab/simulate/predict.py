@@ -36,7 +36,7 @@ from lab.simulate.score import (
     scored_cell,
 )
 from lab.simulate.step import Prediction, predict, simulate
-from lab.simulate.strategy import Strategy, told
+from lab.simulate.strategy import Strategy, update_note
 from lab.simulate.terms import LEVELS, drawn, interval, learned
 from lab.simulate.traced import KEY as TRACED
 from lab.simulate.traced import Traced, read_profile
@@ -276,7 +276,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
             known[profile.name] = profile
             if isinstance(source, Profile) and strategy.update != MOMENTUM:
                 optim = cell.config.optim["_target_"]
-                updates[told(optim, profile, group.hardware, strategy)] = None
+                updates[update_note(optim, profile, group.hardware, strategy)] = None
             prediction, row = _predict(group, cell, source, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []

@@ -360,21 +360,21 @@ def _rate(profile: Profile, hardware: Hardware) -> float:
     return hardware.device.rate_of(num_bytes) if hardware.device else math.inf
 
 
-def told(optim: str, profile: Profile, hardware: Hardware, strategy: Strategy) -> str:
+def update_note(optim: str, profile: Profile, hardware: Hardware, strategy: Strategy) -> str:
     """Say how an optimizer other than SGD counts beside a measured profile.
 
     Args:
         optim: its path.
     """
-    contained = f"{profile.name} is taken to contain an update with SGD"
+    contained = f"{profile.name} is assumed to contain an update with SGD"
     if strategy.update is None:
         return f"optim={optim}: its update is not priced, as its passes are not known; {contained}"
     beside, rate = update_beside(profile, hardware, strategy.update)
     if beside == strategy.update:
         return ""
-    told = f"optim={optim}: {strategy.update.passes:g} passes over memory in an update; {contained}"
-    told += f", of {MOMENTUM.passes:g}; the difference is "
+    note = f"optim={optim}: {strategy.update.passes:g} passes over memory in an update; {contained}"
+    note += f", of {MOMENTUM.passes:g}; the difference is "
     if math.isinf(rate):
-        return f"{told}not priced: set hardware.update_bytes_per_s="
+        return f"{note}not priced: set hardware.update_bytes_per_s="
     seconds = beside.passes * profile.gradient_bytes / rate
-    return f"{told}{1e3 * seconds:+.2f} ms, at {rate / 1e9:.4g} GB/s"
+    return f"{note}{1e3 * seconds:+.2f} ms, at {rate / 1e9:.4g} GB/s"
