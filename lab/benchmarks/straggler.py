@@ -169,8 +169,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"{_percent(clean['share'])} %",
         f"delays of {low:.0f} to {high:.0f} ms in steps of {1e3 * result['step_s']:.1f} ms "
         f"{on_ranks_of(result)}; [95 % intervals] are Wilson's",
-        f"within {100 * CLOSE:.0f} %: delays found to within that error; error, most: the median "
-        "and the largest error",
+        f"within {100 * CLOSE:.0f} %: number of delays found to within this error; error, most: "
+        "the median and the largest error",
     ]
 
 

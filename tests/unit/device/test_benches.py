@@ -216,7 +216,7 @@ def test_layers_and_rest_are_compared_with_a_plain_step(
     text = capfd.readouterr().out
     for said in ("biases take", "add up to", "convolutions take", "times as long as forward"):
         assert said in text
-    assert "the gradient of the model's input costs" in text
+    assert "the gradient of the model's input takes" in text
     assert chart_in(tmp_path / "a.json").message.startswith("Conv2d takes ")
 
 
