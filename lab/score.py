@@ -18,7 +18,7 @@ class Settings:
     profile: str = setting("alexnet_titanx", "a file in conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
     out: Path | None = file_setting("FILE.md for the page; FILE.png for its figure", ".md")
-    terms: Path | None = file_setting("FILE.yaml for what `published` learns", ".yaml")
+    terms: Path | None = file_setting("FILE.yaml for the terms that `published` learns", ".yaml")
 
 
 COMMAND = Command(

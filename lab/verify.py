@@ -29,7 +29,7 @@ COMMAND = Command(
     "Check a paper's claims against counts, predictions and measurements.",
     (
         "python -m lab.verify all                              every paper: how many claims hold",
-        "python -m lab.sweep study=kim2017                     measures one (root, 30 minutes)",
+        "python -m lab.sweep study=kim2017                     measure its cells (root, 30 min)",
         "python -m lab.verify kim2017 runs=runs/kim2017 out=page.md     all cells, and figures",
         "python -m lab.verify zhao2016 benches=results         one device: results of lab.bench",
         "python -m lab.verify mlperf nccl_tests out=page.md    several papers on one page",

@@ -342,7 +342,7 @@ def map_chart(found: Map) -> Chart:
         message += f", and not significantly slower in {undecided} more"
     sample = sample_of(len(one.place.steps_s[one.measured.name]) for one in answers)
     about = ["the fastest fixed strategy by model, batch and links", NOTE]
-    about += [f"measured: {sample}; predicted: intervals over what the fit leaves open"]
+    about += [f"measured: {sample}; predicted: intervals over the uncertainty of the fit"]
     about += (
         ["black frame: the predicted strategy was measured to be slower than the fastest"]
         if wrong

@@ -114,10 +114,12 @@ def _meanings(result: Row) -> list[str]:
     return [
         f"GB: weights, gradients, optimizer and exchange, without activations, {device}",
         *([f"left out, because they need more: {too_large}"] if too_large else []),
-        "limit: what takes the most time, and the percentage of the step saved without it",
-        f"knee: from these ranks on, twice as many gain less than a factor of {result['knee']:g}",
-        "a larger batch makes fewer updates for the same samples; batch_size=... compares at one "
-        "batch",
+        "limit: the largest cost, and the percentage of the step time that you would save without "
+        "it",
+        "knee: the number of ranks from which doubling them speeds up training by a factor of less "
+        f"than {result['knee']:g}",
+        "with a larger batch, there are fewer updates for the same number of samples; to compare "
+        "options at one batch size, set batch_size=...",
     ]
 
 
@@ -157,7 +159,7 @@ def _first_choice(result: Row, kind: str) -> list[str]:
         f"first choice, {kind}: {_named(first)}, {first['samples_per_s']:.0f} samples/s{interval}"
     )
     names = ", ".join(row["series"] for row in close)
-    rivals = f"  measure first, because the prediction cannot tell it from {names}"
+    rivals = f"  measure first, because the prediction cannot distinguish it from {names}"
     return [line, *_wrapped([rivals] if close else [])]
 
 

@@ -517,7 +517,7 @@ def page(result: dict[str, Any], figure: str) -> str:
 def _of_scores(result: dict[str, Any]) -> list[str]:
     """Write what was fitted, and the scores of steps, in sentences."""
     lines = [
-        "* A cell is one strategy on one number of ranks: a line of the next table. The exposed "
+        "* A cell is one strategy on one number of ranks: a row of the next table. The exposed "
         "exchange is the time by which an exchange makes a step longer. Linear scaling means that "
         "N ranks are N times as fast as one. The skill is 1 − (median error of the predictions / "
         "median error of linear scaling).",

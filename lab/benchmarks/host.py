@@ -262,7 +262,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     threads = "all threads" if result.get("device") == "cuda" else "the training thread"
     return [
         f"processor time of {threads} in a step of {result['num_parameters']} "
-        f"parameters on {result['num_ranks']} ranks, less that of backward alone "
+        f"parameters on {result['num_ranks']} ranks, minus that of the backward pass alone "
         f"({1e6 * result['plain_s']['median']:.0f} us)",
         f"medians of {result['num_rounds']} interleaved rounds; [95 % intervals] "
         + present.intervals_of(result),

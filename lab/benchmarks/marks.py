@@ -89,6 +89,6 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"medians of {result['num_pairs']} turns per row {on_ranks_of(result)}, as timed by the "
         "slowest rank; [95 % intervals] resample whole rounds",
-        f"marks alone, in steps without work: {1e6 * result['marks_s']:.1f} us for "
+        f"recording alone, in steps without work: {1e6 * result['marks_s']:.1f} us for "
         f"{result['num_buckets']} buckets, {share:.3f} % of a turn",
     ]

@@ -159,7 +159,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
         f"extra: memory beyond what training {parameters / 1e6:.1f} M parameters needs without an "
         "exchange (measured: the peak with strategy=none, less its buffers)",
-        "optimizer: tensors of its state, on the rank with the most",
+        "optimizer: tensors of the optimizer's state, on the rank with the most",
     ]
 
 

@@ -165,12 +165,12 @@ COLUMNS: dict[str, Column] = {
 def notes(result: dict[str, Any]) -> list[str]:
     clean, low, high = result["clean"], *(1e3 * each for each in DELAYS_S)
     return [
-        f"{clean['accused']} of {clean['runs']} clean runs accuse a rank: "
+        f"in {clean['accused']} of {clean['runs']} runs without a delay, a rank is named as slow: "
         f"{_percent(clean['share'])} %",
         f"delays of {low:.0f} to {high:.0f} ms in steps of {1e3 * result['step_s']:.1f} ms "
         f"{on_ranks_of(result)}; [95 % intervals] are Wilson's",
-        f"within {100 * CLOSE:.0f} %: delays found to within that error; error, most: the median "
-        "and the largest error",
+        f"within {100 * CLOSE:.0f} %: number of delays found to within this error; error, most: "
+        "the median and the largest error",
     ]
 
 

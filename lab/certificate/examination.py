@@ -211,7 +211,7 @@ class Examination:
         if self.bound:
             name = self.about.name
             return f"gradients are too similar on all ranks, compared with the error of {name}"
-        return "gradients are alike on all ranks"
+        return "gradients are equal on all ranks"
 
     def _bytes(self) -> tuple[str, float | None, Finding]:
         """Put the bytes into words, which a formula and, where it can, an interface has checked.

@@ -96,7 +96,7 @@ def finding(cells: Sequence[ScoredCell], reproduced: Reproduced, title: str) -> 
     message = (
         f"With a {best.index[0]}, {most} workers are at most {best.iloc[0]:.1f} times as fast as "
         f"one{', and slower at small batches' if is_slower else ''}; "
-        f"cures reach {cured.min():.1f} to {cured.max():.1f} times at {batches[-1]} images"
+        f"remedies reach {cured.min():.1f} to {cured.max():.1f} times at {batches[-1]} images"
     )
     about = [
         f"{title}. Measured {reproduced.grid.setup}.",

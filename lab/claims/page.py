@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 LINEAR = "error of linear scaling"  # the null model: N ranks are N times as fast
 OUTCOMES = (
-    "A claim disagrees if our value is outside its range; either may be wrong. It is undecided if "
-    "only part of our value's interval is inside."
+    "A claim disagrees if our value is outside the range that the claim allows; the claim or our "
+    "value may be wrong. A claim is undecided if only part of our value's interval is inside the "
+    "range."
 )
 SKILL = (
     "Linear scaling means that N ranks are N times as fast as one. The skill is 1 − (cost model's "

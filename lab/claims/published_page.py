@@ -88,8 +88,8 @@ def examination(rows: Sequence[HeldOut]) -> list[str]:
     score, origins = Score.of(rows), {row.figure.origin for row in rows}
     narrow, wide = (sum(row.covered(level) for row in rows) for level in LEVELS)
     return [
-        f"We found {len(rows)} more figures from {len(origins)} sources after the model was final, "
-        "and did not fit anything to them. The predictions have a median error of "
+        f"We found {len(rows)} more figures from {len(origins)} sources, and have never fitted "
+        "anything to them. The predictions have a median error of "
         f"{_percent(score.median)} and a worst error of {_percent(score.worst)}. Linear scaling "
         f"has a median error of {_percent(score.linear_median)}, so the skill is "
         f"{score.skill:.2f}. Of the {len(rows)} figures, {narrow} are inside the 80 % interval and "

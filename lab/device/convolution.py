@@ -268,7 +268,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         "executed: GFLOP including tiles, padding and transforms, as this algorithm is written "
         "here (unknown for the library, so the definition is shown); error: largest difference "
         "from float64, divided by the largest value",
-        "sums leave out backward data of the first layer; where an algorithm does not support a "
+        "sums leave out the first layer's backward data; where an algorithm does not support a "
         "pass, the library replaces it; sums divided by the sum of the best of each pass: "
         f"{', '.join(factors)}",
     ]

@@ -318,7 +318,7 @@ def _notes_on_kernels(result: dict[str, Any]) -> list[str]:
         *skipped,
         *shared,
         "metrics ending in .sum are added over launches; for .min and .max the extreme is shown, "
-        "and for all others the plain mean, because such a trace has no kernel times as weights",
+        "and for all others the plain mean, because such a trace has no kernel times to weight by",
         *([f"{UNNAMED}: kernels without a name in their library"] if unnamed else []),
     ]
 

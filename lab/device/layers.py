@@ -290,7 +290,7 @@ def _findings(row: Row) -> Iterator[str]:
             f"{100 * biases / step_s:.2g} % of the step; libraries compute them with the products"
         )
     if row["input_grad_s"]:
-        yield f"the gradient of the model's input costs {ranged(row['input_grad_s'], MS)} ms"
+        yield f"the gradient of the model's input takes {ranged(row['input_grad_s'], MS)} ms"
 
 
 def chart(result: dict[str, Any]) -> Drawn:

@@ -246,7 +246,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         *shapes_of(result),
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes; "
         f"medians of {result['num_rounds']} interleaved rounds, [95 % intervals]",
-        "the sum is over what a step needs, so it leaves out backward data of the first layer",
+        "the sum is over what a step needs, so it leaves out the first layer's backward data",
         reorders,
         *([blocked] if any(row["layout"] == "blocked" for row in result["rows"]) else []),
         "copies: by torch, from its profiler; in a layer, only those that change the layout; in a "

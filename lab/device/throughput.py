@@ -287,8 +287,8 @@ def _knees(result: dict[str, Any]) -> Iterator[str]:
         knees_ = " and ".join(f"{batch} in {way}" for way, batch in of_ways.items())
         series = f" ({name or DEFAULT})" if _is_named(result) else ""
         yield (
-            f"knee{series}: from a batch of {knees_} on, a larger batch adds less than 5 % to the "
-            f"best rate of {result['unit']}s per second"
+            f"knee{series}: the smallest batch that reaches 95 % of the highest {result['unit']}s "
+            f"per second is {knees_}"
         )
 
 

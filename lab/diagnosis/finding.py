@@ -133,7 +133,8 @@ def _certainty(
         ]
     others = [names[point.place] for point in here if point.series in first and point is not best]
     if others:
-        return [f"As fast, as far as {best.num_repeats} repeats can show: {_listed(others)}."]
+        equal = f"With {best.num_repeats} repeats, these are not significantly slower"
+        return [f"{equal}: {_listed(others)}."]
     second = here[1]
     slower = number_text(100 * (ratio_of(second, best) - 1), digits=2)
     return [

@@ -62,7 +62,9 @@ def explained(path: Path) -> tuple[pd.DataFrame, str]:
     )
     lines = [headline(each, verdict) for each, verdict in found]
     more = f"evidence and what to try: python -m lab.explain {path}/CELL"
-    others = f"predictions of what was not run: python -m lab.advise fit={path} hardware=..."
+    others = (
+        f"predictions for settings that were not run: python -m lab.advise fit={path} hardware=..."
+    )
     troubles = [f"{status}: {name}: {why}" for name, status, why in results.study.troubles]
     return frame, "\n".join([*lines, *troubles, "", more, others])
 

@@ -323,6 +323,6 @@ def refuse_stalled(error: RuntimeError, sync: Checked, world: World) -> None:
     cure = "call finish() without backward" if isinstance(sync, GradSync) else "use ddp.join()"
     raise RuntimeError(
         f"{absent} stopped after {sync.step} steps, but rank {world.rank} goes on; all ranks must "
-        "take equally many: give each as many batches (drop_last=True), or where they have run out "
-        f"{cure}; if {absent} {why}"
+        "run equally many steps: give each rank the same number of batches (drop_last=True), or "
+        f"on a rank without further batches, {cure}; if {absent} {why}"
     ) from None

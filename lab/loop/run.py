@@ -246,8 +246,8 @@ def _refuse_exchange(model: nn.Module | None, sync: Checked | None) -> None:
     if sync or of_ddp:
         what = "sync=" if sync else "DistributedDataParallel"
         raise ConfigError(
-            f"strategy=none: {what} exchanges gradients; record a loop without it, whose ranks "
-            "train apart, to measure what exchanges cost"
+            f"strategy=none: {what} exchanges gradients; to measure what exchanges cost, record a "
+            "loop without it, in which each rank trains on its own"
         )
 
 

@@ -102,7 +102,7 @@ class Settings:
     )
     drift_every: int | None = setting(
         None,
-        "compare what is delivered with exact sums, in windows of this many exchanges; null: never",
+        "compare delivered values with exact sums, in windows of this many exchanges; null: never",
         at_least=1,
     )
     check: str = setting(
@@ -112,7 +112,7 @@ class Settings:
     )
     warmup_steps: int | None = setting(
         None,
-        "number of first steps to leave out of statistics; null: until step times are steady",
+        "steps at the start to leave out of statistics; null: until step times are steady",
         at_least=0,
     )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)

@@ -368,13 +368,14 @@ def update_note(optim: str, profile: Profile, hardware: Hardware, strategy: Stra
     """
     contained = f"{profile.name} is assumed to contain an update with SGD"
     if strategy.update is None:
-        return f"optim={optim}: its update is not priced, as its passes are not known; {contained}"
+        unknown = "the time of its update is not predicted, because its passes are unknown"
+        return f"optim={optim}: {unknown}; {contained}"
     beside, rate = update_beside(profile, hardware, strategy.update)
     if beside == strategy.update:
         return ""
     note = f"optim={optim}: {strategy.update.passes:g} passes over memory in an update; {contained}"
     note += f", of {MOMENTUM.passes:g}; the difference is "
     if math.isinf(rate):
-        return f"{note}not priced: set hardware.update_bytes_per_s="
+        return f"{note}not predicted; to predict it, set hardware.update_bytes_per_s="
     seconds = beside.passes * profile.gradient_bytes / rate
     return f"{note}{1e3 * seconds:+.2f} ms, at {rate / 1e9:.4g} GB/s"

@@ -186,7 +186,7 @@ def open_values(result: Row, machines: Sequence[Row]) -> list[str]:
         for hardware in machines
         if hardware["learned"]
     ]
-    profiles = [f"the fixed part of the times of {name}" for name in result["open_profiles"]]
+    profiles = [f"the fixed part of {name}'s times" for name in result["open_profiles"]]
     return [*fitted, *terms, *profiles, *sorted(keys)]
 
 
@@ -247,8 +247,8 @@ def _fitted(result: Row) -> list[str]:
         ]
     if not result["fit"]:
         return [
-            "the hardware values are those of its file; fit=runs/STUDY fits them to cells on 1 and "
-            "2 ranks"
+            "the hardware values come from the hardware file; fit=runs/STUDY fits them to cells on "
+            "1 and 2 ranks"
         ]
     cells = "" if result["fit"].endswith(".json") else "the cells on 1 and 2 ranks in "
     return [
@@ -277,7 +277,7 @@ def _held_out(result: Row) -> list[str]:
         return []
     if not result["fit"]:
         compared = any("measured_s" in row for row in result["rows"])  # with a trace
-        why = "no prediction was compared with a measured step; measured=runs/STUDY compares them"
+        why = "predictions were not compared with measured steps; measured=runs/STUDY does this"
         return [] if compared else [why]
     lines = [
         f"held out{at(score['conditions'])}: {score['text']}"

@@ -14,7 +14,7 @@ from lab.settings.names import root_of
 from lab.study.grid import Cell, Study, series_of
 from lab.study.launch import recorded
 
-UNKNOWN = "time unknown, because no cell with the same model, data and steps is done"
+UNKNOWN = "time unknown, because no finished cell has the same model, data and steps"
 # Settings that say what is computed and for how long; in these, a similar cell has to be equal.
 OF_WORK = (
     *("model", "profile", "data", "task", "steps", "epochs", "accumulate"),
@@ -73,7 +73,7 @@ def _sum(likes: list[Measured | None]) -> str:
         return UNKNOWN
     minutes, megabytes = needed
     rest = len(likes) - len(known)
-    alike = "estimated from the most similar cells that are done, without start-up"
+    alike = "estimated from the most similar finished cells, without start-up time"
     text = f"about {minutes} min, {megabytes} MB, {alike}"
     return text + (f"; for {number_of(rest, 'cell')}, {UNKNOWN}" if rest else "")
 

@@ -148,15 +148,15 @@ class Findings:
             part, step, values = self._coming.popleft()
             error, cosine, gain = (float(value) for value in values.read())
             # Never of NaN: gradients that are not finite end the run.
-            wrong, expected = error > LIMIT, f"it should be less than {LIMIT:.0%}"
+            wrong, expected = error > LIMIT, f"the limit is {LIMIT:.0%}"
             if self._coarse:
                 wrong = abs(gain - 1) > LIMIT or cosine < LEAST_COSINE
-                expected = f"it was scaled by {gain:.2f}, which should be within {LIMIT:.0%} of 1"
+                expected = f"their scale is {gain:.2f} and should be within {LIMIT:.0%} of 1"
             is_first = not any(earlier["alarm"] for earlier in self._read)
             if wrong and is_first and self._comm.rank == 0:
                 text = (
-                    f"{self._setting}: drift in {part}: what was delivered {self._window} {step} "
-                    f"is off by {error:.1%} of what was due (cosine {cosine:.3f}); {expected}"
+                    f"{self._setting}: drift in {part}: the values delivered {self._window} {step} "
+                    f"differ from the exact ones by {error:.1%} (cosine {cosine:.3f}); {expected}"
                 )
                 warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
             where = {"bucket": part.removeprefix("bucket "), "step": step}

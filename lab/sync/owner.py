@@ -241,7 +241,7 @@ class NonfiniteGuard:
         if last is not None and not bool(last.read()):
             name = type(self._exchange).__name__
             raise FloatingPointError(
-                f"exchange={name}: gradients of the last step were not finite and have spoiled "
+                f"exchange={name}: gradients of the last step were not finite and have corrupted "
                 "its residuals; with a GradScaler, pass scaler=...; without one, try a smaller "
                 "learning rate"
             )

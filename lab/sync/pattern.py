@@ -443,11 +443,11 @@ def idle(
         smaller = f"bucket_mb={bucket_bytes[0] / MIB / 4:.2g} divides them"
         if in_backward:
             lines = [
-                f"overlap=true: nothing overlaps: {size}, which is full only when backward ends; "
-                f"{smaller}"
+                f"overlap=true: nothing overlaps, because {size}, which is full only when backward "
+                f"ends; {smaller}"
             ]
         elif bucket_mb is not None:
-            lines = [f"bucket_mb={bucket_mb:g}: divides nothing: {size}"]
+            lines = [f"bucket_mb={bucket_mb:g}: divides nothing, because {size}"]
     elif in_backward and accumulate > 1:
         lines = [
             f"accumulate={accumulate}: exchanges overlap only the backward of the last micro-batch"

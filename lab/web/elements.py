@@ -104,9 +104,9 @@ def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
         "emulated": [TableCell(some[point]) for point in points],
     }
     note = (
-        "Brackets give 95 % intervals over n repeats, each by itself. A row is marked as fastest "
+        "Brackets give 95 % intervals over n repeats, computed for each value separately. A row is "
+        "marked as fastest if no other row with the same batch and ranks is significantly faster."
     )
-    note += "if no other with the same batch and ranks is significantly faster."
     return _table(name, "Every point", note, columns)
 
 

@@ -33,7 +33,7 @@ def test_what_does_nothing_is_recorded_and_printed(record_of: Any, tmp_path: Pat
     record = record_of("strategy=overlap")
     assert [b["bytes"] for b in record["buckets"]] == [record["gradient_bytes"]]
     (line,) = record["idle"]
-    assert line.startswith("overlap=true: nothing overlaps: all ")
+    assert line.startswith("overlap=true: nothing overlaps, because all ")
     assert f"no effect       {line}" in summary(Record.from_json(record), tmp_path).splitlines()
 
 

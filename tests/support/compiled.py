@@ -337,10 +337,10 @@ other ranks and writes the result there (`path=symmetric`).
     scales that must be read
   * for summing and encoding: 75, but 92 for symmetric kernels, which must first read the addresses
     of the memory of the other ranks
-* **Error** shows how exactly the kernels compute the mean of the messages of three ranks. It is the
-  largest difference from the same mean in double precision, divided by the largest value. The first
-  number is for float32 gradients, and the second is for bfloat16 gradients. Some of the gradients
-  have rows of odd length.
+* **Error** shows how accurately the kernels compute the mean of the messages of three ranks. It is
+  the largest difference from the same mean in double precision, divided by the largest value. The
+  first number is for float32 gradients, and the second is for bfloat16 gradients. Some of the
+  gradients have rows of odd length.
 """
 
 

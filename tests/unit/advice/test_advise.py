@@ -161,7 +161,7 @@ def test_it_says_when_to_measure_first() -> None:
     alike = ["strategy=overlap,layerwise,tree", "batch_size=256", "world_size=4"]
     lines = said(command.main, *alike).splitlines()
     assert lines[1].strip().startswith("measure first")
-    assert lines[1].endswith("cannot tell it from layerwise")
+    assert lines[1].endswith("cannot distinguish it from layerwise")
     place = lines.index("to run:")
     assert [line.split()[5] for line in lines[place + 1 : place + 3]] == [
         "strategy=overlap",

@@ -173,7 +173,7 @@ def right(settings: str) -> Case:
         ),
         (  # if all ranks have the same samples, a rank's own gradient is the mean
             Case(("strategy=overlap",), size=3, same_samples=True),
-            "weights equal on 3 ranks; no gradients checked, because gradients are alike on all",
+            "weights equal on 3 ranks; no gradients checked, because gradients are equal on all",
         ),
     ],
 )

@@ -73,7 +73,7 @@ def test_the_finding_is_a_panel_of_measured_cures_and_published_figures() -> Non
     chart = figures.finding(cells, found, "We, A paper")
     assert chart and chart.message == (
         "With a tree, 4 workers are at most 1.2 times as fast as one, and slower at small batches; "
-        "cures reach 4.0 to 4.0 times at 512 images"
+        "remedies reach 4.0 to 4.0 times at 512 images"
     )
     rows = rows_of(chart)
     assert [rows[0][key] for key in ("low", "value", "high")] == [0.4, 0.5, 0.5]

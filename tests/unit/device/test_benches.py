@@ -50,7 +50,7 @@ def test_every_algorithm_is_measured_or_says_why_not(
     assert all(row["implementation"] for row in rows if row["algorithm"] == "library")
     text = capfd.readouterr().out
     assert "[1/2] features.0: 1x32x32 -> 20, 5x5" in text and "onednn_verbose" not in text
-    assert "backward data of the first layer" in text
+    assert "the first layer's backward data" in text
     assert (tmp_path / "a.png").is_file()
 
 
@@ -129,7 +129,7 @@ def test_throughput_has_a_line_for_each_batch_and_a_knee(
     knees = result["knees"][""]
     assert knees.keys() == {"training", "inference"} and {*knees.values()} <= {2, 32}
     assert few["formula"] is None  # of fully connected layers alone
-    assert f"knee: from a batch of {knees['training']} in training" in capsys.readouterr().out
+    assert f"second is {knees['training']} in training" in capsys.readouterr().out
 
 
 def test_throughput_compares_settings_at_one_batch_and_has_no_knee(
@@ -216,7 +216,7 @@ def test_layers_and_rest_are_compared_with_a_plain_step(
     text = capfd.readouterr().out
     for said in ("biases take", "add up to", "convolutions take", "times as long as forward"):
         assert said in text
-    assert "the gradient of the model's input costs" in text
+    assert "the gradient of the model's input takes" in text
     assert chart_in(tmp_path / "a.json").message.startswith("Conv2d takes ")
 
 

@@ -593,7 +593,7 @@ def test_a_table_has_no_empty_columns_and_fits_a_terminal() -> None:
     names = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "80 %", "efficiency"]
     assert [name for name in HEADER if name in header] == names
     assert max(map(len, (header, *rows))) <= 110
-    assert "held out" not in text and "no prediction was compared" in text  # nothing was fitted
+    assert "held out" not in text and "predictions were not compared" in text  # nothing was fitted
 
 
 def test_what_is_given_replaces_the_files_value_as_a_whole() -> None:

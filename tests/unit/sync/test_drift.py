@@ -125,8 +125,8 @@ def test_planted_faults_are_caught(fault: str, size: int) -> None:
 
 def test_one_line_names_the_bucket_and_the_numbers() -> None:
     message = (
-        r"exchange=WrongScale: drift in bucket 0.fc and 2 more: what was delivered in the 4 "
-        r"exchanges up to step 3 is off by \d+\.\d% of what was due \(cosine [\d.]+\)"
+        r"exchange=WrongScale: drift in bucket 0.fc and 2 more: the values delivered in the 4 "
+        r"exchanges up to step 3 differ from the exact ones by \d+\.\d% \(cosine [\d.]+\)"
     )
     with pytest.warns(UserWarning, match=message) as caught:
         assert sum(window["alarm"] for window in windows_of(FAULTS["scale"], 2)) == 3

@@ -173,13 +173,13 @@ ACCUMULATE = "accumulate=4: exchanges overlap only the backward of the last micr
         (  # the hint is a quarter of the bucket, which divides the model
             gradsync(True),
             {"bucket_bytes": [TOTAL], "accumulate": 4},
-            f"overlap=true: nothing overlaps: {ONE_BUCKET}, which is full only when backward ends; "
-            "bucket_mb=0.077 divides them",
+            f"overlap=true: nothing overlaps, because {ONE_BUCKET}, which is full only when "
+            "backward ends; bucket_mb=0.077 divides them",
         ),
         (
             gradsync(False),
             {"bucket_bytes": [TOTAL]},
-            f"bucket_mb=25: divides nothing: {ONE_BUCKET}",
+            f"bucket_mb=25: divides nothing, because {ONE_BUCKET}",
         ),
         (gradsync(False), {"bucket_bytes": [TOTAL], "bucket_mb": None}, ""),
         (double_buffer(True), {"bucket_bytes": [MIB], "bucket_mb": None}, ""),
