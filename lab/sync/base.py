@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Collective, Comm, Sent
+from lab.distributed.comm import Collective, Comm, Done, Sent
 from lab.distributed.worker import Job, Worker, record_stream
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange, Staged
@@ -327,7 +327,8 @@ class Reached:
         self._lacking: dict[str, None] = {}
         self.lacked: list[str] = []  # on this rank, in the last step
         self._kept: dict[str, dict[str, Tensor]] = {}  # by kind and lacking parameter
-        self._counts: Tensor | None = None
+        self._counts = self._all
+        self._adding: Collective = Done()  # of a CPU
 
     def lacks(self, names: Sequence[str]) -> None:
         """Note parameters without a gradient on this rank, before their exchange begins."""
@@ -342,14 +343,18 @@ class Reached:
 
     def begin(self, comm: Comm, worker: Worker) -> None:
         """Begin to add up the flags of this step, after its last exchange has begun."""
+        self._adding.wait()  # of the step before
         counts = self._counts = self._all.clone()
         if self._lacking:
             counts[[self._index[name] for name in self._lacking]] = 0
 
         def add() -> Iterator[Collective]:
             with comm.traffic.uncounted():
-                collective = comm.iall_reduce(record_stream(counts))
-            yield collective
+                adding = comm.iall_reduce(record_stream(counts))
+            if counts.is_cuda:  # a stream waits, and no host
+                yield adding
+            else:
+                self._adding = adding
 
         worker.submit("flags of gradients", add)
 
@@ -360,7 +365,7 @@ class Reached:
         self.lacked = [*lacking]
         if not lacking:
             return []
-        assert self._counts is not None  # `begin` came first
+        self._adding.wait()
         counts = cast(list[float], self._counts.tolist())  # pyright: ignore[reportUnknownMemberType]
         nowhere = [name for name in lacking if not counts[self._index[name]]]
         if nowhere:
