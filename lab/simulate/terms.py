@@ -26,7 +26,9 @@ LEVELS = (0.8, 0.95)
 FEW = 0.25  # of draws: fewer on one side of a prediction are not the half of a symmetric error
 LINKS = ("intra", "inter", "server")
 RATE = "bandwidth_bytes_per_s"
-WIRE = "wire"  # what bytes inside a node take, in those of the nominal rate; the rest is of Hardware
+WIRE = (
+    "wire"  # the time of a byte inside a node, in that at the nominal rate; others are of Hardware
+)
 
 
 @dataclass(frozen=True)
