@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from lab import __main__ as lister
 from lab import explain, plot, sweep, train, verify
 from lab.settings.command import Command, CommandLine, answer, read
-from lab.settings.config import GROUPS, ConfigError, load
+from lab.settings.config import GROUPS, PARTS, ConfigError, load
 from lab.settings.fields import file_to_write, own_settings, split
 from lab.settings.files import choices_of, conf_dir
 from lab.settings.help import chosen_by, of_choices
@@ -285,7 +285,7 @@ for words in {without_hydra + WRONG}:
 
 def test_help_marks_what_is_taken_and_describes_every_choice() -> None:
     lines = said(train.main, "strategy=zero1", "--help").split("\n\n")[2].splitlines()[1:]
-    for group in GROUPS:
+    for group in (*GROUPS, *PARTS):
         described = [line for line in lines if line.startswith(f"  {group}: ")]
         assert len(described) == 1
     choices = [line[4:].split(maxsplit=1) for line in lines if line.startswith("    ")]
@@ -301,6 +301,15 @@ def test_help_lists_the_settings_that_hydra_would_compose(strategy: str) -> None
     assert isinstance(config, dict)
     content = of_choices(words, chosen_by(words, None), None)
     assert {group: content[group] for group in GROUPS[1:]} == {g: config[g] for g in GROUPS[1:]}
+
+
+@pytest.mark.parametrize("words", [["codec=topk"], ["codec=topk", "steps=3"]])
+def test_help_marks_the_parts_of_an_exchange_and_lists_their_settings(words: list[str]) -> None:
+    lines = said(train.main, "strategy=onebit", *words, "--help").splitlines()
+    taken = {line.split()[1] for line in lines if line.startswith("  * ")}
+    assert {"two_stage", "topk", "error_feedback"} <= taken
+    assert {"  codec.ratio=0.01", "  memory.keeps=true"} <= {*lines}
+    assert not any(line.startswith("  exchange.") for line in lines)
 
 
 def test_the_script_runs_every_command() -> None:

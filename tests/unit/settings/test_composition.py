@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lab.settings.config import ConfigError, load
+from lab.settings.config import ConfigError, build, load
 
 PROFILE = """
 name: mine
@@ -122,3 +122,20 @@ def test_code_that_a_file_names_is_told_once(
     assert said.count("lab: a file sets model, which imports torch.nn.Identity from ") == 1
     load(["model=torch.nn.Identity"])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "codec=topk codec.ratio=7",
+        "path=hierarchical codec.block_size=1",
+        "memory.keeps=7",
+        "path=hierarchical path.inter=nope",
+        "exchange=auto exchange.candidates.topk.ratio=7",
+        "exchange=schedule exchange.second.error_feedback=7",
+        "exchange=topk exchange.error_feedback=7",
+    ],
+)
+def test_a_wrong_part_of_an_exchange_is_named_as_it_was_written(words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{words.split()[-1]}: "):
+        build(load(words.split()).exchange)
