@@ -378,6 +378,7 @@ def _find_rank_info() -> RankInfo:
 
         return find_rank_info()
     if "RANK" not in os.environ:
+        launcher.world_size()  # refuses several
         return RankInfo("python", 0, 1, 0, 1, dist.HashStore())
     rank, size, local_rank, local_size = launcher.place()
     try:

@@ -126,7 +126,7 @@ def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="leave the launcher out"):
         cluster(world_size=2)
-    monkeypatch.setenv(EMULATION, "2 hosts")
+    monkeypatch.setenv(EMULATION, "2 hosts as network namespaces")
     assert cluster(world_size=2).num_hosts == 2
 
 

@@ -107,8 +107,16 @@ def test_cfg_job_prints_settings_that_hold() -> None:
 
 
 def test_cfg_job_refuses_what_a_run_would_refuse() -> None:
-    for wrong in (["strategy=diloco", "overlap=true"], ["+exchange.nope=3"], ["batch_size=0"]):
-        assert refusal(train.main, *wrong, "device=cpu", "-c", "job")
+    for wrong in (
+        ["strategy=diloco", "overlap=true"],
+        ["+exchange.nope=3"],
+        ["batch_size=0"],
+        ["comm.deterministic=abc"],
+        ["strategy=ddp", "sync.static_graph=abc"],
+        ["data.size=1000000000"],
+    ):
+        key = wrong[-1].partition("=")[0].lstrip("+")
+        assert key in refusal(train.main, *wrong, "device=cpu", "-c", "job")
 
 
 def test_multirun_is_a_sweep() -> None:
