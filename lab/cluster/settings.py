@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EMULATION = "LAB_EMULATION"  # describes the emulation to ranks, for their records
 HOSTS = "as network namespaces"  # in that description
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+DEFAULT_RATE = "1gbit"  # unless the settings say otherwise
 SLOW_FACTOR = 2.0  # of a slow host, unless its settings say otherwise
 MOST_HOSTS = 150  # addresses 10.77.0.101 and up
 PHASES = ("input", "forward", "backward", "exchange", "update")  # in which a rank may be delayed
@@ -172,6 +173,11 @@ def emulated(
     for key, value in (("rates", rates), ("changes", changes)):
         if isinstance(value, str) or not isinstance(value, Sequence | None):
             raise ValueError(f"cluster.{key}={value}: must be a list, as in [a,b]")
+    if rates is not None and rate != DEFAULT_RATE:
+        raise ValueError(
+            f"cluster.rate={rate}: cluster.rates already sets the rate of each host; leave out one "
+            "of the two"
+        )
     every = [rate] * num_hosts if rates is None else list(rates)
     if len(every) != num_hosts:
         raise ValueError(f"cluster.rates={every}: must have one rate for each of {num_hosts} hosts")
