@@ -229,9 +229,7 @@ def _row(advice: Advice, group: Group, option: Option) -> Row:
         "limit": option.limit[0],
         "limit_share": option.limit[1],
         "knee": option.knee,
-        "accuracy": known_of(cell)
-        if forecast.lossy
-        else "as on one rank, except for rounding",
+        "accuracy": known_of(cell) if forecast.lossy else "as on one rank, except for rounding",
         "command": train_command(cell, ranks_per_node),
     }
 
@@ -408,7 +406,7 @@ TRIALS: dict[str, tuple[Trial, ...]] = {
 
 
 def known_of(cell: Cell) -> str:
-    """Write what is known of a lossy strategy's accuracy with default settings, with its sources."""
+    """Write what is known of a lossy strategy's accuracy with default settings, and its sources."""
     changed = {root_of(key) for key in variant(cell.arguments)} & CHANGES
     trials = () if changed else TRIALS.get(cell.strategy, ())
     if not trials:
