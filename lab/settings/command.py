@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -150,6 +151,8 @@ def answer(
     """
     _end_quickly()
     try:
+        if signal.getsignal(signal.SIGINT) == lab.end_at_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         line = read(command, arguments)
         if line.asks:
             print(_about(command, line))

@@ -331,6 +331,16 @@ def test_the_script_runs_every_command() -> None:
         assert all(f"lab.{command} " in shown for command in (*COMMANDS, "cluster"))
 
 
+def test_an_interrupt_while_modules_load_is_one_line(tmp_path: Path) -> None:
+    # Whatever the lab imports first, here its own settings, is interrupted.
+    (tmp_path / "yaml.py").write_text("import signal; signal.raise_signal(signal.SIGINT)\n")
+    code = "import sys; sys.argv[0] = '/bin/lab'; import lab, yaml"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "\nstopped\n")
+
+
 def test_a_command_ends_without_a_search_for_garbage() -> None:
     code = """
 import atexit, gc
