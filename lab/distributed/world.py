@@ -113,7 +113,7 @@ def _driver() -> str | None:
     if (ROOT / "dev/dxg").exists() and (ROOT / "usr/lib/wsl/lib/libcuda.so.1").exists():
         return "from Windows"
     try:
-        text = (ROOT / "proc/driver/nvidia/version").read_text()
+        text = (ROOT / "proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return None
     found = re.search(r"\d{3,}\.\d+(\.\d+)?", text)
