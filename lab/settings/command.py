@@ -310,7 +310,7 @@ def report_error(command: str, error: Exception) -> None:
 
 def say_error(line: str) -> None:
     """Print the one line of an error, and hand it to torchrun, whose own report ends with it."""
-    line = visible(without_secrets(line))
+    line = visible(without_secrets(line)).replace("\n", "\\n")
     print(line, file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}

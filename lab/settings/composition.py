@@ -188,7 +188,9 @@ def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None)
     quoted_key = re.search(r"'([^']+)'", str(error))
     key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
     words = ((a.lstrip("+~").partition("=")[0], a) for a in reversed(arguments))
-    argument = next((a for name, a in words if name == key or name.startswith(f"{key}.")), key)
+    refers = key.startswith("${")
+    named = (a for name, a in words if f"{name}.".startswith(f"{key}.") or (refers and key in a))
+    argument = next(named, key)
     if "Could not append" in str(error):
         return f"{argument}: is set already; write {argument.lstrip('+')}"
     if "Could not override" in str(error):
