@@ -247,8 +247,8 @@ def _with_whole_key(error: Exception, node: DictConfig) -> Exception:
     if not (isinstance(error, ConfigError) and found):
         return error
     names = (found[1], "keeps") if found[1] == "error_feedback" else (found[1],)
-    values = flat(cast(Any, OmegaConf.to_container(node, resolve=True)), f"{node._key()}.")
-    for key, value in values.items():
+    values = cast(Any, OmegaConf.to_container(node, resolve=True))
+    for key, value in flat(values, "exchange.").items():
         if key.rpartition(".")[2] in names and checks.as_text(value) == found[3]:
             return ConfigError(IN_EXCHANGE.sub("", key) + found[2])
     return error
