@@ -317,7 +317,7 @@ def _grids(root: Path) -> list[dict[str, Any]]:
         grids = read_json(path)["grids"]
         if all(isinstance(each["arguments"], list) for each in grids):
             return grids
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

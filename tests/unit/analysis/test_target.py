@@ -52,5 +52,5 @@ def test_the_table_is_printed(study: Path, tmp_path: Path) -> None:
 
 def test_a_folder_or_a_width_that_cannot_be_is_refused(study: Path) -> None:
     line = refusal(plot.main, str(study), f"out={__file__}")
-    assert line == f"out={__file__}: cannot make this folder: File exists"
+    assert line.startswith("out=") and line.endswith(": cannot make this folder: File exists")
     assert refusal(plot.main, str(study), "width_in=1e308").startswith("width_in=1e308: must be")
