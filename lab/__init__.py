@@ -5,9 +5,32 @@ Nothing is imported before it is used, so that commands answer their help at onc
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+
+# `python -m lab.plot` puts the current folder first on Python's path: a numpy.py in it, perhaps a
+# stranger's, would run in place of the library. Programs of one's own keep their path.
+_words = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if sys.argv[:1] == ["-m"] else []
+_is_module = bool(_words) and _words[0].partition(".")[0] == "lab"
+if _is_module and not sys.flags.safe_path:
+    sys.path.append(sys.path.pop(0))
+
+import os  # noqa: E402
+import signal  # noqa: E402
+
+
+def end_at_interrupt(*_: object) -> None:
+    """Answer Ctrl-C while the modules of a command load; from then on, `answer` does."""
+    if "RANK" not in os.environ:  # each rank would print it
+        os.write(2, b"\nstopped\n")
+    os._exit(130)
+
+
+_is_command = _is_module or "".join(sys.argv[:1]).rpartition("/")[2] == "lab"
+if _is_command and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, end_at_interrupt)
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from lab.analysis.results import load as load
@@ -21,12 +44,6 @@ if TYPE_CHECKING:
     from lab.settings.errors import ConfigError as ConfigError
 
     __version__: str
-
-# `python -m lab.plot` puts the current folder first on Python's path: a numpy.py in it, perhaps a
-# stranger's, would run in place of the library. Programs of one's own keep their path.
-_words = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if sys.argv[:1] == ["-m"] else []
-if _words and _words[0].partition(".")[0] == "lab" and not sys.flags.safe_path:
-    sys.path.append(sys.path.pop(0))
 
 _HOME = {
     "attach": "lab.loop.attach",

@@ -21,7 +21,11 @@ class Settings:
         None, "list of figures, by name or by the first part of the name; null: all"
     )
     width_in: float | None = setting(
-        None, "width, such as that of a column; null: as wide as needed", unit="inches", at_least=2
+        None,
+        "width, such as that of a column; null: as wide as needed",
+        unit="inches",
+        at_least=2,
+        at_most=100,
     )
     title: bool = setting(True, "false: print title and footer as a caption instead")
     baseline: str | None = setting(

@@ -51,6 +51,8 @@ def main(line: CommandLine) -> int:
     if ALL in words and (out or len(words) > 1):
         why = "it allows neither other papers nor out=; name the papers instead"
         raise ConfigError(f"{' '.join(words)}: {why}")
+    if len({*words}) < len(words):
+        raise ConfigError(f"{' '.join(words)}: the same paper is named twice")
     from lab.claims import page
     from lab.claims.findings import verify, verify_all
 

@@ -15,12 +15,12 @@ fail() {
   exit 2
 }
 
-ranks='' hosts=()
+ranks='' hosts=''
 while [ $# -gt 0 ]; do
   case $1 in
-    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0"; exit 0 ;;
     --ranks) ranks=${2-}; shift 2 || fail "--ranks needs a number" ;;
-    --hosts) hosts=(--hosts "${2-}"); shift 2 || fail "--hosts needs a list" ;;
+    --hosts) hosts=${2-}; [ -n "$hosts" ] || fail "--hosts needs a list"; shift 2 ;;
     -*) fail "$1: no such option (--help)" ;;
     *) break ;;
   esac
@@ -33,4 +33,5 @@ done
 command -v horovodrun >/dev/null ||
   fail "horovodrun is not on the PATH; first: make horovod, . .venv/bin/activate"
 
-exec horovodrun --gloo -np "$ranks" "${hosts[@]}" python -m lab.train comm=horovod "$@"
+# macOS has bash 3.2, in which an empty array is an unset variable.
+exec horovodrun --gloo -np "$ranks" ${hosts:+--hosts "$hosts"} python -m lab.train comm=horovod "$@"

@@ -17,7 +17,7 @@ fail() {
 ranks=
 while [ $# -gt 0 ]; do
   case $1 in
-    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0"; exit 0 ;;
     --ranks) ranks=${2-}; shift 2 || fail "--ranks needs a number" ;;
     -*) fail "$1: no such option (--help)" ;;
     *) break ;;

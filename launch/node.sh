@@ -32,7 +32,7 @@ fail() {
 rendezvous='' job='' nodes='' ranks='' restarts=0 wait=30 address=''
 while [ $# -gt 0 ]; do
   case $1 in
-    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0"; exit 0 ;;
     --rendezvous | --job | --nodes | --ranks | --restarts | --wait | --address)
       declare "${1#--}=${2-}"; shift 2 || fail "$1 needs a value" ;;
     -*) fail "$1: no such option (--help)" ;;

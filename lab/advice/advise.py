@@ -17,7 +17,9 @@ from typing import Any
 
 from lab.advice.request import Advice
 from lab.model.profile import Profile
+from lab.settings.config import PARTS
 from lab.settings.errors import ConfigError
+from lab.settings.names import root_of, variant
 from lab.settings.streams import progress
 from lab.simulate.estimate import ESTIMATE, Source, profile_on
 from lab.simulate.hardware import Hardware, Link
@@ -25,6 +27,7 @@ from lab.simulate.predict import (
     groups_of,
     intervals,
     machines,
+    note_of_update,
     plain,
     residual_of,
     sources_of,
@@ -151,6 +154,7 @@ def advised(advice: Advice) -> dict[str, Any]:
         "too_large": sorted({one.forecast.name for one in options} - fitting),
         "profiles": {name: asdict(profile) for name, profile in profiles.items()},
         "open_profiles": [name for name, profile in profiles.items() if profile.is_open],
+        "updates": [*dict.fromkeys(filter(None, (option.update for option in kept)))],
         "hardware": {"conditions": group.conditions, **asdict(group.hardware)},
         "fit": str(request.own.fit) if request.own.fit else None,
         "errors": str(errors) if errors.num_cells else None,
@@ -225,9 +229,7 @@ def _row(advice: Advice, group: Group, option: Option) -> Row:
         "limit": option.limit[0],
         "limit_share": option.limit[1],
         "knee": option.knee,
-        "accuracy": known_of(cell.strategy)
-        if forecast.lossy
-        else "as on one rank, except for rounding",
+        "accuracy": known_of(cell) if forecast.lossy else "as on one rank, except for rounding",
         "command": train_command(cell, ranks_per_node),
     }
 
@@ -262,6 +264,7 @@ class Option:
         interval_s: 95 %, of its step.
         forecast: its predicted steps; its name is the series'.
         memory_bytes: of the rank that needs most, without activations; NaN: unknown.
+        update: how its optimizer counts (lab.simulate.predict.note_of_update).
         limit: name and share, as lab.advice.advise finds them.
         knee: the ranks from which twice as many gain too little; None: there is no such number
             among the cells.
@@ -273,6 +276,7 @@ class Option:
     forecast: Forecast
     efficiency: float
     memory_bytes: float
+    update: str
     limit: tuple[str, float]
     knee: int | None = None
 
@@ -296,6 +300,7 @@ def _option(advice: Advice, group: Group, name: str, cell: Cell, source: Source)
         Forecast(name, strategy.lossy, cell.batch_size, weight, steps_s),
         predict(profile, hardware, strategy, size, cell.batch_size, weak).efficiency,
         rank_bytes(profile, strategy, plain(cell.config), size, hardware),
+        note_of_update(cell, source, strategy, hardware),
         limit(profile, hardware, strategy, size, per_rank),
     )
 
@@ -385,6 +390,7 @@ def _codec(mlp: float, lenet: float) -> tuple[Trial, ...]:
     return Trial("MLP", 3, mlp, 96.39, CODECS), Trial("LeNet", 1, lenet, 97.22, CODECS)
 
 
+CHANGES = {"exchange", "sync", *PARTS}  # settings with which a strategy is another one
 # By strategy; a strategy that is not here has no recorded trial.
 TRIALS: dict[str, tuple[Trial, ...]] = {
     "fp16": (Trial("LeNet", 1, 97.22, 97.22, CODECS),),
@@ -399,9 +405,10 @@ TRIALS: dict[str, tuple[Trial, ...]] = {
 }
 
 
-def known_of(strategy: str) -> str:
-    """Write what is known of a lossy strategy's accuracy, with its sources."""
-    trials = TRIALS.get(strategy, ())
+def known_of(cell: Cell) -> str:
+    """Write what is known of a lossy strategy's accuracy with default settings, and its sources."""
+    changed = {root_of(key) for key in variant(cell.arguments)} & CHANGES
+    trials = () if changed else TRIALS.get(cell.strategy, ())
     if not trials:
         return UNRECORDED
     sources = "; ".join(dict.fromkeys(trial.source for trial in trials))

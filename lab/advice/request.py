@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from lab.model.profile import Profile
+from lab.settings.config import PARTS
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, read_file
@@ -32,7 +33,7 @@ UNITS = ("device", "node")
 BOUND = re.compile(r"efficiency>=(.+)")
 ESTIMATED_BATCH = 64  # samples of a rank
 MOST_NODES = 8  # of hardware whose nodes are linked, unless world_size= says otherwise
-PARTS = ("path", "codec", "memory", "optim")  # that some strategies alone accept
+OF_SOME = (*PARTS, "optim")  # that some strategies alone accept
 # Emulate frameworks of 2016, which nobody would choose today unless named.
 FRAMEWORKS = ("RootUpdate", "DoubleBuffer")
 
@@ -220,7 +221,7 @@ def _with_grid(run: list[str]) -> Request:
 
 def _is_of_strategy(word: str) -> bool:
     key = word.lstrip("+~").partition("=")[0]
-    return is_of_strategy(key) or root_of(key) in PARTS
+    return is_of_strategy(key) or root_of(key) in OF_SOME
 
 
 def _divides_batch(size: int, cell: Cell) -> bool:

@@ -95,6 +95,7 @@ def about(result: Row) -> list[str]:
     sources = open_values(result, [hardware])
     return [
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
+        *result["updates"],
         *([f"cells held out of the fit: {result['errors']}"] if result["errors"] else []),
         f"intervals: 95 %, given the uncertainty of {', '.join(sources)}"
         if sources
@@ -176,7 +177,7 @@ def _named(row: Row) -> str:
 
 def _accuracies(result: Row) -> list[str]:
     """List what accuracies of lossy strategies are known, and name the others."""
-    accuracies = {row["strategy"]: row["accuracy"] for row in best_rows(result, "lossy")}
+    accuracies = {row["series"]: row["accuracy"] for row in best_rows(result, "lossy")}
     known = [f"  {name}: {text}" for name, text in accuracies.items() if text != UNRECORDED]
     unknown = ", ".join(name for name, text in accuracies.items() if text == UNRECORDED)
     known += [f"  {unknown}: {UNRECORDED}"] if unknown else []

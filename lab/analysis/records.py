@@ -208,8 +208,9 @@ def load_study(folder: Path, *more: Path) -> Study:
 def _records_below(folder: Path) -> dict[Path, Record | str]:
     """Read the records of a study's cells by their folders; of a cell without one, say why."""
     if not folder.is_dir():
-        hint = path_hint(folder, "give a study folder such as runs/demo")
-        raise ValueError(f"{folder}: no such folder; {hint}")
+        is_there, otherwise = folder.exists(), "give a study folder such as runs/demo"
+        hint = otherwise if is_there else path_hint(folder, otherwise)
+        raise ValueError(f"{folder}: {'is a file' if is_there else 'no such folder'}; {hint}")
     below = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     found: dict[Path, Record | str] = {}
     for path in below:

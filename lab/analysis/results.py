@@ -367,5 +367,8 @@ def _folder_of(study: Study) -> Path:
 
 
 def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={folder}: cannot make this folder: {error.strerror}") from None
     return folder

@@ -195,6 +195,8 @@ def read(arguments: list[str]) -> Request:
             f"{name or '(nothing)'}: {meant}the first word must be one of {', '.join(BENCHES)}"
         )
     adopt_ranks()
+    if ANSWER in os.environ and not was_asked():
+        raise ConfigError(f"{ANSWER}={os.environ[ANSWER]}: only lab.bench may set it; unset it")
     bench = BENCHES[name]
     keys, only = ("out", *bench.own.split()), bench.only.split()
     texts, others = split(settings, keys)
@@ -372,7 +374,8 @@ def _again(request: Request, starts: int) -> Iterator[dict[str, Any]]:
 
 def was_asked() -> bool:
     """Tell whether another lab.bench has started this process as a rank."""
-    return ANSWER in os.environ
+    path = Path(os.environ.get(ANSWER, ""))
+    return was_launched() and path.suffix == ".json" and path.parent.is_dir()
 
 
 def is_rank() -> bool:

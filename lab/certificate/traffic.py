@@ -201,7 +201,7 @@ def sent_bytes(interface: str | None = None) -> int | None:
         interface: its name, such as "lo"; None: the sum of all, of which loopback is one.
     """
     try:
-        lines = COUNTERS.read_text().splitlines()[2:]
+        lines = COUNTERS.read_text(encoding="utf-8").splitlines()[2:]
     except OSError:
         return None
     sent = {

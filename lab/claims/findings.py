@@ -31,6 +31,7 @@ from lab.claims.predicted import (
 from lab.measure.statistics import UNKNOWN, Interval, of_level
 from lab.model.work import Counts
 from lab.settings.config import build, load
+from lab.settings.errors import as_config_error
 from lab.settings.files import located, read_file
 from lab.settings.overrides import own_choices
 from lab.settings.streams import progress
@@ -441,7 +442,8 @@ def _find(
         raise ValueError(f"runs={runs}: there is no study for {paper.title}")
     if benches and not benches.is_dir():
         raise ValueError(f"benches={benches}: must be a folder")
-    cells = load_study(runs).cells if runs else []
+    with as_config_error("runs="):
+        cells = load_study(runs).cells if runs else []
     of_study = cells if paper.study else ()
     figures = paper.figures or paper.table
     device = Device(paper.networks, paper.benches, benches, of_study, figures)

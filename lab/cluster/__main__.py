@@ -20,7 +20,9 @@ network interfaces remain when the command ends.
 
 Settings and their defaults:
 """
-    + "\n".join((conf_dir() / "cluster" / "emulated.yaml").read_text().splitlines()[2:]),
+    + "\n".join(
+        (conf_dir() / "cluster" / "emulated.yaml").read_text(encoding="utf-8").splitlines()[2:]
+    ),
     (
         "python -m lab.cluster run hosts=4 rate=1gbit -- -m lab.train strategy=tree",
         "python -m lab.cluster run hosts=2 'rates=[1gbit,100mbit]' -- -m lab.train strategy=ring",

@@ -79,7 +79,7 @@ def govern_tcp(host: int) -> Iterator[list[str]]:
     unused. A route may select CUBIC in any namespace.
     """
     yield on_host(host, "sh", "-c", f"echo 0 > {SLOW_START}")
-    if "cubic" in AVAILABLE.read_text().split():
+    if "cubic" in AVAILABLE.read_text(encoding="utf-8").split():
         route = [SUBNET, "dev", INTERFACE, "src", address(host), "congctl", "cubic"]
         yield ["ip", "-n", f"h{host}", "route", "replace", *route]
 
@@ -117,11 +117,11 @@ def change_link(event: Change) -> Iterator[list[str]]:
 
 def name_hosts(cluster: Cluster) -> None:
     """Give addresses names, which torchrun's store resolves, in IPv6's form too."""
-    lines = [Path("/etc/hosts").read_text()]
+    lines = [Path("/etc/hosts").read_text(encoding="utf-8")]
     for host in range(cluster.num_hosts):
         lines += [f"{address(host)} h{host}", f"::ffff:{address(host)} h{host}"]
     hosts = Path("/run/hosts")
-    hosts.write_text("\n".join([*lines, ""]))
+    hosts.write_text("\n".join([*lines, ""]), encoding="utf-8")
     subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
 
 

@@ -227,7 +227,9 @@ def slow_down(launcher: subprocess.Popen[str], factor: float) -> None:
 def descendants(pid: int) -> Iterator[int]:
     """Return all descendants of a process (children of main threads)."""
     with contextlib.suppress(OSError):  # it has ended
-        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        for child in map(
+            int, Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+        ):
             yield child
             yield from descendants(child)
 

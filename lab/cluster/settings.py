@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 EMULATION = "LAB_EMULATION"  # describes the emulation to ranks, for their records
+HOSTS = "as network namespaces"  # in that description
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+DEFAULT_RATE = "1gbit"  # unless the settings say otherwise
 SLOW_FACTOR = 2.0  # of a slow host, unless its settings say otherwise
 MOST_HOSTS = 150  # addresses 10.77.0.101 and up
 PHASES = ("input", "forward", "backward", "exchange", "update")  # in which a rank may be delayed
@@ -102,7 +104,7 @@ class Cluster:
         plural = "s" if self.num_hosts > 1 else ""
         rates = list(self.rates) if len(set(self.rates)) > 1 else [self.rates[0]]
         links = ", ".join(rate or "no limit" for rate in rates)
-        text = f"{self.num_hosts} host{plural} as network namespaces, links of {links}"
+        text = f"{self.num_hosts} host{plural} {HOSTS}, links of {links}"
         if any(self.rates):
             text += " (tbf)"
         if self.needs_netem:
@@ -116,6 +118,9 @@ class Cluster:
 
 def adopt_ranks() -> None:
     """Take ranks of mpirun and srun as such (lab.distributed.launcher.adopt)."""
+    hosts = os.environ.get(EMULATION, HOSTS)
+    if HOSTS not in hosts:
+        raise ConfigError(f"{EMULATION}={hosts}: only cluster=emulated may set it; unset it")
     with as_config_error():
         launcher.adopt()
 
@@ -168,6 +173,11 @@ def emulated(
     for key, value in (("rates", rates), ("changes", changes)):
         if isinstance(value, str) or not isinstance(value, Sequence | None):
             raise ValueError(f"cluster.{key}={value}: must be a list, as in [a,b]")
+    if rates is not None and rate != DEFAULT_RATE:
+        raise ValueError(
+            f"cluster.rate={rate}: cluster.rates already sets the rate of each host; leave out one "
+            "of the two"
+        )
     every = [rate] * num_hosts if rates is None else list(rates)
     if len(every) != num_hosts:
         raise ValueError(f"cluster.rates={every}: must have one rate for each of {num_hosts} hosts")

@@ -23,6 +23,7 @@ SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a block of equal values has one too
 THRESHOLDS = ("zero", "mean")
 GRANULARITIES = ("column", "block")
+BLOCK_SIZE = 1024  # of 1-bit SGD, unless set
 INDEX_BYTES = VALUE_BYTES = 4
 LINE_BYTES = 64  # of a cache, which a value alone moves in each direction
 
@@ -162,13 +163,15 @@ class OneBit(Codec):
         self,
         threshold: str = "zero",
         granularity: str = "column",
-        block_size: int = 1024,
+        block_size: int = BLOCK_SIZE,
         min_columns: int = 64,
     ) -> None:
         self.threshold = checks.one_of("exchange.threshold", threshold, THRESHOLDS)
         self.granularity = checks.one_of("exchange.granularity", granularity, GRANULARITIES)
         self.block_size = checks.whole("exchange.block_size", block_size, 8)
         self.min_columns = checks.whole("exchange.min_columns", min_columns, 1)
+        if granularity == "column" and block_size != BLOCK_SIZE:
+            raise ValueError(f"exchange.block_size={block_size}: needs granularity=block")
         self.option = int(threshold == "mean")
         self.reading = Reading("mean" if self.option else "sides", 8)
 

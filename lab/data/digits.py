@@ -13,7 +13,7 @@ from torch.nn.functional import affine_grid, grid_sample, interpolate
 from lab.data import TensorData, image_data
 from lab.settings import checks
 
-NATIVE_PX = 8
+NATIVE_PX, MOST_PX = 8, 4096
 
 
 def digits(*, seed: int, device: torch.device, size: int = 32) -> TensorData:
@@ -28,7 +28,7 @@ def digits(*, seed: int, device: torch.device, size: int = 32) -> TensorData:
         size: height and width, px.
 
     Raises:
-        ValueError: `size` is not an integer of at least 8, the images' native size.
+        ValueError: `size` is not an integer from 8, the images' native size, to MOST_PX.
     """
     images, classes, num_test = _load(size)
     images = (images - images[:-num_test].mean()) / images[:-num_test].std()
@@ -48,8 +48,8 @@ def rotated_digits(
         max_degrees: largest angle.
 
     Raises:
-        ValueError: `size` is not an integer of at least 8, or `max_degrees` not a number above 0
-            and up to 180.
+        ValueError: `size` is not an integer from 8 to MOST_PX, or `max_degrees` not a number above
+            0 and up to 180.
     """
     checks.number("data.max_degrees", max_degrees, above=0, at_most=180)
     images, _, num_test = _load(size)
@@ -65,7 +65,7 @@ def _load(size: object) -> tuple[Tensor, Tensor, int]:
 
     Images are resized, not normalised.
     """
-    size = checks.whole("data.size", size, NATIVE_PX)
+    size = checks.whole("data.size", size, NATIVE_PX, MOST_PX)
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         pixels, classes, num_test = file["pixels"], file["classes"], int(file["num_test"])
     images = torch.from_numpy(pixels).float().unsqueeze(1)

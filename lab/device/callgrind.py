@@ -55,7 +55,7 @@ def build_marks(folder: Path) -> Path:
         ConfigError: there is no C compiler, or valgrind's header is missing.
     """
     source, library = folder / "marks.c", folder / "marks.so"
-    source.write_text(MARKS)
+    source.write_text(MARKS, encoding="utf-8")
     build = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)]
     try:
         subprocess.run(build, capture_output=True, text=True, check=True)
@@ -109,7 +109,9 @@ def read(path: Path) -> dict[str, int]:
     Raises:
         ConfigError: it is no such file, or it was counted without caches.
     """
-    lines = dict(re.findall(r"^(events|totals): (.*)$", path.read_text(), re.MULTILINE))
+    lines = dict(
+        re.findall(r"^(events|totals): (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
     names = lines.get("events", "").split()
     if "totals" not in lines or not EVENTS.keys() <= set(names):
         raise ConfigError(f"{path}: not a callgrind file with cache counts")

@@ -254,7 +254,7 @@ def printed(descriptor: int) -> Iterator[StringIO]:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     kept = os.dup(descriptor)
-    with tempfile.TemporaryFile("w+") as file:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         os.dup2(file.fileno(), descriptor)
         try:
             yield text

@@ -101,9 +101,16 @@ def world_size() -> int:
     """Return the number of ranks; they need not have joined yet.
 
     Raises:
-        ValueError: a launcher's variable says something else than a number of ranks.
+        ValueError: a launcher's variable says something else than a number of ranks, or there are
+            several, but which one this is has not been set.
     """
-    return _number("HOROVOD_SIZE", "WORLD_SIZE")
+    size = _number("HOROVOD_SIZE", "WORLD_SIZE")
+    if size > 1 and not was_launched():
+        raise ValueError(
+            f"WORLD_SIZE={size}: RANK is not set; start all ranks with torchrun --nproc-per-node "
+            f"{size} -m lab.train, or unset WORLD_SIZE to train on one rank"
+        )
+    return size
 
 
 def local_size() -> int:

@@ -229,9 +229,11 @@ def connect(
         deterministic: NCCL sums in the same order in every run.
 
     Raises:
-        ValueError: the backend cannot use the device, or NCCL is not used or does not know the
-            algorithm or protocol.
+        ValueError: the backend cannot use the device; NCCL is not used or does not know the
+            algorithm or protocol; or `deterministic` is no bool.
     """
+    if not isinstance(cast(object, deterministic), bool):
+        raise ValueError(f"comm.deterministic={deterministic}: must be true or false")
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":

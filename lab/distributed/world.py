@@ -113,7 +113,7 @@ def _driver() -> str | None:
     if (ROOT / "dev/dxg").exists() and (ROOT / "usr/lib/wsl/lib/libcuda.so.1").exists():
         return "from Windows"
     try:
-        text = (ROOT / "proc/driver/nvidia/version").read_text()
+        text = (ROOT / "proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return None
     found = re.search(r"\d{3,}\.\d+(\.\d+)?", text)
@@ -378,6 +378,7 @@ def _find_rank_info() -> RankInfo:
 
         return find_rank_info()
     if "RANK" not in os.environ:
+        launcher.world_size()  # refuses several
         return RankInfo("python", 0, 1, 0, 1, dist.HashStore())
     rank, size, local_rank, local_size = launcher.place()
     try:

@@ -75,7 +75,7 @@ def _started(config: DictConfig, words: list[str], world_size: int) -> Path:
     with tempfile.TemporaryDirectory() as folder:  # which nobody else may read
         handed, told = Path(folder, "settings.json"), Path(folder, "path")
         content = {"config": OmegaConf.to_container(config), "words": words, "told": str(told)}
-        handed.write_text(json.dumps(content))
+        handed.write_text(json.dumps(content), encoding="utf-8")
         ranks = starter(world_size, over_horovod, cluster_of(config, world_size))
         command = [*ranks, "-m", "lab.loop.configured", str(handed)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as of a cell of a sweep
@@ -85,7 +85,7 @@ def _started(config: DictConfig, words: list[str], world_size: int) -> Path:
         except BaseException:
             stop(process)
             raise
-        path = Path(told.read_text()) if told.exists() else None
+        path = Path(told.read_text(encoding="utf-8")) if told.exists() else None
     if path is None or not (path / "record.json").exists():
         raise RuntimeError(f"the run did not begin (exit code {code}); its output gives the reason")
     return path
@@ -98,11 +98,11 @@ def main(arguments: list[str]) -> int:
     from lab.settings.command import report_error
     from lab.training.run import start
 
-    handed = json.loads(Path(arguments[0]).read_text())
+    handed = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
 
     def begun(path: Path) -> None:
         if launcher.is_first_rank():
-            Path(handed["told"]).write_text(str(path))
+            Path(handed["told"]).write_text(str(path), encoding="utf-8")
 
     try:
         config = OmegaConf.create(dict(handed["config"]))

@@ -142,7 +142,7 @@ def git_commit() -> dict[str, Any]:
 def cpu_model() -> str:
     """Return the processor's name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
@@ -189,7 +189,7 @@ def _network_interfaces() -> dict[str, int | None]:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:  # a driver may refuse to answer
         return None
 
@@ -272,7 +272,7 @@ def _numa_node(pci_bus_id: str | None) -> int | None:
     """Return the NUMA node of a GPU such as 00000000:18:00.0 (0000:18:00.0 to the kernel)."""
     path = PCI_DEVICES / (pci_bus_id or "")[4:].lower() / "numa_node"
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

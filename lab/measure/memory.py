@@ -68,12 +68,12 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        CLEAR.write_text("5")
+        CLEAR.write_text("5", encoding="utf-8")
 
 
 def peak_bytes(device: torch.device) -> int:
     """Return the highest use in bytes since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    lines = STATUS.read_text().splitlines()
+    lines = STATUS.read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -135,11 +135,13 @@ def cpu_peak(num_threads: int) -> Peak | None:
 def cpu_clock_hz() -> float | None:
     """Return the highest clock of a core that the kernel reports; None: it reports none."""
     try:
-        return 1e3 * float(MAX_CLOCK.read_text())
+        return 1e3 * float(MAX_CLOCK.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         pass
     try:
-        found = re.findall(r"^cpu MHz\s*: ([\d.]+)", CPUINFO.read_text(), re.MULTILINE)
+        found = re.findall(
+            r"^cpu MHz\s*: ([\d.]+)", CPUINFO.read_text(encoding="utf-8"), re.MULTILINE
+        )
     except OSError:
         return None
     return 1e6 * max(map(float, found)) if found else None

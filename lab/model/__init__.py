@@ -9,6 +9,7 @@ often as they do (conf/model says how small).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from lab.settings import checks
 
@@ -39,7 +40,8 @@ def require_widths(key: str, widths: object) -> None:
     Raises:
         ValueError: not a list of integers, each at least 1.
     """
-    listed = list(widths) if isinstance(widths, Sequence) else [None]
+    is_list = isinstance(widths, Sequence) and not isinstance(widths, str)
+    listed = list(cast(Sequence[object], widths)) if is_list else [None]
     if not all(checks.is_whole(width) and width >= 1 for width in listed):
         raise ValueError(f"{key}={widths}: must be a list of integers, each at least 1")
 

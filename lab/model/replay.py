@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lab.model.profile import SLOW_FACTOR, Layer, Profile, of_replay, shapes
+from lab.settings.checks import Limits
+from lab.settings.fields import number_of
 
 SLACK_S = 0.002
 
@@ -78,7 +80,8 @@ class Replay(nn.Module):
         gradient sizes. time_scale: factor on the profile's layer times. pace: the timer that waits.
 
     Raises:
-        ValueError: a value of the profile or a scale is out of range, or no gradient is left.
+        ValueError: a value of the profile or a scale is out of range, LAB_SLOW_FACTOR too, or no
+            gradient is left.
     """
 
     def __init__(
@@ -92,8 +95,10 @@ class Replay(nn.Module):
         pace: Pace | None = None,
     ) -> None:
         super().__init__()
+        text = os.environ.get(SLOW_FACTOR) or "1"
+        slow_factor = number_of(SLOW_FACTOR, text, float, Limits(1, at_most=100))
         scaled = of_replay(profile, bytes_scale, time_scale)
-        scaled = scaled.scaled(time_scale=float(os.environ.get(SLOW_FACTOR, 1)))
+        scaled = scaled.scaled(time_scale=slow_factor)
         self.bytes_scale = scaled.bytes_scale
         self.output_size = output_size
         self.pace = pace or Pace()

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -150,6 +151,8 @@ def answer(
     """
     _end_quickly()
     try:
+        if signal.getsignal(signal.SIGINT) == lab.end_at_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         line = read(command, arguments)
         if line.asks:
             print(_about(command, line))
@@ -307,7 +310,7 @@ def report_error(command: str, error: Exception) -> None:
 
 def say_error(line: str) -> None:
     """Print the one line of an error, and hand it to torchrun, whose own report ends with it."""
-    line = visible(without_secrets(line))
+    line = visible(without_secrets(line)).replace("\n", "\\n")
     print(line, file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -37,6 +37,7 @@ from lab.settings.config import (
     DATA,
     FIELDS,
     GROUPS,
+    PARTS,
     Settings,
     check_batch,
     check_name,
@@ -61,8 +62,6 @@ from lab.settings.storage import escaped, nested, read_yaml
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
 OF_INSTANTIATE = ("_args_", "_convert_", "_partial_", "_recursive_")  # which the lab itself sets
 PACKAGE = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
-# Of an exchange that is put together: `path=two_stage codec=int8 memory=error_feedback`.
-PARTS = {"path": "two_stage", "codec": "int8", "memory": "error_feedback"}
 Files = tuple[tuple[str, str], ...]  # a group and the file that is its choice
 
 ConfigStore.instance().store(name="settings", node=Settings)
@@ -189,7 +188,9 @@ def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None)
     quoted_key = re.search(r"'([^']+)'", str(error))
     key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
     words = ((a.lstrip("+~").partition("=")[0], a) for a in reversed(arguments))
-    argument = next((a for name, a in words if name == key or name.startswith(f"{key}.")), key)
+    refers = key.startswith("${")
+    named = (a for name, a in words if f"{name}.".startswith(f"{key}.") or (refers and key in a))
+    argument = next(named, key)
     if "Could not append" in str(error):
         return f"{argument}: is set already; write {argument.lstrip('+')}"
     if "Could not override" in str(error):
@@ -410,9 +411,11 @@ def _along(path: dict[str, Any], coded: dict[str, Any], config_dir: str | None) 
     """Return the exchange of messages along a path, or along the one between its nodes."""
     if "inter" not in path:
         return path | coded
-    return path | {
-        "inter": _along(_read("path", str(path["inter"]), config_dir), coded, config_dir)
-    }
+    try:
+        inter = _read("path", str(path["inter"]), config_dir)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("path=", "path.inter=", 1)) from None
+    return path | {"inter": _along(inter, coded, config_dir)}
 
 
 def _read(group: str, choice: str, config_dir: str | None) -> dict[str, Any]:

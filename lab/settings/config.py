@@ -10,13 +10,13 @@ import functools
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lab.settings import checks, hints
 from lab.settings.errors import ConfigError
 from lab.settings.fields import INTEGER, fields_of, number_of, setting
 from lab.settings.files import choices_of
-from lab.settings.names import DIRECTORY
+from lab.settings.names import DIRECTORY, flat
 from lab.settings.own_code import asked_for, callable_at, check_names, reason_of
 from lab.settings.secrets import without_secrets
 
@@ -27,8 +27,11 @@ GROUPS = (
     *("strategy", "exchange", "sync", "transform"),
     *("task", "model", "profile", "data", "optim", "comm", "recorder", "cluster", "straggler"),
 )
+# Of an exchange that is put together, with what each is by default.
+PARTS = {"path": "two_stage", "codec": "int8", "memory": "error_feedback"}
 DATA = ("profile",)  # groups whose files are data
 PLAIN = re.compile(r"[\w.+-]+")
+IN_EXCHANGE = re.compile(r"^exchange\.(?:inter\.)*(?=(?:codec|memory)\.)")  # where these parts are
 
 
 @dataclass
@@ -233,7 +236,22 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     except (HydraException, ValueError, TypeError) as error:
         failed = error
     # Outside of `except`, where Python would note Hydra's error as the context of the user's.
-    raise reason_of(failed, node._target_)
+    raise _with_whole_key(reason_of(failed, node._target_), node)
+
+
+def _with_whole_key(error: Exception, node: DictConfig) -> Exception:
+    """Name a setting as the user wrote it: a part of an exchange calls its own exchange.KEY."""
+    from omegaconf import OmegaConf
+
+    found = re.match(r"exchange\.(\w+)(=(.*?): .*)", str(error))
+    if not (isinstance(error, ConfigError) and found):
+        return error
+    names = (found[1], "keeps") if found[1] == "error_feedback" else (found[1],)
+    values = cast(Any, OmegaConf.to_container(node, resolve=True))
+    for key, value in flat(values, "exchange.").items():
+        if key.rpartition(".")[2] in names and checks.as_text(value) == found[3]:
+            return ConfigError(IN_EXCHANGE.sub("", key) + found[2])
+    return error
 
 
 def check_name(key: str, value: str | None) -> None:

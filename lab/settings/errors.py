@@ -38,7 +38,8 @@ def lacks_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     texts = [each for each in error.args if isinstance(each, str)]
-    return isinstance(error, RuntimeError) and any("can't allocate memory" in t for t in texts)
+    lacks = ("can't allocate memory", "Storage size calculation overflowed")
+    return isinstance(error, RuntimeError) and any(each in t for t in texts for each in lacks)
 
 
 def one_line(error: object) -> str:

@@ -17,10 +17,11 @@ from typing import Any, cast
 
 from lab.settings.checks import as_text
 from lab.settings.command import Command
-from lab.settings.config import FIELDS, GROUPS, ConfigError, load
+from lab.settings.config import FIELDS, GROUPS, PARTS, ConfigError, load
 from lab.settings.fields import columns
 from lab.settings.files import choices_of, conf_dir, files_of, keys_of
 from lab.settings.overrides import config_dir_of
+from lab.settings.storage import nested
 
 GRAMMAR = """\
 flags, as in Hydra:
@@ -43,6 +44,11 @@ _lab() {
     [[ $word == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#*=}")
 }
 complete -o nospace -o default -F _lab lab"""
+OF_PARTS = {
+    "path": "path=, codec= and memory= define the exchange by its parts; how messages travel",
+    "codec": "how values are encoded in messages",
+    "memory": "what happens to compression errors",
+}
 SCRIPTS = {"install=bash": BASH, "uninstall=bash": "complete -r lab; unset -f _lab"}
 
 
@@ -51,7 +57,7 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
     config_dir = _config_dir(arguments)
     chosen = chosen_by(arguments, config_dir)
     lines = ["", "groups with their choices (* marks what this command line uses):"]
-    headings = {g: FIELDS[g].metadata["help"].removesuffix(" (a group)") for g in GROUPS}
+    headings = {g: FIELDS[g].metadata["help"].removesuffix(" (a group)") for g in GROUPS} | OF_PARTS
     if hardware := command.fields.get("hardware"):
         headings["hardware"] = "machines and links, from files in conf/hardware"
         chosen.setdefault("hardware", str(hardware.default))
@@ -66,21 +72,22 @@ def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
     content = of_choices(arguments, chosen, config_dir)
     lines += [
         f"  {group}.{key}={_as_written(value)}"
-        for group in GROUPS[1:]
-        for key, value in content[group].items()
+        for group in (*GROUPS[1:], *PARTS)
+        for key, value in content.get(group, {}).items()
         if not str(key).startswith("_") and not _is_data(value)
     ]
     return [*lines, "", GRAMMAR.format(MULTIRUN if command.sweeps else "")]
 
 
 def chosen_by(arguments: Sequence[str], config_dir: str | None) -> dict[str, str]:
-    """Return the choice of each group; a strategy chooses some."""
+    """Return the choice of each group; a strategy chooses some, and parts replace an exchange."""
     words = {key: value for key, _, value in (word.partition("=") for word in arguments)}
     chosen: dict[str, str] = dict(
         DEFAULT.findall((conf_dir() / "train.yaml").read_text(encoding="utf-8"))
     )
     file = files_of("strategy", config_dir).get(words.get("strategy", chosen["strategy"]))
-    return chosen | dict(DEFAULT.findall(file.read_text(encoding="utf-8") if file else "")) | words
+    chosen |= dict(DEFAULT.findall(file.read_text(encoding="utf-8") if file else ""))
+    return chosen | (PARTS | {"exchange": ""} if PARTS.keys() & words else {}) | words
 
 
 def _described(file: Path) -> str:
@@ -99,18 +106,19 @@ def of_choices(
 
     The lab's own choices are read without Hydra, whose composition takes ten times as long.
     """
-    files = {group: files_of(group, config_dir).get(chosen.get(group, "")) for group in GROUPS}
+    groups = [group for group in (*GROUPS, *PARTS) if chosen.get(group)]
+    files = {group: files_of(group, config_dir).get(chosen[group]) for group in groups}
     texts = {group: file.read_text(encoding="utf-8") for group, file in files.items() if file}
     composes = any("\ndefaults:" in text for group, text in texts.items() if group != "strategy")
-    named = all(argument.partition("=")[0] in GROUPS for argument in arguments)
-    if named and not composes and not config_dir and len(texts) == len(GROUPS):
+    named = all(argument.partition("=")[0] in groups for argument in arguments)
+    if named and not composes and not config_dir and len(texts) == len(groups):
         import yaml
 
         content = {group: yaml.safe_load(text) for group, text in texts.items()}
         return content | {
             group: content[group] | values
             for group, values in content["strategy"].items()
-            if isinstance(values, dict)
+            if isinstance(values, dict) and group in content
         }
     from omegaconf import OmegaConf
 
@@ -118,7 +126,9 @@ def of_choices(
         config = load([argument for argument in arguments if "=" in argument])
     except ConfigError:  # help is what was asked for
         config = load([])
-    return cast(Mapping[str, Any], OmegaConf.to_container(config))
+    content = cast(Mapping[str, Any], OmegaConf.to_container(config))
+    parts = {key: value for key, value in nested(content["exchange"]) if key in PARTS}
+    return {**content, **({"path": content["exchange"], "exchange": {}} if parts else {}), **parts}
 
 
 def _as_written(value: Any) -> str:
@@ -170,7 +180,7 @@ def _continued(words: Sequence[str], command: Command) -> list[str]:
 
 
 def _values(key: str, before: Sequence[str], command: Command) -> Iterable[str]:
-    if command.runs and (key in GROUPS or key == "study"):
+    if command.runs and key in (*GROUPS, *PARTS, "study"):
         return choices_of(key, _config_dir(before))
     field = ({**command.fields, **FIELDS} if command.runs else command.fields).get(key)
     if field is None:
@@ -182,7 +192,7 @@ def _keys(before: Sequence[str], command: Command) -> Iterable[str]:
     keys = [*command.fields]
     if command.runs:
         config_dir = _config_dir(before)
-        keys += [key for key in FIELDS if key != "code"]
+        keys += [key for key in (*FIELDS, *PARTS) if key != "code"]
         for group, choice in chosen_by(before, config_dir).items():
             names = keys_of(group, config_dir).get(choice, ())
             keys += sorted(f"{group}.{name}" for name in names if group != "strategy")

@@ -274,9 +274,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         for name, (cell, source, strategy) in zip(names, points, strict=True):
             profile = profile_on(source, group.hardware)
             known[profile.name] = profile
-            if isinstance(source, Profile) and strategy.update != MOMENTUM:
-                optim = cell.config.optim["_target_"]
-                updates[update_note(optim, profile, group.hardware, strategy)] = None
+            updates[note_of_update(cell, source, strategy, group.hardware)] = None
             prediction, row = _predict(group, cell, source, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []
@@ -347,6 +345,14 @@ def strategy_of(request: Request, cell: Cell, source: Source) -> Strategy:
             "not run on a small matrix alone; leave optim= out, or give profile= of a measured step"
         )
     return replace(strategy, update=MOMENTUM) if request.traced else strategy
+
+
+def note_of_update(cell: Cell, source: Source, strategy: Strategy, hardware: Hardware) -> str:
+    """Say how an optimizer other than SGD counts beside measured times; empty: there is none."""
+    if isinstance(source, Estimate) or strategy.update == MOMENTUM:
+        return ""
+    optim, profile = cell.config.optim["_target_"], profile_on(source, hardware)
+    return update_note(optim, profile, hardware, strategy)
 
 
 def refuse_impossible(cell: Cell, strategy: Strategy) -> None:

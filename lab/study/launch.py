@@ -136,9 +136,9 @@ def _outcome(
 
 def hide_secrets(log: Path) -> None:
     """Hide secrets in what a run has printed: its own code, and libraries, may print any."""
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     if (shown := without_secrets(text)) != text:
-        log.write_text(shown)
+        log.write_text(shown, encoding="utf-8")
 
 
 def settings_of(root: Path, cell: Cell) -> list[str]:
@@ -204,7 +204,7 @@ def _identity(directory: Path, cell: Cell) -> Record:
 
 def last_error(log: Path) -> str:
     """Find the line of a run's output that best explains its end."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     reported = [line.partition("lab.train: error: ")[2] for line in lines]
     errors = [line.strip() for line in lines if "error:" in line.lower()]
     return next((line for line in (*reported, *errors, *reversed(lines)) if line), "")

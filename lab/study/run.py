@@ -189,6 +189,11 @@ def _check_launcher(study: Study) -> None:
         raise ConfigError(
             f"launcher={launcher}: cannot start emulated clusters; leave out cluster="
         )
+    if turns and max(map(len, starts(study))) < 2:
+        raise ConfigError(
+            f"turns={turns}: no two cells of this grid can take turns, as those that differ only "
+            "in strategy= do; set turns=null"
+        )
     for cluster in clusters:
         sandbox.find(cluster)
     if launcher == "slurm" and shutil.which("sbatch") is None:
@@ -312,7 +317,7 @@ def _grids(root: Path) -> list[dict[str, Any]]:
         grids = read_json(path)["grids"]
         if all(isinstance(each["arguments"], list) for each in grids):
             return grids
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

@@ -118,7 +118,9 @@ def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
         log.touch()
         (folder / f"{number}.log").symlink_to(log)
     listing = folder / "cells"
-    listing.write_text("".join(shlex.join(settings_of(root, cell)) + "\n" for cell in cells))
+    listing.write_text(
+        "".join(shlex.join(settings_of(root, cell)) + "\n" for cell in cells), encoding="utf-8"
+    )
     size = cells[0].world_size
     (answer,) = _ask(
         "sbatch",

@@ -278,6 +278,9 @@ class DDPSync(LibrarySync):
         static_graph: bool = False,
     ) -> None:
         checks.one_of("sync.hook", hook, HOOKS)
+        checks.truth("sync.gradient_as_bucket_view", gradient_as_bucket_view)
+        checks.truth("sync.find_unused_parameters", find_unused_parameters)
+        checks.truth("sync.static_graph", static_graph)
         if not parts.overlap or not parts.bucket_mb:
             raise ValueError(
                 f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=ddp needs "

@@ -34,11 +34,14 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Bucket, Compute, Record, StepSeconds, worded
 from lab.record.steps import STEPS, write_rows
 from lab.record.trace import TIMELINE, write_trace
+from lab.settings.checks import as_text
+from lab.settings.config import FIELDS, Settings
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import idle
 from lab.training.trainer import Loop, Trainer
 
+OF_GPUS = ("tf32", "benchmark_limit", "share_gpus")  # settings without an effect on a CPU
 TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
 
 
@@ -207,6 +210,17 @@ def note_plan(loop: Loop, record: Record) -> None:
         accumulate=config.accumulate,
         bucket_bytes=[bucket.bytes for bucket in record.buckets or ()],
     )
+    if loop.world.device.type == "cpu":
+        record.idle += idle_on_cpus(config)
+
+
+def idle_on_cpus(config: Settings) -> list[str]:
+    """List what does nothing on a CPU. It is no error: one file of settings may serve both."""
+    return [
+        f"{key}={as_text(value)}: has an effect only on GPUs"
+        for key in OF_GPUS
+        if (value := getattr(config, key)) != FIELDS[key].default
+    ]
 
 
 def warmup_in(loop: Loop, step_s: np.ndarray) -> Warmup:

@@ -133,6 +133,14 @@ class Recording:
             self.recorded = True
             print(summary(self.record, self.path))
 
+    def note_stop(self, stop_signal: str | None) -> None:
+        """Record that a signal stops the run, before its end: mpirun kills ranks after a second."""
+        assert self.loop
+        note_progress(self.loop, self.record)
+        self.record.end("interrupted", f"stopped by {stop_signal}")
+        if self.world.rank == 0:
+            self.directory.write_record(self.record)
+
     def fail(self, failure: Failure) -> None:
         """Note how the run failed; `write` follows, on one rank."""
         if self.loop:

@@ -210,6 +210,7 @@ class Run(Recording):
                 yield step
             self.curves.send()
             if trainer.progress.step < trainer.total_steps:
+                self.note_stop(self.watch.stop_signal)
                 self.save(parts)
             # Before the last evaluation, so that an error in it costs no measurement.
             self.record = outcome.measured(trainer, self.record, self.directory)

@@ -89,6 +89,7 @@ def put(folder: Path, name: str, line: str) -> None:
         ((*NODE, "--job"), "--job needs a value"),
         (("local.sh", "steps=2"), "torch sees no GPU here; say how many ranks: --ranks N"),
         (("horovod.sh", "steps=2"), "--ranks is missing (--help)"),
+        (("horovod.sh", "--ranks", "2", "--hosts", ""), "--hosts needs a list"),
         (("horovod.sh", "--ranks", "0"), "--ranks 0: must be a number of at least 1"),
     ],
 )
@@ -118,6 +119,14 @@ def test_settings_reach_the_ranks_as_they_were_written(
     assert done.code == 0, done.err
     assert done.out.splitlines()[-len(nasty) :] == nasty
     assert "lab.train" in done.out.splitlines()
+
+
+def test_horovod_gets_hosts_and_works_in_macos_bash(launchers: str) -> None:
+    line = ("horovod.sh", "--ranks", "2", "--hosts", "a:1,b:1", "steps=2")
+    words = run(*line, path=launchers).out.split()
+    assert words[:5] == ["--gloo", "-np", "2", "--hosts", "a:1,b:1"]
+    text = (ROOT / "launch/horovod.sh").read_text(encoding="utf-8")
+    assert not re.search(r"\[@\]|declare -A|@Q|mapfile", text)  # bash 3.2 lacks or refuses them
 
 
 def test_ranks_are_as_many_as_torch_counts_gpus(launchers: str, tmp_path: Path) -> None:

@@ -157,6 +157,15 @@ def test_it_says_that_a_profile_is_an_estimate(tmp_path: Path) -> None:
     )
 
 
+def test_what_other_settings_change_is_said_and_no_accuracy_of_the_default() -> None:
+    small = ["batch_size=256", "world_size=2", "strategy=onebit", "profile=vgg16_p100"]
+    usual = said(command.main, *small)
+    assert "optim=" not in usual and "  onebit: MLP 96.56" in usual
+    other = said(command.main, *small, "codec=topk", "optim=adamw")
+    assert "\noptim=torch.optim.AdamW: 7 passes over memory in an update" in other
+    assert "  onebit: not recorded" in other
+
+
 def test_it_says_when_to_measure_first() -> None:
     alike = ["strategy=overlap,layerwise,tree", "batch_size=256", "world_size=4"]
     lines = said(command.main, *alike).splitlines()

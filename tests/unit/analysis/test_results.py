@@ -58,6 +58,8 @@ def test_what_cannot_be_drawn_is_refused_in_a_line(results: Results) -> None:
         results.figure("speedup", scaling="weak")
     with pytest.raises(ValueError, match="no such folder; give a study folder such as runs/demo"):
         lab.load("runs/nowhere")
+    with pytest.raises(ValueError, match=r"test_results.py: is a file; give a study folder"):
+        lab.load(__file__)
 
 
 def test_a_folder_spelled_almost_right_is_suggested(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from lab import plot
 from lab.analysis.points import points_of
 from lab.analysis.records import load_study
 from lab.analysis.summary import times_to_target
-from tests.support.commands import said
+from tests.support.commands import refusal, said
 from tests.support.records import leave, make_record
 
 CURVES = {
@@ -48,3 +48,9 @@ def test_a_run_that_never_gets_there_leaves_no_mean(study: Path) -> None:
 def test_the_table_is_printed(study: Path, tmp_path: Path) -> None:
     text = said(plot.main, str(study), "target=0.9", f"out={tmp_path}/figures", "only=map")
     assert "time to accuracy 90.00 %:" in text and "3 of 3" in text
+
+
+def test_a_folder_or_a_width_that_cannot_be_is_refused(study: Path) -> None:
+    line = refusal(plot.main, str(study), f"out={__file__}")
+    assert line.startswith("out=") and line.endswith(": cannot make this folder: File exists")
+    assert refusal(plot.main, str(study), "width_in=1e308").startswith("width_in=1e308: must be")

@@ -252,6 +252,8 @@ def test_all_papers_are_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia, shi = (line.split("|")[2:-1] for line in lines[-2:])
     assert [cell.strip() for cell in nvidia] == ["–", "29", "–", "–"]
     assert [cell.strip() for cell in shi] == ["20", "10", "–", "–"]
+    assert refusal(verify.main, "kim2017", f"runs={__file__}").startswith("runs=")
+    assert refusal(verify.main, "shi2016", "shi2016").endswith("the same paper is named twice")
     line = refusal(verify.main, "all", "out=page.md")
     assert line == "all: it allows neither other papers nor out=; name the papers instead"
 

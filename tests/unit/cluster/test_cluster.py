@@ -89,6 +89,7 @@ def test_changes_are_in_order_of_time() -> None:
         ([], "cluster.hosts=null: must be a number of hosts"),
         (["hosts=2", "rate=5"], "cluster.rate=5: must be a rate in kbit, mbit or gbit"),
         (["hosts=2", "rate=0mbit"], "cluster.rate=0mbit: must be"),
+        (["hosts=1", "rates=[1gbit]", "rate=1mbit"], "cluster.rate=1mbit: cluster.rates already"),
         (["hosts=2", "rates=[1gbit]"], "must have one rate for each of 2 hosts"),
         (["hosts=2", "rates=1gbit"], "cluster.rates=1gbit: must be a list"),
         (["hosts=2", "loss_percent=100"], "cluster.loss_percent=100: must be a number from 0"),
@@ -126,7 +127,7 @@ def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="leave the launcher out"):
         cluster(world_size=2)
-    monkeypatch.setenv(EMULATION, "2 hosts")
+    monkeypatch.setenv(EMULATION, "2 hosts as network namespaces")
     assert cluster(world_size=2).num_hosts == 2
 
 

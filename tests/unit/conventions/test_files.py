@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
+from lab.settings.config import GROUPS, PARTS
 from tests.conftest import ROOT
 
+CONF = ROOT / "conf"
 LONGEST = 600  # lines: one subject, read alone
 SOURCES = [path for path in (ROOT / "lab").rglob("*") if path.suffix in (".py", ".cpp", ".h")]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -23,7 +25,7 @@ def docstrings(path: Path) -> list[str]:
 
 def test_sources_of_all_kinds_are_found() -> None:
     assert {path.suffix for path in SOURCES} == {".py", ".cpp", ".h"}
-    assert len(docstrings(Path(__file__))) == 2  # of this file, and of the function above
+    assert len(docstrings(Path(__file__))) == 3  # of this file, and of two functions
 
 
 def test_no_file_is_longer_than_can_be_read_at_a_sitting() -> None:
@@ -37,8 +39,26 @@ def test_docstrings_say_what_a_thing_is_or_does_and_do_not_ask() -> None:
     assert [line for line in asking if re.match(r"\S+: What\b", line)] == []
 
 
-@pytest.mark.parametrize("package", ["settings", "record", "benchmarks", "gpu_report", "web"])
-def test_texts_are_utf_8_in_every_locale(package: str) -> None:
-    files = sorted((ROOT / "lab" / package).glob("*.py"))
-    bare = re.compile(r"\.read_text\(\)|\.write_text\([^,\n]*\)$", re.MULTILINE)
-    assert files and not [file for file in files if bare.search(file.read_text(encoding="utf-8"))]
+def without_encoding(path: Path) -> Iterator[str]:
+    """Find calls that read or write text in an encoding of the locale's (ruff's PLW1514)."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_text = node.func.attr in ("read_text", "write_text")
+            if is_text and "encoding" not in [keyword.arg for keyword in node.keywords]:
+                yield f"{path}:{node.lineno}"
+
+
+def test_texts_are_utf_8_in_every_locale() -> None:
+    python = [path for path in SOURCES if path.suffix == ".py"]
+    assert [line for path in python for line in without_encoding(path)] == []
+
+
+def test_every_setting_of_a_choice_has_a_comment() -> None:
+    bare = list[str]()
+    for path in (path for group in (*GROUPS[1:], *PARTS) for path in (CONF / group).glob("*.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for before, line in pairwise(["", *lines]):
+            is_data = path.parent.name == "profile" or line.startswith("defaults:")
+            if re.match(r"[a-z]\w*:", line) and not ("#" in f"{before[:1]}{line}" or is_data):
+                bare.append(f"{path}: {line}")
+    assert bare == []

@@ -77,6 +77,25 @@ def test_where_the_first_rank_is_silent_another_reports(
     assert waits == [launcher.REPORT_S]
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "variable", "value"),
+    [
+        (train, ["steps=1"], "WORLD_SIZE", "2"),
+        (train, ["steps=1"], "LAB_EMULATION", "1"),
+        (bench, ["footprint"], "LAB_BENCH_ANSWER", "answer.json"),
+    ],
+)
+def test_variables_that_a_launcher_or_the_lab_would_set_are_checked(
+    command: ModuleType,
+    words: list[str],
+    variable: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert refusal(command.main, *words).startswith(f"{variable}={value}: ")
+
+
 BLOCKS, TURNS, UNEVEN = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3, 4], [5]]
 
 

@@ -64,7 +64,8 @@ def compressor(exchange: str, **arguments: Any) -> Make:
 
 def one_bit(threshold: str, granularity: str, error_feedback: bool = True) -> OneBit:
     settings: dict[str, Any] = {"threshold": threshold, "granularity": granularity}
-    return OneBit(**settings, block_size=64, error_feedback=error_feedback)
+    settings |= {"block_size": 64} if granularity == "block" else {}
+    return OneBit(**settings, error_feedback=error_feedback)
 
 
 # Each makes an exchange that keeps what it leaves out, or with False one that does not.

@@ -26,7 +26,7 @@ NUM_STEPS = 9
 
 
 def one_bit() -> OneBit:
-    columns: dict[str, Any] = {"threshold": "zero", "granularity": "column", "block_size": 8}
+    columns: dict[str, Any] = {"threshold": "zero", "granularity": "column"}
     return OneBit(**columns, min_columns=1, warmup_steps=0, error_feedback=True)
 
 

@@ -41,6 +41,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (codecs.OneBit, {"threshold": "median"}, "threshold=median: allowed: zero, mean"),
     (codecs.OneBit, {"granularity": "row"}, "granularity=row: allowed: column, block"),
     (codecs.OneBit, {"block_size": 4}, "block_size=4: must be an integer of at least 8"),
+    (codecs.OneBit, {"block_size": 64}, "block_size=64: needs granularity=block"),
     (codecs.Int8, {"block_size": 10}, "block_size=10: must be a multiple of 4 above 0"),
     (codecs.Int4, {"block_size": 12}, "block_size=12: must be a multiple of 8 above 0"),
     (codecs.Float8, {"block_size": 4}, "block_size=4: must be an integer of at least 8"),

@@ -205,3 +205,6 @@ def test_layers_take_longer_on_a_slow_host(time: Time, monkeypatch: pytest.Monke
     usual = layer_s()
     monkeypatch.setenv(SLOW_FACTOR, "3")
     assert layer_s() == pytest.approx(3 * usual)
+    monkeypatch.setenv(SLOW_FACTOR, "nan")
+    with refusing("LAB_SLOW_FACTOR=nan: must be a number from 1 to 100"):
+        layer_s()

@@ -289,6 +289,7 @@ def test_where_dropout_stands() -> None:
         (alexnet, {"widths": [64, 192]}, "model.widths=[64, 192]: must be five integers"),
         (alexnet, {"widths": 64}, "model.widths=64: must be a list of integers, each at least 1"),
         (fcn5, {"hidden": [0]}, "model.hidden=[0]: must be a list of integers, each at least 1"),
+        (mlp, {"hidden": ""}, "model.hidden=: must be a list of integers, each at least 1"),
         (mlp, {"hidden": 5}, "model.hidden=5: must be a list of integers, each at least 1"),
         (keras_cnn, {"blocks": []}, "model.blocks=[]: must be a list of blocks"),
         (keras_cnn, {"blocks": [32]}, "model.blocks=32: must be a list of integers"),

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from lab import __main__ as lister
 from lab import explain, plot, sweep, train, verify
 from lab.settings.command import Command, CommandLine, answer, read
-from lab.settings.config import GROUPS, ConfigError, load
+from lab.settings.config import GROUPS, PARTS, ConfigError, load
 from lab.settings.fields import file_to_write, own_settings, split
 from lab.settings.files import choices_of, conf_dir
 from lab.settings.help import chosen_by, of_choices
@@ -107,8 +107,16 @@ def test_cfg_job_prints_settings_that_hold() -> None:
 
 
 def test_cfg_job_refuses_what_a_run_would_refuse() -> None:
-    for wrong in (["strategy=diloco", "overlap=true"], ["+exchange.nope=3"], ["batch_size=0"]):
-        assert refusal(train.main, *wrong, "device=cpu", "-c", "job")
+    for wrong in (
+        ["strategy=diloco", "overlap=true"],
+        ["+exchange.nope=3"],
+        ["batch_size=0"],
+        ["comm.deterministic=abc"],
+        ["strategy=ddp", "sync.static_graph=abc"],
+        ["data.size=1000000000"],
+    ):
+        key = wrong[-1].partition("=")[0].lstrip("+")
+        assert key in refusal(train.main, *wrong, "device=cpu", "-c", "job")
 
 
 def test_multirun_is_a_sweep() -> None:
@@ -285,7 +293,7 @@ for words in {without_hydra + WRONG}:
 
 def test_help_marks_what_is_taken_and_describes_every_choice() -> None:
     lines = said(train.main, "strategy=zero1", "--help").split("\n\n")[2].splitlines()[1:]
-    for group in GROUPS:
+    for group in (*GROUPS, *PARTS):
         described = [line for line in lines if line.startswith(f"  {group}: ")]
         assert len(described) == 1
     choices = [line[4:].split(maxsplit=1) for line in lines if line.startswith("    ")]
@@ -303,6 +311,15 @@ def test_help_lists_the_settings_that_hydra_would_compose(strategy: str) -> None
     assert {group: content[group] for group in GROUPS[1:]} == {g: config[g] for g in GROUPS[1:]}
 
 
+@pytest.mark.parametrize("words", [["codec=topk"], ["codec=topk", "steps=3"]])
+def test_help_marks_the_parts_of_an_exchange_and_lists_their_settings(words: list[str]) -> None:
+    lines = said(train.main, "strategy=onebit", *words, "--help").splitlines()
+    taken = {line.split()[1] for line in lines if line.startswith("  * ")}
+    assert {"two_stage", "topk", "error_feedback"} <= taken
+    assert {"  codec.ratio=0.01", "  memory.keeps=true"} <= {*lines}
+    assert not any(line.startswith("  exchange.") for line in lines)
+
+
 def test_the_script_runs_every_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"lab": "lab.__main__:main"}
@@ -312,6 +329,16 @@ def test_the_script_runs_every_command() -> None:
     for words in ([], ["--help"]):
         shown = said(lister.main, *words)
         assert all(f"lab.{command} " in shown for command in (*COMMANDS, "cluster"))
+
+
+def test_an_interrupt_while_modules_load_is_one_line(tmp_path: Path) -> None:
+    # Whatever the lab imports first, here its own settings, is interrupted.
+    (tmp_path / "yaml.py").write_text("import signal; signal.raise_signal(signal.SIGINT)\n")
+    code = "import sys; sys.argv[0] = '/bin/lab'; import lab, yaml"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "\nstopped\n")
 
 
 def test_a_command_ends_without_a_search_for_garbage() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from omegaconf import OmegaConf
 
-from lab.settings.config import ConfigError, load
+from lab.settings.config import ConfigError, build, load
 
 PROFILE = """
 name: mine
@@ -122,3 +123,22 @@ def test_code_that_a_file_names_is_told_once(
     assert said.count("lab: a file sets model, which imports torch.nn.Identity from ") == 1
     load(["model=torch.nn.Identity"])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "codec=topk codec.ratio=7",
+        "path=hierarchical codec.block_size=1",
+        "memory.keeps=7",
+        "path=hierarchical path.inter=nope",
+        "exchange=auto exchange.candidates.topk.ratio=7",
+        "exchange=schedule exchange.second.error_feedback=7",
+        "exchange=topk exchange.error_feedback=7",
+    ],
+)
+def test_a_wrong_part_of_an_exchange_is_named_as_it_was_written(words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{words.split()[-1]}: "):
+        exchange = load(words.split()).exchange
+        # Apart from all other settings, as a count of its costs takes it.
+        build(cast(Any, OmegaConf.create(OmegaConf.to_container(exchange, resolve=True))))

@@ -64,6 +64,7 @@ MISTAKES = [
     ("train", "optim.lr=", "optim.lr=: must be a number"),
     ("train", "overlap=maybe", "overlap=maybe: must be true or false"),
     ("train", "device=gpu", "allowed: auto, cpu, cuda"),
+    ("train", "sync=${x}", "sync=${x}: Error resolving interpolation"),
     ("train", "overlap=null", "overlap=null: must be true or false"),
     ("train", "runs_dir=null", "runs_dir=null: must be text"),
     ("train", "scaling=[weak]", "scaling=[weak]: allowed: strong, weak"),
@@ -106,6 +107,10 @@ MISTAKES = [
 def test_a_mistake_is_answered_in_a_line_that_leads_on(command: str, words: str, hint: str) -> None:
     # With --cfg job, a line that were accepted would print settings and not train.
     assert hint in refusal(COMMANDS[command].main, *words.split(), "--cfg", "job")
+
+
+def test_a_value_of_two_lines_is_answered_in_one() -> None:
+    assert refusal(predict.main, "out=a\nb").startswith("out=a\\nb: must name FILE.json")
 
 
 def test_what_is_unlike_any_setting_gets_no_wrong_hint() -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from lab import sweep
 from lab.settings.errors import ConfigError
 from lab.settings.files import conf_dir
 from lab.study import run
 from lab.study.grid import Cell, read
 from lab.study.run import starts
+from tests.support.commands import refusal
 
 
 def cells(*arguments: str) -> list[tuple[str, ...]]:
@@ -188,6 +190,13 @@ def test_cells_of_the_same_work_share_a_start_if_they_take_turns() -> None:
     of_process = ("deterministic=false,true", "tf32=false,true", "benchmark_limit=1,10")
     for apart in (*of_process, "threads=1,2", "model=mlp,lenet", "precision=fp32,bf16"):
         assert len(starts(read(["study=s", "strategy=none,onebit", apart, "turns=4"]))) == 2
+
+
+def test_a_cell_that_would_take_turns_with_none_is_refused(tmp_path: Path) -> None:
+    grid = (f"runs_dir={tmp_path}", "strategy=none", "world_size=1", "repeats=2", "turns=4")
+    assert refusal(sweep.main, *grid).startswith("turns=4: no two cells")
+    line = refusal(sweep.main, "runs_dir=/dev/null", *grid[1:3])
+    assert line.startswith("runs_dir=/dev/null: cannot write")
 
 
 def test_a_study_keeps_its_turns(tmp_path: Path) -> None:

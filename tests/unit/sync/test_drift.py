@@ -34,7 +34,7 @@ Make = Callable[[], Exchange]
 
 
 def one_bit(kind: type[OneBit] = OneBit, error_feedback: bool = True) -> OneBit:
-    columns: dict[str, Any] = {"threshold": "zero", "granularity": "column", "block_size": 8}
+    columns: dict[str, Any] = {"threshold": "zero", "granularity": "column"}
     return kind(**columns, min_columns=1, warmup_steps=0, error_feedback=error_feedback)
 
 

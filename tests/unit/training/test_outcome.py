@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from lab.distributed.world import World
 from lab.measure.operations import Uncountable
 from lab.measure.peaks import Peak
 from lab.record.schema import Compute, read_record
-from lab.settings.config import load
+from lab.settings.config import Settings, load
 from lab.sync.drift import GradientNoise
 from lab.sync.gradsync import GradSync
 from lab.training import outcome
@@ -55,6 +55,15 @@ def test_what_is_not_counted_has_no_rate(known: Compute | None) -> None:
     note_rates(record)
     assert (record.flops_per_s, record.mfu) == (None, None)
     assert "compute" not in summary(replace(record, warmup=_warmup()), Path())
+
+
+def test_settings_of_gpus_are_noted_on_cpus() -> None:
+    assert outcome.idle_on_cpus(
+        cast(Settings, load(["tf32=true", "benchmark_limit=10", "share_gpus=true"]))
+    ) == [
+        "tf32=true: has an effect only on GPUs",
+        "share_gpus=true: has an effect only on GPUs",
+    ]
 
 
 def test_a_replayed_model_computes_nothing() -> None:

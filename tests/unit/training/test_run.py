@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab.distributed.worker import Watchdog
+from lab.settings.command import EXIT_INTERRUPTED
+from lab.settings.config import load
 from lab.training import in_turns
-from lab.training.run import failure_of
+from lab.training.run import Run, failure_of, start
 from tests.support.ranks import CREW, train
 
 
@@ -33,6 +36,18 @@ from tests.support.ranks import CREW, train
 )
 def test_status_of_an_error(error: BaseException, status: str) -> None:
     assert failure_of(error, 1).status == status
+
+
+def test_a_stopped_run_has_its_record_before_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, goes_on = list[str | None](), iter([True, True, False])
+    monkeypatch.setattr(Watchdog, "listen_to_signals", lambda _: None)
+    monkeypatch.setattr(Watchdog, "begin_step", lambda _: next(goes_on))
+    monkeypatch.setattr(Run, "save", lambda run, _: seen.append(run.directory.status()))
+    words = [f"runs_dir={tmp_path}", "steps=5", "model=mlp", "model.hidden=[8]", "device=cpu"]
+    assert start(load(words), words) == EXIT_INTERRUPTED
+    assert seen == ["interrupted"]
 
 
 class Mute(Exception):
