@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lab
 from lab.loop import check
+from tests.support import HANG_S
 from tests.support.ranks import CREW, spawn
 
 WIDTH, STEPS = 8, 16
@@ -368,24 +370,25 @@ def test_a_model_may_be_copied_and_saved(tmp_path: Path) -> None:
 
 def uneven(way: str) -> str:
     """Let the last rank take fewer steps than others; return what these are told."""
-    check.GRACE_S = 1.0
+    check.GRACE_S = 3.0
     dist.init_process_group("gloo")
     model, rank = net(), dist.get_rank()
     told = ""
     with ExitStack() as stack:
         if way == "attach":
             module, finish = DistributedDataParallel(model), lambda: None
-            lab.attach(module, "onebit", check=None, exchange_timeout_s=2)
+            lab.attach(module, "onebit", check=None, exchange_timeout_s=3)
         else:
-            module, sync = model, lab.grad_sync(model, "tree", check=None, exchange_timeout_s=2)
+            module, sync = model, lab.grad_sync(model, "tree", check=None, exchange_timeout_s=3)
             finish = stack.enter_context(sync).finish
         try:
             train(module, finish, range(3 if rank == 2 else 5))
         except RuntimeError as error:
             told = str(error)
             stack.pop_all()  # as after an error
-    if rank == 2:
-        time.sleep(6)  # its end would be noticed at once
+    store = distributed_c10d._get_default_store()
+    store.set(f"told/{rank}", told)
+    store.wait(["told/0", "told/1", "told/2"], timedelta(seconds=HANG_S))  # an end would be noticed
     return told
 
 
@@ -398,7 +401,7 @@ def test_ranks_that_wait_in_vain_are_told_who_has_stopped(way: str, cure: str) -
     for rank, line in enumerate(waiting):
         assert line.startswith(f"rank 2 stopped after 3 steps, but rank {rank} goes on; all ranks")
         assert cure in line
-        assert line.endswith("if rank 2 is only slow, raise exchange_timeout_s=2")
+        assert line.endswith("if rank 2 is only slow, raise exchange_timeout_s=3")
 
 
 def loaded_by_rank_0_alone(way: str) -> str:

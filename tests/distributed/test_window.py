@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +14,16 @@ from torch import Tensor
 
 from lab.distributed import torch_comm
 from lab.distributed.comm import Comm, NoWindow, ThreadComm, run_ranks
+from tests.conftest import wait_for
 from tests.support.ranks import CREW, Outcome, composed, execute, join, spawn, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=6", "warmup_steps=1")
 CPU = torch.device("cpu", 0)
 
 
-def files() -> list[Path]:
-    """List the files of windows that stay: another test's may be there until it is mapped."""
-    found = list[Path]()
-    for _ in range(100):
-        if not (found := [*Path(torch_comm.IN_MEMORY).glob("lab-window*")]):
-            break
-        time.sleep(0.1)
-    return found
+def no_file_stays() -> None:
+    """Wait until no window has a file: another test's may be there until it is mapped."""
+    wait_for(lambda: not [*Path(torch_comm.IN_MEMORY).glob("lab-window*")])
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -42,7 +37,7 @@ def test_a_run_has_the_weights_of_one_with_messages(size: int, overlap: str) -> 
     assert ours[0].record["certificate"]["holds"]
     num_parameters = len(ours[0].weights)
     assert ours[0].record["choices"] == [{"path": "symmetric", "parameters": num_parameters}]
-    assert files() == []
+    no_file_stays()
 
 
 def without_room(arguments: list[str], config: Any) -> Outcome:
@@ -80,7 +75,7 @@ def test_ranks_see_what_others_wrote_before_they_met() -> None:
     for seen, (payload_bytes, num_messages, across_bytes) in CREW.call(3, see_others):
         assert seen == [1, 2, 3, 1, 2, 3]
         assert (payload_bytes, num_messages, across_bytes) == (2 * 5000 + 2 * 1, 4, 0)
-    assert files() == []
+    no_file_stays()
 
 
 def test_a_file_that_does_not_fit_is_refused_before_it_is_written() -> None:
@@ -95,7 +90,7 @@ def test_a_file_that_does_not_fit_is_refused_before_it_is_written() -> None:
         return str(caught.value)
 
     assert len({*run_ranks(2, rank_main)}) == 1
-    assert files() == []
+    no_file_stays()
 
 
 class FakeHandle(SimpleNamespace):

@@ -11,7 +11,7 @@ import pytest
 
 from lab.settings.config import choices_of
 from tests.conftest import ROOT, Finished, record
-from tests.support.ranks import told
+from tests.support.ranks import told, train
 
 COMMAND_FILES = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem != "__init__")
 COMMANDS = (*(f"lab.{command}" for command in COMMAND_FILES), "lab.cluster")
@@ -31,13 +31,13 @@ def test_help_names_settings_and_examples(module: str, capsys: pytest.CaptureFix
         assert "exchange_timeout_s=300.0" in shown and "--config-dir DIR" in shown
 
 
-def test_plain_python_is_one_rank_and_torchrun_reads_the_same(
-    command: Callable[..., Finished], train: Callable[..., Finished], tmp_path: Path
+def test_plain_python_is_one_rank_as_of_a_launcher(
+    command: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     settings = ("strategy=onebit", "batch_size=24", "data.size=16", "steps=6")
     assert command("lab.train", *settings, "device=cpu", "cell=a").code == 0
-    assert train(1, *settings, "cell=b").code == 0
-    plain, launched = (record(tmp_path / "runs/default" / cell) for cell in "ab")
+    plain, launched = record(tmp_path / "runs/default/a"), train(1, *settings)[0].record
     assert plain["world_size"] == launched["world_size"] == 1
     assert plain["replica_hash"] == launched["replica_hash"]
 

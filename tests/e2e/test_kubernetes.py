@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from importlib import import_module
 from typing import Any
 
-import kubeflow_trainer_api.models as trainer_models
 import pytest
 import yaml
-from kubeflow.training import models
 
 from lab.settings.config import check_batch, load
 from tests.conftest import ROOT
 
+# Importing the published types takes a second, which no other process of xdist need spend.
+pytestmark = pytest.mark.xdist_group("kubernetes")
+V1, V2 = "kubeflow.training.models", "kubeflow_trainer_api.models"
 FOLDER = ROOT / "launch" / "kubernetes"
 MODELS = {
     "PersistentVolumeClaim": "V1PersistentVolumeClaim",
@@ -46,7 +48,7 @@ def as_model(kind: str, value: Any) -> Any:
         return {key: as_model(inner, item) for key, item in value.items()}
     if outer in SHAPES:
         return value
-    model = getattr(models, kind)
+    model = getattr(import_module(V1), kind)
     names = {field: name for name, field in model.attribute_map.items()}
     fields = {
         names[field]: as_model(model.openapi_types[names[field]], item)
@@ -61,7 +63,7 @@ def check(manifest: dict[str, Any]) -> None:
 
 def check_v2(manifest: dict[str, Any]) -> None:
     """Parse a manifest of Trainer v2 as its published type, which drops what it does not know."""
-    model = getattr(trainer_models, f"TrainerV1alpha1{manifest['kind']}")
+    model = getattr(import_module(V2), f"TrainerV1alpha1{manifest['kind']}")
     assert model.from_dict(manifest).to_dict() == manifest
 
 

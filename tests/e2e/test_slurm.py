@@ -16,10 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
+from lab import sweep
 from lab.study.grid import read
 from tests.conftest import ROOT, Finished, record, wait_for
 from tests.support import HANG_S, slurm
-from tests.support.commands import begun
+from tests.support.commands import begun, refusal
 from tests.support.ranks import train
 
 Command = Callable[..., Finished]
@@ -246,17 +247,15 @@ def test_sbatch_that_refuses_is_quoted(
 
 
 def test_without_slurm_or_with_an_unknown_launcher_nothing_runs(
-    command: Command, environment: dict[str, str], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment["PATH"] = str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
     for launcher, message in (
         ("slurm", "launcher=slurm: sbatch is not on the PATH"),
         ("pigeon", "launcher=pigeon: allowed: local, slurm, ray"),
     ):
-        done = command("lab.sweep", f"launcher={launcher}", *QUICK)
-        assert done.code == 2
-        (line,) = done.err.splitlines()
-        assert line == f"lab.sweep: error: {message}"
+        assert refusal(sweep.main, f"launcher={launcher}", *QUICK) == message
     assert not (tmp_path / "runs").exists()
 
 

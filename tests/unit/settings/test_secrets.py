@@ -131,9 +131,10 @@ def test_time_grows_with_the_text_alone(piece: str) -> None:
         without_secrets(text)
         return time.thread_time() - begin
 
-    seconds(1000)
-    # 16 times the text: quadratic patterns take 256 times as long, cubic ones 4096 times.
-    assert seconds(320_000) < 80 * max(seconds(20_000), 1e-3)
+    # 16 times the text: quadratic patterns take 256 times as long, cubic ones 4096 times, whenever
+    # they are timed. Busy neighbours make some times longer, and none shorter.
+    least_s = min(seconds(5_000) for _ in range(5))
+    assert any(seconds(80_000) < 80 * max(least_s, 1e-3) for _ in range(4))
 
 
 def test_ranks_compare_secrets_by_a_digest() -> None:

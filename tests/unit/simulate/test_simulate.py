@@ -200,12 +200,12 @@ def test_weak_scaling_keeps_the_batch_of_a_rank(
     assert found.speedup == pytest.approx(4 * alone / found.step.step_s)
 
 
-def test_4096_ranks_cost_as_few_events_as_buckets_have_stages(
+def test_512_ranks_cost_as_few_events_as_buckets_have_stages(
     profile: Profile, strategies: dict[str, Strategy]
 ) -> None:
     num_layers, most_stages = len(profile.layers), 5
     for name in SIMULATED:
-        step = simulate(profile, FLAT, replace(strategies[name], bucket_mb=1), 4096, 8)
+        step = simulate(profile, FLAT, replace(strategies[name], bucket_mb=1), 512, 8)
         assert len(step.spans) <= 2 * num_layers + most_stages * 2 * num_layers
 
 
