@@ -52,8 +52,13 @@ def chart(result: Row) -> Chart:
     )
     first = "; ".join(f"{kind}: {_named(best[kind][0])}" for kind in kinds)
     message = f"Predicted best for {result['target']['text']}, {first}"
-    about_ = ["hollow: predicted; dotted: the first choice at efficiency 1", *about(result)]
-    return Chart("advice", message, about_, body, width)
+    names = f"{', '.join(result['profiles'])} on {result['hardware']['name']}"
+    key = [f"hollow: predicted, {names}", "dotted: the first choice at efficiency 1"]
+    key += ["vertical: 95 % intervals"] if (data["low"] < data["high"]).any() else []
+    num_left_out = sum(len(result["best"][kind]) - len(best[kind]) for kind in kinds)
+    left_out = [f"{num_left_out} slower series are left out"] if num_left_out else []
+    fitted = [f"fitted to {result['fit']}"] if result["fit"] else []
+    return Chart("advice", message, ["; ".join(key), *left_out, *fitted], body, width)
 
 
 def _batch_key(row: Row) -> str:
@@ -74,16 +79,16 @@ def text(result: Row) -> str:
         nothing = f"no option reaches {result['target']['text']}; the highest is {highest:.2f}"
         if math.isnan(highest):
             nothing = f"no option fits the memory of {result['hardware']['name']}"
-        return "\n".join([nothing, "", *_wrapped([*about(result), *_meanings(result)])])
+        return "\n".join([nothing, "", *_wrapped([*_about(result), *_meanings(result)])])
     blocks = [[line for kind in kinds for line in _first_choice(result, kind)]]
     to_run = (row for kind in kinds for row in _rivals(result, kind)[:2])
     blocks += [["to run:", *(f"  {row['command']}" for row in to_run)]]
     blocks += [_table(result, kind) for kind in kinds]
-    blocks += [_accuracies(result), _wrapped([*about(result), *_meanings(result)])]
+    blocks += [_accuracies(result), _wrapped([*_about(result), *_meanings(result)])]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def about(result: Row) -> list[str]:
+def _about(result: Row) -> list[str]:
     """Say what was predicted and from what, and what its intervals are of."""
     profiles = ", ".join(
         f"{name} (an estimate)" if profile["source"].startswith("estimate") else name
