@@ -274,7 +274,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         for name, (cell, source, strategy) in zip(names, points, strict=True):
             profile = profile_on(source, group.hardware)
             known[profile.name] = profile
-            if isinstance(source, Profile) and strategy.update != MOMENTUM:
+            if isinstance(source, Profile) and not request.traced:
                 optim = cell.config.optim["_target_"]
                 updates[update_note(optim, profile, group.hardware, strategy)] = None
             prediction, row = _predict(group, cell, source, strategy)

@@ -30,6 +30,7 @@ from lab.simulate.strategy import (
     Strategy,
     messages_of_fragments,
     parameters,
+    products_s,
     ranks_of_a_copy,
     update_beside,
 )
@@ -401,7 +402,8 @@ class _Scene:
         beside, rate = update_beside(self.profile, self.network.hardware, update)
         passes = beside.on_shards if pattern.gathers_units else beside.passes
         sharers = ranks_of_a_copy(pattern, self.network) if pattern.parts_the_update else 1
-        return passes * self.profile.gradient_bytes / sharers / rate
+        products = products_s(self.profile, self.network.hardware, update)
+        return (passes * self.profile.gradient_bytes / rate + products) / sharers
 
     def least_s(self, stages: Iterable[Stage], num_buckets: int) -> float:
         """Return the seconds in which a node prepares samples or a host launches: the longer.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from lab.settings.own_code import asked_for, is_users
 from lab.sync.pattern import Update
@@ -67,12 +68,12 @@ def _counted(text: str) -> Update | None:
     alone = "foreach" if "foreach" in own and {*WAYS}.isdisjoint(given) else None
     ways = [way_of(target, own, given, sharded) or alone for sharded in (False, True)]
     try:
-        (passes, copies), (on_shards, _) = (
+        (passes, copies, operations), (on_shards, *_) = (
             _stepped(make, {**given, **({way: True} if way else {})}) for way in ways
         )
     except Exception:  # of any code, for any reason: its step is unknown
         return None
-    return Update(passes, on_shards, copies)
+    return Update(passes, on_shards, copies, operations)
 
 
 def _argument(value: Any) -> Any:
@@ -88,8 +89,8 @@ def _known(target: str) -> Any:
     return found if isfunction(found) and is_users(found.__code__.co_filename) else None
 
 
-def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Return what a step reads and writes of each value, and what is kept."""
+def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Return what a step reads and writes of each value, what is kept, and `Update.operations`."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE, generator=generator)
     parameter = nn.Parameter(start)
@@ -97,19 +98,22 @@ def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float]:
         optimizer: Optimizer = make([parameter], **settings)
         counter = _Counter()
         for gradient in gradients:
-            parameter.grad, counter.num_bytes = gradient, 0
+            parameter.grad, counter.num_bytes, counter.operations = gradient, 0, 0
             with counter:
                 optimizer.step()
     kept = _bytes_of(optimizer.state[parameter])
-    return round(counter.num_bytes / start.nbytes, 2), round(kept / start.nbytes, 2)
+    numbers = counter.num_bytes / start.nbytes, kept / start.nbytes
+    passes, copies = (round(number, 2) for number in numbers)
+    return passes, copies, round(counter.operations / start.numel() / len(start), 2)
 
 
 class _Counter(TorchDispatchMode):
-    """Counts bytes that operations read and write."""
+    """Counts bytes that operations read and write, and the operations of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.num_bytes = 0
+        self.operations = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -130,6 +134,8 @@ class _Counter(TorchDispatchMode):
             if each.is_write and not (place == 1 and name.startswith("_fused_"))
         ]
         self.num_bytes += _bytes_of(values) + _bytes_of(changed or out)
+        if count := flop_registry.get(func.overloadpacket):
+            self.operations += count(*args, **kwargs, out_val=out)
         return out
 
 
