@@ -101,6 +101,7 @@ def _about(result: Row) -> list[str]:
     return [
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
         *([f"cells held out of the fit: {result['errors']}"] if result["errors"] else []),
+        *([f"no effect on these steps: {', '.join(result['idle'])}"] if result["idle"] else []),
         f"intervals: 95 %, given the uncertainty of {', '.join(sources)}"
         if sources
         else "intervals: none, because no value is uncertain",

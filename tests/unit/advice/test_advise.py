@@ -157,6 +157,13 @@ def test_it_says_that_a_profile_is_an_estimate(tmp_path: Path) -> None:
     )
 
 
+def test_it_says_what_a_profile_leaves_without_effect() -> None:
+    small = ["strategy=tree", "batch_size=64", "world_size=2"]
+    line = "no effect on these steps: precision=fp16, cluster=emulated"
+    assert line in said(command.main, *small, "precision=fp16", "cluster=emulated")
+    assert "no effect" not in said(command.main, *small)
+
+
 def test_it_says_when_to_measure_first() -> None:
     alike = ["strategy=overlap,layerwise,tree", "batch_size=256", "world_size=4"]
     lines = said(command.main, *alike).splitlines()

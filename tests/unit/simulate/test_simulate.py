@@ -545,6 +545,14 @@ def test_values_of_hardware_that_move_no_step_are_named() -> None:
     assert "no effect" not in said(command.main, *words[:3], "hardware.engage=0.1")
 
 
+def test_a_model_beside_a_profile_is_said_to_move_no_step() -> None:
+    words = "strategy=none", "world_size=1", "batch_size=64", "profile=resnet50_p100"
+    typed = "model=lenet", "task=classification"
+    assert f"no effect on these steps: {', '.join(typed)}\n" in said(command.main, *words, *typed)
+    assert "no effect" not in said(command.main, *words, "model=replay", "model.bytes_scale=0.5")
+    assert "no effect" not in said(command.main, *words[:3], "model=lenet", "precision=fp32")
+
+
 def test_an_unknown_study_is_no_default_grid() -> None:
     line = refusal(command.main, "study=kim2071", "world_size=2")
     assert line.startswith("study=kim2071: no such study; did you mean kim2017? allowed: ")
