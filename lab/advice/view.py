@@ -12,6 +12,7 @@ from lab.advice.advise import KINDS, UNRECORDED
 from lab.draw.chart import Chart, looks_of
 from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
+from lab.simulate.estimate import ESTIMATE
 from lab.simulate.view import open_values
 
 Row = dict[str, Any]
@@ -91,7 +92,7 @@ def text(result: Row) -> str:
 def _about(result: Row) -> list[str]:
     """Say what was predicted and from what, and what its intervals are of."""
     profiles = ", ".join(
-        f"{name} (an estimate)" if profile["source"].startswith("estimate") else name
+        f"{name} (an estimate)" if _is_unnamed_estimate(name, profile["source"]) else name
         for name, profile in result["profiles"].items()
     )
     hardware = result["hardware"]
@@ -106,6 +107,10 @@ def _about(result: Row) -> list[str]:
         if sources
         else "intervals: none, because no value is uncertain",
     ]
+
+
+def _is_unnamed_estimate(name: str, source: str) -> bool:
+    return source.startswith(ESTIMATE) and ESTIMATE not in name
 
 
 def best_rows(result: Row, kind: str) -> list[Row]:

@@ -157,6 +157,13 @@ def test_it_says_that_a_profile_is_an_estimate(tmp_path: Path) -> None:
     )
 
 
+def test_ranks_that_exchange_nothing_are_no_advice() -> None:
+    text = said(command.main, "strategy=none,tree", "batch_size=64", "world_size=2")
+    assert "first choice, exact: tree on 2 ranks" in text and "none on" not in text
+    line = refusal(command.main, "strategy=none", "batch_size=64", "world_size=2")
+    assert line.startswith("strategy=none: its ranks exchange nothing")
+
+
 def test_it_says_what_a_profile_leaves_without_effect() -> None:
     small = ["strategy=tree", "batch_size=64", "world_size=2"]
     line = "no effect on these steps: precision=fp16, cluster=emulated"
