@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from lab.settings.own_code import asked_for, is_users
 from lab.sync.pattern import Update
@@ -23,6 +22,8 @@ WAYS = ("fused", "foreach", "differentiable")  # how torch's optimizers can be t
 FUSED_ON_SHARDS = ("torch.optim.Adam", "torch.optim.AdamW")  # torch has no others for DTensors
 SHAPE = (64, 64)  # of the matrix whose updates are counted; numbers beside it weigh nothing
 NUM_STEPS = 3  # the first makes the state
+# And the place of the left matrix. torch's own formulas load triton.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 SHAPELESS = ("empty", "empty_like", "new_empty")  # move no values
 
 
@@ -134,8 +135,9 @@ class _Counter(TorchDispatchMode):
             if each.is_write and not (place == 1 and name.startswith("_fused_"))
         ]
         self.num_bytes += _bytes_of(values) + _bytes_of(changed or out)
-        if count := flop_registry.get(func.overloadpacket):
-            self.operations += count(*args, **kwargs, out_val=out)
+        if (place := PRODUCTS.get(name.rstrip("_"))) is not None:
+            left, right = args[place : place + 2]
+            self.operations += 2 * left.numel() * right.shape[-1]
         return out
 
 
