@@ -32,6 +32,7 @@ from lab.simulate.predict import (
     residual_of,
     sources_of,
     strategy_of,
+    unread,
 )
 from lab.simulate.score import Group, held_out, score, scored_cell, skill
 from lab.simulate.step import predict, simulate
@@ -158,6 +159,7 @@ def advised(advice: Advice) -> dict[str, Any]:
         "hardware": {"conditions": group.conditions, **asdict(group.hardware)},
         "fit": str(request.own.fit) if request.own.fit else None,
         "errors": str(errors) if errors.num_cells else None,
+        "idle": unread(request),
     }
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from lab.model.profile import Profile
 from lab.settings.config import PARTS
@@ -172,6 +173,8 @@ def read(arguments: Sequence[str]) -> Advice:
     target, request = Target.of(own), _with_grid(run)
     if "strategy" not in _texts(run):
         request = _of_dividing(request)
+    else:
+        request = _of_training_together(request)
     for cell in request.cells:
         epochs, steps = cell.config.epochs, cell.config.steps
         if target.text == "hours" and target.total_samples(epochs, steps, 1) is None:
@@ -241,6 +244,29 @@ def _of_dividing(request: Request) -> Request:
             cells.append(cell)
             profiles.append(profile)
     return replace(request, cells=cells, profiles=profiles)
+
+
+def _of_training_together(request: Request) -> Request:
+    """Leave out cells whose ranks exchange nothing, and so train a model each.
+
+    Raises:
+        ConfigError: there are no others.
+    """
+    together = [cell.world_size == 1 or _exchanges(cell) for cell in request.cells]
+    if not any(together):
+        raise ConfigError(
+            "strategy=none: its ranks exchange nothing, so they do not train together; choose "
+            "among others"
+        )
+    cells, profiles = ([*compress(each, together)] for each in (request.cells, request.profiles))
+    return replace(request, cells=cells, profiles=profiles)
+
+
+def _exchanges(cell: Cell) -> bool:
+    try:
+        return Strategy.of(plain(cell.config)).exchanges
+    except ValueError:  # which a prediction says, too
+        return True
 
 
 def _texts(run: Sequence[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from lab.advice.advise import KINDS, UNRECORDED
 from lab.draw.chart import Chart, looks_of
 from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
+from lab.simulate.estimate import ESTIMATE
 from lab.simulate.view import open_values
 
 Row = dict[str, Any]
@@ -52,8 +53,13 @@ def chart(result: Row) -> Chart:
     )
     first = "; ".join(f"{kind}: {_named(best[kind][0])}" for kind in kinds)
     message = f"Predicted best for {result['target']['text']}, {first}"
-    about_ = ["hollow: predicted; dotted: the first choice at efficiency 1", *about(result)]
-    return Chart("advice", message, about_, body, width)
+    names = f"{', '.join(result['profiles'])} on {result['hardware']['name']}"
+    key = [f"hollow: predicted, {names}", "dotted: the first choice at efficiency 1"]
+    key += ["vertical: 95 % intervals"] if (data["low"] < data["high"]).any() else []
+    num_left_out = sum(len(result["best"][kind]) - len(best[kind]) for kind in kinds)
+    left_out = [f"{num_left_out} slower series are left out"] if num_left_out else []
+    fitted = [f"fitted to {result['fit']}"] if result["fit"] else []
+    return Chart("advice", message, ["; ".join(key), *left_out, *fitted], body, width)
 
 
 def _batch_key(row: Row) -> str:
@@ -74,19 +80,19 @@ def text(result: Row) -> str:
         nothing = f"no option reaches {result['target']['text']}; the highest is {highest:.2f}"
         if math.isnan(highest):
             nothing = f"no option fits the memory of {result['hardware']['name']}"
-        return "\n".join([nothing, "", *_wrapped([*about(result), *_meanings(result)])])
+        return "\n".join([nothing, "", *_wrapped([*_about(result), *_meanings(result)])])
     blocks = [[line for kind in kinds for line in _first_choice(result, kind)]]
     to_run = (row for kind in kinds for row in _rivals(result, kind)[:2])
     blocks += [["to run:", *(f"  {row['command']}" for row in to_run)]]
     blocks += [_table(result, kind) for kind in kinds]
-    blocks += [_accuracies(result), _wrapped([*about(result), *_meanings(result)])]
+    blocks += [_accuracies(result), _wrapped([*_about(result), *_meanings(result)])]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def about(result: Row) -> list[str]:
+def _about(result: Row) -> list[str]:
     """Say what was predicted and from what, and what its intervals are of."""
     profiles = ", ".join(
-        f"{name} (an estimate)" if profile["source"].startswith("estimate") else name
+        f"{name} (an estimate)" if _is_unnamed_estimate(name, profile["source"]) else name
         for name, profile in result["profiles"].items()
     )
     hardware = result["hardware"]
@@ -97,10 +103,15 @@ def about(result: Row) -> list[str]:
         f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
         *result["updates"],
         *([f"cells held out of the fit: {result['errors']}"] if result["errors"] else []),
+        *([f"no effect on these steps: {', '.join(result['idle'])}"] if result["idle"] else []),
         f"intervals: 95 %, given the uncertainty of {', '.join(sources)}"
         if sources
         else "intervals: none, because no value is uncertain",
     ]
+
+
+def _is_unnamed_estimate(name: str, source: str) -> bool:
+    return source.startswith(ESTIMATE) and ESTIMATE not in name
 
 
 def best_rows(result: Row, kind: str) -> list[Row]:

@@ -341,7 +341,7 @@ def chart(result: dict[str, Any]) -> Drawn:
             "part": kind,
             "value": MB * row["bytes"][kind],
             "mark": MB * (row["measured_bytes"] or math.nan) if kind == used[0] else math.nan,
-            "text": f"{MB * row['total_bytes']:.0f}" if kind == used[-1] else "",
+            "text": f"{MB * row['total_bytes']:,.0f}" if kind == used[-1] else "",
         }
         for row in rows
         for kind in used
@@ -350,7 +350,7 @@ def chart(result: dict[str, Any]) -> Drawn:
         del data["mark"]
     colours = {kind: COLOURS[kind] for kind in used}
     models = ", ".join(dict.fromkeys(row["model"] for row in rows))
-    peaks = span([MB * row["total_bytes"] for row in rows], ".0f")
+    peaks = span([MB * row["total_bytes"] for row in rows], ",.0f")
     shares = span([100 * row["bytes"]["activations"] / row["total_bytes"] for row in rows], ".0f")
     message = f"A step of {models} takes {peaks} MB, {shares} % of it activations"
     sample = f"bars are computed (torch {result['environment']['torch']}), not measured"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from lab.measure.layers import kernels_ms, profiled
 from lab.model.profile import ALL, BOTH, REST, STEP, Fit, Layer, Profile
 from lab.problem import require_float32
 from lab.settings.storage import write_atomically
+from lab.simulate.strategy import update_of
 from lab.training.assemble import Assembly, assembled
 
 APART = 0.1  # of a step: a profile whose parts miss more of it predicts no better
@@ -93,7 +94,9 @@ def measure(
         command = shlex.join(["python", "-m", "lab.profile_layers", *settings])
         source = f"measured on {device_and_torch(world.device)}: {command}"
     threads = None if on_gpu else torch.get_num_threads()
+    update = update_of(configs[0].optim)
     profile = profile_of(found, name, source, threads)
+    profile = replace(profile, update_passes=update and update.passes)
     return profile, _notes(profile, found, kernels)
 
 

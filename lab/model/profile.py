@@ -87,7 +87,8 @@ class Profile:
         rest_ms: time of a step besides its layers (optimizer, data, host) at the reference batch,
         and fixed_rest_ms the part that does not depend on the batch size; None: unknown.
         update_bytes_per_s: rate at which the optimizer passes over memory, where `rest_ms` has no
-        update; None: these times contain one with SGD.
+        update; None: these times contain one.
+        update_passes: what that one reads and writes of each value; None: assumed to be SGD's.
         step_ms: of a whole step without any clock on its layers, of which these are parts.
         num_threads: threads that computed, on CPU cores that ranks of one machine share; None: a
         device of the rank's own.
@@ -105,6 +106,7 @@ class Profile:
     fixed_rest_ms: float = 0.0
     step_ms: AtLeast0 | None = None
     update_bytes_per_s: AtLeast1 | None = None
+    update_passes: AtLeast0 | None = None
     num_threads: Count | None = None
     num_kernels: Count | None = None
     fits: tuple[Fit, ...] = ()
@@ -175,7 +177,7 @@ class Profile:
         for key in ("rest_ms", "fixed_rest_ms", "step_ms"):
             if getattr(self, key) is not None:
                 head += f"{key}: {getattr(self, key):.4f}\n"
-        for key in ("num_threads", "num_kernels", "update_bytes_per_s"):
+        for key in ("num_threads", "num_kernels", "update_bytes_per_s", "update_passes"):
             if getattr(self, key) is not None:
                 head += f"{key}: {getattr(self, key)}\n"
         head += "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)

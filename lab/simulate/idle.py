@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from lab.settings.config import FIELDS
 from lab.settings.errors import ConfigError
@@ -40,16 +40,9 @@ OF_OPTIM = tuple(f"optim.{key}" for key in SCHEDULE)
 INSTEAD |= dict.fromkeys((*OF_TRAINING, *OF_OPTIM), "leave it to lab.train or lab.sweep")
 INSTEAD |= dict.fromkeys(OF_SWEEP - {"world_size"}, "leave it to lab.sweep")
 # Commands of lab.train, which advice prints, differ by these.
-OF_COMMANDS = (
-    *OF_TRAINING,
-    *OF_OPTIM,
-    "backend",
-    "comm",
-    "device",
-    "threads",
-    "share_gpus",
-    "cluster",
-)
+OF_MACHINE = ("backend", "comm", "device", "threads", "share_gpus", "cluster")
+OF_COMMANDS = (*OF_TRAINING, *OF_OPTIM, *OF_MACHINE)
+OF_MODEL = ("model", "data", "task", "precision", "tf32")  # a profile has their times
 DEFAULTS = {key: default_text(each) for key, each in (FIELDS | fields_of(SweepSettings)).items()}
 DEFAULTS |= {"comm": "torch", "recorder": "local", "cluster": "none", "straggler": "none"}
 
@@ -74,6 +67,21 @@ def refuse_idle(words: Sequence[str], config_dir: str | None, moving: Collection
             continue
         if text != DEFAULTS.get(key) and (instead := INSTEAD.get(root) or INSTEAD.get(key)):
             raise ConfigError(f"{key}={text}: has no effect on a prediction; {instead}")
+
+
+def idle_of(words: Iterable[str]) -> list[str]:
+    """List the settings of a model and a machine that do not move predictions from profiles.
+
+    Args:
+        words: as typed, each perhaps for many cells.
+    """
+    plain = dict.fromkeys(word.lstrip("+~") for word in words)
+    keys = {word: word.partition("=")[0] for word in plain}
+    return [
+        word
+        for word, key in keys.items()
+        if root_of(key) in (*OF_MODEL, *OF_MACHINE) and word != f"{key}={DEFAULTS.get(key)}"
+    ]
 
 
 def _of_study(texts: dict[str, str], config_dir: str | None) -> Collection[str]:

@@ -25,7 +25,7 @@ from lab.simulate.costs import class_of, exchange_of, phases_of, refuse_unknown_
 from lab.simulate.estimate import ESTIMATE, Estimate, Source, profile_on, source_of
 from lab.simulate.hardware import Hardware, draws, places
 from lab.simulate.hardware import parse as parse_hardware
-from lab.simulate.idle import refuse_idle
+from lab.simulate.idle import idle_of, refuse_idle
 from lab.simulate.score import (
     Group,
     ScoredCell,
@@ -290,7 +290,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         "open_profiles": [name for name, profile in known.items() if profile.is_open],
         "sources": {name: profile.source for name, profile in known.items()},
         "updates": [*filter(None, updates)],
-        "idle": _idle(request, points, [row["step_s"] for row in rows]),
+        "idle": unread(request) + _idle(request, points, [row["step_s"] for row in rows]),
         "by_default": request.by_default,
         "logs": [f"from the log: {curve}" for curve in request.hardware.measured]
         + [f"from the trace: {traced}" for traced in (request.traced,) if traced],
@@ -304,6 +304,15 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         for row, seconds in zip(rows, steps, strict=True):
             row.update(comparison(seconds, row["step_s"]) if seconds else {})
     return result, spans
+
+
+def unread(request: Request) -> list[str]:
+    """List the settings of models, data and machines that are typed in vain beside profiles."""
+    if None in request.profiles or request.own.fit or request.own.measured:
+        return []
+    idle = idle_of(word for cell in request.cells for word in cell.arguments)
+    replays = idle and any(replayed(plain(cell.config)) for cell in request.cells)
+    return [] if replays else idle
 
 
 def _idle(
@@ -349,7 +358,7 @@ def strategy_of(request: Request, cell: Cell, source: Source) -> Strategy:
 
 def note_of_update(cell: Cell, source: Source, strategy: Strategy, hardware: Hardware) -> str:
     """Say how an optimizer other than SGD counts beside measured times; empty: there is none."""
-    if isinstance(source, Estimate) or strategy.update == MOMENTUM:
+    if isinstance(source, Estimate):
         return ""
     optim, profile = cell.config.optim["_target_"], profile_on(source, hardware)
     return update_note(optim, profile, hardware, strategy)

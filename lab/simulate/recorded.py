@@ -37,6 +37,7 @@ from lab.simulate.costs import Load, Stage
 META = torch.device("meta")
 AFTER_WARMUP = 2**62  # a step
 TRIED = 2**14  # values of a user's codec
+MOST_RANKS = 2**14  # of which messages are laid out, in time that grows with their number
 ADDRESSES = ("empty", "empty_like", "new_empty", "empty_strided", "resize_")  # move no values
 WRITES = ("copy_", "_foreach_copy_", "zero_", "fill_")  # read nothing of their first argument
 
@@ -85,8 +86,13 @@ def add_stages(load: Load, exchange: Exchange, part: str = "whole") -> None:
             "scatter": its reduce-scatter alone, of shapes that all ranks have as much of.
 
     Raises:
-        ValueError: its code does not run without values.
+        ValueError: its code does not run without values, or there are more than MOST_RANKS.
     """
+    if load.N > MOST_RANKS:
+        raise ValueError(
+            f"world_size={load.N}: exchange={load.rate} is predicted from its code, on at most "
+            f"{MOST_RANKS} ranks"
+        )
     events = _events(exchange, tuple(load.shapes), load.N, part, 0)
     if any(isinstance(event, Posted) for event in events):
         every = [_events(exchange, tuple(load.shapes), load.N, part, r) for r in range(load.N)]

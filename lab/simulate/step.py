@@ -30,6 +30,7 @@ from lab.simulate.strategy import (
     Strategy,
     messages_of_fragments,
     parameters,
+    products_s,
     ranks_of_a_copy,
     update_beside,
 )
@@ -157,44 +158,52 @@ class Beside:
 class _UnderWay:
     exchange: Exchange
     stages: Iterator[Stage]
+    job: int  # its position among all jobs, from 1
+    stage: int = 0  # how many collectives it has begun
     done_s: float = 0.0  # when the collective under way ends
 
 
 class Turns:
     """Stages on backward's thread, while the library's threads communicate (TurnsWorker).
 
-    Codecs delay backward, and a stage begins no sooner than the next gradient's hook. Methods are
-    those of Beside.
+    Codecs delay backward, and a stage begins no sooner than the next gradient's hook, and not
+    before an earlier job has begun its own. Methods are those of Beside.
     """
 
     def __init__(self) -> None:
         self._under_way: deque[_UnderWay] = deque()
+        self._num_jobs = 0
 
     def submit(self, exchange: Exchange, rank: Rank) -> None:
-        job = _UnderWay(exchange, iter(exchange.stages))
+        self.advance(rank)
+        self._num_jobs += 1
+        job = _UnderWay(exchange, iter(exchange.stages), self._num_jobs)
         self._under_way.append(job)
         self._go_on(job, rank)
 
     def advance(self, rank: Rank) -> None:
+        allowed = math.inf  # the stage that the job before is in; inf: there is none
         for job in tuple(self._under_way):
-            if job.done_s > rank.now_s:
-                return
-            self._go_on(job, rank)
+            ready = job.stage < allowed and job.done_s <= rank.now_s
+            if not ready or self._go_on(job, rank):
+                allowed = job.stage
 
     def finish(self, rank: Rank, left: int = 0) -> None:
-        while (awaited := len(self._under_way) - left) > 0:
-            for job in tuple(self._under_way)[:awaited]:
-                rank.wait_until(job.done_s)
-                self._go_on(job, rank)
+        while self._under_way and self._under_way[0].job <= self._num_jobs - left:
+            rank.wait_until(self._under_way[0].done_s)
+            self._go_on(self._under_way[0], rank)
+            self.advance(rank)
 
-    def _go_on(self, job: _UnderWay, rank: Rank) -> None:
-        """Encode or decode until the next collective is under way, or no stage is left."""
+    def _go_on(self, job: _UnderWay, rank: Rank) -> bool:
+        """Encode or decode until the next collective is under way; False: no stage is left."""
         for stage in job.stages:
             if stage.row == "exchange":
+                job.stage += 1
                 job.done_s = rank.beside(stage, job.exchange.name, rank.now_s, stage.inside)
-                return
+                return True
             rank.compute(stage.row, job.exchange.name, stage.seconds)
         self._under_way.remove(job)
+        return False
 
 
 Schedule = Beside | Turns  # the place where exchanges run: the workers of lab.distributed.worker
@@ -393,7 +402,8 @@ class _Scene:
         beside, rate = update_beside(self.profile, self.network.hardware, update)
         passes = beside.on_shards if pattern.gathers_units else beside.passes
         sharers = ranks_of_a_copy(pattern, self.network) if pattern.parts_the_update else 1
-        return passes * self.profile.gradient_bytes / sharers / rate
+        products = products_s(self.profile, self.network.hardware, update)
+        return (passes * self.profile.gradient_bytes / rate + products) / sharers
 
     def least_s(self, stages: Iterable[Stage], num_buckets: int) -> float:
         """Return the seconds in which a node prepares samples or a host launches: the longer.

@@ -17,7 +17,14 @@ from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.settings import checks
 from lab.settings.errors import ConfigError
 from lab.settings.names import class_name
-from lab.simulate.costs import Settings, exchange_of, extra_bytes, in_shares, phases_of
+from lab.simulate.costs import (
+    OPERATIONS_PER_BYTE,
+    Settings,
+    exchange_of,
+    extra_bytes,
+    in_shares,
+    phases_of,
+)
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 from lab.sync import pattern as rules
@@ -339,17 +346,19 @@ def state_copies(optim: Mapping[str, Any]) -> float:
 def update_beside(profile: Profile, hardware: Hardware, update: Update) -> tuple[Update, float]:
     """Return the passes over memory that are beside a profile's times, and their rate.
 
-    A measured step contains an update with SGD, of all weights even if each rank updates its part
-    alone. What other optimizers read and write beyond that is beside it, or comes off.
+    A measured step contains an update, with SGD if the profile does not say what it reads and
+    writes, of all weights even if each rank updates its part alone. What other optimizers read and
+    write beyond that is beside it, or comes off.
 
     Returns:
         passes: may be negative. rate: bytes per second; infinite: not known, so they take no time.
     """
     if profile.update_bytes_per_s is not None:
         return update, profile.update_bytes_per_s
-    if profile.rest_ms is None and hardware.update_bytes_per_s is not None:
+    contained = profile.update_passes
+    if contained is None and profile.rest_ms is None and hardware.update_bytes_per_s is not None:
         return update, hardware.update_bytes_per_s
-    difference = update.passes - MOMENTUM.passes
+    difference = update.passes - (MOMENTUM.passes if contained is None else contained)
     return Update(difference, difference, update.copies), _rate(profile, hardware)
 
 
@@ -360,22 +369,43 @@ def _rate(profile: Profile, hardware: Hardware) -> float:
     return hardware.device.rate_of(num_bytes) if hardware.device else math.inf
 
 
+def products_s(profile: Profile, hardware: Hardware, update: Update) -> float:
+    """Return the seconds of an update's matrix products that are beside a profile's times.
+
+    They are those of a square matrix, which has the most; an update of as many passes as the
+    profile's has the same products.
+    """
+    if not update.operations or update.passes == profile.update_passes:
+        return 0.0
+    shapes = (shape for shape in parameters(profile).values() if len(shape) > 1)
+    rows = sum(math.prod(shape) * min(shape) for shape in shapes)
+    rate = OPERATIONS_PER_BYTE[hardware.library] * hardware.codec_bytes_per_s
+    return update.operations * rows / rate
+
+
 def update_note(optim: str, profile: Profile, hardware: Hardware, strategy: Strategy) -> str:
-    """Say how an optimizer other than SGD counts beside a measured profile.
+    """Say how an optimizer counts beside a measured profile, which contains another one's update.
 
     Args:
         optim: its path.
     """
-    contained = f"{profile.name} is assumed to contain an update with SGD"
-    if strategy.update is None:
+    passes = MOMENTUM.passes if profile.update_passes is None else profile.update_passes
+    contained = f"{profile.name} contains an update of {passes:g}"
+    if profile.update_passes is None:
+        contained = f"{profile.name} is assumed to contain an update with SGD, of {passes:g}"
+    if (update := strategy.update) is None:
         unknown = "the time of its update is not predicted, because its passes are unknown"
         return f"optim={optim}: {unknown}; {contained}"
-    beside, rate = update_beside(profile, hardware, strategy.update)
-    if beside == strategy.update:
+    beside, rate = update_beside(profile, hardware, update)
+    if update.passes == passes or beside == update:
         return ""
-    note = f"optim={optim}: {strategy.update.passes:g} passes over memory in an update; {contained}"
-    note += f", of {MOMENTUM.passes:g}; the difference is "
+    note = f"optim={optim}: {update.passes:g} passes over memory in an update; {contained}"
+    if seconds := products_s(profile, hardware, update):
+        note += f"; its matrix products add {1e3 * seconds:.2f} ms"
     if math.isinf(rate):
-        return f"{note}not predicted; to predict it, set hardware.update_bytes_per_s="
+        return (
+            f"{note}; the difference is not predicted; to predict it, set "
+            "hardware.update_bytes_per_s="
+        )
     seconds = beside.passes * profile.gradient_bytes / rate
-    return f"{note}{1e3 * seconds:+.2f} ms, at {rate / 1e9:.4g} GB/s"
+    return f"{note}; the difference is {1e3 * seconds:+.2f} ms, at {rate / 1e9:.4g} GB/s"

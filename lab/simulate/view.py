@@ -23,6 +23,7 @@ HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup",
 HEADER += ["efficiency", "measured ms", "error %", "exposed error %", "evidence"]
 SAID_BELOW = {"times": ("profile", ESTIMATE), "evidence": (EXTRAPOLATED,)}  # of all rows
 MOST_LINEAR = 16  # ranks: axes of more are logarithmic
+MOST_DRAWN = 8  # series of a figure: more cannot be told apart
 
 
 def table(result: Row) -> str:
@@ -86,13 +87,13 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
 
 
 def chart(result: Row) -> Chart:
-    """Chart speedup over ranks, a panel for each batch; hollow marks are predicted."""
+    """Chart the leaders' speedup over ranks, a panel for each batch; hollow marks are predicted."""
     # Tables need neither pandas nor Altair, which take most of a second to import.
     import pandas as pd
 
     from lab.draw.plots import Axis, lines
 
-    rows = result["rows"]
+    rows, num_left_out = _leaders(result["rows"])
     sizes = sorted({row["world_size"] for row in rows})
     data: Any = pd.DataFrame(
         {
@@ -128,11 +129,23 @@ def chart(result: Row) -> Chart:
         f"Predicted: at most {number} × one rank, on {sizes[-1]} ranks with {best['series']} at "
         f"{batch} {_fixed_batch_size(best)}"
     )
-    filled = "; filled: measured steps" if data["measured"].notna().any() else ""
-    fit = [f"fitted to {result['fit']}"] if result["fit"] else []
-    about = [f"dotted: ideal; hollow: predicted{filled}", _about(result), *fit]
-    about += [*_open(result, "vertical lines"), *_held_out(result)]
+    (name,) = {hardware["name"] for hardware in result["hardware"]}
+    key = ["dotted: ideal", f"hollow: predicted, {', '.join(result['profiles'])} on {name}"]
+    key += ["filled: measured"] if data["measured"].notna().any() else []
+    key += ["vertical: 95 % intervals"] if (data["low"] < data["high"]).any() else []
+    about = ["; ".join(key), *([f"fitted to {result['fit']}"] if result["fit"] else [])]
+    about += [f"{num_left_out} slower series are left out"] if num_left_out else []
+    about += _held_out(result) if result["fit"] else []
     return Chart("speedup", message, about, body, width)
+
+
+def _leaders(rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """Return the rows of the series with the largest speedups; how many series are left out."""
+    best = dict[str, float]()
+    for row in rows:
+        best[row["series"]] = max(row["speedup"], best.get(row["series"], 0.0))
+    kept = sorted(best, key=best.__getitem__, reverse=True)[:MOST_DRAWN]
+    return [row for row in rows if row["series"] in kept], len(best) - len(kept)
 
 
 def _fixed_batch_size(row: Row) -> int:

@@ -157,11 +157,14 @@ class Update:
             what is in between as well.
         on_shards: the same where parameters are FSDP2's, for which torch fuses only Adam's.
         copies: values that the optimizer keeps.
+        operations: of matrix products, by value and by row of a square matrix: Muon's five
+            Newton-Schulz iterations of three products each have 30.
     """
 
     passes: float
     on_shards: float
     copies: float
+    operations: float = 0.0
 
 
 MOMENTUM = Update(5.0, 11.0, 1.0)  # of SGD, which optim=sgd is

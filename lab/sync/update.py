@@ -22,6 +22,8 @@ WAYS = ("fused", "foreach", "differentiable")  # how torch's optimizers can be t
 FUSED_ON_SHARDS = ("torch.optim.Adam", "torch.optim.AdamW")  # torch has no others for DTensors
 SHAPE = (64, 64)  # of the matrix whose updates are counted; numbers beside it weigh nothing
 NUM_STEPS = 3  # the first makes the state
+# And the place of the left matrix. torch's own formulas load triton.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 SHAPELESS = ("empty", "empty_like", "new_empty")  # move no values
 
 
@@ -67,12 +69,12 @@ def _counted(text: str) -> Update | None:
     alone = "foreach" if "foreach" in own and {*WAYS}.isdisjoint(given) else None
     ways = [way_of(target, own, given, sharded) or alone for sharded in (False, True)]
     try:
-        (passes, copies), (on_shards, _) = (
+        (passes, copies, operations), (on_shards, *_) = (
             _stepped(make, {**given, **({way: True} if way else {})}) for way in ways
         )
     except Exception:  # of any code, for any reason: its step is unknown
         return None
-    return Update(passes, on_shards, copies)
+    return Update(passes, on_shards, copies, operations)
 
 
 def _argument(value: Any) -> Any:
@@ -88,8 +90,8 @@ def _known(target: str) -> Any:
     return found if isfunction(found) and is_users(found.__code__.co_filename) else None
 
 
-def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Return what a step reads and writes of each value, and what is kept."""
+def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Return what a step reads and writes of each value, what is kept, and `Update.operations`."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE, generator=generator)
     parameter = nn.Parameter(start)
@@ -97,19 +99,22 @@ def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float]:
         optimizer: Optimizer = make([parameter], **settings)
         counter = _Counter()
         for gradient in gradients:
-            parameter.grad, counter.num_bytes = gradient, 0
+            parameter.grad, counter.num_bytes, counter.operations = gradient, 0, 0
             with counter:
                 optimizer.step()
     kept = _bytes_of(optimizer.state[parameter])
-    return round(counter.num_bytes / start.nbytes, 2), round(kept / start.nbytes, 2)
+    numbers = counter.num_bytes / start.nbytes, kept / start.nbytes
+    passes, copies = (round(number, 2) for number in numbers)
+    return passes, copies, round(counter.operations / start.numel() / len(start), 2)
 
 
 class _Counter(TorchDispatchMode):
-    """Counts bytes that operations read and write."""
+    """Counts bytes that operations read and write, and the operations of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.num_bytes = 0
+        self.operations = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -130,6 +135,9 @@ class _Counter(TorchDispatchMode):
             if each.is_write and not (place == 1 and name.startswith("_fused_"))
         ]
         self.num_bytes += _bytes_of(values) + _bytes_of(changed or out)
+        if (place := PRODUCTS.get(name.rstrip("_"))) is not None:
+            left, right = args[place : place + 2]
+            self.operations += 2 * left.numel() * right.shape[-1]
         return out
 
 

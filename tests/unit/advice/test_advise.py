@@ -165,6 +165,20 @@ def test_what_other_settings_change_is_said_and_no_accuracy_of_the_default() -> 
     assert "  onebit: not recorded" in other
 
 
+def test_ranks_that_exchange_nothing_are_no_advice() -> None:
+    text = said(command.main, "strategy=none,tree", "batch_size=64", "world_size=2")
+    assert "first choice, exact: tree on 2 ranks" in text and "none on" not in text
+    line = refusal(command.main, "strategy=none", "batch_size=64", "world_size=2")
+    assert line.startswith("strategy=none: its ranks exchange nothing")
+
+
+def test_it_says_what_a_profile_leaves_without_effect() -> None:
+    small = ["strategy=tree", "batch_size=64", "world_size=2"]
+    line = "no effect on these steps: precision=fp16, cluster=emulated"
+    assert line in said(command.main, *small, "precision=fp16", "cluster=emulated")
+    assert "no effect" not in said(command.main, *small)
+
+
 def test_it_says_when_to_measure_first() -> None:
     alike = ["strategy=overlap,layerwise,tree", "batch_size=256", "world_size=4"]
     lines = said(command.main, *alike).splitlines()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 from torch import nn
 
 from lab import predict
+from lab.claims.predicted import profile_of
 from lab.measure import operations
 from lab.model.profile import Profile
 from lab.model.work import LayerWork, Line, Operation, Work
@@ -24,7 +27,7 @@ from lab.simulate.estimate import Estimate
 from lab.simulate.hardware import Device, Hardware
 from lab.simulate.predict import plain, predicted, read
 from lab.simulate.step import simulate
-from lab.simulate.strategy import CEILING
+from lab.simulate.strategy import CEILING, parameters, update_note, update_of
 from lab.sync.pattern import Update
 from tests.support import refusing
 from tests.support.commands import said
@@ -99,6 +102,41 @@ def test_a_measured_profile_contains_sgd_and_others_differ_from_it() -> None:
     assert step_s(7) == pytest.approx(sgd_s + 2 * 4 * 500 / 1e8)
     assert step_s(3) == pytest.approx(sgd_s - 2 * 4 * 500 / 1e8)
     assert step_s(7, replace(node, device=None)) == sgd_s
+
+
+def test_a_profile_may_say_what_its_own_optimizer_passes_over() -> None:
+    bare = replace(Estimate(WORK, "fp32", (2, 8), "mine").profile_of(DEVICE), rest_ms=10.0)
+    measured = {"update_bytes_per_s": None, "update_passes": 12.0}
+    lamb = Profile.parse(yaml.safe_load(replace(bare, **measured).to_yaml()))
+    node, adam = replace(FLAT, device=DEVICE), replace(CEILING, update=ADAM)
+    (with_lamb_s, with_adam_s), same_s = (
+        [simulate(lamb, node, way, 1, 8).step_s for way in (CEILING, adam)],
+        simulate(lamb, node, replace(CEILING, update=Update(12.0, 12.0, 2.0)), 1, 8).step_s,
+    )
+    assert with_lamb_s == pytest.approx(same_s - 7 * 4 * 500 / 1e8)
+    assert with_adam_s == pytest.approx(same_s - 5 * 4 * 500 / 1e8)
+    note = update_note("torch.optim.AdamW", lamb, node, adam)
+    assert "mine contains an update of 12; the difference is -0.10 ms" in note
+    assert update_note("mine.Lamb", lamb, node, replace(CEILING, update=Update(12, 12, 2))) == ""
+
+
+def test_an_updates_matrix_products_take_time() -> None:
+    profile = profile_of("alexnet_titanx", 0.02)
+    muon = update_of({"_target_": "torch.optim.Muon", "lr": 0.1})
+    assert muon and muon.operations == 30
+    rows = [s for s in parameters(profile).values() if len(s) > 1]
+    operations = 30 * sum(math.prod(shape) * min(shape) for shape in rows)
+    node = replace(FLAT, codec_bytes_per_s=1e9)
+    steps = [
+        simulate(profile, node, replace(CEILING, update=each), 1, 8).step_s
+        for each in (muon, replace(muon, operations=0.0))
+    ]
+    assert steps[0] - steps[1] == pytest.approx(operations / 1e10)
+    # A profile that was measured with it contains them.
+    own = replace(profile, update_passes=muon.passes)
+    assert simulate(own, node, replace(CEILING, update=muon), 1, 8).step_s == pytest.approx(
+        simulate(own, node, CEILING, 1, 8).step_s
+    )
 
 
 def test_another_optimizer_moves_a_prediction_and_says_by_how_much() -> None:

@@ -21,10 +21,12 @@ from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.memory import Memory
 from lab.exchange.paths import Star, Tree
 from lab.settings.errors import ConfigError
+from lab.settings.files import read_file
 from lab.simulate.costs import Load, exchange_of, extra_bytes, stages_of
-from lab.simulate.hardware import Hardware, Link
+from lab.simulate.hardware import Hardware, Link, parse
 from lab.simulate.network import Network
 from lab.simulate.strategy import sync_bytes
+from tests.support.cases import exchange_settings
 
 LINK = Link(1e-4, 1e8)
 HARDWARE = Hardware("any", "made up", "gloo", 1, None, LINK, 1e9)
@@ -193,3 +195,10 @@ def test_an_old_record_may_name_a_codec_like_an_exchange_by_its_earlier_path() -
     old = {"_target_": "lab.exchange.coded.TwoStage", "codec": codec, "memory": memory}
     made = exchange_of(old)
     assert isinstance(made, TwoStage) and isinstance(made.codec, Int8)
+
+
+def test_more_ranks_than_can_be_laid_out_are_refused_at_once() -> None:
+    many = parse(read_file("hardware", "h200_nvlink_400g"))
+    with pytest.raises(ValueError, match=r"world_size=100000: exchange=OneBit .* at most 16384"):
+        stages_of([(2048, 1024)], exchange_settings("onebit"), Network(many, 100_000))
+    assert stages_of([(2048, 1024)], exchange_settings("allreduce"), Network(many, 10**6))

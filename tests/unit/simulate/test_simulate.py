@@ -22,7 +22,7 @@ from lab.settings.config import FIELDS
 from lab.settings.files import read_file
 from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.fit import fit, fit_result
-from lab.simulate.hardware import PROTOCOLS, Link, parse, slowest, with_rate, with_value
+from lab.simulate.hardware import PROTOCOLS, Link, slowest, with_rate
 from lab.simulate.idle import INSTEAD
 from lab.simulate.network import Network
 from lab.simulate.predict import read
@@ -39,7 +39,6 @@ from lab.simulate.step import (
     stages_of_step,
 )
 from lab.simulate.strategy import CEILING, Strategy
-from lab.simulate.terms import learned
 from lab.simulate.view import HEADER, chart
 from lab.study.grid import OF_SWEEP
 from lab.sync.pattern import gradsync
@@ -269,16 +268,6 @@ def test_kernels_slow_compute_as_fast_as_they_send_and_codecs_do_not() -> None:
     assert rank.now_s == 0.25
     rank.compute("backward", "a", 3.0)  # 0.25 s beside the codec, and 2 s at two thirds
     assert rank.now_s == pytest.approx(2.5 + 3.0 - 0.25 - 2.0 / 1.5)
-
-
-@pytest.mark.parametrize("name", ["overlap", "layerwise", "tree_overlap", "onebit", "hierarchical"])
-def test_a_faster_link_is_never_slower(name: str, profile: Profile) -> None:
-    machine = learned(parse(read_file("hardware", "h100x8_ndr")))
-    for way in ("intra", "inter"):
-        key, link = f"{way}.bandwidth_bytes_per_s", getattr(machine, way)
-        faster = [with_value(machine, key, f * link.bandwidth_bytes_per_s) for f in (1, 2, 8)]
-        steps = [simulate(profile, each, strategy(name), 16, 16).step_s for each in faster]
-        assert steps == sorted(steps, reverse=True)
 
 
 def test_blocking_exchanges_follow_backward() -> None:
@@ -554,6 +543,14 @@ def test_values_of_hardware_that_move_no_step_are_named() -> None:
     line = "no effect on these steps: hardware.intra.latency_s, hardware.memory_bytes\n"
     assert line in text  # NCCL's own tuning has the latency, and memory is lab.advise's
     assert "no effect" not in said(command.main, *words[:3], "hardware.engage=0.1")
+
+
+def test_a_model_beside_a_profile_is_said_to_move_no_step() -> None:
+    words = "strategy=none", "world_size=1", "batch_size=64", "profile=resnet50_p100"
+    typed = "model=lenet", "task=classification"
+    assert f"no effect on these steps: {', '.join(typed)}\n" in said(command.main, *words, *typed)
+    assert "no effect" not in said(command.main, *words, "model=replay", "model.bytes_scale=0.5")
+    assert "no effect" not in said(command.main, *words[:3], "model=lenet", "precision=fp32")
 
 
 def test_an_unknown_study_is_no_default_grid() -> None:

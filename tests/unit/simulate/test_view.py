@@ -1,0 +1,38 @@
+"""The figure of predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lab.simulate.view import MOST_DRAWN, chart
+from tests.support.cases import ALL_STRATEGIES
+
+
+def result_of(names: list[str]) -> dict[str, Any]:
+    """Return a result in which each strategy is faster than the ones before it."""
+    rows = [
+        {
+            **{"series": name, "strategy": name, "world_size": size, "scaling": "strong"},
+            **{"batch_size": 64, "per_rank_batch_size": 64 // size, "step_s": 1.0},
+            "speedup": 1 + (size - 1) * (1 + place) / len(names),
+            "speedup_interval": (0.5, 4.0),
+        }
+        for place, name in enumerate(names)
+        for size in (1, 4)
+    ]
+    hardware = [{"name": "eth10g"}]
+    return {"rows": rows, "profiles": {"vgg": 1}, "hardware": hardware, "fit": None}
+
+
+def test_a_figure_draws_the_leaders_and_counts_the_others() -> None:
+    drawing = chart(result_of(ALL_STRATEGIES))
+    (data,) = drawing.spec()["datasets"].values()
+    assert {row["series"] for row in data} == {*ALL_STRATEGIES[-MOST_DRAWN:]}
+    assert drawing.about == [
+        "dotted: ideal; hollow: predicted, vgg on eth10g; vertical: 95 % intervals",
+        f"{len(ALL_STRATEGIES) - MOST_DRAWN} slower series are left out",
+    ]
+
+
+def test_a_figure_of_a_few_series_leaves_none_out() -> None:
+    assert len(chart(result_of(ALL_STRATEGIES[:MOST_DRAWN])).about) == 1
