@@ -285,6 +285,92 @@ def test_gradients_that_are_used_in_any_way_are_not_taken_for_discarded() -> Non
     CREW.call(2, used_otherwise)
 
 
+class Sharp(torch.optim.SGD):
+    """SGD by the gradient at the weights that an ascent of `rho` leads to (Foret et al. 2021)."""
+
+    def ascend(self, rho: float) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(move := rho * parameter.grad / parameter.grad.norm())
+                self.state[parameter]["move"] = move
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            self.ascend(0.05)
+            with torch.enable_grad():
+                closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(self.state[parameter]["move"])
+        torch.optim.SGD(self.param_groups, lr=0.1).step()
+
+
+def sharp(way: str, exchanged: bool, closure: bool) -> str:
+    """Train by two backwards in each step, of which the first may be exchanged, too."""
+    with joined() as rank, ExitStack() as stack:
+        model: Any = net()
+        if way == "attach":
+            model = DistributedDataParallel(model)
+            sync: Any = lab.attach(model, "onebit", **SHORT_ROWS)
+            apart, finish = model.no_sync, lambda: None
+        else:
+            sync = stack.enter_context(lab.grad_sync(model, "onebit", **SHORT_ROWS))
+            apart, finish = sync.accumulate, sync.finish
+        optimizer = Sharp(model.parameters(), lr=0.1)
+
+        def backward() -> None:
+            model(batch(step, rank)).square().mean().backward()
+            finish()
+
+        try:
+            for step in range(4):
+                optimizer.zero_grad()
+                if exchanged:
+                    backward()
+                else:
+                    with apart():
+                        model(batch(step, rank)).square().mean().backward()
+                if closure:
+                    optimizer.step(backward)
+                else:
+                    optimizer.ascend(0.05)
+                    backward()
+                    optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return sync.certificate.line
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("way", ["attach", "grad_sync"])
+def test_two_backwards_in_a_step_are_exchanged_once_or_refused(way: str, closure: bool) -> None:
+    for line in spawn(2, sharp, way, True, closure):
+        assert line.startswith("exchange=OneBit: each update follows two exchanges, between which")
+    for line in CREW.call(2, sharp, way, False, closure):
+        assert line.startswith("certificate: weights equal on 2 ranks; gradients averaged once")
+
+
+def minimised() -> None:
+    """Use all gradients of several backwards in a step, as LBFGS does."""
+    with joined() as rank, lab.grad_sync(model := net(), "onebit", **SHORT_ROWS) as sync:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(0, rank)).square().mean()
+            loss.backward()
+            sync.finish()
+            return loss
+
+        for _ in range(4):
+            optimizer.step(closure)
+
+
+def test_gradients_of_a_line_search_are_all_used() -> None:
+    CREW.call(2, minimised)
+
+
 def entered_again() -> list[Tensor]:
     with joined():
         found = []
