@@ -236,7 +236,7 @@ class LoopCheck:
         unsent = [p for p in updated if id(p) in ours and not self._was_sent(p)]
         text = ""
         if any(_has_values(p) for p in updated if id(p) in grown) or any(map(_has_values, unsent)):
-            text = f"{self._forgotten}; {MEANT}"
+            text = self._in_two_models() or f"{self._forgotten}; {MEANT}"
         elif self._is_idle and any(map(_has_values, updated)) and self._is_copy(updated):
             text = COPY_TRAINS
         if text:
@@ -255,6 +255,18 @@ class LoopCheck:
             return True
         used = self._used.setdefault(id(parameter), (gradient, gradient._version))
         return self._has_exchanged and used[0] is gradient and used[1] == gradient._version
+
+    def _in_two_models(self) -> str:
+        """Say which parameter another sync has exchanged as well; empty if none has."""
+        assert self._observer
+        others = [sync for sync in syncs() if sync is not self._sync and sync.step]
+        theirs = {id(p) for other in others for p in other._model.parameters()}
+        ours = self._observer.watch.parameters.items()
+        name = next((name for name, parameter in ours if id(parameter) in theirs), "")
+        return name and (
+            f"{name}: is in two models, of which each exchanges its gradient; make one model of "
+            "both, as nn.ModuleList([first, second]), and attach or sync that one"
+        )
 
     def _is_copy(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether these look like the model's own parameters, but nobody exchanges them."""

@@ -105,6 +105,25 @@ def test_two_syncs_with_a_common_parameter_are_refused() -> None:
         assert line.startswith("0.weight: another open lab.grad_sync exchanges its gradient")
 
 
+def with_a_part_in_two_hooks() -> str:
+    with joined() as rank:
+        encoder = net()
+        models = [DistributedDataParallel(nn.Sequential(encoder, net())) for _ in range(2)]
+        for model in models:
+            lab.attach(model, "onebit", **SHORT_ROWS)
+        with pytest.raises(lab.CertificateError) as caught:
+            for model in models:
+                model(batch(0, rank)).square().mean().backward()
+            torch.optim.SGD(encoder.parameters(), lr=0.1).step()
+        return str(caught.value)
+
+
+def test_a_parameter_that_two_hooks_exchange_is_named() -> None:
+    for line in CREW.call(2, with_a_part_in_two_hooks):
+        assert line.startswith("certificate: 0.weight: is in two models, of which each exchanges")
+        assert line.endswith("and attach or sync that one")
+
+
 def changed_too_early(overlap: bool, change: Callable[[nn.Module], object]) -> str:
     """Change gradients between backward and `finish`, from the third step on."""
     with joined(), lab.grad_sync(model := net(), "allreduce", overlap=overlap) as sync:
@@ -593,3 +612,18 @@ def wrapped_late() -> str:
 def test_a_module_that_is_wrapped_later_is_refused() -> None:
     for line in spawn(2, wrapped_late):
         assert line.startswith("1: was wrapped after lab.fsdp_reduce_scatter; call that after")
+
+
+def replaced_after_fsdp() -> str:
+    with joined() as rank:
+        fully_shard(model := nn.Sequential(net(), net()), mesh=init_device_mesh("cpu", (2,)))
+        lab.fsdp_reduce_scatter(model, "onebit")
+        model[0] = net()
+        with pytest.raises(RuntimeError) as caught:
+            model(batch(0, rank)).square().mean().backward()
+        return str(caught.value)
+
+
+def test_a_layer_that_replaces_a_sharded_one_is_refused() -> None:
+    for line in spawn(2, replaced_after_fsdp):
+        assert line.startswith(UNKNOWN)
