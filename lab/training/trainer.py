@@ -273,7 +273,10 @@ class Trainer(Measured[Sync]):
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             with sync.micro_batch(last=number == parts):
                 with clock.phase("forward"), self._autocast():
-                    loss = self.task.loss(sync.module(self._layout(inputs)), targets) / parts
+                    outputs = sync.module(self._layout(inputs))
+                    loss = self.task.loss(outputs, targets) / parts
+                if not loss.requires_grad:
+                    raise self._no_gradient(outputs)
                 with clock.phase("backward"):  # overlapped exchanges start here
                     loss.backward(torch.full_like(loss, sync.loss_factor))
             total += loss.detach()
@@ -292,6 +295,15 @@ class Trainer(Measured[Sync]):
         if not self.check.is_over:
             self.check.after_weights()
         return total if self.loss_scale else marked(total, finite, late)
+
+    def _no_gradient(self, outputs: Tensor) -> RuntimeError:
+        """Return the error of a loss that no weight has a part in; it names whose code lost it."""
+        key, what = ("task", "loss") if outputs.requires_grad else ("model", "output")
+        target = getattr(self.config, key)["_target_"]
+        return RuntimeError(
+            f"{key}={target}: its {what} has no gradient, so nothing can be trained; compute it "
+            "from the weights without detach(), torch.no_grad(), item() or NumPy"
+        )
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:
