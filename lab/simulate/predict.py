@@ -43,6 +43,8 @@ from lab.simulate.traced import Traced, read_profile
 from lab.study.grid import Cell, series_of
 from lab.study.grid import read as read_grid
 from lab.sync.pattern import MOMENTUM, refuse
+from lab.sync.refusals import refuse_exchange, refuse_optimizer, require_elementwise
+from lab.sync.update import maker_of
 
 DEFAULT_PROFILE = "alexnet_titanx"
 LOG = "hardware.from"  # a setting
@@ -358,12 +360,18 @@ def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
             f"exchange={name}: strategy={cell.strategy} has its own exchange; leave exchange=none, "
             "or set sync.reduce_scatter=lab"
         )
-    chosen, is_sgd = f"strategy={cell.strategy} optim={optim['_target_']}", optim["_target_"] == SGD
-    if pattern.only_sgd and not is_sgd:
-        raise ValueError(f"{chosen}: {pattern.only_sgd}; use optim=sgd")
-    delivers = {exchange_of(way).delivers for _, way in phases_of(strategy.exchange)}
-    if pattern.takes_exchanges and "direction" in delivers and (not is_sgd or optim.momentum):
-        raise ValueError(f"{chosen}: the exchange keeps the moments; use optim=direction")
+    settings = plain(cell.config)
+    momentum = optim.get("momentum", 0.0) if optim["_target_"] == SGD else None
+    for _, way in phases_of(strategy.exchange):
+        exchange = exchange_of(way)
+        refuse_exchange(pattern, exchange)
+        refuse_optimizer(pattern, exchange.delivers, settings, momentum)
+    if (
+        (why := pattern.only_elementwise)
+        and strategy.update
+        and (make := maker_of(settings["optim"]))
+    ):
+        require_elementwise(optim["_target_"], why, lambda weights: make(weights.parameters()))
 
 
 def groups_of(request: Request) -> tuple[Group, ...]:
