@@ -76,7 +76,9 @@ class Measured(Generic[S]):
         batch_size: global.
         first_step: number of the first step of this start of the run.
         turns: how its steps are spread among other runs', which train in between; None: none do.
-        traffic: what each step sent, one after the other (see `Sent`).
+        traffic: what each step sent, one after the other (see `Sent`), or had sent for the step
+            before, where exchanges outlast their steps.
+        sent_last: the same of exchanges that ended after the last step.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Measured(Generic[S]):
         self.config, self.world, self.model, self.sync = config, world, model, sync
         self.batch_size, self.progress, self.clock = batch_size, progress, clock
         self.memory, self.losses, self.traffic = Memory(world.device), Losses(), array("q")
+        self.sent_last: Sent = (0, 0, 0)
         self.first_step = 0
         self.turns: Turns | None = None
         self._least_warmup = least_warmup(config.warmup_steps)
@@ -205,6 +208,8 @@ class Trainer(Measured[Sync]):
                 before = now
                 yield self.progress.step
             self.pause()
+            payload, messages, across = map(operator.sub, self.sync.sent(), before)
+            self.sent_last = payload, messages, across
 
     def evaluate(self) -> dict[str, float]:
         """Return the task's metrics over the test samples of all ranks; add them to `progress`.

@@ -139,6 +139,14 @@ def test_an_exchange_that_outlasts_its_step_is_counted_once() -> None:
     assert apart(waiting, late) > 1e-4
 
 
+def test_all_that_a_run_sends_counts_if_no_step_is_timed() -> None:
+    """Steps of a trial are not timed, and the exchange of the last one ends after it."""
+    runs = (train(2, f"strategy={name}", *RUN, "steps=6") for name in ("overlap", "priority"))
+    (own, _), (late, _) = ([outcome.record for outcome in run] for run in runs)
+    assert own["num_timed_steps"] and not late["num_timed_steps"]
+    assert late["payload_bytes_per_step"] == pytest.approx(own["payload_bytes_per_step"], rel=1e-3)
+
+
 def replaced(make: Callable[[SyncParts], LibrarySync]) -> str:
     dist.init_process_group("gloo")
     comm = world_of(None, torch.device("cpu")).comm
