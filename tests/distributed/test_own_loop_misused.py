@@ -471,6 +471,28 @@ def test_a_model_may_be_copied_and_saved(tmp_path: Path) -> None:
     assert CREW.call(2, copied_and_saved, tmp_path) == [[0.0] * 4] * 2
 
 
+def rolled_back(first: int) -> str:
+    """Train a copy from a step on; return what is told."""
+    with joined(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with lab.grad_sync(model := net(), "allreduce") as sync:
+            train(model, sync.finish, range(first))
+            try:
+                train(copy.deepcopy(model), sync.finish, range(first, STEPS))
+            except RuntimeError as error:
+                return str(error)
+        with pytest.raises(TypeError, match=r"^lab\.grad_sync: its result cannot be copied"):
+            copy.deepcopy(sync)
+        return "".join(str(each.message) for each in caught if "a copy" in str(each.message))
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])  # during check="first", and after it
+def test_a_copy_that_trains_in_the_place_of_a_model_is_told(first: int) -> None:
+    for line in CREW.call(2, rolled_back, first):
+        assert line.removeprefix("certificate: ").startswith("hook ignored: backward reached no")
+        assert line.count("hook ignored") == 1
+
+
 def uneven(way: str) -> str:
     """Let the last rank take fewer steps than others; return what these are told."""
     check.GRACE_S = 1.0
