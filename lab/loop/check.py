@@ -39,7 +39,8 @@ GRACE_S = 5.0  # in which others that wait for a lost rank notice it, too
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (
     "hook ignored: DDP gave it no gradients before optimizer.step(): was the last backward of "
-    "the step inside no_sync(), or was the hook registered on another model?"
+    "the step inside no_sync(), was a parameter frozen or unused (which needs "
+    "find_unused_parameters=True), or was the hook registered on another model?"
 )
 COPY_TRAINS = (
     "hook ignored: backward reached no parameter of this model, because a copy of it is being "
