@@ -43,8 +43,6 @@ from lab.simulate.traced import Traced, read_profile
 from lab.study.grid import Cell, series_of
 from lab.study.grid import read as read_grid
 from lab.sync.pattern import MOMENTUM, refuse
-from lab.sync.refusals import refuse_exchange, refuse_optimizer, require_elementwise
-from lab.sync.update import maker_of
 
 DEFAULT_PROFILE = "alexnet_titanx"
 LOG = "hardware.from"  # a setting
@@ -353,6 +351,10 @@ def strategy_of(request: Request, cell: Cell, source: Source) -> Strategy:
 
 def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
     """Refuse a cell that lab.train would refuse, or with an idle exchange. ValueError: says why."""
+    # Imported here, with torch: a wrong setting is answered before.
+    from lab.sync.refusals import refuse_exchange, refuse_optimizer, require_elementwise
+    from lab.sync.update import maker_of
+
     optim, pattern = cell.config.optim, strategy.pattern
     refuse(pattern, cell.config.overlap, cell.config.precision)
     if pattern.by_library and (name := class_of(plain(cell.config)["exchange"])) != "NoExchange":

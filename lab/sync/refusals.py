@@ -1,4 +1,4 @@
-"""What a sync cannot be combined with: exchanges and optimizers. Runs and predictions ask here."""
+"""Exchanges and optimizers that a sync cannot be combined with, in a run or its prediction."""
 
 from __future__ import annotations
 
