@@ -264,11 +264,13 @@ class LoopCheck:
         assert self._observer
         others = [sync for sync in syncs() if sync is not self._sync and sync.step]
         theirs = {id(p) for other in others for p in other._model.parameters()}
-        ours = self._observer.watch.parameters.items()
-        name = next((name for name, parameter in ours if id(parameter) in theirs), "")
-        return name and (
-            f"{name}: is in two models, of which each exchanges its gradient; make one model of "
-            "both, as nn.ModuleList([first, second]), and attach or sync that one"
+        ours = self._observer.watch.parameters
+        shared = [name for name, parameter in ours.items() if id(parameter) in theirs]
+        if not shared or len(shared) == len(ours):  # all are: this model was attached before
+            return ""
+        return (
+            f"{shared[0]}: is in two models, of which each exchanges its gradient; make one model "
+            "of both, as nn.ModuleList([first, second]), and attach or sync that one"
         )
 
 
