@@ -95,7 +95,7 @@ class Seen:
     Those of gradients have two rows (H), of the whole and of its head, or one, of the head.
 
     Attributes:
-        start: of weights and buffers before the first step [P + B, K]; later [0, K].
+        start: of weights and buffers in the first step [P + B, K]; later [0, K].
         own: of this rank's own gradient, before any exchange [P, H, K].
         sent: of the part of it that did not stay behind as a compression error [P, H, K].
         delivered: of the gradient that the optimizer will see [P, H, K].
@@ -189,6 +189,7 @@ class Watch:
     def reset(self) -> None:
         """Forget the gradients of a step that is over."""
         self.grown: set[str] = set()
+        self._weights: Tensor | None = None  # when the first gradient grew
         self.restart()
 
     def restart(self) -> None:
@@ -231,8 +232,13 @@ class Watch:
         return torch.stack([self._image(values[name], p) for name, p in self.parameters.items()])
 
     def start(self) -> Tensor:
-        """Return the images of weights and buffers: [P + B, K]. Buffers are those of the start."""
-        return torch.cat([self.weights(), *(image[None] for image in self._buffers.values())])
+        """Return the images of weights and buffers: [P + B, K]. Buffers are those of the start.
+
+        Weights are those with which the step began: a loop may move a rank's own before the last
+        backward, as sharpness-aware minimization does.
+        """
+        weights = self.weights() if self._weights is None else self._weights
+        return torch.cat([weights, *(image[None] for image in self._buffers.values())])
 
     def no_start(self) -> Tensor:
         """Return no images, once the start has been seen: [0, K]."""
@@ -268,6 +274,8 @@ class Watch:
 
     @torch.no_grad()
     def _on_gradient(self, name: str, gradients: tuple[Tensor, ...]) -> None:
+        if not self.grown and not self.head_only:
+            self._weights = self.weights()
         if self._on_first:
             if not self.grown:
                 self._on_first()

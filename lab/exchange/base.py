@@ -247,6 +247,37 @@ def require_mean(key: str, exchange: Exchange) -> None:
         raise ValueError(f"{key}={name} delivers a {exchange.delivers}; choose one that averages")
 
 
+def require_part(key: str, exchange: Exchange) -> None:
+    """Refuse an exchange of which another cannot be made: it must leave a mean, and residuals it
+    keeps must be known, which the other one carries over, sums and divides anew.
+
+    Raises:
+        ValueError: it leaves no mean, or its class does not define what residuals need.
+    """
+    require_mean(key, exchange)
+    require_known_residuals(key, exchange)
+
+
+def require_known_residuals(key: str, exchange: Exchange) -> None:
+    """Refuse an exchange that keeps residuals which others do not learn of.
+
+    Raises:
+        ValueError: names what its class must define.
+    """
+    kind = type(exchange)
+    keeps_state = not exchange.exact and kind.state_dict is not Exchange.state_dict
+    if not (keeps_state or exchange.keeps_residuals or kind.kept is not Exchange.kept):
+        return
+    needed = ("state_dict", "load_state_dict", "add_residual", "flush_residual")
+    lacking = [name for name in needed if getattr(kind, name) is getattr(Exchange, name)]
+    if lacking and not any(True for _ in exchange.children()):
+        raise ValueError(
+            f"{key}={kind.__name__}: keeps residuals of its own, so its class must also define "
+            f"{', '.join(lacking)} (see docs/how-to/own_exchange.md), or extend "
+            "lab.exchange.compressed.Lossy, which defines them"
+        )
+
+
 class Staged(Exchange):
     """An exchange written as stages, so that other buckets may proceed while one waits.
 

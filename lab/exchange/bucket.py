@@ -425,8 +425,8 @@ class Outside:
         if trained:
             raise RuntimeError(
                 f"{trained[0][0]}: was frozen or missing when the exchange was set up, so its "
-                "gradient reaches no other rank; set up the exchange with requires_grad=True, and "
-                "freeze the parameter later"
+                "gradient reaches no other rank; add or replace layers, and set "
+                "requires_grad=True, before the exchange is set up; freeze parameters at any time"
             )
 
     def _found(self) -> dict[str, nn.Parameter]:

@@ -18,7 +18,7 @@ from lab.codec.base import Codec
 from lab.distributed.comm import Collective, Comm
 from lab.distributed.launcher import Nodes, each_alone
 from lab.distributed.worker import record_stream
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_mean, runs_as_the_labs
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_part, runs_as_the_labs
 from lab.exchange.bucket import ALIGNED, GradBucket, Plans
 from lab.exchange.compressed import TwoStage
 from lab.exchange.cost import Costs, Needs, Shape, Sizes
@@ -53,7 +53,7 @@ class Hierarchical(Staged):
 
     def __init__(self, inter: Exchange) -> None:
         name = type(inter).__name__
-        require_mean("exchange.inter", inter)
+        require_part("exchange.inter", inter)
         if isinstance(inter, Hierarchical):
             raise ValueError(
                 f"exchange.inter={name} already has two levels; choose an exchange with one level"

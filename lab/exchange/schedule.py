@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.base import Exchange, Shapes, require_mean
+from lab.exchange.base import Exchange, Shapes, require_part
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.grouping import checked_ends
@@ -30,7 +30,7 @@ class Composite(Exchange):
 
     def __init__(self, parts: Mapping[str, Exchange], key: str) -> None:
         for name, exchange in parts.items():
-            require_mean(f"{key}{name}", exchange)
+            require_part(f"{key}{name}", exchange)
         self.parts = dict(parts)
         self._keys = {name: f"{key}{name}".removeprefix("exchange") for name in parts}
         all_parts = self.parts.values()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from lab.loop.check import (
     FORGOT_FINISH,
     FORGOT_HOOK,
     Checked,
+    CopyWatch,
     LoopCheck,
     follow,
     is_on,
@@ -271,6 +272,7 @@ class LoopSync(Checked, GradSync):
         self.settings = settings
         self._model, self._world = parts.model, world
         self._guard = NonfiniteGuard(self.exchange, scaler, self.parameters.values())
+        self._copies = CopyWatch(self, self.parameters.values())
 
     def __enter__(self) -> Self:
         self._refuse_shared()
@@ -285,6 +287,7 @@ class LoopSync(Checked, GradSync):
     def __exit__(self, kind: object = None, *_: object) -> None:
         super().__exit__()
         self._is_open = False
+        self._copies.close()
         if kind is None:  # after an error, an exchange may wait for a rank that is lost
             self.worker.close()
         if self.check:
@@ -302,6 +305,12 @@ class LoopSync(Checked, GradSync):
                         f"{name}: another open lab.grad_sync exchanges its gradient; make one "
                         "grad_sync of both models, as of nn.ModuleList([first, second])"
                     )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "lab.grad_sync: its result cannot be copied or saved; keep it outside the model, and "
+            "save its state_dict()"
+        )
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context for each micro-batch of a step but the last."""
@@ -323,6 +332,7 @@ class LoopSync(Checked, GradSync):
             raise RuntimeError(
                 "grad_sync: finish() outside `with`; use `with grad_sync(...) as s:`"
             )
+        self._copies.begin()
         if self.clock:
             self.clock.next_phase("exchange")
         try:
@@ -336,6 +346,7 @@ class LoopSync(Checked, GradSync):
         if self.loss_scale != 1.0:
             torch._foreach_mul_(gradients, self.loss_scale)
         self._guard.end_step(gradients, finite)
+        self._copies.end()
         if self.check:
             self.check.exchanged(self.loss_scale)
         return finite

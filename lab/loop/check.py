@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from lab.certificate.check import Observer
 from lab.certificate.examination import About, CertificateError, unchecked
@@ -37,11 +39,12 @@ GRACE_S = 5.0  # in which others that wait for a lost rank notice it, too
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (
     "hook ignored: DDP gave it no gradients before optimizer.step(): was the last backward of "
-    "the step inside no_sync(), or was the hook registered on another model?"
+    "the step inside no_sync(), was a parameter frozen or unused (which needs "
+    "find_unused_parameters=True), or was the hook registered on another model?"
 )
 COPY_TRAINS = (
     "hook ignored: backward reached no parameter of this model, because a copy of it is being "
-    "trained"
+    "trained; attach or sync the copy instead, or load its weights into this model"
 )
 MEANT = "if ranks are meant to differ, use check=None"
 
@@ -130,7 +133,7 @@ class LoopCheck:
         self._has_exchanged = False
         # The gradients, and their versions, of updates since the last exchange, by parameter's id.
         self._used: dict[int, tuple[Tensor, int]] = {}
-        self._is_idle: bool | None = None  # no exchange so far has had a gradient of this rank
+        self._is_idle = False  # no gradient of this rank had grown before the last exchange
 
     def begin(self) -> None:
         """Look at the exchanges from now on."""
@@ -159,7 +162,7 @@ class LoopCheck:
         if (observer := self._observer) is None:
             return
         self._has_exchanged, self._used = True, {}
-        self._is_idle = self._is_idle is not False and observer.watch.is_empty and not joined
+        self._is_idle = not observer.watch.grown and not joined
         seen = observer.seen(1.0, kept_factor)
         if joined:  # what is left in `grad` was not sent
             none = torch.zeros_like(seen.reached)
@@ -236,8 +239,8 @@ class LoopCheck:
         unsent = [p for p in updated if id(p) in ours and not self._was_sent(p)]
         text = ""
         if any(_has_values(p) for p in updated if id(p) in grown) or any(map(_has_values, unsent)):
-            text = f"{self._forgotten}; {MEANT}"
-        elif self._is_idle and any(map(_has_values, updated)) and self._is_copy(updated):
+            text = self._in_two_models() or f"{self._forgotten}; {MEANT}"
+        elif self._is_idle and trains_copy(self._sync, optimizer):
             text = COPY_TRAINS
         if text:
             try:
@@ -256,13 +259,70 @@ class LoopCheck:
         used = self._used.setdefault(id(parameter), (gradient, gradient._version))
         return self._has_exchanged and used[0] is gradient and used[1] == gradient._version
 
-    def _is_copy(self, parameters: list[nn.Parameter]) -> bool:
-        """Return whether these look like the model's own parameters, but nobody exchanges them."""
+    def _in_two_models(self) -> str:
+        """Say which parameter another sync has exchanged as well; empty if none has."""
         assert self._observer
-        ours = [*self._observer.watch.parameters.values()]
-        alike = sorted(tuple(p.shape) for p in ours) == sorted(tuple(p.shape) for p in parameters)
-        exchanged = {id(p) for sync in syncs() for p in sync._model.parameters()}
-        return alike and exchanged.isdisjoint(map(id, parameters))
+        others = [sync for sync in syncs() if sync is not self._sync and sync.step]
+        theirs = {id(p) for other in others for p in other._model.parameters()}
+        ours = self._observer.watch.parameters
+        shared = [name for name, parameter in ours.items() if id(parameter) in theirs]
+        if not shared or len(shared) == len(ours):  # all are: this model was attached before
+            return ""
+        return (
+            f"{shared[0]}: is in two models, of which each exchanges its gradient; make one model "
+            "of both, as nn.ModuleList([first, second]), and attach or sync that one"
+        )
+
+
+def trains_copy(sync: Checked, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates what looks like a sync's model, but nobody exchanges."""
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    ours = [p for p in sync._model.parameters() if p.requires_grad and p.numel()]
+    alike = sorted(tuple(p.shape) for p in ours) == sorted(tuple(p.shape) for p in updated)
+    if not alike or not any(map(_has_values, updated)):
+        return False
+    exchanged = {id(p) for sync in syncs() for p in sync._model.parameters()}
+    return exchanged.isdisjoint(map(id, updated))
+
+
+class CopyWatch:
+    """Warns once of a copy that trains while its model rests, also after check="first" has ended.
+
+    An optimizer is looked at only after a step in which one parameter's gradient did not change.
+    """
+
+    def __init__(self, sync: Checked, parameters: Iterable[nn.Parameter]) -> None:
+        self._sync = weakref.ref(sync)
+        self._parameter = next(parameter for parameter in parameters if parameter.numel())
+        self._last = self._gradient()
+        self._hook: RemovableHandle | None = None
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Look at the gradient before it is exchanged."""
+        self.close()
+        (last, version), (now, now_version) = self._last, self._gradient()
+        is_idle = now is None or (now is last and now_version == version)
+        if is_idle and not self._has_warned:
+            self._hook = register_optimizer_step_pre_hook(self._before_update)
+
+    def end(self) -> None:
+        self._last = self._gradient()
+
+    def close(self) -> None:
+        if self._hook:
+            self._hook.remove()
+        self._hook = None
+
+    def _gradient(self) -> tuple[Tensor | None, int]:
+        gradient = self._parameter.grad
+        return gradient, 0 if gradient is None else gradient._version
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        sync = self._sync()
+        if sync and not self._has_warned and trains_copy(sync, optimizer):
+            self._has_warned = True
+            warnings.warn_explicit(COPY_TRAINS, UserWarning, __name__, 0)  # shows no line of source
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

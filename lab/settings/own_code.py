@@ -59,6 +59,12 @@ OFFERED: dict[str, tuple[str, ...]] = {
     "sync": ("parts",),
     **dict.fromkeys(("exchange", "transform", "task", "comm", "recorder"), ()),
 }
+# Base classes, by what a user's own extends to play this part in an exchange.
+PART_OF = {
+    "lab.codec.base.Codec": "codec",
+    "lab.exchange.memory.Memory": "memory",
+    "lab.exchange.base.Exchange": "exchange",
+}
 HASH_LENGTH = 8  # hexadecimal digits
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -124,6 +130,8 @@ def check_choices(config: DictConfig, arguments: Sequence[str]) -> dict[str, str
             # What the lab chooses is not imported: torch takes two seconds.
             if path and not path.startswith("lab.") and path not in _chosen(group):
                 offered = names if part is whole else ()
+                if group == "exchange":
+                    _refuse_misplaced(path, part, key)
                 hashes |= _check_code(path, part, key or group, offered)
     return hashes
 
@@ -138,6 +146,26 @@ def _check_code(
         passed = (*offered, *(of_loss(function) if key == "task" else ()))
         check_arguments(function, own, passed, key)
     return source_hashes(function)
+
+
+def _refuse_misplaced(path: str, settings: Mapping[Any, Any], key: str) -> None:
+    """Refuse a codec, memory, path or exchange of the user's in the place of another of these.
+
+    A path is an exchange whose constructor takes a codec.
+    """
+    place = key if key in ("codec", "memory") else "path" if "codec" in settings else "exchange"
+    kind = callable_at(path, f"{place}={path}")
+    bases = kind.__mro__ if inspect.isclass(kind) else ()
+    parts = (PART_OF.get(f"{each.__module__}.{each.__qualname__}") for each in bases)
+    if (part := next(filter(None, parts), place)) == "exchange":
+        takes = _parameters(kind) or {}
+        codec, takes_any = takes.get("codec"), any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        needs_codec = codec is not None and codec.default is Parameter.empty
+        can_be_path = codec is not None or takes_any
+        part = "path" if needs_codec or (place == "path" and can_be_path) else "exchange"
+    if part != place:
+        article = "an" if part == "exchange" else "a"
+        raise ConfigError(f"{place}={path}: is {article} {part}; use {part}={path}")
 
 
 def is_labs(kind: type, *names: str) -> bool:

@@ -366,6 +366,10 @@ def note_of_update(cell: Cell, source: Source, strategy: Strategy, hardware: Har
 
 def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
     """Refuse a cell that lab.train would refuse, or with an idle exchange. ValueError: says why."""
+    # Imported here, with torch: a wrong setting is answered before.
+    from lab.sync.refusals import refuse_exchange, refuse_optimizer, require_elementwise
+    from lab.sync.update import maker_of
+
     optim, pattern = cell.config.optim, strategy.pattern
     refuse(pattern, cell.config.overlap, cell.config.precision)
     if pattern.by_library and (name := class_of(plain(cell.config)["exchange"])) != "NoExchange":
@@ -373,12 +377,18 @@ def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
             f"exchange={name}: strategy={cell.strategy} has its own exchange; leave exchange=none, "
             "or set sync.reduce_scatter=lab"
         )
-    chosen, is_sgd = f"strategy={cell.strategy} optim={optim['_target_']}", optim["_target_"] == SGD
-    if pattern.only_sgd and not is_sgd:
-        raise ValueError(f"{chosen}: {pattern.only_sgd}; use optim=sgd")
-    delivers = {exchange_of(way).delivers for _, way in phases_of(strategy.exchange)}
-    if pattern.takes_exchanges and "direction" in delivers and (not is_sgd or optim.momentum):
-        raise ValueError(f"{chosen}: the exchange keeps the moments; use optim=direction")
+    settings = plain(cell.config)
+    momentum = optim.get("momentum", 0.0) if optim["_target_"] == SGD else None
+    for _, way in phases_of(strategy.exchange):
+        exchange = exchange_of(way)
+        refuse_exchange(pattern, exchange)
+        refuse_optimizer(pattern, exchange.delivers, settings, momentum)
+    if (
+        (why := pattern.only_elementwise)
+        and strategy.update
+        and (make := maker_of(settings["optim"]))
+    ):
+        require_elementwise(optim["_target_"], why, lambda weights: make(weights.parameters()))
 
 
 def groups_of(request: Request) -> tuple[Group, ...]:

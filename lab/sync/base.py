@@ -20,6 +20,7 @@ from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange, Staged
 from lab.measure.clock import Clock
 from lab.sync.pattern import Pattern, none, refuse
+from lab.sync.refusals import refuse_exchange
 
 SyncState = dict[str, dict[str, Tensor]]  # tensors by kind, then by parameter name
 Buckets = list[tuple[list[tuple[int, ...]], int]]  # shapes in each, and the bytes of a value
@@ -133,13 +134,14 @@ class Sync(Exchanging, ABC):
         eager_steps: steps before one is captured as a graph: they plan buckets, and find kernels.
 
     Raises:
-        ValueError: the pattern refuses `overlap` or `precision`.
+        ValueError: the pattern refuses `overlap`, `precision` or the exchange.
     """
 
     eager_steps = 3
 
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
         refuse(pattern, parts.overlap, parts.precision)
+        refuse_exchange(pattern, parts.exchange)
         super().__init__(parts.exchange, parts.comm)
         self.module = parts.module
         self.pattern = pattern

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lab.exchange.base import Exchange
+from lab.exchange.bucket import Outside
 from lab.exchange.gate import sharing
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.exchange.layout import named
@@ -243,7 +244,7 @@ class WholeGradients:
     would forget them. Sparse ones are made dense.
 
     Backward raises a RuntimeError where another rank ran a module that this one did not, and where
-    a module was wrapped later.
+    a module was wrapped, or a layer added or replaced, later.
 
     Args:
         model: after the last fully_shard. Of one that has this already, nothing changes.
@@ -260,6 +261,7 @@ class WholeGradients:
         self._names = {id(parameter): name for name, parameter in named(model).items()}
         if any("post_backward" in vars(group) for group in self._groups):
             return
+        self._outside = Outside(model, named(model))  # frozen ones are sharded, and may thaw
         for group in self._groups:
             group.post_backward = partial(self._send, group, group.post_backward)
         for module in modules:
@@ -311,6 +313,7 @@ class WholeGradients:
         if self._ran:
             self._forget_zeros()
         self._ran, self._empty, self._reached = set(), set(), set()
+        self._outside.refuse_trained()
 
     def _forget_zeros(self) -> None:
         parameters = [

@@ -13,6 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Collective, Sent
+from lab.exchange.base import require_known_residuals
 from lab.exchange.bucket import BucketPlan, GradBucket, Outside, in_one_memory, plan
 from lab.exchange.gate import admit, carrier, is_linear
 from lab.sync import pattern
@@ -409,6 +410,7 @@ class GradSync(Sync):
             )
         if not self.pattern.takes_any_exchange or self.exchange.delivers != "mean":
             super().observe_drift(every)
+        require_known_residuals("exchange", self.exchange)
         self.drift = Drift(self.exchange, self.comm, self.worker, every)
 
     def drift_found(self) -> list[dict[str, Any]] | None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.distributed.comm import Sent
-from lab.exchange.base import require_mean
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.sync import pattern as rules
@@ -36,7 +35,6 @@ class LocalSteps(GradSync):
     asks_who_reached = False  # what is sent is a change of weights, which every rank has
 
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
-        require_mean("exchange", parts.exchange)
         super().__init__(parts, pattern)
         self.divides_loss = False
         self._follow(list(self._buckets_of))  # no exchange waits for backward: any order will do
@@ -171,12 +169,6 @@ class DesLoc(LocalSteps):
         self, parts: SyncParts, *, every: int, first_every: int, second_every: int | None
     ) -> None:
         super().__init__(parts, rules.des_loc(every, first_every, second_every))
-        if not parts.exchange.exact:
-            name = type(parts.exchange).__name__
-            raise ValueError(
-                f"exchange={name} is not exact, but second moments need an exact "
-                "exchange; use allreduce"
-            )
         self.weights_every = every
         self.moments = {"first_every": (first_every, FIRST), "second_every": (second_every, SECOND)}
         self.optimizer: Optimizer | None = None  # known from the first update on

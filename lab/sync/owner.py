@@ -12,7 +12,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lab.distributed.worker import HostCopy
 from lab.exchange.base import Exchange
@@ -144,7 +148,9 @@ class Discards:
 
     What an exchange keeps of them joins later gradients. In a GAN these have another loss: backward
     of the generator's also gives gradients to the discriminator, which the next step clears. That
-    is refused. A step that a loop has skipped by itself is worth a warning.
+    is refused. A step that a loop has skipped by itself is worth a warning. Sharpness-aware
+    minimization (SAM) uses the first of two gradients for an ascent of its own, by no optimizer's
+    step; that is refused once it happens in two updates in a row.
 
     A parameter with few values stands for all, so that this costs little. No host waits for it as
     long as an optimizer uses the gradients.
@@ -158,18 +164,42 @@ class Discards:
         self._parameter = min(last, key=Tensor.numel)
         self._exchanged: tuple[Tensor, Tensor, int] | None = None  # gradient, weight, its version
         self._other_has_stepped = False  # since then
-        hook = register_optimizer_step_pre_hook(partial(_note_update, weakref.ref(self)))
-        weakref.finalize(self, hook.remove)
+        self._exchanges_in_update = False  # a closure does, as of LBFGS, which uses all gradients
+        self._has_ascended = False  # the weights had changed otherwise since the exchange before
+        self._num_ascents = 0  # updates in a row of which this was true
+        for register, note in (
+            (register_optimizer_step_pre_hook, _note_begin),
+            (register_optimizer_step_post_hook, _note_update),
+        ):
+            weakref.finalize(self, register(partial(note, weakref.ref(self))).remove)
+
+    def note_begin(self) -> None:
+        """Note that an optimizer's step begins."""
+        self._exchanges_in_update = False
 
     def note_update(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer uses the gradients, some of them, or those of other models."""
+        """Note that an optimizer has used the gradients, some of them, or those of other models.
+
+        Raises: RuntimeError: each update follows two exchanges, and the exchange keeps something.
+        """
         if self._exchanged is None:
             return
         updated = (id(p) for group in optimizer.param_groups for p in group["params"])
         if self._ids.isdisjoint(updated):
             self._other_has_stepped = True
-        else:
-            self._exchanged = None
+            return
+        self._exchanged = None
+        has_ascended = self._has_ascended and not self._exchanges_in_update
+        self._has_ascended = False
+        self._num_ascents = self._num_ascents + 1 if has_ascended else 0
+        if self._num_ascents > 1 and _holds_values(self._exchange.state_dict()):
+            raise RuntimeError(
+                f"exchange={type(self._exchange).__name__}: each update follows two exchanges, "
+                "between which the weights changed, as in sharpness-aware minimization (SAM); the "
+                "exchange's residuals of both gradients are mixed; put the first backward into "
+                "no_sync() or sync.accumulate(), so that each rank moves its weights by its own "
+                "gradient, or use an exchange without residuals, such as bf16"
+            )
 
     def begin_step(self) -> None:
         """Look, before an exchange begins, whether gradients of the last one were discarded.
@@ -177,11 +207,17 @@ class Discards:
         Raises: RuntimeError: they were, and the exchange keeps something of them.
         """
         last, self._exchanged = self._exchanged, None
-        if last is None or self._parameter.grad is last[0] or self._parameter._version != last[2]:
+        self._exchanges_in_update = True
+        if last is None:
             return
-        gradient, weight, _ = last
-        same = (weight == self._parameter).all() & gradient.isfinite().all() & gradient.any()
-        if not bool(same) or not _holds_values(self._exchange.state_dict()):
+        gradient, weight, version = last
+        has_version = self._parameter._version == version
+        if has_version and self._parameter.grad is gradient:
+            return
+        self._has_ascended = not (has_version and torch.equal(weight, self._parameter))
+        if self._has_ascended or not bool(gradient.isfinite().all() & gradient.any()):
+            return
+        if not _holds_values(self._exchange.state_dict()):
             return
         text = (
             f"exchange={type(self._exchange).__name__}: the last gradients were exchanged, but "
@@ -199,6 +235,11 @@ class Discards:
         self._other_has_stepped = False
         if gradient is not None:
             self._exchanged = gradient, parameter.detach().clone(), parameter._version
+
+
+def _note_begin(found: weakref.ref[Discards], *_: object) -> None:
+    if (discards := found()) is not None:
+        discards.note_begin()
 
 
 def _note_update(found: weakref.ref[Discards], optimizer: Optimizer, *_: object) -> None:

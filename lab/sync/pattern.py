@@ -78,6 +78,8 @@ class Pattern:
         only_sgd: why optimizers other than SGD are refused; empty: they are accepted.
         only_elementwise: why optimizers that treat a tensor as a whole are refused; empty: they are
             accepted.
+        only_exact: why an exchange that is not exact is refused; empty: it is accepted.
+        no_auto: why an exchange that chooses by measurement is refused; empty: it is accepted.
     """
 
     begins: Begin
@@ -97,6 +99,8 @@ class Pattern:
     no_graph: str = "its steps are not known to run without the host"
     only_sgd: str = ""
     only_elementwise: str = ""
+    only_exact: str = ""
+    no_auto: str = ""
 
     @property
     def overlaps(self) -> bool:
@@ -180,11 +184,12 @@ def priority(overlap: bool, chunk_mb: float = 8, trials: int = 3) -> Pattern:
     """Average gradients in every step; with `overlap` the next forward waits, layer by layer."""
     checks.number("sync.chunk_mb", chunk_mb, above=0)
     checks.whole("sync.trials", trials, 0, 10**6)
+    pattern = replace(gradsync(overlap), no_auto="sync=priority also chooses by measurement")
     if not overlap:
-        return gradsync(overlap)
+        return pattern
     no_graph = "an exchange ends only during the forward pass of the next step"
     no_fp16 = "a step cannot be skipped once the next forward has applied parts of it"
-    return replace(gradsync(overlap), waits_in_forward=True, no_fp16=no_fp16, no_graph=no_graph)
+    return replace(pattern, waits_in_forward=True, no_fp16=no_fp16, no_graph=no_graph)
 
 
 def local(every: int) -> Pattern:
@@ -223,7 +228,12 @@ def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
         checks.whole(f"sync.{key}", period, 1)
     whole = math.lcm(*periods.values())
     num_exchanges = sum(whole // period for period in periods.values())
-    return replace(local(whole), legs=(Leg.MEAN_OF_STATES,), num_exchanges=num_exchanges)
+    return replace(
+        local(whole),
+        legs=(Leg.MEAN_OF_STATES,),
+        num_exchanges=num_exchanges,
+        only_exact="second moments need an exact exchange",
+    )
 
 
 def root_update(overlap: bool) -> Pattern:

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 
 from lab.distributed.comm import Sent
 from lab.distributed.worker import Worker
-from lab.exchange.auto import Auto
-from lab.exchange.base import iter_nested
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.layout import is_compiled
@@ -53,10 +51,6 @@ class PrioritySync(GradSync):
         if is_compiled(parts.module):
             raise ValueError(
                 "model: compiled layers cannot wait for their weights; leave out torch.compile"
-            )
-        if any(isinstance(exchange, Auto) for exchange in iter_nested(parts.exchange)):
-            raise ValueError(
-                "exchange=Auto: sync=priority also chooses by measurement; use another exchange"
             )
         scale = getattr(parts.model, "bytes_scale", 1.0)
         exchange = parts.exchange

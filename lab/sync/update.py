@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import isfunction, signature
 from typing import Any, cast
 
@@ -56,14 +56,26 @@ def update_of(optim: Mapping[str, Any]) -> Update | None:
     return _counted(json.dumps(dict(optim), sort_keys=True, default=list))
 
 
+def maker_of(optim: Mapping[str, Any]) -> partial[Any] | None:
+    """Return what makes an optimizer of parameters; None if it is not imported.
+
+    Args: optim: as for `update_of`.
+    """
+    if (make := _known(_target_of(optim))) is None:
+        return None
+    return partial(make, **asked_for(make, {key: _argument(v) for key, v in optim.items()}))
+
+
+def _target_of(optim: Mapping[str, Any]) -> str:
+    return str(optim.get("_target_")).replace(":", ".")
+
+
 @lru_cache(maxsize=1000)
 def _counted(text: str) -> Update | None:
     settings = json.loads(text)
-    target = str(settings.get("_target_")).replace(":", ".")
-    make = _known(target)
-    if make is None:
+    if (maker := maker_of(settings)) is None:
         return None
-    given = asked_for(make, {key: _argument(value) for key, value in settings.items()})
+    target, make, given = _target_of(settings), maker.func, maker.keywords
     own = signature(make).parameters
     # Left alone, an optimizer of torch's runs so on a GPU.
     alone = "foreach" if "foreach" in own and {*WAYS}.isdisjoint(given) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,9 +30,10 @@ from lab.sync.base import Sync, SyncParts
 from lab.sync.drift import GradientNoise
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import pattern_of
+from lab.sync.refusals import refuse_optimizer, require_elementwise
 from lab.task.base import Task
 from lab.training import graph
-from lab.training.optim import Optim, require_elementwise, require_piecewise
+from lab.training.optim import Optim, require_piecewise
 from lab.training.rank_consistency import data_facts, parameters, settings_and_software
 from lab.training.trainer import Delay, Progress, Trainer, total_steps
 
@@ -139,8 +140,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         )
     if sync.pattern.waits_in_forward:
         require_piecewise(config, model, batch_size)
-    if sync.pattern.only_elementwise:
-        require_elementwise(optim, sync.pattern.only_elementwise)
+    if why := sync.pattern.only_elementwise:
+        require_elementwise(optim.target, why, optim.optimizer, optim.prepare)
     require_like_gpus(world, exchange, sync)
     observe(sync, settings)
     trainer = Trainer(
@@ -190,23 +191,10 @@ def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) 
 
 def _require_optimizer(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer, or clipping, that is not what the sync and its exchange stand for."""
-    chosen = f"strategy={config.strategy} optim={config.optim['_target_']}"
-    is_sgd, groups = isinstance(optimizer, torch.optim.SGD), optimizer.param_groups
-    if sync.pattern.only_sgd and not is_sgd:
-        raise ConfigError(f"{chosen}: {sync.pattern.only_sgd}; use optim=sgd")
-    if not sync.pattern.takes_exchanges or sync.exchange.delivers != "direction":
-        return
-    if not is_sgd or any(group["momentum"] for group in groups):
-        momentum = f" optim.momentum={groups[0]['momentum']}" if "momentum" in groups[0] else ""
-        raise ConfigError(
-            f"{chosen}{momentum}: the exchange keeps the moments and delivers a direction; use "
-            "optim=direction, which is SGD without momentum"
-        )
-    if config.clip_grad_norm is not None:
-        raise ConfigError(
-            f"clip_grad_norm={config.clip_grad_norm}: strategy={config.strategy} delivers a "
-            "direction, whose norm is not the norm of the gradient; must be null"
-        )
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    momentum = max(group["momentum"] for group in optimizer.param_groups) if is_sgd else None
+    settings = cast(Mapping[str, Any], config)
+    refuse_optimizer(sync.pattern, sync.exchange.delivers, settings, momentum)
 
 
 def count(model: nn.Module) -> dict[str, int]:

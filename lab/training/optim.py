@@ -29,8 +29,6 @@ WITH_AN_END = ("cosine", "linear")
 # Of the trials that tell whether parts may be updated by themselves:
 NUM_STEPS = 3  # the first may differ from later ones, which have momentum
 LONGEST = 4  # of a copy's dimensions
-SHAPE = (6, 8)
-TOLERANCE = 1e-3  # of the largest change; rounding differs by the length of a vector register
 
 
 class Optim:
@@ -301,40 +299,3 @@ def _trained(
         for parameter in reversed(list(copies.parameters())):
             update_some(optimizer, [parameter])
     return list(copies.parameters())
-
-
-def require_elementwise(optim: Optim, why: str) -> None:
-    """Refuse an optimizer for which a slice of a parameter changes otherwise than in the whole.
-
-    It is tried on a small matrix: at once, and in slices, each updated by a call of its own.
-
-    Raises: ConfigError: names the optimizer, and says `why`.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE, generator=generator)
-    (whole,) = _updated(optim, [start], [[gradient] for gradient in gradients])
-    cuts = [5, 11, start.numel() - 16]  # across rows
-    in_slices, *others = (
-        [row.view(1, -1) for row in values.flatten().split(cuts)] for values in (start, *gradients)
-    )
-    apart = torch.cat([values.flatten() for values in _updated(optim, in_slices, others)])
-    changed = (whole - start).abs().max()
-    if not (whole.flatten() - apart).abs().max() <= TOLERANCE * changed:
-        raise ConfigError(
-            f"optim={optim.target}: {why}, but this optimizer updates a slice of a parameter "
-            "differently from the whole parameter; use an elementwise optimizer such as SGD, "
-            "AdamW or RMSprop"
-        )
-
-
-def _updated(optim: Optim, start: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
-    """Return parameters after a step for each of `gradients`, one parameter after the other."""
-    parameters = nn.ParameterList([nn.Parameter(values.clone()) for values in start])
-    optimizer = optim.optimizer(parameters)
-    for step, each in enumerate(gradients):
-        optim.prepare(optimizer, step, len(gradients))
-        for parameter, gradient in zip(parameters, each, strict=True):
-            parameter.grad = gradient.clone()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [parameter.detach() for parameter in parameters]

@@ -173,8 +173,9 @@ def _note_ranks(loop: Loop, record: Record, warmup: int) -> None:
     """
     traffic = np.array(loop.traffic, dtype=float).reshape(1, -1, 3)
     timed = round_means(*_after_warmup(loop, traffic, warmup))
-    sent = np.median(timed, axis=1) if timed.size else traffic.sum(axis=1) / max(1, len(traffic[0]))
-    row = torch.tensor([*sent[0], *loop.memory.sizes()], dtype=torch.float64)
+    whole = traffic[0].sum(axis=0) + loop.sent_last
+    sent = np.median(timed[0], axis=0) if timed.size else whole / max(1, len(traffic[0]))
+    row = torch.tensor([*sent, *loop.memory.sizes()], dtype=torch.float64)
     payloads, messages, across, *sizes = loop.world.gather(row).T.tolist()
     peaks, reserved, in_use = (list(map(int, each)) if any(each) else None for each in sizes)
     record.payload_bytes_per_step = list(map(int, payloads))

@@ -76,7 +76,9 @@ class Measured(Generic[S]):
         batch_size: global.
         first_step: number of the first step of this start of the run.
         turns: how its steps are spread among other runs', which train in between; None: none do.
-        traffic: what each step sent, one after the other (see `Sent`).
+        traffic: what each step sent, one after the other (see `Sent`), or had sent for the step
+            before, where exchanges outlast their steps.
+        sent_last: the same of exchanges that ended after the last step.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Measured(Generic[S]):
         self.config, self.world, self.model, self.sync = config, world, model, sync
         self.batch_size, self.progress, self.clock = batch_size, progress, clock
         self.memory, self.losses, self.traffic = Memory(world.device), Losses(), array("q")
+        self.sent_last: Sent = (0, 0, 0)
         self.first_step = 0
         self.turns: Turns | None = None
         self._least_warmup = least_warmup(config.warmup_steps)
@@ -205,6 +208,8 @@ class Trainer(Measured[Sync]):
                 before = now
                 yield self.progress.step
             self.pause()
+            payload, messages, across = map(operator.sub, self.sync.sent(), before)
+            self.sent_last = payload, messages, across
 
     def evaluate(self) -> dict[str, float]:
         """Return the task's metrics over the test samples of all ranks; add them to `progress`.
@@ -273,7 +278,10 @@ class Trainer(Measured[Sync]):
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             with sync.micro_batch(last=number == parts):
                 with clock.phase("forward"), self._autocast():
-                    loss = self.task.loss(sync.module(self._layout(inputs)), targets) / parts
+                    outputs = sync.module(self._layout(inputs))
+                    loss = self.task.loss(outputs, targets) / parts
+                if not loss.requires_grad:
+                    raise self._no_gradient(outputs)
                 with clock.phase("backward"):  # overlapped exchanges start here
                     loss.backward(torch.full_like(loss, sync.loss_factor))
             total += loss.detach()
@@ -292,6 +300,15 @@ class Trainer(Measured[Sync]):
         if not self.check.is_over:
             self.check.after_weights()
         return total if self.loss_scale else marked(total, finite, late)
+
+    def _no_gradient(self, outputs: Tensor) -> RuntimeError:
+        """Return the error of a loss that no weight has a part in; it names whose code lost it."""
+        key, what = ("task", "loss") if outputs.requires_grad else ("model", "output")
+        target = getattr(self.config, key)["_target_"]
+        return RuntimeError(
+            f"{key}={target}: its {what} has no gradient, so nothing can be trained; compute it "
+            "from the weights without detach(), torch.no_grad(), item() or NumPy"
+        )
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:

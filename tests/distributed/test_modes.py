@@ -14,6 +14,8 @@ from lab.exchange.allreduce import NoExchange
 from lab.loop.setup import world_of
 from lab.sync.base import SyncParts
 from lab.sync.ddp import DDPSync
+from lab.sync.fsdp import FSDPSync
+from lab.sync.library import LibrarySync
 from tests.distributed.test_strategies import distance
 from tests.support.ranks import Outcome, spawn, train, train_once
 from tests.support.slow import some_of
@@ -137,21 +139,42 @@ def test_an_exchange_that_outlasts_its_step_is_counted_once() -> None:
     assert apart(waiting, late) > 1e-4
 
 
-def replaced_under_ddp() -> str:
+def test_all_that_a_run_sends_counts_if_no_step_is_timed() -> None:
+    """Steps of a trial are not timed, and the exchange of the last one ends after it."""
+    runs = (train(2, f"strategy={name}", *RUN, "steps=6") for name in ("overlap", "priority"))
+    (own, _), (late, _) = ([outcome.record for outcome in run] for run in runs)
+    assert own["num_timed_steps"] and not late["num_timed_steps"]
+    assert late["payload_bytes_per_step"] == pytest.approx(own["payload_bytes_per_step"], rel=1e-3)
+
+
+def replaced(make: Callable[[SyncParts], LibrarySync]) -> str:
     dist.init_process_group("gloo")
     comm = world_of(None, torch.device("cpu")).comm
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     parts = SyncParts(model, model, NoExchange(), comm, InlineWorker(), True, 25)
-    with DDPSync(parts, hook="none") as sync:
+    with make(parts) as sync:
         model[0] = nn.Linear(4, 4)
-        with sync.micro_batch(last=True):
-            sync.module(torch.ones(1, 4)).sum().backward()
         with pytest.raises(RuntimeError) as caught:
+            with sync.micro_batch(last=True):
+                sync.module(torch.ones(1, 4)).sum().backward()
             sync.finish()
     dist.destroy_process_group()
     return str(caught.value)
 
 
-def test_a_layer_that_replaces_one_under_ddp_is_refused() -> None:
-    for line in spawn(2, replaced_under_ddp):
+def ddp(parts: SyncParts) -> DDPSync:
+    return DDPSync(parts, hook="none")
+
+
+def fsdp(parts: SyncParts) -> FSDPSync:
+    by = "torch"
+    return FSDPSync(parts, shard_size=None, reshard=None, all_gather=by, reduce_scatter=by)
+
+
+@pytest.mark.parametrize("make", [ddp, fsdp])
+def test_a_layer_that_replaces_one_under_a_library_is_refused(
+    make: Callable[[SyncParts], LibrarySync],
+) -> None:
+    for line in spawn(2, replaced, make):
         assert line.startswith("0.weight: was frozen or missing when the exchange was set up")
+        assert "add or replace layers, and set requires_grad=True, before" in line

@@ -266,6 +266,7 @@ ELSEWHERE = (
     *("`GradScaler`", "a process group of some ranks", "resuming"),
     *("`ddp.join()`, uneven inputs", "float64", "complex64", "weights in another memory order"),
     *("reentrant checkpointing", "double backward", "GANs, discarded gradients"),
+    "SAM, two backward passes per step",
 )
 
 

@@ -107,6 +107,25 @@ def test_two_syncs_with_a_common_parameter_are_refused() -> None:
         assert line.startswith("0.weight: another open lab.grad_sync exchanges its gradient")
 
 
+def with_a_part_in_two_hooks() -> str:
+    with joined() as rank:
+        encoder = net()
+        models = [DistributedDataParallel(nn.Sequential(encoder, net())) for _ in range(2)]
+        for model in models:
+            lab.attach(model, "onebit", **SHORT_ROWS)
+        with pytest.raises(lab.CertificateError) as caught:
+            for model in models:
+                model(batch(0, rank)).square().mean().backward()
+            torch.optim.SGD(encoder.parameters(), lr=0.1).step()
+        return str(caught.value)
+
+
+def test_a_parameter_that_two_hooks_exchange_is_named() -> None:
+    for line in CREW.call(2, with_a_part_in_two_hooks):
+        assert line.startswith("certificate: 0.weight: is in two models, of which each exchanges")
+        assert line.endswith("and attach or sync that one")
+
+
 def changed_too_early(overlap: bool, change: Callable[[nn.Module], object]) -> str:
     """Change gradients between backward and `finish`, from the third step on."""
     with joined(), lab.grad_sync(model := net(), "allreduce", overlap=overlap) as sync:
@@ -287,6 +306,92 @@ def test_gradients_that_are_used_in_any_way_are_not_taken_for_discarded() -> Non
     CREW.call(2, used_otherwise)
 
 
+class Sharp(torch.optim.SGD):
+    """SGD by the gradient at the weights that an ascent of `rho` leads to (Foret et al. 2021)."""
+
+    def ascend(self, rho: float) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(move := rho * parameter.grad / parameter.grad.norm())
+                self.state[parameter]["move"] = move
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            self.ascend(0.05)
+            with torch.enable_grad():
+                closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(self.state[parameter]["move"])
+        torch.optim.SGD(self.param_groups, lr=0.1).step()
+
+
+def sharp(way: str, exchanged: bool, closure: bool) -> str:
+    """Train by two backwards in each step, of which the first may be exchanged, too."""
+    with joined() as rank, ExitStack() as stack:
+        model: Any = net()
+        if way == "attach":
+            model = DistributedDataParallel(model)
+            sync: Any = lab.attach(model, "onebit", **SHORT_ROWS)
+            apart, finish = model.no_sync, lambda: None
+        else:
+            sync = stack.enter_context(lab.grad_sync(model, "onebit", **SHORT_ROWS))
+            apart, finish = sync.accumulate, sync.finish
+        optimizer = Sharp(model.parameters(), lr=0.1)
+
+        def backward() -> None:
+            model(batch(step, rank)).square().mean().backward()
+            finish()
+
+        try:
+            for step in range(4):
+                optimizer.zero_grad()
+                if exchanged:
+                    backward()
+                else:
+                    with apart():
+                        model(batch(step, rank)).square().mean().backward()
+                if closure:
+                    optimizer.step(backward)
+                else:
+                    optimizer.ascend(0.05)
+                    backward()
+                    optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return sync.certificate.line
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("way", ["attach", "grad_sync"])
+def test_two_backwards_in_a_step_are_exchanged_once_or_refused(way: str, closure: bool) -> None:
+    for line in spawn(2, sharp, way, True, closure):
+        assert line.startswith("exchange=OneBit: each update follows two exchanges, between which")
+    for line in CREW.call(2, sharp, way, False, closure):
+        assert line.startswith("certificate: weights equal on 2 ranks; gradients averaged once")
+
+
+def minimised() -> None:
+    """Use all gradients of several backwards in a step, as LBFGS does."""
+    with joined() as rank, lab.grad_sync(model := net(), "onebit", **SHORT_ROWS) as sync:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(0, rank)).square().mean()
+            loss.backward()
+            sync.finish()
+            return loss
+
+        for _ in range(4):
+            optimizer.step(closure)
+
+
+def test_gradients_of_a_line_search_are_all_used() -> None:
+    CREW.call(2, minimised)
+
+
 def entered_again() -> list[Tensor]:
     with joined():
         found = []
@@ -366,6 +471,28 @@ def copied_and_saved(runs: Path) -> list[float]:
 
 def test_a_model_may_be_copied_and_saved(tmp_path: Path) -> None:
     assert CREW.call(2, copied_and_saved, tmp_path) == [[0.0] * 4] * 2
+
+
+def rolled_back(first: int) -> str:
+    """Train a copy from a step on; return what is told."""
+    with joined(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with lab.grad_sync(model := net(), "allreduce") as sync:
+            train(model, sync.finish, range(first))
+            try:
+                train(copy.deepcopy(model), sync.finish, range(first, STEPS))
+            except RuntimeError as error:
+                return str(error)
+        with pytest.raises(TypeError, match=r"^lab\.grad_sync: its result cannot be copied"):
+            copy.deepcopy(sync)
+        return "".join(str(each.message) for each in caught if "a copy" in str(each.message))
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])  # during check="first", and after it
+def test_a_copy_that_trains_in_the_place_of_a_model_is_told(first: int) -> None:
+    for line in CREW.call(2, rolled_back, first):
+        assert line.removeprefix("certificate: ").startswith("hook ignored: backward reached no")
+        assert line.count("hook ignored") == 1
 
 
 def uneven(way: str) -> str:
@@ -510,3 +637,18 @@ def wrapped_late() -> str:
 def test_a_module_that_is_wrapped_later_is_refused() -> None:
     for line in spawn(2, wrapped_late):
         assert line.startswith("1: was wrapped after lab.fsdp_reduce_scatter; call that after")
+
+
+def replaced_after_fsdp() -> str:
+    with joined() as rank:
+        fully_shard(model := nn.Sequential(net(), net()), mesh=init_device_mesh("cpu", (2,)))
+        lab.fsdp_reduce_scatter(model, "onebit")
+        model[0] = net()
+        with pytest.raises(RuntimeError) as caught:
+            model(batch(0, rank)).square().mean().backward()
+        return str(caught.value)
+
+
+def test_a_layer_that_replaces_a_sharded_one_is_refused() -> None:
+    for line in spawn(2, replaced_after_fsdp):
+        assert line.startswith(UNKNOWN)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from lab.codec.codecs import Int8
 from lab.distributed.comm import Collective, Comm, run_ranks
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange, kept_state
+from lab.exchange.base import Exchange, Ranks, kept_state
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Lossy, TwoStage
 from lab.exchange.gate import admit
 from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.memory import Memory
 from lab.exchange.scatter import scatter_of
+from lab.exchange.schedule import Schedule
 from lab.simulate.costs import Load
 from lab.simulate.network import Network
 from tests.support.cases import LINKS
@@ -82,6 +83,43 @@ class Keeps(Exchange):
         return self.state
 
 
+class Rounded(Exchange):
+    """Whole numbers, and residuals of its own, of which others do not learn."""
+
+    exact = False
+
+    def __init__(self) -> None:
+        self.left: dict[str, Tensor] = {}
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        for name, start, stop in bucket.spans():
+            values = bucket.flat[start:stop]
+            values += self.left.get(name, 0.0)
+            self.left[name] = values - values.round()
+            values.round_()
+        comm.all_reduce(bucket.flat)
+        bucket.divide(bucket.flat, comm.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": dict(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = dict(state["left"])
+
+
+class RoundedInParts(Rounded):
+    """The same, and all that another exchange needs of them."""
+
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        for name, start, stop in bucket.spans():
+            bucket.flat[start:stop] += self.left.get(name, 0.0)
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.add_residual(bucket, comm)
+        for name in bucket.shapes:
+            self.left.pop(name, None)
+
+
 def steps(make: type[Exchange], comm: Comm, count: int = 1, levels: bool = False) -> Any:
     """Return an exchange after some steps, the sum of gradients, and that of what it delivered."""
     exchange = Hierarchical(make()) if levels else make()
@@ -97,8 +135,18 @@ def steps(make: type[Exchange], comm: Comm, count: int = 1, levels: bool = False
     return exchange, given, delivered
 
 
-@pytest.mark.parametrize("make", [Vote, VoteAtOnce])
-@pytest.mark.parametrize("levels", [False, True])
+def test_residuals_of_which_others_do_not_learn_are_refused_in_parts() -> None:
+    lacking = "exchange.inter=Rounded: keeps residuals of its own, so its class must also define "
+    with pytest.raises(ValueError, match=f"^{lacking}add_residual, flush_residual"):
+        Hierarchical(Rounded())
+    with pytest.raises(ValueError, match=r"^exchange\.second=Rounded: keeps residuals"):
+        Schedule(AllReduce(), Rounded(), None, [2])
+
+
+@pytest.mark.parametrize(
+    ("make", "levels"),
+    [(Vote, False), (Vote, True), (VoteAtOnce, False), (VoteAtOnce, True), (RoundedInParts, True)],
+)
 def test_delivered_and_residuals_are_the_true_sum(make: type[Exchange], levels: bool) -> None:
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         exchange, given, delivered = steps(make, comm, 3, levels)

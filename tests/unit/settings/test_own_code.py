@@ -90,6 +90,47 @@ def test_what_is_wrong_with_a_users_code_takes_one_line(
     assert message in str(error.value)
 
 
+PARTS = """\
+from lab.codec.base import Codec
+from lab.exchange.base import Exchange
+from lab.exchange.compressed import TwoStage
+from lab.exchange.memory import Memory
+
+class Bits(Codec): ...
+class Way(TwoStage): ...
+class Open(TwoStage):
+    def __init__(self, **parts): ...
+class Kept(Memory): ...
+class Whole(Exchange): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("exchange=parts.Way", "is a path; use path=parts.Way"),
+        ("exchange=parts.Bits", "is a codec; use codec=parts.Bits"),
+        ("exchange=parts.Kept", "is a memory; use memory=parts.Kept"),
+        ("codec=parts.Way", "is a path; use path=parts.Way"),
+        ("path=parts.Whole", "is an exchange; use exchange=parts.Whole"),
+        ("path=parts.Way", ""),
+        ("path=parts.Open", ""),
+        ("exchange=parts.Open", ""),
+        ("exchange=parts.Whole", ""),
+    ],
+)
+def test_a_part_of_an_exchange_in_the_place_of_another_is_refused(
+    project: Path, given: str, meant: str
+) -> None:
+    (project / "parts.py").write_text(PARTS)
+    if not meant:
+        load([given])
+        return
+    with pytest.raises(ConfigError) as error:
+        load([given])
+    assert str(error.value) == f"{given}: {meant}"
+
+
 def test_a_part_of_an_exchange_takes_settings(project: Path) -> None:
     config = load(["codec=nets.Ternary", "codec.levels=5"])
     assert config.exchange.codec == {"_target_": "nets.Ternary", "levels": 5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from lab.distributed import world as worlds
 from lab.distributed.worker import Watchdog
 from lab.settings.command import EXIT_INTERRUPTED
 from lab.settings.config import load
 from lab.training import in_turns
+from lab.training.assemble import assembled, join
 from lab.training.run import Run, failure_of, start
 from tests.support.ranks import CREW, train
 
@@ -84,6 +88,42 @@ def test_an_error_of_the_users_code_names_its_place_and_holds_the_traceback() ->
     assert re.fullmatch(r"rank 3: IndexError: odd \(test_run\.py:\d+ in fails\)", failure.error)
     assert failure.traceback and failure.traceback.endswith("IndexError: odd")
     assert failure_of(ValueError("odd"), 3).traceback is None
+
+
+class Detached(nn.Linear):
+    """Gives outputs without a gradient, or as `keeps` says, with one."""
+
+    def __init__(self, input_shape: tuple[int, ...], output_size: int, keeps: bool) -> None:
+        super().__init__(math.prod(input_shape), output_size)
+        self.keeps = keeps
+
+    def forward(self, input: Tensor) -> Tensor:
+        outputs = super().forward(input.flatten(1))
+        return outputs if self.keeps else outputs.detach()
+
+
+def loss_as_a_number(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.tensor(float(outputs.square().mean()))
+
+
+def with_a_lost_gradient(keeps: bool) -> str:
+    words = [f"model={__name__}.Detached", f"model.keeps={str(keeps).lower()}", "device=cpu"]
+    if keeps:
+        words.append(f"task={__name__}.loss_as_a_number")
+    config = load([*words, "data=synthetic", "data.num_images=8", "batch_size=4", "steps=1"])
+    try:
+        with assembled(config, join(config)) as parts, pytest.raises(RuntimeError) as caught:
+            next(parts.trainer.steps())
+    finally:
+        worlds.stop()
+    return str(caught.value)
+
+
+def test_a_gradient_that_is_lost_on_its_way_to_the_loss_is_named() -> None:
+    (of_model,) = CREW.call(1, with_a_lost_gradient, False)
+    assert of_model.startswith(f"model={__name__}.Detached: its output has no gradient")
+    (of_task,) = CREW.call(1, with_a_lost_gradient, True)
+    assert of_task.startswith(f"task={__name__}.loss_as_a_number: its loss has no gradient")
 
 
 RUN = (
