@@ -5,7 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +48,18 @@ class Works(list[dist.Work]):
         return all(work.is_completed() for work in self)
 
 
+def _let_go(recent: Iterable[Collective]) -> None:
+    """Let the last collectives end before Python does, for at most a second.
+
+    Gloo's thread drops the tensors of a collective that has ended, for which it needs Python's
+    lock. A process whose Python ends in between is aborted, after a run that went well.
+    """
+    until = time.monotonic() + 1
+    while time.monotonic() < until and not all(each.is_completed() for each in recent):
+        time.sleep(1e-3)
+    time.sleep(1e-3)
+
+
 class TorchComm(Comm):
     """Collectives over the ranks of a torch process group.
 
@@ -74,11 +89,20 @@ class TorchComm(Comm):
         self.device = device
         self._limit = limit
         self.backend = dist.get_backend(group)
+        self._recent: deque[Collective] = deque(maxlen=2)
+        weakref.finalize(self, _let_go, self._recent)
         self.asynchronous = self.backend == "gloo" and device.type == "cpu"
         self.times_waits = self.backend == "gloo"  # NCCL's calls return, and streams wait
         self._in_stream = self.backend == "nccl"
         if self.backend == "gloo" and device.type == "cuda":
             self.no_send_recv = "Gloo cannot send tensors on GPUs; use backend=nccl"
+
+    def _begin(self, call: Callable[..., Any], *arguments: Any) -> Collective:
+        """Begin a collective, and keep the last two for `_let_go`."""
+        collective = super()._begin(call, *arguments)
+        if self.backend == "gloo":
+            self._recent.append(collective)
+        return collective
 
     def _iall_reduce(self, tensor: Tensor) -> Collective | None:
         return self.group.allreduce([tensor], *self._options(dist.AllreduceOptions))

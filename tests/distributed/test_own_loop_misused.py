@@ -212,6 +212,30 @@ def test_a_parameter_whose_gradient_ddp_does_not_see_is_refused(
         assert line.startswith(says)
 
 
+def frozen_later(finds_unused: bool) -> str:
+    with joined():
+        model = nn.Sequential(net(), nn.Tanh(), net())
+        module = DistributedDataParallel(model, find_unused_parameters=finds_unused)
+        state = lab.attach(module, "allreduce")
+        train(module, lambda: None, range(1))
+        model[0].requires_grad_(False)
+        try:
+            train(module, lambda: None, range(1, 4))
+        except RuntimeError as error:
+            return str(error)
+        assert state.certificate
+        return state.certificate.line
+
+
+def test_a_parameter_that_is_frozen_later_needs_ddps_flag() -> None:
+    for line in spawn(2, frozen_later, False):
+        assert (
+            line.startswith("certificate: hook ignored") and "find_unused_parameters=True" in line
+        )
+    for line in spawn(2, frozen_later, True):
+        assert line.startswith("certificate: weights equal on 2 ranks; gradients averaged once")
+
+
 def with_a_generator(way: str, set_aside: str) -> str:
     """Train a GAN, whose generator's backward also reaches the discriminator; return the error."""
     with joined() as rank:

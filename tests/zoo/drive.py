@@ -36,7 +36,7 @@ from lab.exchange.base import Exchange
 from lab.exchange.gate import admit
 from lab.exchange.layout import COMPILED, travel_shape, travelling
 from lab.loop import attach, setup
-from lab.loop.check import LoopCheck
+from lab.loop import check as loop_check
 from lab.settings.config import build, load
 from lab.settings.files import choices_of
 from lab.sync.base import Sync, SyncParts
@@ -216,7 +216,7 @@ def _compose(strategy: str, overrides: Any, own: tuple[str, ...] = ()) -> Any:
 _attach: Any = attach
 _attach.compose, _attach.world_of = _compose, _world_of
 # Optimizers of all threads are seen by each other's checks, as if they were of copies.
-LoopCheck._is_copy = lambda self, parameters: False
+loop_check.trains_copy = lambda sync, optimizer: False
 
 
 class LabHandle(Handle):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -246,3 +247,24 @@ def test_collectives_of_nccl_run_in_the_current_stream(
     if backend == "nccl":
         comm.reduce_scatter(one, two)
     assert group.in_current_stream == [expected] * (4 + expected)
+
+
+@dataclass
+class Slow:
+    """A collective that ends when it has been asked so often."""
+
+    asked: int
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        self.asked -= 1
+        return self.asked <= 0
+
+
+def test_python_ends_after_the_last_collectives_but_waits_for_none_that_never_ends() -> None:
+    ends, never = Slow(5), Slow(10**9)
+    torch_comm._let_go([ends])
+    assert ends.asked <= 0
+    torch_comm._let_go([never])
+    assert 0 < never.asked < 10**9 - 5
