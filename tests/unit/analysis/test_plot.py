@@ -201,8 +201,8 @@ def test_only_some_figures_are_drawn(study: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("width_in=wide", "width_in=wide: must be a number of at least 2"),
-        ("width_in=0.5", "width_in=0.5: must be a number of at least 2"),
+        ("width_in=wide", "width_in=wide: must be a number from 2 to 100"),
+        ("width_in=0.5", "width_in=0.5: must be a number from 2 to 100"),
         ("title=no", "title=no: must be true or false"),
         ("format=jpg", "format=jpg: allowed: png, svg, pdf"),
         ("target=x", "target=x: must be a number"),

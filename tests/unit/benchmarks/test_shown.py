@@ -58,7 +58,7 @@ MESSAGES = {
     ),
     "counters": "28 % of the instructions of alexnet_paper load or store, at a batch of 4",
     "footprint": (
-        "A step of alexnet, googlenet, vgg16, vgg19 takes 984 to 21837 MB, 22 to 99 % of it "
+        "A step of alexnet, googlenet, vgg16, vgg19 takes 984 to 21,837 MB, 22 to 99 % of it "
         "activations"
     ),
     "roofline": "Layers of resnet50 reach 36 % of what the roofs allow",

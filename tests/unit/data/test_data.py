@@ -322,8 +322,8 @@ def test_a_folder_without_what_it_needs(tmp_path: Path, folders: list[str], mess
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (digits, {"size": 7}, "data.size=7: must be an integer of at least 8"),
-        (digits, {"size": 8.5}, "data.size=8.5: must be an integer of at least 8"),
+        (digits, {"size": 7}, "data.size=7: must be an integer from 8 to 4096"),
+        (digits, {"size": 8.5}, "data.size=8.5: must be an integer from 8 to 4096"),
         (synthetic, {"shape": [3, 0, 1]}, "data.shape=[3, 0, 1]: must be three integers [C, H, W]"),
         (synthetic, {"shape": 32}, "data.shape=32: must be three integers [C, H, W]"),
         (synthetic, {"num_images": 0}, "data.num_images=0: must be an integer of at least 1"),
