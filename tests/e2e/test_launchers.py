@@ -67,9 +67,9 @@ needs_mpirun = pytest.mark.skipif(
     not shutil.which("mpirun"), reason="Open MPI is not installed: no mpirun"
 )
 LOOP = """
-import lab, torch
+import sys, lab, torch
 lab.grad_sync(torch.nn.Linear(4, 2), "allreduce")
-print("ranks:", torch.distributed.get_world_size())
+sys.stdout.write(f"ranks: {torch.distributed.get_world_size()}\\n")  # whole: ranks share the output
 """
 
 
