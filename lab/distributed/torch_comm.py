@@ -90,7 +90,8 @@ class TorchComm(Comm):
         self._limit = limit
         self.backend = dist.get_backend(group)
         self._recent: deque[Collective] = deque(maxlen=2)
-        weakref.finalize(self, _let_go, self._recent)
+        if self.backend == "gloo":
+            weakref.finalize(self, _let_go, self._recent)
         self.asynchronous = self.backend == "gloo" and device.type == "cpu"
         self.times_waits = self.backend == "gloo"  # NCCL's calls return, and streams wait
         self._in_stream = self.backend == "nccl"

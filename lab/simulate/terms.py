@@ -26,7 +26,7 @@ LEVELS = (0.8, 0.95)
 FEW = 0.25  # of draws: fewer on one side of a prediction are not the half of a symmetric error
 LINKS = ("intra", "inter", "server")
 RATE = "bandwidth_bytes_per_s"
-WIRE = "wire"  # of a byte inside a node: its time by that at the nominal rate; not of Hardware
+WIRE = "wire"  # a byte's time inside a node, relative to the nominal; no field of Hardware
 
 
 @dataclass(frozen=True)
