@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lab.benchmarks import harness, present
 from lab.benchmarks.catalogue import NUM_VALUES, VALUE_BYTES
-from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec, Make, maker
+from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec, Make, definition_of, maker
 from lab.benchmarks.request import Request
 from lab.codec import build
 from lab.codec.base import Reference
@@ -97,8 +97,12 @@ def _measure_all(
 ) -> dict[str, Any]:
     gradient, residual = torch.randn(shape, device=device), torch.randn(shape, device=device)
     out = torch.ones(shape, device=device)
-    codecs = {name: make(shape[0], shape[1], device) for name, make in makes.items()}
-    wrong = {name: count_wrong(codec, gradient, residual) for name, codec in codecs.items()}
+    codecs = {name: make(*shape, device) for name, make in makes.items()}
+    wrong = {
+        name: count_wrong(codec, gradient, residual, make and make(*shape, device))
+        for name, codec in codecs.items()
+        for make in [definition_of(name)]
+    }
     together = harness.NUM_CALLS if device.type == "cuda" else 1
     operations = []
     for name, codec in codecs.items():
@@ -122,7 +126,9 @@ def _measure_all(
     }
 
 
-def count_wrong(codec: Codec, gradient: Tensor, residual: Tensor) -> int:
+def count_wrong(
+    codec: Codec, gradient: Tensor, residual: Tensor, definition: Codec | None = None
+) -> int:
     """Count the values that are wrong after one encode and decode.
 
     With error feedback, decoded values plus the new residual must be gradient plus old residual;
@@ -135,7 +141,7 @@ def count_wrong(codec: Codec, gradient: Tensor, residual: Tensor) -> int:
     true = gradient + residual
     size = true.abs() + decoded.abs()
     num_wrong = _count_far(decoded + left, true, size) if codec.feedback else 0
-    if definition := codec.definition():
+    if definition:
         expected = residual.clone()
         definition.encode(gradient, expected)
         num_wrong += _count_far(left, expected, size)

@@ -60,10 +60,6 @@ class Codec(ABC):
         """
         return None
 
-    def definition(self) -> Codec | None:
-        """Return the codec that defines this one, with room for its own message; None: nothing."""
-        return None
-
     def parts(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parts of the message that must be the definition's.
 
@@ -118,9 +114,6 @@ class Messages(Codec):
         moved = messages.nbytes + out.nbytes + (0 if kept is None else 2 * kept.nbytes)
         return partial(self.kernels.reduce, layout, messages, kept, out), moved
 
-    def definition(self) -> Codec | None:
-        return type(self)(self.codec, True, *self.shape, feedback=self.feedback)
-
     def parts(self) -> tuple[list[Tensor], list[Tensor]]:
         payloads, headers = [], []
         for piece in self.layout.pieces:
@@ -139,19 +132,11 @@ class TopKMessages(Messages):
         return [each.abs().sort().values.view(torch.uint8) for each in values], headers
 
 
-class OwnMessages(Messages):
-    """A user's codec: nothing else defines it."""
-
-    def definition(self) -> None:
-        return None
-
-
 class RandomKCodec(Codec):
     """The codec of random-k, for one tensor."""
 
     def __init__(self, in_torch: bool, rows: int, columns: int, device: torch.device) -> None:
         self.kernels = randomk.Reference() if in_torch else randomk.kernels(device)
-        self.shape = rows, columns, device
         sent = num_sent((rows * columns,), RANDOMK_RATIO)
         self.draws = Draws([rows * columns], [sent], [0])
         self.values, self.probe = torch.zeros(sent, device=device), torch.zeros((), device=device)
@@ -163,9 +148,6 @@ class RandomKCodec(Codec):
 
     def decode(self, out: Tensor) -> None:
         self.kernels.decode(self.draws, self.values, out.view(-1), 1)
-
-    def definition(self) -> Codec:
-        return RandomKCodec(True, *self.shape)
 
     def parts(self) -> tuple[list[Tensor], list[Tensor]]:
         return [self.values.view(torch.uint8)], [self.probe]
@@ -212,10 +194,6 @@ class CastCodec(Codec):
 
     def decode(self, out: Tensor) -> None:
         out.copy_(self.wire)
-
-    def definition(self) -> Codec:
-        rows, columns = self.wire.shape
-        return CastCodec(self.wire.dtype, False, rows, columns, self.wire.device)
 
     def parts(self) -> tuple[list[Tensor], list[Tensor]]:
         return [self.wire.view(torch.uint8)], []
@@ -328,4 +306,12 @@ def maker(name: str) -> Make:
     codec = kind()
     with as_config_error():
         require_sound(codec, keeps=False)
-    return partial(OwnMessages, codec, False)
+    return partial(Messages, codec, False)
+
+
+def definition_of(name: str) -> Make | None:
+    """Return what makes the codec that defines one in plain torch; None: none does.
+
+    PowerSGD's products have another order of sums in each kernel.
+    """
+    return None if name == "powersgd" else CODECS.get(name + IN_TORCH)

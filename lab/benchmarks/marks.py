@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lab.benchmarks.harness import difference, middle, on_ranks, ratio
-from lab.benchmarks.present import Column, medians, on_ranks_of, ranged, text
+from lab.benchmarks.present import Column, intervals, medians, on_ranks_of, text
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import in_turns
 from lab.distributed.comm import Done
@@ -39,12 +39,9 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         _, turn_s, step_s = in_turns(parts, world)
         num_buckets = parts[0].trainer.clock.own_times().ready_seconds().shape[1]
     times = step_s if world.device.type == "cuda" else turn_s
+    marked, plain = ({"name": n, "step_s": middle(t)} for n, t in zip(NAMES, times, strict=True))
     return {
-        "rows": [
-            {"name": name, "step_s": middle(each)} for name, each in zip(NAMES, times, strict=True)
-        ],
-        "ratio": ratio(*times),
-        "added_s": difference(*times),
+        "rows": [{**marked, "ratio": ratio(*times), "added_s": difference(*times)}, plain],
         "num_pairs": times.shape[1],
         "num_buckets": num_buckets,
         "marks_s": _empty_step_s(True, num_buckets) - _empty_step_s(False, num_buckets),
@@ -74,14 +71,12 @@ def _empty_step_s(own: bool, num_buckets: int) -> float:
     return (time.thread_time() - began) / EMPTY_STEPS
 
 
-def columns(result: dict[str, Any]) -> dict[str, Column]:
-    sides = ranged(result["ratio"]), ranged(result["added_s"], 1e6)
-    return {
-        "": text("name"),
-        **medians("turn (ms)", "step_s", 1e3, 3),
-        "ratio": lambda row: sides[0] if row["name"] == NAMES[0] else "1",
-        "added (us)": lambda row: sides[1] if row["name"] == NAMES[0] else "",
-    }
+COLUMNS: dict[str, Column] = {
+    "": text("name"),
+    **medians("turn (ms)", "step_s", 1e3, 3),
+    "ratio": intervals("ratio", reference="1"),
+    "added (us)": intervals("added_s", 1e6, reference=""),
+}
 
 
 def notes(result: dict[str, Any]) -> list[str]:

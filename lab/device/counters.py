@@ -29,7 +29,7 @@ from lab.benchmarks.request import Request
 from lab.device import callgrind
 from lab.device.callgrind import output_of
 from lab.device.transfer import about_trace, left_out, read_events, read_from
-from lab.draw.chart import BLUE, GREEN, LABEL_PX, LETTER, ORANGE, SKY, alt
+from lab.draw.chart import BLUE, GREEN, ORANGE, SKY, alt
 from lab.draw.plots import BAR, GAP, bars
 from lab.settings import storage
 from lab.settings.config import ConfigError
@@ -46,8 +46,7 @@ M = 1e-6
 HITS = {"l1": "L1", "l2": "L2, of L1's misses"}
 COUNTED = {"loads": BLUE, "stores": ORANGE, "other instructions": GREEN}
 WIDTH = 56  # letters of a kernel's name
-NUM_KERNELS, NUM_METRICS = 20, 4  # in the figure
-METRIC = 150  # pixels of a metric's panel
+NUM_KERNELS = 20  # in the figure
 RANGE = "cuda_profiler_range"  # a category of events
 UNIT = "__"  # a metric is named UNIT__COUNTER.ROLLUP, as in dram__bytes_read.sum
 # Every other one, such as a rate or a share of the peak, has a plain mean: Kineto divides the
@@ -299,24 +298,30 @@ def _kernel(name: str, launches: Sequence[dict[str, float]]) -> Row:
 
 def _table_of_kernels(result: dict[str, Any]) -> list[list[str]]:
     """List a header, a line for each kernel, and one for all of them."""
-    names = list(result["total"]["metrics"])
+    metrics = {name: partial(_metric, name=name) for name in result["total"]["metrics"]}
+    columns = {"": text("name"), "launches": text("num_launches"), **metrics}
+    return tabulate([*_numbered(result["rows"]), result["total"]], columns)
+
+
+def _metric(row: Row, name: str) -> str:
+    value = row["metrics"].get(name)
+    return "-" if value is None else f"{value:.5g}"
+
+
+def _numbered(rows: Sequence[Row]) -> list[Row]:
+    """Return kernels with short names, which may be equal, after their numbers."""
     return [
-        ["", "launches", *_columns(names)],
-        *(_line(_label(*each), each[1], names) for each in enumerate(result["rows"], start=1)),
-        _line("all", result["total"], names),
+        {**row, "name": f"{place} {short(row['name'])}"} for place, row in enumerate(rows, start=1)
     ]
 
 
 def _notes_on_kernels(result: dict[str, Any]) -> list[str]:
     """Explain the columns, and where cut names are whole."""
-    start, end = _shared(list(result["total"]["metrics"]))
-    shared = [f"metrics are named {start}…{end}"] if start or end else []
     events, *skipped = about_trace(result)
     unnamed = any(row["name"] == UNNAMED for row in result["rows"])
     return [
         f"{events}; names are shortened here; out=FILE has them in full",
         *skipped,
-        *shared,
         "metrics ending in .sum are added over launches; for .min and .max the extreme is shown, "
         "and for all others the plain mean, because such a trace has no kernel times to weight by",
         *([f"{UNNAMED}: kernels without a name in their library"] if unnamed else []),
@@ -329,63 +334,20 @@ def short(name: str) -> str:
     return plain if len(plain) <= WIDTH else f"{plain[: WIDTH - 1]}…"
 
 
-def _label(place: int, row: Row) -> str:
-    return f"{place} {short(row['name'])}"  # cut names may be equal
-
-
-def _line(label: str, row: Row, names: list[str]) -> list[str]:
-    values = [row["metrics"].get(name) for name in names]
-    texts = ["-" if value is None else f"{value:.5g}" for value in values]
-    return [label, str(row["num_launches"]), *texts]
-
-
-def _columns(names: list[str]) -> list[str]:
-    start, end = _shared(names)
-    return [name.removeprefix(start).removesuffix(end) for name in names]
-
-
-def _shared(names: list[str]) -> tuple[str, str]:
-    """Return the words with which all names start and end."""
-    if len(names) < 2:
-        return "", ""
-    start = re.sub(r"[^_.]*$", "", os.path.commonprefix(names))
-    rests = [name[len(start) :][::-1] for name in names]
-    end = re.sub(r"[^_.]*$", "", os.path.commonprefix(rests))[::-1]
-    return start, end
-
-
 def _chart_of_kernels(result: dict[str, Any]) -> Drawn:
-    """Draw a panel for each of the first metrics that are not 0 everywhere."""
-    rows, total = result["rows"][:NUM_KERNELS], result["total"]
-    texts = dict(zip(total["metrics"], _columns(list(total["metrics"])), strict=True))
-    known = [name for name, value in total["metrics"].items() if value] or list(texts)
-    labels = [_label(*each) for each in enumerate(rows, start=1)]
-    room = LETTER * LABEL_PX * max(map(len, labels)) + 40
-    panels: list[Any] = []
-    for name in known[:NUM_METRICS]:
-        data = pd.DataFrame(
-            {"kernel": label, "value": row["metrics"].get(name, 0.0)}
-            for label, row in zip(labels, rows, strict=True)
-        )
-        axis = alt.Axis(labels=not panels, ticks=False, labelLimit=420)
-        combined = "sum over launches" if adds_up(name) else "mean, or extreme"
-        title = [*re.findall(r".{1,24}(?:[_.]|$)|.{1,24}", texts[name]), combined]
-        panel = alt.Chart(data).mark_bar(height=BAR - 6, color=BLUE if adds_up(name) else ORANGE)
-        panels.append(
-            panel.encode(
-                alt.X("value:Q", title=title, axis=alt.Axis(format="~s", tickCount=3)),
-                alt.Y("kernel:N", title=None, sort=labels, axis=axis),
-                tooltip=["kernel", "value:Q"],
-            ).properties(width=METRIC, height=BAR * len(rows))
-        )
-    message = f"Counters of {len(rows)} of {len(result['rows'])} kernels in {result['trace']}"
+    """Draw the metric of whose sum the first kernel has the largest share."""
+    rows, total = result["rows"], result["total"]["metrics"]
     shares = {
-        name: rows[0]["metrics"].get(name, 0.0) / total["metrics"][name]
-        for name in known
-        if adds_up(name) and total["metrics"][name]
+        name: rows[0]["metrics"].get(name, 0.0) / whole
+        for name, whole in total.items()
+        if adds_up(name) and whole
     }
+    shown = max(shares or total, key=lambda name: shares.get(name, 0.0))
+    message = f"{shown} of {len(rows)} kernels in {result['trace']}"
     if shares:
-        name = max(shares, key=lambda each: shares[each])
-        message = f"{short(rows[0]['name'])} has {100 * shares[name]:.0f} % of all {name}"
-    width = int(room + len(panels) * (METRIC + GAP))
-    return message, _notes_on_kernels(result), (alt.hconcat(*panels, spacing=GAP), width)
+        message = f"{short(rows[0]['name'])} has {100 * shares[shown]:.0f} % of all {shown}"
+    data = pd.DataFrame(
+        {"name": row["name"], "part": shown, "value": row["metrics"].get(shown, 0.0)}
+        for row in _numbered(rows[:NUM_KERNELS])
+    )
+    return message, _notes_on_kernels(result), bars(data, shown, {shown: BLUE})

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from lab.benchmarks.harness import here
 from lab.benchmarks.present import Drawn, Row, decimals
 from lab.benchmarks.request import Request
-from lab.draw.chart import BLUE, GREY, LABEL_PX, SKY, alt
-from lab.draw.plots import BARS, bars
+from lab.draw.chart import BLUE, SKY
+from lab.draw.plots import bars
 from lab.settings.config import ConfigError
 from lab.settings.storage import events_of, number, read_trace
 
@@ -33,6 +33,11 @@ XLA = re.compile(r"Memcpy([HDP])2([HDP])")
 XLA_DETAILS = re.compile(r"kind_src:(\S+) kind_dst:(\S+) size:(\d+)")
 ROCM = re.compile(r"(?:memory_)?copy_?(host|device)_?to_?(host|device)(?:2d)?", re.IGNORECASE)
 ROCM_KERNEL = re.compile(r"__amd_rocclr_(copy|fill)\w*")  # copies and fills by a kernel
+WITHOUT_BYTES = {  # what copies of these names lack, and what has it
+    ROCM_KERNEL: "that a ROCm kernel made, without bytes",
+    XLA: "without bytes (a trace of a GPU by jax.profiler has them, in memcpy_details)",
+    ROCM: "without bytes (rocprofv3 --sys-trace --output-format json records them)",
+}
 SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)  # edges of the histogram, bytes
 ROCPROFV3, GPU = "rocprofiler-sdk-tool", 2  # what its JSON holds, and its type of an agent
 PS_PER_S = 1e12
@@ -126,43 +131,21 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def chart(result: dict[str, Any]) -> Drawn:
-    """Draw the time of copies, hidden and exposed, and below it how many there are by size."""
+    """Draw the time of copies, hidden and exposed."""
     rows = result["rows"]
-    names = [f"{row['direction']} {row['kind']}" for row in rows]
-    parts = pd.DataFrame(
-        {"name": name, "part": part, "value": MS * value}
-        for name, row in zip(names, rows, strict=True)
+    data = pd.DataFrame(
+        {"name": f"{row['direction']} {row['kind']}", "part": part, "value": MS * value}
+        for row in rows
         for part, value in (
             ("exposed", row["seconds"] - row["hidden_s"]),
             ("behind kernels", row["hidden_s"]),
         )
     )
-    times, width = bars(parts, "time of copies (ms)", {"exposed": BLUE, "behind kernels": SKY})
-    body = alt.vconcat(times, _counts(names, rows)).resolve_scale(color="independent")
     whole_s = sum(row["seconds"] for row in rows)
     hidden = 100 * sum(row["hidden_s"] for row in rows) / whole_s if whole_s else 0.0
     message = f"Copies take {MS * whole_s:.3g} ms, {hidden:.0f} % of which is hidden by kernels"
-    return message, about_trace(result), (body, width)
-
-
-def _counts(names: Sequence[str], rows: Sequence[Row]) -> Any:
-    """Write the number of copies of each kind and size, on darker squares where there are more."""
-    data = pd.DataFrame(
-        {"name": name, "size": size, "copies": copies}
-        for name, row in zip(names, rows, strict=True)
-        for size, copies in zip(BINS, row["sizes"], strict=True)
-        if copies
-    )
-    sizes, kinds = alt.Scale(domain=list(BINS)), alt.Scale(domain=list(names))
-    x = alt.X("size:N", title="copy size, and number of copies", sort=BINS, scale=sizes)
-    x = x.axis(labelAngle=0)
-    y = alt.Y("name:N", title=None, sort=list(names), scale=kinds, axis=alt.Axis(ticks=False))
-    base = alt.Chart(data).encode(x, y)
-    shade = alt.Opacity("copies:Q", legend=None, scale=alt.Scale(type="log", range=[0.15, 0.5]))
-    return alt.layer(
-        base.mark_rect(color=GREY).encode(shade),
-        base.mark_text(fontSize=LABEL_PX).encode(alt.Text("copies:Q", format=",")),
-    ).properties(width=BARS, height=24 * len(names))
+    drawn = bars(data, "time of copies (ms)", {"exposed": BLUE, "behind kernels": SKY})
+    return message, about_trace(result), drawn
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -188,18 +171,16 @@ def _of_rocprofv3(tools: Any) -> Iterator[dict[str, Any]]:
             ends = [copy[key]["handle"] for key in ("src_agent_id", "dst_agent_id")]
             source, target = ("Device" if end in gpus else "Host" for end in ends)
             name = f"Memcpy {source[0]}to{target[0]} ({source} -> {target})"
-            place = {"ph": "X", "pid": next((end for end in ends if end in gpus), ends[0])}
-            times = {"BeginNs": copy["start_timestamp"], "EndNs": copy["end_timestamp"]}
-            yield {
-                "cat": COPY,
-                "name": name,
-                **place,
-                "args": {"bytes": copy.get("bytes"), **times},
-            }
+            place = next((end for end in ends if end in gpus), ends[0])
+            yield _event(COPY, name, place, copy, bytes=copy.get("bytes"))
         for kernel in tool["buffer_records"]["kernel_dispatch"]:
-            place = {"ph": "X", "pid": kernel["dispatch_info"]["agent_id"]["handle"]}
-            times = {"BeginNs": kernel["start_timestamp"], "EndNs": kernel["end_timestamp"]}
-            yield {"cat": KERNEL, "name": "kernel", **place, "args": times}
+            place = kernel["dispatch_info"]["agent_id"]["handle"]
+            yield _event(KERNEL, "kernel", place, kernel)
+
+
+def _event(category: str, name: str, device: int, record: Any, **args: Any) -> dict[str, Any]:
+    args |= {"BeginNs": record["start_timestamp"], "EndNs": record["end_timestamp"]}
+    return {"ph": "X", "cat": category, "name": name, "pid": device, "args": args}
 
 
 def left_out(skipped: Mapping[str, int]) -> str:
@@ -357,21 +338,13 @@ def _kind(event: Mapping[str, Any]) -> tuple[str, str]:
 
 def _num_bytes(event: Mapping[str, Any]) -> float:
     """Return a copy's bytes. ValueError: they are missing or wrong."""
-    if ROCM_KERNEL.fullmatch(str(event.get("name"))) and _args(event).get("bytes") is None:
-        raise ValueError("that a ROCm kernel made, without bytes")
-    details = _details(event)
-    if not details and _args(event).get("bytes") is None:
-        raise ValueError(_without_bytes(str(event.get("name"))))
-    return _number({"size": details[3]}, "size") if details else _number(_args(event), "bytes")
-
-
-def _without_bytes(name: str) -> str:
-    """Return what copies lack, and what has it."""
-    if XLA.fullmatch(name):
-        return "without bytes (a trace of a GPU by jax.profiler has them, in memcpy_details)"
-    if ROCM.fullmatch(name):
-        return "without bytes (rocprofv3 --sys-trace --output-format json records them)"
-    return "without bytes"
+    name, args, details = str(event.get("name")), _args(event), _details(event)
+    if details:
+        return _number({"size": details[3]}, "size")
+    if args.get("bytes") is None:
+        lack = (what for names, what in WITHOUT_BYTES.items() if names.fullmatch(name))
+        raise ValueError(next(lack, "without bytes"))
+    return _number(args, "bytes")
 
 
 def _number(values: Mapping[str, Any], key: str) -> float:

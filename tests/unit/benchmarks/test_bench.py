@@ -270,9 +270,9 @@ def test_a_users_codec_is_measured() -> None:
 def test_codecs_lose_nothing_beside_the_residual(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     gradient, residual = torch.randn(2, 7, 101, generator=generator)
-    made = codec.CODECS[name](7, 101, CPU)
+    made, define = codec.CODECS[name](7, 101, CPU), compressors.definition_of(name)
     before = residual.clone()
-    assert codec.count_wrong(made, gradient, residual) == 0
+    assert codec.count_wrong(made, gradient, residual, define and define(7, 101, CPU)) == 0
     assert torch.equal(residual, before)  # the check does not change the tensors
 
 
@@ -298,13 +298,11 @@ class Broken(compressors.Messages):
         self.message[self.layout.pieces[0].payload] ^= 1
         residual[1, 1] += 1
 
-    def definition(self) -> compressors.Messages:
-        return compressors.Messages(compressors.OneBit(), True, *self.shape)
-
 
 def test_a_flipped_bit_and_a_lost_residual_are_counted() -> None:
+    true = codec.CODECS["onebit_reference"](2, 64, CPU)
     # The first decoded value, its bit, and the second residual, which counts twice.
-    assert codec.count_wrong(Broken(2, 64, CPU), torch.randn(2, 64), torch.zeros(2, 64)) == 4
+    assert codec.count_wrong(Broken(2, 64, CPU), torch.randn(2, 64), torch.zeros(2, 64), true) == 4
 
 
 def test_a_wrong_result_is_shown_and_fails(

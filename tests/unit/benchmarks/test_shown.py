@@ -90,8 +90,9 @@ def results() -> dict[str, dict[str, Any]]:
     took, times_ms = times["ddp"], {name: middle(1e-3 * each) for name, each in times.items()}
     cost = certificate.cost([0.3, 0.6, 0.3], [0.4, 0.7, 0.35])
     checked = {"name": "onebit", "line": "certificate: all is well", **cost}
-    marked = [{"name": name, "step_s": middle(took)} for name in ("with marks", "without")]
     sides = {"ratio": ratio(took, took), "added_s": difference(took, took)}
+    marked, without = ({"name": n, "step_s": middle(took)} for n in ("with marks", "without"))
+    of_marks = {"num_pairs": 9, "num_buckets": 4, "marks_s": 2e-5}
     scattered = {"algorithm": "torch", "size_bytes": 4096, "wrong": 0, "crossed_share": None}
     scattered |= {"time_s": times_ms["ddp"], "ratio_to_torch": ratio(took, took)}
     added = {"added_s": level(1e-4 * took), "over_ddp": ratio(took, took)}
@@ -100,7 +101,7 @@ def results() -> dict[str, dict[str, Any]]:
     own = {
         "memory": combined,
         "certificate": {"rows": [checked], "num_rounds": 3},
-        "marks": {"rows": marked, **sides, "num_pairs": 9, "num_buckets": 4, "marks_s": 2e-5},
+        "marks": {"rows": [marked | sides, without], **of_marks},
         "reduce_scatter": {"rows": [scattered], "num_rounds": 9},
         "host": {"rows": hosts, **of_host, "num_rounds": 9},
     }

@@ -150,14 +150,6 @@ def test_a_trace_becomes_a_table_and_a_figure(tmp_path: Path) -> None:
     assert chart_in(out).message == f"gemm has 98 % of all {READ}"
 
 
-def test_what_all_metrics_names_share_is_written_once(tmp_path: Path) -> None:
-    names = [f"smsp__inst_executed_op_{each}_pred_on.sum" for each in ("fadd", "ffma")]
-    trace = write(tmp_path / "gpu.json", [launch("gemm", **dict.fromkeys(names, 1))])
-    text = said(bench.main, "counters", f"trace={trace}")
-    assert text.splitlines()[0].split() == ["launches", "fadd", "ffma"]
-    assert "metrics are named smsp__inst_executed_op_…_pred_on.sum" in text
-
-
 def test_what_holds_no_counters_is_one_line_and_code_2(tmp_path: Path) -> None:
     no_kernel, no_metrics = kernel(100, 50), {"cat": "cuda_profiler_range", "name": "a", "args": {}}
     unknown = {"cat": "cuda_profiler_range", "name": "a"}
