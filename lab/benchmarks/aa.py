@@ -114,13 +114,11 @@ COLUMNS: dict[str, present.Column] = {
     "intervals of 95 %": present.text("kind"),
     "pairs": present.text("num_pairs"),
     "called different": present.text("num_different"),
-    "contain 1 (%)": lambda row: present.ranged(_at_level(row), 100),
+    "contain 1 (%)": lambda row: present.ranged(
+        next(each for each in row["covered"] if each["level"] == LEVEL), 100
+    ),
     "half width (%)": present.number("half_width", 100, 1),
 }
-
-
-def _at_level(row: present.Row) -> dict[str, float | None]:
-    return next(each for each in row["covered"] if each["level"] == LEVEL)
 
 
 def notes(result: dict[str, Any]) -> list[str]:

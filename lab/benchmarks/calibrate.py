@@ -22,7 +22,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,16 +130,15 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     share_s = COLLECTIVES_SHARE * seconds / len(groups)
     measure = partial(_collectives, exchanges, share_s)
     places = [
-        Place(group.link, len(group.members), _among(group.members, world, measure) or [])
-        for group in groups
+        Place(link, len(members), _among(members, world, measure) or []) for link, members in groups
     ]
     size, all_reduce_s = json.loads(world.broadcast_text(json.dumps(largest(places))))
     contended = compute.contention(world, size, all_reduce_s)
     on_cpu = world.device.type == "cpu"
     beside = dict[str, IntervalJson]()
-    for group in groups if on_cpu else ():
-        if group.link == "inter" and len(group.members) == NUM_RANKS:
-            beside |= _among(group.members, world, compute.of_hosts) or {}
+    for link, members in groups if on_cpu else ():
+        if link == "inter" and len(members) == NUM_RANKS:
+            beside |= _among(members, world, compute.of_hosts) or {}
     if shared := on_cpu and (world.num_hosts == 1 or EMULATION in os.environ):
         beside["crowding"] = compute.crowding(world)
     spread = compute.spread(world, SPREAD_SHARE * seconds)
@@ -147,16 +146,16 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     of_codec = compute.codec_rates(world.device) if world.rank == 0 else {}
     world.barrier()
     configs = _with_steps(request, FULL_S * size / all_reduce_s)
-    pairs = [group for group in groups if len(group.members) == NUM_RANKS]
-    checked = [*pairs[-1:], *(group for group in groups if group not in pairs)]
+    pairs = [members for _, members in groups if len(members) == NUM_RANKS]
+    checked = [*pairs[-1:], *(members for _, members in groups if members not in pairs)]
     if shared:
         step_cpu = partial(compute.step_cpu, configs[NONE])
-        if measured := _among(pairs[-1].members, world, step_cpu):
+        if measured := _among(pairs[-1], world, step_cpu):
             beside["step_cpu_s"] = measured
     share_s = STEPS_SHARE * seconds / len(checked)
     steps = {
-        len(group.members): _among(group.members, world, partial(_steps, configs, share_s)) or []
-        for group in checked
+        len(members): _among(members, world, partial(_steps, configs, share_s)) or []
+        for members in checked
     }
     return {
         "places": places,
@@ -168,31 +167,21 @@ def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Group:
-    """Ranks that measure together.
-
-    Attributes:
-        link: "intra" or "inter", the slowest that they use.
-    """
-
-    link: str
-    members: Sequence[int]
-
-
-def groups_of(nodes: Nodes) -> list[Group]:
+def groups_of(nodes: Nodes) -> list[tuple[str, Sequence[int]]]:
     """List the pairs that links are fitted to, and the larger groups that are held out.
 
     All have rank 0. Larger groups fill one node after the other.
+
+    Returns:
+        "intra" or "inter", the slowest link that a group uses; and its ranks.
     """
     first, others = nodes[0], nodes[1:]
-    found = [Group("intra", first[:NUM_RANKS])] if len(first) >= NUM_RANKS else []
-    found += [Group("inter", [first[0], others[0][0]])] if others else []
+    found = [("intra", first[:NUM_RANKS])] if len(first) >= NUM_RANKS else []
+    found += [("inter", [first[0], others[0][0]])] if others else []
     ranks = [rank for node in nodes for rank in node]
     for size in sorted({math.ceil(share * len(ranks)) for share in HELD_OUT}):
         if size > NUM_RANKS:
-            link = "inter" if size > len(first) else "intra"
-            found.append(Group(link, ranks[:size]))
+            found.append(("inter" if size > len(first) else "intra", ranks[:size]))
     return found
 
 

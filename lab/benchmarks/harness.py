@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from operator import sub, truediv
 from typing import Any, TypeVar
 
 import numpy as np
@@ -385,24 +386,10 @@ def _in_json(found: Interval) -> IntervalJson:
     return {name: value if math.isfinite(value) else None for name, value in named.items()}
 
 
-def level(times: Times) -> IntervalJson:
-    """Compute the median with its interval; see `interval`."""
-    return interval(lambda seconds: seconds, times)
-
-
-def ratio(times: Times, reference: Times) -> IntervalJson:
-    """Compute times / reference; see `interval`."""
-    return interval(lambda a, b: a / b, times, reference)
-
-
-def difference(times: Times, reference: Times) -> IntervalJson:
-    """Compute times - reference; see `interval`."""
-    return interval(lambda a, b: a - b, times, reference)
-
-
-def mean_ratio(times: Times, reference: Times) -> IntervalJson:
-    """Divide the time that all rounds take together by the reference's; see `interval`."""
-    return interval(lambda a, b: a / b, times, reference, average=np.mean)
+# Of one sample; of times / reference, times - reference, and sum(times) / sum(reference).
+level = partial(interval, lambda seconds: seconds)
+ratio, difference = partial(interval, truediv), partial(interval, sub)
+mean_ratio = partial(interval, truediv, average=np.mean)
 
 
 def across_starts(of_starts: Sequence[IntervalJson | None], positive: bool) -> IntervalJson | None:

@@ -35,6 +35,7 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker, StreamWorker
 from lab.draw.chart import BLUE
 from lab.draw.plots import bars
+from lab.measure.peaks import on_threads
 from lab.problem import blueprint
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
@@ -53,25 +54,23 @@ def measure(request: Request) -> dict[str, Any]:
 
     The order in which variants are built is drawn by `order_seed`.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ExitStack() as stack:
-            first = request.config
-            device = harness.device_for(first.device)
-            comm = stack.enter_context(_fake_comm(device))
-            stack.enter_context(_no_work())
-            # Of each a step that exchanges, and one of the same model that does not.
-            built = {DDP: (_ddp(first, device), _plain(first, device))}
-            for at in harness.places(len(request.variants), request.own["order_seed"]):
-                variant = request.variants[at]
-                step = stack.enter_context(_exchanging(variant, comm))
-                built[variant.label] = step, _plain(variant.config, device)
-            names = [DDP, *(variant.label for variant in request.variants)]
-            steps = [step for name in names for step in built[name]]
-            times = _in_turns(steps, request.own["rounds"], device).reshape(len(names), 2, -1)
-    finally:
-        torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        stack.enter_context(on_threads(1))
+        first = request.config
+        device = harness.device_for(first.device)
+        comm = stack.enter_context(_fake_comm(device))
+        # Compiled kernels of codecs for CPUs are launched, and do nothing.
+        stack.callback(setattr, kernels, "load", kernels.load)
+        kernels.load = lambda name, level: _Idle()
+        # Of each a step that exchanges, and one of the same model that does not.
+        built = {DDP: (_ddp(first, device), _plain(first, device))}
+        for at in harness.places(len(request.variants), request.own["order_seed"]):
+            variant = request.variants[at]
+            step = stack.enter_context(_exchanging(variant, comm))
+            built[variant.label] = step, _plain(variant.config, device)
+        names = [DDP, *(variant.label for variant in request.variants)]
+        steps = [step for name in names for step in built[name]]
+        times = _in_turns(steps, request.own["rounds"], device).reshape(len(names), 2, -1)
     added = times[:, 0] - times[:, 1]
     return {
         "rows": [
@@ -157,17 +156,6 @@ class _Idle:
 
     def __getitem__(self, name: str) -> Any:
         return ctypes.CDLL(None)["labs"]  # C's own, which looks at one number and returns
-
-
-@contextmanager
-def _no_work() -> Iterator[None]:
-    """Let compiled kernels of codecs for CPUs be launched, and do nothing."""
-    before = kernels.load
-    kernels.load = lambda name, level: _Idle()
-    try:
-        yield
-    finally:
-        kernels.load = before
 
 
 @contextmanager

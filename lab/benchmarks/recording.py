@@ -36,14 +36,13 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         for _ in progress(trainer.steps(), "step", world.rank == 0, trainer.total_steps):
             pass
         seconds = (time.perf_counter() - began) / trainer.total_steps
-    row = {"seconds_per_step": seconds, "share_of_a_50_ms_step": seconds / STEP_S}
-    return {"rows": [{**row, "num_steps": trainer.total_steps}]}
+    return {"rows": [{"seconds_per_step": seconds, "num_steps": trainer.total_steps}]}
 
 
 COLUMNS: dict[str, Column] = {
     "steps": text("num_steps"),
     "us per step": number("seconds_per_step", 1e6, 2),
-    "% of a 50 ms step": number("share_of_a_50_ms_step", 100, 4),
+    "% of a 50 ms step": number("seconds_per_step", 100 / STEP_S, 4),
 }
 
 

@@ -262,19 +262,28 @@ class Examination:
         verdict = judge(first, allowed, eps, steps * self.about.size * roots)
         if verdict.wrong.any():
             near = NEAR_LOSSY if bound else max(NEAR, NEAR_ROUNDINGS * float(eps.max()))
-            self._fail_gradients(diagnose(first, verdict, self._last, near))
+            self._fail_gradients(first, verdict, near)
         if self.verdict is None:  # the first one reads all values
             self.verdict = verdict
         self._last = seen.row(-1).sent.mean(dim=0)
 
-    def _fail_gradients(self, found: Diagnosis) -> None:
-        names = [self.names[index] for index in found.parameters]
-        which = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-        hold = "holds" if len(found.ranks) == 1 else "hold"
-        failed, words = found.fault.value
+    def _fail_gradients(self, seen: Seen, verdict: Verdict, near: float) -> None:
+        """Name what most of the ranks with wrong gradients hold; `near`: see _of_rank."""
+        which, wrong = (verdict.wrong.any(dim=dim).nonzero().flatten().tolist() for dim in (0, 1))
+        found = {
+            rank: _of_rank(rank, seen, verdict.mean, which, self._last, near) for rank in wrong
+        }
+        fault, text = Counter(found.values()).most_common(1)[0][0]
+        ranks = [rank for rank in wrong if found[rank] == (fault, text)]
+        if fault is Fault.OWN and verdict.proven.any():  # other parameters are exchanged
+            fault = Fault.LEFT_OUT
+        names = [self.names[index] for index in which]
+        where = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        hold = "holds" if len(ranks) == 1 else "hold"
+        failed, words = fault.value
         self.fail(
             failed,
-            f"{words}: {named(found.ranks)} {hold} {found.text} in {which} (exchange "
+            f"{words}: {named(ranks)} {hold} {text} in {where} (exchange "
             f"{self.num_exchanges}), not the mean of the gradients that the ranks had before it",
         )
 
@@ -318,14 +327,12 @@ class Verdict:
         wrong: where a rank is left with something else [N, P].
         proven: parameters whose gradients are right, and could not be right by chance [P].
         unused: parameters that backward reached on no rank [P].
-        allowed: the norm by which a gradient may be off [P].
     """
 
     mean: Tensor
     wrong: Tensor
     proven: Tensor
     unused: Tensor
-    allowed: Tensor
 
     @property
     def alike(self) -> Tensor:
@@ -349,17 +356,16 @@ def judge(seen: Seen, bound: Tensor, eps: Tensor, least: Tensor) -> Verdict:
     coarse = max(COARSE_ROUNDINGS, len(seen.own) ** 0.5)
     relative = torch.where(low, coarse * eps, ROUNDINGS * eps)
     tolerance = relative * seen.scale.amax(dim=0) + least
-    allowed = tolerance + bound
     error = norm(seen.delivered - mean)  # [N, P]
     missing = (seen.filled == 0) & ~unused
-    wrong = (error > allowed) | missing | _untouched(seen, mean, tolerance, bound)
+    wrong = (error > tolerance + bound) | missing | _untouched(seen, mean, tolerance, bound)
     judged = seen.judged > 0
     wrong &= judged[:, None]
     off = torch.maximum(error[judged].amax(dim=0), tolerance)
     # The mean must differ from each rank's own gradient, and from its multiples.
     apart = torch.minimum(norm(seen.own - mean).amax(dim=0), norm(mean) * (1 - 1 / len(seen.own)))
     proven = ~wrong.any(dim=0) & ~unused & (apart > CLEAR * off)
-    return Verdict(mean, wrong, proven, unused, allowed)
+    return Verdict(mean, wrong, proven, unused)
 
 
 def _untouched(seen: Seen, mean: Tensor, tolerance: Tensor, bound: Tensor) -> Tensor:
@@ -399,42 +405,16 @@ class Fault(Enum):
     STALE = "fresh", "stale buffer"
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Finding of what the wrong gradients are.
-
-    Attributes:
-        text: says it of one rank: "the rank's own gradient".
-        ranks: those of whom it is true.
-        parameters: numbers of the parameters that are wrong.
-    """
-
-    fault: Fault
-    text: str
-    ranks: tuple[int, ...]
-    parameters: tuple[int, ...]
-
-
-def diagnose(seen: Seen, verdict: Verdict, last: Tensor | None, near: float) -> Diagnosis:
-    """Name what most of the ranks with wrong gradients hold.
+def _of_rank(
+    rank: int, seen: Seen, mean: Tensor, which: list[int], last: Tensor | None, near: float
+) -> tuple[Fault, str]:
+    """Name what a rank holds instead of the mean.
 
     Args:
+        which: the wrong parameters.
         last: image of the mean of the step before [P, K]; None: there was none.
         near: relative distance at which a gradient is taken for a candidate.
     """
-    wrong = verdict.wrong.any(dim=0)
-    which, ranks = wrong.nonzero().flatten(), verdict.wrong.any(dim=1).nonzero().flatten().tolist()
-    found = {rank: _of_rank(rank, seen, verdict.mean, which, last, near) for rank in ranks}
-    fault, text = Counter(found.values()).most_common(1)[0][0]
-    like = tuple(rank for rank in ranks if found[rank] == (fault, text))
-    if fault is Fault.OWN and verdict.proven.any():  # other parameters are exchanged
-        fault = Fault.LEFT_OUT
-    return Diagnosis(fault, text, like, tuple(which.tolist()))
-
-
-def _of_rank(
-    rank: int, seen: Seen, mean: Tensor, which: Tensor, last: Tensor | None, near: float
-) -> tuple[Fault, str]:
     if (seen.filled[rank, which] == 0).all():
         return Fault.LEFT_OUT, "no gradient"
     got, mean = seen.delivered[rank, which], mean[which]

@@ -181,11 +181,6 @@ class Watch:
         """Names of the rows of `Seen.start`."""
         return [*self.parameters, *self._buffers]
 
-    @property
-    def is_empty(self) -> bool:
-        """True if no gradient was noted since `reset`."""
-        return not self._own
-
     def reset(self) -> None:
         """Forget the gradients of a step that is over."""
         self.grown: set[str] = set()

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.fft import next_fast_len
 from torch import Tensor
 from torch.nn.functional import conv2d, fold, pad, unfold
 
@@ -17,7 +19,6 @@ from lab.convolution import VALUE_BYTES, Algorithm, Cost, Pass, Problem
 CPU = torch.device("cpu")
 COMPLEX_BYTES = 8
 COMPLEX_OPERATIONS = 8  # four products, four additions
-FACTORS = (2, 3, 5)  # lengths of these factors are transformed fast
 POINTS = (0.0, 1.0, -1.0, 2.0, -2.0)  # and infinity: polynomials are evaluated there
 
 
@@ -211,15 +212,9 @@ class FFT(Algorithm):
 
 def _lengths(problem: Problem) -> tuple[int, int]:
     """Return the lengths of the transforms: the next after the padded image that are fast."""
-    height, width = (next(n for n in range(p, 2 * p + 1) if _fast(n)) for p in problem.padded)
+    lengths: Any = (next_fast_len(side, real=True) for side in problem.padded)
+    height, width = lengths
     return height, width
-
-
-def _fast(length: int) -> bool:
-    for factor in FACTORS:
-        while length % factor == 0:
-            length //= factor
-    return length == 1
 
 
 def _images(x: Tensor, problem: Problem) -> Tensor:

@@ -249,7 +249,6 @@ def convolutions_of(
     with torch.no_grad(), ExitStack() as stack:
         for name, module in model.named_modules():
             if ChosenConv2d.can_replace(module):
-                hook = module.register_forward_pre_hook(partial(note, name))
-                stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_pre_hook(partial(note, name)))
         model(torch.zeros(batch, *input_shape, dtype=input_dtype, device="meta"))
     return found

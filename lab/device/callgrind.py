@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,12 +179,11 @@ def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tenso
         if len(given) == 1 and isinstance(given[0], Tensor):
             calls[name] = name, layer, given[0].detach().clone()
 
-    for name, module in model.named_modules():
-        if not any(True for _ in module.children()):
-            module.register_forward_pre_hook(partial(note, name))
-    model(inputs)
-    for module in model.modules():
-        module._forward_pre_hooks.clear()
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not any(True for _ in module.children()):
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+        model(inputs)
     return list(calls.values())
 
 

@@ -231,17 +231,13 @@ def noting_calls(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
             calls[name] = Call(layer, tensor.detach(), tensor.requires_grad, dtype)
 
-    hooks = [
-        module.register_forward_pre_hook(partial(note, name or "model"))
-        for name, module in model.named_modules()
-        if not any(True for _ in module.children())
-        and any(weight.requires_grad for weight in module.parameters())
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            has_weights = any(weight.requires_grad for weight in module.parameters())
+            if has_weights and not any(True for _ in module.children()):
+                hook = module.register_forward_pre_hook(partial(note, name or "model"))
+                stack.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def share_of_data(call: Call) -> float | None:
@@ -326,11 +322,10 @@ class LayerClock:
         self._begun_s, self._noted_s, self._launch_s = 0.0, math.inf, math.inf
 
     def __enter__(self) -> Self:
-        self._open.callback(self._model.register_forward_pre_hook(self._begin).remove)
+        self._open.enter_context(self._model.register_forward_pre_hook(self._begin))
         self._open.enter_context(marked_layers(self._model, self._device, lambda: self._passes))
         for parameter in owners_of(self._modules):
-            hook = parameter.register_post_accumulate_grad_hook(self._note)
-            self._open.callback(hook.remove)
+            self._open.enter_context(parameter.register_post_accumulate_grad_hook(self._note))
         return self
 
     def __exit__(self, *_: object) -> None:

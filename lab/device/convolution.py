@@ -258,10 +258,6 @@ def _sum(each: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    best, library = (_seconds_of(result, name) for name in (BEST, LIBRARY.name))
-    factors = [f"library {library / best:.2f}"]
-    if any(each["algorithm"] == "gemm" for each in result["sums"]):
-        factors.append(f"gemm everywhere {_seconds_of(result, 'gemm') / best:.2f}")
     return [
         *shapes_of(result),
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes",
@@ -269,13 +265,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         "here (unknown for the library, so the definition is shown); error: largest difference "
         "from float64, divided by the largest value",
         "sums leave out the first layer's backward data; where an algorithm does not support a "
-        "pass, the library replaces it; sums divided by the sum of the best of each pass: "
-        f"{', '.join(factors)}",
+        "pass, the library replaces it",
     ]
-
-
-def _seconds_of(result: dict[str, Any], name: str) -> float:
-    return next(each["seconds"] for each in result["sums"] if each["algorithm"] == name)
 
 
 def chart(result: dict[str, Any]) -> Drawn:
@@ -303,7 +294,8 @@ def chart(result: dict[str, Any]) -> Drawn:
         _panel(data, "time", "time (ms)", names=layers, labelled=False),
     ]
     room = LETTER * LABEL_PX * max(map(len, layers)) + 60
-    share = _seconds_of(result, BEST) / _seconds_of(result, LIBRARY.name)
+    seconds = {each["algorithm"]: each["seconds"] for each in result["sums"]}
+    share = seconds[BEST] / seconds[LIBRARY.name]
     message = (
         f"Convolutions of {result['model']}: the best of each pass takes {share:.2f} × the "
         "library's time"

@@ -147,7 +147,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     columns = {
         "": text("name"),
         "layer": text("layer"),
-        " ": text("kind"),
+        "kind": text("kind"),
         "pass": text("pass"),
         **{f"{key} (M)": number(key, M, 3) for key in ("instructions", "loads", "stores")},
         "loads, stores %": lambda row: decimals(
@@ -160,8 +160,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
             for level in HITS
         },
     }
-    header, *lines = tabulate(result["rows"], columns)
-    return [[name.strip() for name in header], *lines]
+    return tabulate(result["rows"], columns)
 
 
 def _hit(row: Row, level: str, kind: str) -> str:

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -247,16 +248,14 @@ def largest_batch(model: nn.Module, step: Step, num_bytes: float, exchange_bytes
     Memory grows with the batch, so the search halves its interval.
     """
 
-    def fits(batch: int) -> bool:
-        return footprint(model, step, batch, exchange_bytes).total_bytes <= num_bytes
+    def exceeds(batch: int) -> bool:
+        return footprint(model, step, batch, exchange_bytes).total_bytes > num_bytes
 
-    fitting, too_large = 0, 1
-    while fits(too_large):
-        fitting, too_large = too_large, 2 * too_large
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        fitting, too_large = (middle, too_large) if fits(middle) else (fitting, middle)
-    return fitting
+    too_large = 1
+    while not exceeds(too_large):
+        too_large *= 2
+    fitting = too_large // 2
+    return fitting + bisect(range(fitting + 1, too_large), False, key=exceeds)
 
 
 def _peak(

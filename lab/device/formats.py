@@ -36,6 +36,9 @@ COPY = "aten::copy_"
 NHWC = torch.channels_last, torch.contiguous_format  # of a tensor, and of its gradient
 NCHW = torch.contiguous_format, torch.channels_last
 
+# A change of layout inside a library's call: its formats of both, as "abcd>acdb", and seconds.
+Reorder = tuple[str, float]
+
 
 class Layout(StrEnum):
     """The order of a tensor's values in memory.
@@ -47,15 +50,6 @@ class Layout(StrEnum):
     NCHW = "NCHW"
     NHWC = "NHWC"
     BLOCKED = "blocked"
-
-
-@dataclass(frozen=True)
-class Reorder:
-    """A change of layout inside a library's call: formats in the library's words, and seconds."""
-
-    source: str
-    target: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Moves:
 
     @property
     def reorder_s(self) -> float:
-        return sum(each.seconds for each in self.reorders)
+        return sum(seconds for _, seconds in self.reorders)
 
 
 def layouts_for(device: torch.device, dtype: torch.dtype) -> list[Layout]:
@@ -125,12 +119,12 @@ def moves(call: Callable[[], object], device: torch.device) -> Moves:
 
 def reorders_among(executed: Iterable[Primitive]) -> list[Reorder]:
     """Return oneDNN's changes of layout; its reorders into the same format copy, or change type."""
-    found = [
-        Reorder(each.formats.get("src", ""), each.formats.get("dst", ""), each.seconds)
+    found = (
+        (each.formats.get("src", ""), each.formats.get("dst", ""), each.seconds)
         for each in executed
         if each.kind == "reorder"
-    ]
-    return [each for each in found if each.source != each.target]
+    )
+    return [(f"{source}>{target}", took_s) for source, target, took_s in found if source != target]
 
 
 def transposes(averages: Iterable[Any]) -> list[Reorder]:
@@ -143,8 +137,7 @@ def transposes(averages: Iterable[Any]) -> list[Reorder]:
         formats = TRANSPOSE.search(each.key)
         if formats and each.device_type == DeviceType.CUDA:
             seconds = each.self_device_time_total / 1e6 / each.count
-            source, target = map(str.lower, formats.groups())
-            found += [Reorder(source, target, seconds)] * each.count
+            found += [(">".join(formats.groups()).lower(), seconds)] * each.count
     return found
 
 

@@ -105,11 +105,12 @@ class Candidate:
     def take(self, kind: str) -> None:
         """Take one step, and note its number."""
         wants = WITHOUT in self.kinds and kind != WITHOUT
-        hook = self.trainer.model.register_forward_pre_hook(_with_gradient) if wants else None
-        with self.clock if kind == CLOCKED else nullcontext():
+        model = self.trainer.model
+        with (
+            model.register_forward_pre_hook(_with_gradient) if wants else nullcontext(),
+            self.clock if kind == CLOCKED else nullcontext(),
+        ):
             next(self._loop)
-        if hook:
-            hook.remove()
         self.steps.setdefault(kind, []).append(self._num_steps)
         self._num_steps += 1
 
@@ -220,12 +221,6 @@ def backward_ratio(layers: Iterable[Row], kinds: Container[str]) -> float | None
     return backward / forward if forward else None
 
 
-def bias_seconds(layers: Iterable[Row]) -> float:
-    """Add up what biases take as operations of their own, where they were measured."""
-    measured = [each["bias_s"] for each in layers if each.get("bias_s")]
-    return sum(one[way]["median"] for one in measured for way in WAYS)
-
-
 def table(result: dict[str, Any]) -> list[list[str]]:
     """List the layers and the rest, or for several sets of settings their kinds."""
     rows = result["rows"]
@@ -284,7 +279,8 @@ def _findings(row: Row) -> Iterator[str]:
             f"convolutions take {100 * seconds / step_s:.3g} % of the step, backward {ratio:.3g} "
             "times as long as forward"
         )
-    if biases := bias_seconds(layers):
+    of_biases = [layer["bias_s"] for layer in layers if layer.get("bias_s")]
+    if biases := sum(one[way]["median"] for one in of_biases for way in WAYS):
         yield (
             f"biases take {MS * biases:.3g} ms as separate operations, "
             f"{100 * biases / step_s:.2g} % of the step; libraries compute them with the products"

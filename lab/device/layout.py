@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from lab.benchmarks import harness
 from lab.benchmarks.present import Drawn, Row, ends, fastest, medians_of, ranged
 from lab.benchmarks.request import Request
-from lab.convolution import Pass, Problem
+from lab.convolution import Pass
 from lab.device.convolution import announced, described, distinct_convolutions, shapes_of
 from lab.device.formats import (
     Layout,
@@ -121,7 +121,12 @@ def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[l
 
     layers = []
     for place, problem, names in announced(distinct_convolutions(config)):
-        calls = list(_calls(problem, place == 0, dtype, device))
+        tensors = problem.draw(device, dtype)
+        calls = [
+            (layout, which, call)
+            for layout in layouts_for(device, dtype)
+            for which, call in calls_in(layout, problem, *tensors, x_is_data=place == 0).items()
+        ]
         ran = [None if on_gpu else implementation(call) for *_, call in calls]
         times = _in_turns(
             [(layout, partial(seconds, c), partial(moves, c, device)) for layout, _, c in calls],
@@ -135,16 +140,6 @@ def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[l
     return layers
 
 
-def _calls(
-    problem: Problem, is_first: bool, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[Layout, Pass, harness.Call]]:
-    """Yield a call of each pass in each layout, on random tensors."""
-    tensors = problem.draw(device, dtype)
-    for layout in layouts_for(device, dtype):
-        for which, call in calls_in(layout, problem, *tensors, x_is_data=is_first).items():
-            yield layout, which, call
-
-
 def _steps(config: DictConfig, world: World, num_rounds: int) -> list[Times]:
     """Measure whole steps."""
     print("steps", flush=True)
@@ -152,8 +147,7 @@ def _steps(config: DictConfig, world: World, num_rounds: int) -> list[Times]:
         candidates = []
         for layout, settings in STEPS.items():
             changed = deepcopy(config)
-            for key, value in settings.items():
-                changed[key] = value
+            changed.update(settings)
             part = stack.enter_context(assembled(changed, world))
             step = partial(next, part.trainer.steps())
             for _ in range(WARMUP):
@@ -194,9 +188,7 @@ def _compared(all_times: Sequence[Times]) -> list[dict[str, Any]]:
             "time_s": harness.level(each.call_s),
             "ratio": harness.ratio(each.call_s, all_times[0].call_s),
             "reorder_s": median(log.reorder_s for log in each.logs),
-            "reorders": dict(
-                Counter(f"{one.source}>{one.target}" for one in each.logs[-1].reorders)
-            ),
+            "reorders": dict(Counter(formats for formats, _ in each.logs[-1].reorders)),
             "copy_s": median(sum(log.copy_s) for log in each.logs),
             "num_copies": len(each.logs[-1].copy_s),
         }

@@ -170,8 +170,6 @@ def notes(result: dict[str, Any]) -> list[str]:
         for size, rate in roofs["bytes_per_s"]
     )
     loose, whole = (sum(row[key] for row in rows) for key in ("loose_bytes", "num_bytes"))
-    most = sorted(rows, key=lambda row: -row["loose_bytes"])[:3]
-    names = ", ".join(f"{r['layer']} {r['way']} {MB * r['loose_bytes']:.1f} MB" for r in most)
     return [
         f"{result['model']}, {result['batch_size']} {result['unit']}s; roofs ({roofs['source']}): "
         f"{G * roofs['flops_per_s']:.1f} GFLOP/s in products; copies: {copies}",
@@ -179,8 +177,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         "time; it is above 100 % where a cache served what is counted as memory, or where an "
         "algorithm multiplies less (Winograd, FFT)",
         "fusable: bytes moved by operations without products (ReLU, pooling, norms) that are next "
-        f"to a product of the same layer, {MB * loose:.1f} of {MB * whole:.1f} MB in all; "
-        f"most: {names}",
+        f"to a product of the same layer, {MB * loose:.1f} of {MB * whole:.1f} MB in all",
     ]
 
 

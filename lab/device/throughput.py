@@ -51,6 +51,7 @@ MARKS = ("ProfilerStep", "Optimizer.", "enumerate(", "autograd::")  # spans, not
 SAMPLES = 2  # one is too few for BatchNorm at 1x1 px
 # H·W of the output; C are the channels that a filter sees: lab.convolution.
 CONVOLUTION = "2·N·K·C·R·S·H·W of each convolution"
+# Four gates, each with two products of a vector and a matrix of hidden x hidden.
 CELL = "16·hidden² per token per layer"
 TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² per module"
 
@@ -223,7 +224,7 @@ def estimate(
     """
     if isinstance(model, LSTM):
         layers, hidden = model.lstm.num_layers, model.lstm.hidden_size
-        return {"formula_flops": input_shape[0] * layers * cell(hidden), "formula": CELL}
+        return {"formula_flops": input_shape[0] * layers * 16 * hidden**2, "formula": CELL}
     if isinstance(model, Transformer):
         layers, heads, width = model.size
         flops = layers * transformer_module(input_shape[0], width, heads)
@@ -231,15 +232,6 @@ def estimate(
     problems = convolutions_of(model, input_shape, input_dtype, SAMPLES).values()
     flops = sum(problem.operations for problem in problems) / SAMPLES
     return {"formula_flops": flops, "formula": CONVOLUTION} if flops else {}
-
-
-def cell(hidden: int) -> int:
-    """Return 16·hidden² of an LSTM cell, for one token (slide 5).
-
-    Four gates, each with two products of a vector and a matrix of hidden x hidden: the input is as
-    wide as the state.
-    """
-    return 16 * hidden**2
 
 
 def transformer_module(length: int, width: int, heads: int) -> float:

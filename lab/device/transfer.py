@@ -1,4 +1,4 @@
-"""Copies between host and device, read from a Kineto or Chrome trace, next to published ones.
+"""Copies between host and device, read from a Kineto or Chrome trace.
 
 Copies of Kineto (torch.profiler, on CUDA and ROCm), of XLA and of ROCm's own profilers are
 understood, which name them differently, and rocprofv3's own JSON.
@@ -49,16 +49,6 @@ CALL = re.compile(r"(?:cuda|cu|hip)Memcpy\w*")
 MB, GB, MS = 1e-6, 1e-9, 1e3
 BINS = ("< 1 kB", "< 10 kB", "< 100 kB", "< 1 MB", "< 10 MB", "more")
 HEADER = ["", "memories", "copies", "MB", "kB each", "GB/s", "ms", "hidden %", *BINS]
-# Review of frameworks by NVIDIA (2017), slides 12 and 13: ten iterations on CIFAR-10. Slide 12
-# prints 3.005 MB/s for the copies on the device; its own bytes over its time are 3.005 GB/s.
-PUBLISHED = (
-    ("HtoD", "published: TensorFlow", 107_912, 123.256e6, 221.538e-3),
-    ("DtoH", "published: TensorFlow", 107_883, 220.186e6, 151.341e-3),
-    ("DtoD", "published: TensorFlow", 64_615, 258.46e6, 86.024e-3),
-    ("HtoD", "published: Caffe", 379, 172.955e6, 15.045e-3),
-    ("DtoH", "published: Caffe", 571, 17.973e6, 2.283e-3),
-    ("DtoD", "published: Caffe", 450, 508.779e6, 2.51e-3),
-)
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -96,38 +86,25 @@ def _why(events: Sequence[Mapping[str, Any]], skipped: Mapping[str, int]) -> str
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, a line for each kind of copy, and the published ones."""
-    return [HEADER, *map(_line, result["rows"]), *(_published(*each) for each in PUBLISHED)]
+    """List a header, and a line for each kind of copy."""
+    return [HEADER, *map(_line, result["rows"])]
 
 
 def _line(row: Row) -> list[str]:
-    hidden = decimals(row["hidden_s"] / row["seconds"] if row["seconds"] else None, 100)
-    first = _figures(row["invocations"], row["num_bytes"], row["seconds"])
-    return [row["direction"], row["kind"], *first, hidden, *map(str, row["sizes"])]
-
-
-def _published(direction: str, source: str, *figures: Any) -> list[str]:
-    return [direction, source, *_figures(*figures), *[""] * (len(SIZES) + 2)]
-
-
-def _figures(invocations: int, num_bytes: float, seconds: float) -> list[str]:
+    copies, num_bytes, seconds = (row[key] for key in ("invocations", "num_bytes", "seconds"))
     return [
-        str(invocations),
-        f"{MB * num_bytes:.3f}",
-        f"{1e-3 * num_bytes / invocations:.2f}",
+        *(row["direction"], row["kind"], str(copies), f"{MB * num_bytes:.3f}"),
+        f"{1e-3 * num_bytes / copies:.2f}",
         decimals(num_bytes / seconds if seconds else None, GB, 3),
         f"{MS * seconds:.3f}",
+        decimals(row["hidden_s"] / seconds if seconds else None, 100),
+        *map(str, row["sizes"]),
     ]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
     events, *skipped = about_trace(result)
-    return [
-        f"{events}; hidden: while a kernel ran on the same device",
-        *skipped,
-        "published: NVIDIA's review of frameworks, slides 12 and 13, ten iterations on CIFAR-10, "
-        "on another GPU; compare the sizes and numbers of copies, not their times",
-    ]
+    return [f"{events}; hidden: while a kernel ran on the same device", *skipped]
 
 
 def chart(result: dict[str, Any]) -> Drawn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,17 +45,15 @@ def marked_layers(
         passes()[-1].backward.append((name, mark(device)))
 
     layers = layers_of(model)
-    hooks = [model.register_forward_pre_hook(begin)]
-    for name, module in layers.items():
-        hooks.append(module.register_forward_pre_hook(partial(forward, name)))
-    for parameter, name in owners_of(layers).items():
-        hooks.append(parameter.register_post_accumulate_grad_hook(partial(backward, name)))
-    hooks.append(model.register_forward_hook(turn))
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(model.register_forward_pre_hook(begin))
+        for name, module in layers.items():
+            stack.enter_context(module.register_forward_pre_hook(partial(forward, name)))
+        for parameter, name in owners_of(layers).items():
+            hook = parameter.register_post_accumulate_grad_hook(partial(backward, name))
+            stack.enter_context(hook)
+        stack.enter_context(model.register_forward_hook(turn))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -8,6 +8,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -184,8 +185,8 @@ class _Counter(TorchDispatchMode):
 
     def __enter__(self) -> _Counter:
         for name, module in self._layers.items():
-            hook = module.register_forward_pre_hook(lambda *_, name=name: self._begin(name))
-            self._stack.callback(hook.remove)
+            begin = partial(self._begin, name)
+            self._stack.enter_context(module.register_forward_pre_hook(begin))
         super().__enter__()
         return self
 
@@ -201,7 +202,7 @@ class _Counter(TorchDispatchMode):
             for (place, flops, num_bytes), task in every
         ]
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, *_: Any) -> None:
         if torch._C._current_autograd_node() is not None:
             return  # computed again
         self._starts.append(torch.autograd._get_sequence_nr())
@@ -273,10 +274,6 @@ def _product(matrix: Tensor, _vector: Tensor, **_: Any) -> float:
     return 2 * matrix.numel()
 
 
-def _added_matrices(_sum: Tensor, left: Tensor, right: Tensor, **_: Any) -> float:
-    return 2 * left.numel() * right.shape[-1]
-
-
 def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> float:
     """Count a product for each group; a matrix that has no dimension of groups is divided."""
     groups = len(left) if left.ndim == right.ndim == 3 else 1
@@ -319,7 +316,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 FORMULAS: dict[str, Callable[..., float]] = {
     **dict.fromkeys(("mv", "dot", "vdot"), _product),
     "addmv": lambda _sum, matrix, vector, **_: _product(matrix, vector),
-    "addbmm": _added_matrices,
+    "addbmm": lambda _sum, left, right, **_: 2 * left.numel() * right.shape[-1],
     "_grouped_mm": _grouped,
     # A product of [..., n, width] and [..., m, width], from which distances are made.
     "_euclidean_dist": lambda left, right: 2 * left.numel() * right.shape[-2],

@@ -165,7 +165,7 @@ def measured_rates(num_threads: int) -> Rates:
     images = torch.rand(BATCH, CHANNELS, PIXELS, PIXELS)
     filters = torch.rand(CHANNELS, CHANNELS, KERNEL, KERNEL)
     convolved = 2 * images.numel() * CHANNELS * KERNEL**2
-    with _threads(num_threads):
+    with on_threads(num_threads):
         return Rates(
             2 * SIDE**3 / _fastest_s(lambda: a @ b),
             convolved / _fastest_s(lambda: conv2d(images, filters, padding=KERNEL // 2)),
@@ -182,12 +182,13 @@ def copy_rate(num_bytes: int, num_threads: int) -> float:
     a = torch.ones(num_bytes // 8)  # half of the bytes are read, half are written
     b = torch.empty_like(a)
     repeats = max(1, COPIED_AT_ONCE // num_bytes)
-    with _threads(num_threads):
+    with on_threads(num_threads):
         return repeats * (a.nbytes + b.nbytes) / _fastest_s(lambda: b.copy_(a), repeats)
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def on_threads(number: int) -> Iterator[None]:
+    """Let torch compute on so many threads of the CPU, and afterwards on as many as before."""
     import torch
 
     before = torch.get_num_threads()

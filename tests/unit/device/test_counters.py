@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from lab import bench
 from lab.device import callgrind
@@ -79,6 +81,14 @@ def test_wrong_caches_and_a_missing_valgrind_are_named(
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ValueError, match="needs valgrind, which is not installed"):
         callgrind.command(tmp_path, "32768,8,64", "8388608,16,64")
+
+
+def test_a_counted_layer_keeps_the_hooks_of_a_transform() -> None:
+    layer, ran = nn.Linear(2, 2), list[object]()
+    layer.register_forward_pre_hook(lambda *_: ran.append(layer))
+    ((_, noted, inputs),) = callgrind._calls(nn.Sequential(layer), torch.ones(1, 2))
+    noted(inputs)
+    assert ran == [layer] * 2 and len(layer._forward_pre_hooks) == 1
 
 
 READ, WRITTEN, BUSY = "dram__bytes_read.sum", "dram__bytes_write.sum", "sm__throughput.pct"

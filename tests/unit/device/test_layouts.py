@@ -16,7 +16,6 @@ from lab.device.formats import (
     Layout,
     MixedLayouts,
     Primitive,
-    Reorder,
     calls_in,
     copies,
     implementation,
@@ -93,7 +92,7 @@ def test_reorders_are_changes_of_format() -> None:
         primitive("reorder", "abcd", "abcd"),
         primitive("convolution", "aBcd8b", "acdb"),
     ]
-    assert reorders_among(executed) == [Reorder("abcd", "aBcd8b", 0.5)]
+    assert reorders_among(executed) == [("abcd>aBcd8b", 0.5)]
 
 
 def test_transposes_of_cudnn_are_known_by_the_names_of_its_kernels() -> None:
@@ -105,9 +104,9 @@ def test_transposes_of_cudnn_are_known_by_the_names_of_its_kernels() -> None:
         Event("cudnn::ops::nchwToNhwcKernel", 1, 1e6, device_type=DeviceType.CPU),
     ]
     assert transposes(events) == [
-        *[Reorder("nchw", "nhwc", 3.0)] * 2,
-        Reorder("nhwc", "nchw", 1.0),
-        Reorder("nhwc", "foldednhwc", 0.5),
+        *[("nchw>nhwc", 3.0)] * 2,
+        ("nhwc>nchw", 1.0),
+        ("nhwc>foldednhwc", 0.5),
     ]
 
 

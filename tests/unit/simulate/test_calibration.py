@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lab.benchmarks.calibrate import Group, groups_of
+from lab.benchmarks.calibrate import groups_of
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.simulate.calibration import (
@@ -115,15 +115,15 @@ def test_steps_of_more_ranks_are_scored_and_counted_inside_their_intervals(truth
 
 
 def test_pairs_are_fitted_to_and_the_largest_groups_held_out() -> None:
-    assert groups_of([[0, 1]]) == [Group("intra", [0, 1])]
+    assert groups_of([[0, 1]]) == [("intra", [0, 1])]
     assert groups_of([[0], [1], [2], [3]]) == [
-        Group("inter", [0, 1]),
-        Group("inter", [0, 1, 2]),
-        Group("inter", [0, 1, 2, 3]),
+        ("inter", [0, 1]),
+        ("inter", [0, 1, 2]),
+        ("inter", [0, 1, 2, 3]),
     ]
     first, second, *larger = groups_of([[0, 1, 2, 3], [4, 5, 6, 7]])
-    assert (first, second) == (Group("intra", [0, 1]), Group("inter", [0, 4]))
-    assert [(each.link, len(each.members)) for each in larger] == [("inter", 6), ("inter", 8)]
+    assert (first, second) == (("intra", [0, 1]), ("inter", [0, 4]))
+    assert [(link, len(members)) for link, members in larger] == [("inter", 6), ("inter", 8)]
 
 
 def test_steps_of_two_ranks_correct_what_their_collectives_told(truth: Hardware) -> None:
