@@ -160,10 +160,7 @@ class GradientCheck(Check):
             self.certificate = error.certificate
 
     def after_gradients(self) -> None:
-        self._judge(self._observer.seen(self._sync.loss_factor))
-
-    def _judge(self, seen: Seen) -> None:
-        self._observer.add(seen)
+        self._observer.add(self._observer.seen(self._sync.loss_factor))
         self._end_if_done()
 
     def _end_if_done(self) -> None:
@@ -220,7 +217,8 @@ class RootCheck(GradientCheck):
         observer = self._observer
         weights = observer.watch.weights()
         on_root = torch.full_like(self._seen.judged, float(self._sync.comm.rank == 0))
-        self._judge(replace(self._seen, judged=on_root))
+        observer.add(replace(self._seen, judged=on_root))
+        self._end_if_done()
         observer.examination.check_weights(weights)
 
 

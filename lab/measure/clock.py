@@ -269,7 +269,6 @@ class Clock:
         self._rows = array("d")  # earlier steps: see _row
         self._row_length = 2 + len(PHASES) * breakdown
         self._own_times = OwnTimes(waits_in)  # of the same steps
-        self._seconds = 0.0  # total of these rows
         self._last_end: Mark | None = None
         self._paused: tuple[Mark, float] = 0.0, 0.0  # the same moment on the device and on the host
         self.host_error_s = 0.0  # the most by which the latter may be wrong
@@ -287,9 +286,7 @@ class Clock:
         self._recent.append(step)
         while len(self._recent) > KEPT_STEPS and (not self.on_gpu or self._recent[0].passed()):
             done = self._recent.popleft()
-            row = self._row(done)
-            self._rows.extend(row)
-            self._seconds += row[0]
+            self._rows.extend(self._row(done))
             self._own_times.add(done)
             # The next step may still need marks of this one, as its `after`.
             self._pool.free += self._spent
@@ -436,8 +433,7 @@ class Clock:
 
     def total_seconds(self) -> float:
         """Return the total duration of all finished steps, in seconds."""
-        self._synchronize()
-        return self._seconds + sum(step.seconds() for step in self._recent)
+        return float(self.step_seconds().sum())
 
     def finished(self, first: int) -> list[list[float]]:
         """Return a row for each step `first`, ... that the device has passed; no host waits.
