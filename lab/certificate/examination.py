@@ -173,7 +173,8 @@ class Examination:
         proven, why = int(verdict.proven.sum()), self._why_alike()
         sent, counted_factor, bytes_finding = self._bytes()
         if proven:
-            notes = [*_note("unused", unused), *_note(why, alike)]
+            of_why = {"unused": unused, why: alike}
+            notes = [f"{each}: {_first_of(those)}" for each, those in of_why.items() if those]
             counted = f"{proven} of {len(names)} parameters"
             counted += f" ({'; '.join(notes)})" if notes else ""
             said = f"{about.promise} over {about.size} of {about.num_launched} ranks, for {counted}"
@@ -278,12 +279,11 @@ class Examination:
         if fault is Fault.OWN and verdict.proven.any():  # other parameters are exchanged
             fault = Fault.LEFT_OUT
         names = [self.names[index] for index in which]
-        where = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         hold = "holds" if len(ranks) == 1 else "hold"
         failed, words = fault.value
         self.fail(
             failed,
-            f"{words}: {named(ranks)} {hold} {text} in {where} (exchange "
+            f"{words}: {named(ranks)} {hold} {text} in {_first_of(names)} (exchange "
             f"{self.num_exchanges}), not the mean of the gradients that the ranks had before it",
         )
 
@@ -313,9 +313,8 @@ def unchecked(reason: str) -> Certificate:
     return Certificate(True, f"certificate: not checked, because {reason}", 0, findings)
 
 
-def _note(why: str, names: list[str]) -> list[str]:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return [f"{why}: {names[0]}{more}"] if names else []
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 @dataclass(frozen=True)

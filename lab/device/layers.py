@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from lab.benchmarks.request import Request
 from lab.device.clock import (
     WAYS,
     Call,
-    ClockCost,
     ModuleClock,
     clock_cost,
     noting_calls,
@@ -145,9 +143,9 @@ def _layers(
 ) -> dict[str, Any]:
     """Return the modules' times, the rest, and how their sum compares with a plain step."""
     on_cpu = one.trainer.world.device.type == "cpu"
-    cost = clock_cost() if on_cpu else ClockCost(0.0, 0.0)
-    passes = [each.seconds(cost.span_s) for each in one.clock.passes]
-    hooks_s = np.array([cost.node_s * len(each.backward) for each in one.clock.passes])
+    cost = clock_cost() if on_cpu else {"span_s": 0.0, "node_s": 0.0}
+    passes = [each.seconds(cost["span_s"]) for each in one.clock.passes]
+    hooks_s = np.array([cost["node_s"] * len(each.backward) for each in one.clock.passes])
     names = list(dict.fromkeys(name for each in passes for name in each))
     # [passes, names, forward and backward]
     times = np.array([[each.get(name, (0.0, 0.0)) for name in names] for each in passes])
@@ -167,7 +165,7 @@ def _layers(
         "layers": [
             _layer(one, name, times[:, place]) for place, name in enumerate(names) if working[place]
         ],
-        "clock_cost_s": asdict(cost),
+        "clock_cost_s": cost,
         "rest_s": {name: harness.middle(values) for name, values in rest.items()},
         "sum_s": harness.middle(total),
         "sum_ratio": harness.ratio(total, step_s),

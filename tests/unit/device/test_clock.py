@@ -150,5 +150,4 @@ def test_what_clocks_add_is_taken_from_each_span_of_forward() -> None:
 
 
 def test_clocks_cost_some_microseconds() -> None:
-    cost = clock_cost()
-    assert 0 <= cost.span_s < 1e-3 and 0 <= cost.node_s < 1e-3  # noise may hide it
+    assert all(0 <= added_s < 1e-3 for added_s in clock_cost().values())  # noise may hide it
