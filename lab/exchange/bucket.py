@@ -87,7 +87,7 @@ class GradBucket:
             return
         divisor = self.plans.get(size)
         if divisor is None:  # torch would make a tensor of a number in each step
-            divisor = self.plans[size] = torch.tensor(float(size))
+            divisor = self.plans[size] = torch.full((), float(size), device="cpu")
         total.div_(divisor)
 
     def unpack(self) -> None:
