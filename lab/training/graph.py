@@ -85,12 +85,12 @@ REFUSALS = [
     ),
     Refusal(
         "drift_every=N",
-        "the host compares buckets within a step; must be null",
+        "the host compares buckets within a step; set drift_every=null",
         lambda run: run.config.drift_every is not None,
     ),
     Refusal(
         "straggler=CHOICE",
-        "the host delays a phase of some steps; must be none",
+        "the host delays a phase of some steps; set straggler=none",
         lambda run: "rank" in run.config.straggler,
     ),
     Refusal(
