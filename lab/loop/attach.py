@@ -33,7 +33,7 @@ from lab.loop.check import (
     LoopCheck,
     follow,
     is_on,
-    refuse_stalled,
+    naming_stalled,
     remember,
     syncs,
 )
@@ -82,18 +82,12 @@ class LoopState(Checked, HookState):
     world: World
 
     def submit(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        try:
+        with naming_stalled(self, self.world):
             return super().submit(bucket)
-        except RuntimeError as error:
-            refuse_stalled(error, self, self.world)
-            raise
 
     def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
-        try:
+        with naming_stalled(self, self.world):
             super()._gradient_ready(name, _parameter)
-        except RuntimeError as error:
-            refuse_stalled(error, self, self.world)
-            raise
 
     def __reduce__(self) -> tuple[type[Unhooked], tuple[()]]:
         return Unhooked, ()
@@ -214,10 +208,7 @@ def _join(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> tuple[World, dict[str, Any]]:
-    """Connect the ranks of `group` for an exchange; return them and its settings.
-
-    Raises: ConfigError: settings, software, parameters or GPUs differ between the ranks.
-    """
+    """Connect the ranks of `group` for an exchange, if they are alike; return its settings too."""
     world = world_of(group, device, config.exchange_timeout_s)
     settings: Any = OmegaConf.to_container(config, resolve=True)
     require_alike(world, settings_and_software(config) | parameters(model))
@@ -335,11 +326,8 @@ class LoopSync(Checked, GradSync):
         self._copies.begin()
         if self.clock:
             self.clock.next_phase("exchange")
-        try:
+        with naming_stalled(self, self._world):
             finite = super().finish()
-        except RuntimeError as error:
-            refuse_stalled(error, self, self._world)
-            raise
         if self.clock:
             self.clock.next_phase("update")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -380,11 +368,8 @@ class LoopSync(Checked, GradSync):
         super()._submit_next()
 
     def _advance(self, _name: str) -> None:
-        try:
+        with naming_stalled(self, self._world):
             self.worker.advance()
-        except RuntimeError as error:
-            refuse_stalled(error, self, self._world)
-            raise
 
 
 @refuses_misuse

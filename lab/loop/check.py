@@ -6,7 +6,8 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -357,16 +358,26 @@ def is_on(check: str | None) -> bool:
     return check == "first"
 
 
-def refuse_stalled(error: RuntimeError, sync: Checked, world: World) -> None:
-    """Name the ranks that others wait for, if `error` is of a wait in Gloo.
-
-    Ranks that wait in the same step meet in the store. As each step needs all ranks, those that do
-    not come have taken as many steps as this one.
+@contextmanager
+def naming_stalled(sync: Checked, world: World) -> Iterator[None]:
+    """Name the ranks that others wait for, if a wait in Gloo fails in this context.
 
     Raises:
         RuntimeError: says who has stopped, and after how many steps.
     """
-    text = str(error).lower()
+    try:
+        yield
+    except RuntimeError as error:
+        _refuse_stalled(str(error).lower(), sync, world)
+        raise
+
+
+def _refuse_stalled(text: str, sync: Checked, world: World) -> None:
+    """Raise the error of ranks that stopped, if there are any.
+
+    Ranks that wait in the same step meet in the store. As each step needs all ranks, those that do
+    not come have taken as many steps as this one.
+    """
     is_late = any(word in text for word in TIMEOUT)
     if "gloo" not in text or not (is_late or any(word in text for word in LOST_PEER)):
         return

@@ -259,11 +259,9 @@ def _number(name: str, value: object) -> float:
 
 
 def _repeat(world: World, config: DictConfig, known: Mapping[str, Any], given: int | None) -> int:
-    """Return the number of a run among those of the same settings, the same on all ranks.
+    """Return the number of a run among those of the same settings, and `known` facts of a record.
 
-    Args: known: what else tells runs apart, as the record has it.
-
-    Raises: ConfigError: the `given` one has been run.
+    It is the same on all ranks. ConfigError: the `given` one has been run.
     """
     answer = ""
     if world.rank == 0:

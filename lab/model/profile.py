@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from typing import Annotated, Any
 
 from lab.settings import checks
 from lab.settings.checks import AtLeast0, AtLeast1, Count, made
+from lab.settings.storage import mapped
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
@@ -48,11 +48,6 @@ class Fit:
         return replace(
             self, fixed_ms=slower(self.fixed_ms), per_sample_ms=slower(self.per_sample_ms)
         )
-
-    def __str__(self) -> str:
-        """Return its line of a profile's file."""
-        times = (f"{key}: {_interval(getattr(self, key))}" for key in ("fixed_ms", "per_sample_ms"))
-        return f'  - {{layer: "{self.layer}", way: {self.way}, {", ".join(times)}}}\n'
 
 
 @dataclass(frozen=True)
@@ -170,18 +165,13 @@ class Profile:
 
     def to_yaml(self) -> str:
         """Return the text of a file that `parse` reads."""
-        head = f"name: {json.dumps(self.name)}\nsource: {json.dumps(self.source)}\n"
-        head += f"reference_batch: {self.reference_batch}\nbytes_scale: {self.bytes_scale}\n"
-        if self.fixed_share:
-            head += f"fixed_share: {list(self.fixed_share)}\n"
-        for key in ("rest_ms", "fixed_rest_ms", "step_ms"):
-            if getattr(self, key) is not None:
-                head += f"{key}: {getattr(self, key):.4f}\n"
-        for key in ("num_threads", "num_kernels", "update_bytes_per_s", "update_passes"):
-            if getattr(self, key) is not None:
-                head += f"{key}: {getattr(self, key)}\n"
-        head += "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
-        return head + ("fits:\n" if self.fits else "") + "".join(map(str, self.fits))
+        import yaml  # imported here, as only who writes a file needs it
+
+        content = {key: value for key, value in asdict(self).items() if value not in (None, ())}
+        for key in content.keys() & {"layers", "fits"}:
+            content[key] = list(content[key])
+        written = mapped(content | {"layers": content.pop("layers")}, _rounded)  # layers last
+        return yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=math.inf)
 
     def scaled(self, bytes_scale: float = 1.0, time_scale: float = 1.0) -> Profile:
         """Return the same model with more or fewer values, or on a slower or faster device.
@@ -270,10 +260,13 @@ def of_replay(node: Mapping[str, Any], bytes_scale: float, time_scale: float) ->
     return scaled
 
 
-def _flow(layer: Layer) -> str:
-    times = (f"{key}: {getattr(layer, key):.4f}" for key in (*TIMES, *FIXED_TIMES))
-    name = json.dumps(layer.name)  # quoted: a layer may be called 1, or on
-    return f"{{name: {name}, parameters: {layer.parameters}, {', '.join(times)}}}"
+def _rounded(key: str, value: Any) -> Any:
+    """Return what is written of a value: of a time 0.1 µs, of a fitted one six digits."""
+    if value is None:
+        return None
+    if key in ENDS:
+        return float(f"{value:.6g}")
+    return round(float(value), 4) if key.endswith("_ms") else value
 
 
 TIMES = ("forward_ms", "backward_ms")
@@ -281,11 +274,7 @@ FIXED_TIMES = tuple(f"fixed_{key}" for key in TIMES)
 
 
 def _fit_of(where: str, node: Any) -> Fit:
-    """Parse one line of a profile's `fits`.
-
-    Raises:
-        ValueError: it is none; the message begins with `where`.
-    """
+    """Parse one line of a profile's `fits`; messages of errors begin with `where`."""
     keys = [field.name for field in fields(Fit)]
     if not isinstance(node, Mapping) or set(node) != set(keys):
         raise ValueError(f"{where}: must have the keys {', '.join(keys)}")
@@ -302,13 +291,6 @@ def _check_interval(where: str, times: Any) -> None:
         value = times[key]
         if value is not None and (not checks.is_number(value) or value < 0):
             raise ValueError(f"{where}.{key}={value}: must be null or a number of at least 0")
-
-
-def _interval(times: Interval) -> str:
-    parts = (
-        f"{key}: {'null' if times[key] is None else format(times[key], '.6g')}" for key in ENDS
-    )
-    return f"{{{', '.join(parts)}}}"
 
 
 def _share(where: str, ends: Any) -> tuple[float, float] | None:

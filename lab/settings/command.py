@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import Field, dataclass
-from functools import cache, partial, update_wrapper
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +125,6 @@ class CommandLine:
         return self.words[0] if self.words else ""
 
 
-@cache
-def _end_quickly() -> None:
-    """Let the process end without a search for garbage, which takes 0.4 s once torch is loaded."""
-    atexit.register(gc.freeze)
-
-
 @safe_streams()
 def answer(
     command: Command,
@@ -149,7 +143,7 @@ def answer(
         code or output that cannot be written, 2 for a wrong setting, 130 after Ctrl-C, 141 if
         nobody reads the output any more.
     """
-    _end_quickly()
+    atexit.register(gc.freeze)  # a search for garbage at the end takes 0.4 s once torch is loaded
     try:
         if signal.getsignal(signal.SIGINT) == lab.end_at_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

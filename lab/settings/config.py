@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lab.settings import checks, hints
 from lab.settings.errors import ConfigError
 from lab.settings.fields import INTEGER, fields_of, number_of, setting
-from lab.settings.files import choices_of
+from lab.settings.files import choices_of, no_choice
 from lab.settings.names import DIRECTORY, flat
 from lab.settings.own_code import asked_for, callable_at, check_names, reason_of
 from lab.settings.secrets import without_secrets
@@ -199,14 +199,11 @@ def expected(key: str, text: str) -> str:
     """Return what the value of a setting must be: "must be a number", "allowed: fp32, bf16"."""
     if words := FIELDS[key].metadata["choices"]:
         return f"allowed: {', '.join(words)}"
-    return hints.must_be(str(FIELDS[key].type).partition(" ")[0], text)
-
-
-def no_choice(group: str, choice: str, config_dir: str | None) -> str:
-    """Return the message about a choice that a group lacks."""
-    allowed = choices_of(group, config_dir)
-    meant = hints.choice_hint(group, choice, allowed)
-    return f"{group}={choice}: {meant}allowed: {', '.join(allowed)}"
+    kind, value = str(FIELDS[key].type).partition(" ")[0], hints.number(text)
+    if kind == "int" and value is not None and value.is_integer():  # 1e3
+        return f"must be an integer; write {value:.0f}"
+    kinds = {"int": "an integer", "float": "a number", "bool": "true or false"}
+    return f"must be {kinds.get(kind, 'text')}"
 
 
 def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:

@@ -114,13 +114,16 @@ def _completed(own: dict[str, Any], sibling: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def no_choice(group: str, choice: str, config_dir: str | None) -> str:
+    """Return the message about a choice that a group lacks."""
+    allowed = choices_of(group, config_dir)
+    return f"{group}={choice}: {choice_hint(group, choice, allowed)}allowed: {', '.join(allowed)}"
+
+
 def _content_of(group: str, name: str, config_dir: str | None) -> dict[str, Any]:
     files = {name: file_at(group, name)} if is_file(name) else files_of(group, config_dir)
     if name not in files:
-        known = sorted(files)
-        meant, allowed = choice_hint(group, name, known), ", ".join(known)
-        path = f"a path such as ./{group}.yaml"
-        raise ConfigError(f"{group}={name}: {meant}allowed: {allowed}, or {path}")
+        raise ConfigError(f"{no_choice(group, name, config_dir)}, or a path such as ./{group}.yaml")
     try:
         content = read_yaml(files[name])
     except (ValueError, OSError) as error:

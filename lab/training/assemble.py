@@ -97,8 +97,10 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     seed = config.seed + config.repeat
-    if config.graph:
-        graph.use_own_stream(world.device)
+    if config.graph and world.device.type == "cuda":
+        # The default stream cannot be captured. Backward accumulates a gradient on the stream on
+        # which its parameter was first used, so all of a run is on one.
+        torch.cuda.set_stream(torch.cuda.Stream(world.device))
     torch.manual_seed(seed)
     data = build_data(config.data, seed, world.device)
     task = build_task(config.task)
@@ -167,10 +169,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
 
 
 def _inject_delay(config: DictConfig, trainer: Trainer) -> None:
-    """Delay this rank's steps, if the settings ask for it.
-
-    Raises: ConfigError: a wrong setting, or no exchange of the lab's that could be delayed.
-    """
+    """Delay this rank's steps, if the settings ask for it."""
     world, sync = trainer.world, trainer.sync
     straggler = straggler_of(config, world.size)
     if straggler and straggler.phase == "exchange" and not sync.pattern.takes_exchanges:

@@ -118,16 +118,14 @@ class Recording:
         self.directory.write_config(OmegaConf.to_yaml(settings))
         self.curves.start(self.loop, self.path, self.config.study, settings)
 
-    def end(self, stop_signal: str | None = None) -> None:
-        """Record how the run ended or was stopped, and print its summary."""
+    def end(self) -> None:
+        """Record that the run is done, unless `note_stop` was called; print its summary."""
         assert self.loop
-        progress, record = self.loop.progress, self.record
+        evaluations, record = self.loop.progress.evaluations, self.record
         note_progress(self.loop, record)
-        if progress.step < self.loop.total_steps:
-            record.end("interrupted", f"stopped by {stop_signal}")
-        else:
+        if record.status != "interrupted":
             record.end("done", None)
-            record.final = metrics_of(progress.evaluations[-1]) if progress.evaluations else {}
+            record.final = metrics_of(evaluations[-1]) if evaluations else {}
         if self.world.rank == 0:
             self.write()
             self.recorded = True
