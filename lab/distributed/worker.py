@@ -96,19 +96,13 @@ class InlineWorker(Worker):
 
 @dataclass
 class _UnderWay:
-    """A job that waits for a collective.
-
-    Attributes:
-        waits_for: that collective.
-        job: its position among all jobs of the worker, from 1.
-        stage: how many collectives the job has begun.
-    """
+    """A job that waits for a collective."""
 
     label: str
     stages: Iterator[Collective]
     waits_for: Collective
-    job: int
-    stage: int = 1
+    job: int  # its position among all jobs of the worker, from 1
+    stage: int = 1  # how many collectives it has begun
 
 
 class TurnsWorker(Worker):

@@ -184,9 +184,9 @@ class Run(Recording):
 
         Raises: RuntimeError: the run is not open, or another step has not ended.
         """
-        if not self._is_open or self._in_step:
-            if self._in_step:
-                raise RuntimeError("run.step(): called inside another step")
+        if self._in_step:
+            raise RuntimeError("run.step(): called inside another step")
+        if not self._is_open:
             raise RuntimeError("run.step(): no run is open; call it inside `with lab.Run(…)`")
         loop = self._loop
         loop.before_step()

@@ -223,8 +223,8 @@ def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictC
     data = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in DATA}
     apart = {*code, *data}
     rest = [o for o in overrides if _root(o) not in apart]
-    files = {o.key_or_group: _text(o) for o in rest if is_file(_text(o))}
-    files = {group: file for group, file in files.items() if group in GROUPS}
+    chosen = {o.key_or_group: _text(o) for o in rest if o.key_or_group in GROUPS}
+    files = {group: file for group, file in chosen.items() if is_file(file)}
     _check(files, rest, config_dir)
     # Additions and removals depend on the order of overrides, so all of these stay together.
     ordered = any(str(o.input_line)[0] in "+~" for o in rest)

@@ -117,6 +117,23 @@ def test_a_finished_sweep_names_its_folder_as_one_would_type_it(
     )
 
 
+@pytest.mark.parametrize("turns", ["null", "4"])
+def test_a_sweep_tells_of_cells_that_are_done_and_of_others_as_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
+) -> None:
+    def run_cells(root: Path, cells: list[Cell], *_: object) -> list[Record]:
+        return [leave(root, cell, "done") for cell in cells]
+
+    monkeypatch.setattr(launch, "run_cells", run_cells)
+    words = [*GRID[:2], "world_size=1", "repeats=2", f"turns={turns}", f"runs_dir={tmp_path}"]
+    leave(tmp_path / "s", read(words).cells[0], "done")
+    _, known, *lines, _ = said(sweep.main, *words).splitlines()
+    assert known.endswith("/4] tree-n1-r0: done already")
+    assert [line for line in lines if line[0] != "["] == ["2 cells take turns:"] * (turns == "4")
+    ended = [line for line in lines if line[0] == "["]
+    assert len(ended) == 3 and all("]" in line and ", ETA 0:00:00" in line for line in ended)
+
+
 def test_a_cell_without_timed_steps_says_so() -> None:
     record = replace(make_record("none", 1, 0.1), step_s=None)
     assert outcome_text(record) == "done, but no step was timed: all were warm-up"
