@@ -94,9 +94,9 @@ class Profile:
     name: str
     source: str
     reference_batch: Count
-    layers: tuple[Layer, ...]
+    layers: Annotated[tuple[Layer, ...], checks.listed]
     bytes_scale: Annotated[float, partial(checks.number, above=0, at_most=MOST_SCALE)] = 1.0
-    fixed_share: tuple[float, float] | None = None
+    fixed_share: Annotated[tuple[float, float], _check_share] | None = None
     rest_ms: AtLeast0 | None = None
     fixed_rest_ms: float = 0.0
     step_ms: AtLeast0 | None = None
@@ -104,7 +104,7 @@ class Profile:
     update_passes: AtLeast0 | None = None
     num_threads: Count | None = None
     num_kernels: Count | None = None
-    fits: tuple[Fit, ...] = ()
+    fits: Annotated[tuple[Fit, ...], checks.listed] = ()
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Profile:
@@ -117,14 +117,12 @@ class Profile:
             raise ValueError("profile=none: must be a file in conf/profile")
         where = f"profile={node.get('name') if isinstance(node, Mapping) else node}"
         profile = made(cls, node, f"{where}: ")
-        checks.listed(f"{where}: layers", profile.layers)
         layers = tuple(
             made(Layer, layer, f"{where}: layers[{index}].")
             for index, layer in enumerate(profile.layers)
         )
         _check_profile(where, profile, layers)
-        share = _share(where, profile.fixed_share)
-        checks.listed(f"{where}: fits", profile.fits)
+        share = profile.fixed_share and (profile.fixed_share[0], profile.fixed_share[1])
         fits = tuple(_fit_of(f"{where}: fits[{i}]", each) for i, each in enumerate(profile.fits))
         return replace(profile, layers=layers, fixed_share=share, fits=fits)
 
@@ -293,15 +291,10 @@ def _check_interval(where: str, times: Any) -> None:
             raise ValueError(f"{where}.{key}={value}: must be null or a number of at least 0")
 
 
-def _share(where: str, ends: Any) -> tuple[float, float] | None:
-    if ends is None:
-        return None
+def _check_share(where: str, ends: Any) -> None:
     numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(checks.is_number, ends))
     if not numbers or not 0 <= ends[0] <= ends[1] < 1:
-        raise ValueError(
-            f"{where}: fixed_share={ends}: must be [lowest, highest], from 0 to below 1"
-        )
-    return ends[0], ends[1]
+        raise ValueError(f"{where}={ends}: must be [lowest, highest], from 0 to below 1")
 
 
 def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> None:
