@@ -26,17 +26,17 @@ from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
 from lab.record.recorders import Recorder
 from lab.record.schema import Certificate, read_record
-from lab.settings.config import Settings, build, load
+from lab.settings.config import Settings, build, global_batch_size, load
 from lab.settings.errors import ConfigError
 from lab.settings.names import of_all_ranks, resolved, run_name
 from lab.sync.base import Exchanging
 from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
-from lab.training.assemble import count, global_batch_size, require_alike
+from lab.training.assemble import count, require_alike
 from lab.training.outcome import measured
 from lab.training.recording import Curves, Recording, claim, settings_of
 from lab.training.run import failure_of
-from lab.training.trainer import Measured, Progress
+from lab.training.trainer import Measured
 
 
 @dataclass
@@ -339,9 +339,7 @@ class OwnLoop(Measured[Exchanging]):
         shown = sync if sync and model is not None else Unchecked(exchange, world.comm)
         waits_in = () if isinstance(sync, GradSync) else waits_of_ddp(module)
         clock = Clock(world.device, False, waits_in)
-        batch_size = global_batch_size(config, world.size)
-        settings = cast(Settings, config)
-        super().__init__(settings, world, module, shown, batch_size, Progress(0), clock)
+        super().__init__(cast(Settings, config), world, module, shown, clock)
         self.lab_sync = sync
         self._hooks: list[RemovableHandle] = []
         self._last: LastGradient | None = None

@@ -261,6 +261,11 @@ def check_name(key: str, value: str | None) -> None:
         )
 
 
+def global_batch_size(config: DictConfig | Settings, world_size: int) -> int:
+    """Return the samples of a step across all ranks."""
+    return config.batch_size * (world_size if config.scaling == "weak" else 1)
+
+
 def check_batch(config: DictConfig, world_size: int) -> None:
     """Refuse a batch that does not divide evenly, and name the nearest that do."""
     ranks = 1 if config.scaling == "weak" else world_size

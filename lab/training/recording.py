@@ -30,13 +30,12 @@ from lab.measure.environment import environment, git_commit, num_cores
 from lab.record.recorders import Guarded, Recorder
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, worded
-from lab.settings.config import ConfigError
+from lab.settings.config import ConfigError, global_batch_size
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.own_code import fingerprint
 from lab.settings.secrets import kept, kept_words
 from lab.settings.storage import from_here
 from lab.task import metrics_of, shown
-from lab.training.assemble import global_batch_size
 from lab.training.outcome import note_progress
 from lab.training.trainer import Loop
 
