@@ -388,7 +388,7 @@ def _refuse_stalled(text: str, sync: Checked) -> None:
     )
     cure = "call finish() without backward" if isinstance(sync, GradSync) else "use ddp.join()"
     raise RuntimeError(
-        f"{absent} stopped after {sync.step} steps, but rank {sync.comm.rank} goes on; all ranks must "
-        "run equally many steps: give each rank the same number of batches (drop_last=True), or "
-        f"on a rank without further batches, {cure}; if {absent} {why}"
+        f"{absent} stopped after {sync.step} steps, but rank {sync.comm.rank} goes on; all ranks "
+        "must run equally many steps: give each rank the same number of batches (drop_last=True), "
+        f"or on a rank without further batches, {cure}; if {absent} {why}"
     ) from None

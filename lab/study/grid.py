@@ -19,6 +19,7 @@ from lab.settings.files import choices_of, is_file, read_file
 from lab.settings.names import computation, resolved, run_name, variant
 from lab.settings.overrides import config_dir_of, expanded, one_value
 from lab.settings.own_code import fingerprint
+from lab.settings.secrets import kept
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -106,11 +107,10 @@ class Cell:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings besides a study's axes, as a record holds them."""
+        """All settings besides a study's axes, as a record holds them: without secrets."""
         from omegaconf import OmegaConf
 
-        composed: Any = OmegaConf.to_container(self.config, resolve=True)
-        return resolved(composed)
+        return resolved(kept(OmegaConf.to_container(self.config, resolve=True)))
 
     @functools.cached_property
     def baseline(self) -> tuple[object, ...] | None:

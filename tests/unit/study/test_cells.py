@@ -9,6 +9,7 @@ import pytest
 
 from lab import sweep
 from lab.record.schema import Record, Status, read_record
+from lab.settings.overrides import handed_over
 from lab.study import dry_run, launch
 from lab.study.grid import Cell, read
 from lab.study.launch import make_directory, recorded
@@ -63,6 +64,15 @@ def test_a_failed_attempt_is_kept_and_leftovers_are_not(tmp_path: Path) -> None:
         "failed-2",
     ]
     assert read_record(directory / "failed-2/record.json") == second
+
+
+def test_the_record_of_a_cell_that_left_none_holds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAB_MODEL_API_TOKEN_0", "put back")
+    (cell,) = read([*GRID[2:], "world_size=2", *handed_over(["+model.api_token='hunter2'"])]).cells
+    record = launch.record_of(make_directory(tmp_path, cell), cell, "failed", "lost")
+    assert record.settings["model.api_token"] == "…"
 
 
 def test_cells_that_take_turns_each_record_why_they_did_not_begin(
