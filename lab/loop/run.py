@@ -26,7 +26,7 @@ from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
 from lab.record.recorders import Recorder
 from lab.record.schema import Certificate, read_record
-from lab.settings.config import Settings, build, global_batch_size, load
+from lab.settings.config import Settings, build, global_batch_size, load, settings_of
 from lab.settings.errors import ConfigError
 from lab.settings.names import of_all_ranks, resolved, run_name
 from lab.sync.base import Exchanging
@@ -34,7 +34,7 @@ from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import count, require_alike
 from lab.training.outcome import measured
-from lab.training.recording import Curves, Recording, claim, settings_of
+from lab.training.recording import Curves, Recording, claim
 from lab.training.run import failure_of
 from lab.training.trainer import Measured
 

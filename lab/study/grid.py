@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.cluster.settings import Cluster, cluster_of, straggler_of
-from lab.settings.config import check_batch, check_name, global_batch_size, load
+from lab.settings.config import check_batch, check_name, global_batch_size, load, settings_of
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, is_file, read_file
 from lab.settings.names import computation, resolved, run_name, variant
 from lab.settings.overrides import config_dir_of, expanded, one_value
 from lab.settings.own_code import fingerprint
-from lab.settings.secrets import kept
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -108,9 +107,7 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings besides a study's axes, as a record holds them: without secrets."""
-        from omegaconf import OmegaConf
-
-        return resolved(kept(OmegaConf.to_container(self.config, resolve=True)))
+        return resolved(settings_of(self.config))
 
     @functools.cached_property
     def baseline(self) -> tuple[object, ...] | None:

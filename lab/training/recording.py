@@ -30,10 +30,10 @@ from lab.measure.environment import environment, git_commit, num_cores
 from lab.record.recorders import Guarded, Recorder
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, worded
-from lab.settings.config import ConfigError, global_batch_size
+from lab.settings.config import ConfigError, global_batch_size, settings_of
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.own_code import fingerprint
-from lab.settings.secrets import kept, kept_words
+from lab.settings.secrets import kept_words
 from lab.settings.storage import from_here
 from lab.task import metrics_of, shown
 from lab.training.outcome import note_progress
@@ -149,11 +149,6 @@ class Recording:
         self.record.duration_s = time.monotonic() - self._began
         self.directory.write_record(self.record)
         self.curves.finish(self.record)
-
-
-def settings_of(config: DictConfig) -> dict[str, Any]:
-    """Return a run's settings, nested as they are composed, without secrets."""
-    return kept(OmegaConf.to_container(config, resolve=True))
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
