@@ -265,8 +265,8 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
     return line
 
 
-def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> None:
-    """Print settings as YAML documents, for `--cfg job`.
+def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> int:
+    """Print settings as YAML documents, for `--cfg job`, and return exit code 0.
 
     Args: flags: of the command line, of which `--resolve` and `--package` say what is printed.
 
@@ -285,6 +285,7 @@ def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> None:
         header = f"# @package {package}\n" if package else ""
         texts.append(header + OmegaConf.to_yaml(part))
     print("---\n".join(texts), end="")
+    return 0
 
 
 def report_error(command: str, error: Exception) -> None:

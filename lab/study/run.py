@@ -62,8 +62,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     """
     study, source = read(line.settings)
     if line.shows_settings:
-        show((cell.config for cell in study.cells), line.flags)
-        return 0
+        return show((cell.config for cell in study.cells), line.flags)
     if study.own.dry_run:
         from lab.study import dry_run  # records need numpy: a wrong setting is answered without it
 
