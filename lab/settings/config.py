@@ -23,10 +23,6 @@ from lab.settings.secrets import kept, without_secrets
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-GROUPS = (
-    *("strategy", "exchange", "sync", "transform"),
-    *("task", "model", "profile", "data", "optim", "comm", "recorder", "cluster", "straggler"),
-)
 # Of an exchange that is put together, with what each is by default.
 PARTS = {"path": "two_stage", "codec": "int8", "memory": "error_feedback"}
 DATA = ("profile",)  # groups whose files are data
@@ -138,6 +134,7 @@ class Settings:
 
 
 FIELDS = fields_of(Settings)
+GROUPS = ("strategy", *(k for k, f in FIELDS.items() if f.type == "dict[str, Any]" and k != "code"))
 
 
 def load(arguments: Sequence[str]) -> DictConfig:
