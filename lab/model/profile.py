@@ -166,9 +166,9 @@ class Profile:
         import yaml  # imported here, as only who writes a file needs it
 
         content = {key: value for key, value in asdict(self).items() if value not in (None, ())}
-        for key in content.keys() & {"layers", "fits"}:
-            content[key] = list(content[key])
-        written = mapped(content | {"layers": content.pop("layers")}, _rounded)  # layers last
+        for key in ("layers", "fits"):  # they come last
+            content |= {key: list(content.pop(key))} if key in content else {}
+        written = mapped(content, _rounded)
         return yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=math.inf)
 
     def scaled(self, bytes_scale: float = 1.0, time_scale: float = 1.0) -> Profile:
