@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,19 +24,13 @@ from lab.distributed.comm import Collective, Comm, NoWindow, Window
 from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes
-from lab.exchange.memory import Bound, Memory
+from lab.exchange.memory import Memory
 from lab.settings import checks
 
 NOTABLE = 0.1  # share of all values: sent as float32, they are most of what one bit each leaves
 
 
-class Planned(Protocol):
-    """The part of a bucket's exchange that stays from step to step; `bound` are its residuals."""
-
-    bound: Bound
-
-
-P = TypeVar("P", bound=Planned)
+P = TypeVar("P")  # what stays of a bucket's exchange from step to step; `bound` are its residuals
 
 
 class Lossy(Staged):

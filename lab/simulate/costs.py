@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from lab.exchange.cost import Costs, Shape, Sizes
-from lab.exchange.grouping import checked_ends
+from lab.exchange.grouping import checked_ends, phase_shares
 from lab.settings.config import build, choices_of
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import read_file
@@ -156,14 +156,7 @@ def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
     """
     if class_of(exchange) != "Schedule":
         return [(1.0, exchange)]
-    until = exchange["until"]
-    if not all(0 < end < 1 for end in until):
-        raise ValueError(
-            f"exchange.until={list(until)}: a prediction needs the length of the run; set "
-            "steps=, or give shares of the run, as in exchange.until=[0.5]"
-        )
-    starts, ends = [0, *until], [*until, 1]
-    shares = [end - start for start, end in zip(starts, ends, strict=True)]
+    shares = phase_shares(exchange["until"])
     return list(zip(shares, ways_of(exchange).values(), strict=True))
 
 
