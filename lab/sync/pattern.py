@@ -70,17 +70,13 @@ class Pattern:
         by_library: another library exchanges the gradients, on a schedule of its own.
         waits_in_backward: backward returns when the exchange is done, so it includes its time.
         waits_in_forward: the next forward waits for each layer's exchange, and updates the layer.
-        no_overlap: why `overlap=true` is refused; empty: it is accepted.
-        needs_overlap: why `overlap=false` is refused; empty: it is accepted.
-        no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
-            accepted.
-        no_graph: why `graph=true`, which repeats one step without the host, is refused; empty: it
-            is accepted.
-        only_sgd: why optimizers other than SGD are refused; empty: they are accepted.
-        only_elementwise: why optimizers that treat a tensor as a whole are refused; empty: they are
-            accepted.
-        only_exact: why an exchange that is not exact is refused; empty: it is accepted.
-        no_auto: why an exchange that chooses by measurement is refused; empty: it is accepted.
+        no_overlap, needs_overlap, no_fp16, no_graph: why `overlap=true`, `overlap=false`,
+            `precision=fp16` (which skips steps that overflow) and `graph=true` (which repeats one
+            step without the host) are refused; empty: it is accepted, here and below.
+        only_sgd, only_elementwise: why optimizers other than SGD are refused, and those that treat
+            a tensor as a whole.
+        only_exact, no_auto: why an exchange that is not exact is refused, and one that chooses by
+            measurement.
     """
 
     begins: Begin

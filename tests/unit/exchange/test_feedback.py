@@ -234,23 +234,6 @@ def test_a_residual_is_flushed_once(name: str) -> None:
     run_ranks(1, rank_main)
 
 
-def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
-    shapes = {"w": torch.Size((4,)), "v": torch.Size((4,))}
-
-    def rank_main(comm: Comm) -> tuple[list[float], dict[str, list[float]]]:
-        exchange = TopK(ratio=0.25)
-        own = [[1.0, -8, 2, 0, 4, 3, 2, 1], [6.0, 1, 1, 1, 2, 2, 8, 2]][comm.rank]
-        bucket = GradBucket(shapes, torch.tensor(own))
-        exchange.average(bucket, comm)
-        kept = exchange.state_dict()["residual"]
-        return bucket.flat.tolist(), {n: r.tolist() for n, r in kept.items()}
-
-    (mean, kept), (other_mean, other_kept) = run_ranks(2, rank_main)
-    assert mean == other_mean == [3, -4, 0, 0, 2, 0, 4, 0]
-    assert kept == {"w": [1, 0, 2, 0], "v": [0, 3, 2, 1]}
-    assert other_kept == {"w": [0, 1, 1, 1], "v": [2, 2, 0, 2]}
-
-
 def test_randomk_draws_anew_by_seed_step_and_name() -> None:
     def drawn(seed: int, step: int, name: str) -> list[int]:
         """Return the places at which values arrive, of a gradient of ones."""

@@ -461,7 +461,6 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
         (["trace=step.json", "world_size=1,2"], "trace=step.json: needs one cell, but there are 2"),
-        (["model=replay"], "profile=none: must be a file in conf/profile"),
         (["world_size="], "world_size=: must be an integer from 1 to"),
         (["hardware.from="], "hardware.from=: must be the path of a log"),
         (["hardware.codec_rates.onebit=1e8"], "codec_rates.onebit: no such exchange; allowed:"),
