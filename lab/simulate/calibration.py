@@ -123,7 +123,14 @@ def _fitted(
 ) -> Hardware:
     """Fit a pair's link, and with the first one sums and codecs too; write them into `node`."""
     pair = replace(hardware, ranks_per_node=2 if place.link == "intra" else 1)
-    rows = [row for row in place.rows if row["algorithm"] in exchanges or _is_long_send(row)]
+    # Of sends only long ones, which tell the link's rate apart from that of adding what arrives:
+    # short ones are timed several together, and so hide each other's latency.
+    rows = [
+        row
+        for row in place.rows
+        if row["algorithm"] in exchanges
+        or (row["algorithm"] == SEND_RECV and row["size_bytes"] >= LEAST_SENT)
+    ]
     keys = link_keys(pair)
     if first:
         codecs = _codecs(rows, exchanges, Network(pair, LARGEST_FITTED))
@@ -136,14 +143,6 @@ def _fitted(
         assert value is not None  # it was fitted
         _put(node, key, value, (value / factor, value * factor))
     return replace(found, ranks_per_node=hardware.ranks_per_node)
-
-
-def _is_long_send(row: Mapping[str, Any]) -> bool:
-    """Return whether a row tells the link's rate apart from that of adding what arrives.
-
-    Short sends are timed several together, and so hide each other's latency.
-    """
-    return row["algorithm"] == SEND_RECV and row["size_bytes"] >= LEAST_SENT
 
 
 def _codecs(

@@ -154,7 +154,8 @@ def _machine(name: str, texts: Mapping[str, str], config_dir: str | None) -> Har
     hardware = parse_hardware(_hardware(name, texts, config_dir))
     if LOG in texts:
         hardware = _with_log(hardware, texts[LOG])
-    return learned(hardware, _given(texts))
+    given = {key.removeprefix("hardware.") for key in texts}
+    return learned(hardware, given | ({"wire_passes"} if "contention" in given else set[str]()))
 
 
 def _moving(cells: Sequence[Cell], profiles: Sequence[Profile | None]) -> set[str]:
@@ -191,12 +192,6 @@ def _with_log(hardware: Hardware, path: str) -> Hardware:
             f"ranks_per_node={hardware.ranks_per_node}"
         )
     return replace(hardware, measured=curves)
-
-
-def _given(texts: Mapping[str, str]) -> set[str]:
-    """Return the terms that a command line gives itself."""
-    keys = {key.removeprefix("hardware.") for key in texts}
-    return keys | ({"wire_passes"} if "contention" in keys else set())
 
 
 def plain(node: Any) -> dict[str, Any]:
