@@ -56,18 +56,7 @@ _HOME = {
     "CertificateError": "lab.certificate.examination",
     "ConfigError": "lab.settings.errors",
 }
-__all__ = [
-    "CertificateError",
-    "ConfigError",
-    "Run",
-    "__version__",
-    "attach",
-    "ddp_comm_hook",
-    "fsdp_reduce_scatter",
-    "grad_sync",
-    "load",
-    "run",
-]
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

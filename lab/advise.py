@@ -34,8 +34,7 @@ def main(line: CommandLine) -> int:
     """Print the advice; write it to `out=`. The exit code is 2 for bad input."""
     advice = read(line.settings)
     if line.shows_settings:
-        show((cell.config for cell in advice.prediction.cells), line.flags)
-        return 0
+        return show((cell.config for cell in advice.prediction.cells), line.flags)
     # Imported here: a wrong setting is answered before numpy, pandas and Altair load.
     from lab.advice import view
     from lab.advice.advise import advised

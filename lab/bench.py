@@ -44,8 +44,7 @@ def main(line: CommandLine) -> int:
     """
     request = read([line.word, *line.settings])
     if line.shows_settings:
-        show((variant.config for variant in request.variants), line.flags)
-        return 0
+        return show((variant.config for variant in request.variants), line.flags)
     result = measure(request)
     if result is None:
         return 0

@@ -52,8 +52,7 @@ def main(line: CommandLine) -> int:
     out = parsed(OwnSettings, texts).out
     request = read(["calibrate", *words])
     if line.shows_settings:
-        show((variant.config for variant in request.variants), line.flags)
-        return 0
+        return show((variant.config for variant in request.variants), line.flags)
     result = measure(request)
     if result is not None:
         from lab.benchmarks.calibrate import present  # imports Altair

@@ -38,8 +38,7 @@ def main(line: CommandLine) -> int:
     """Print the table of predictions; write them to `out=`. The exit code is 2 for bad input."""
     request = read(line.settings)
     if line.shows_settings:
-        show((cell.config for cell in request.cells), line.flags)
-        return 0
+        return show((cell.config for cell in request.cells), line.flags)
     # Imported here: a wrong setting is answered before pandas and Altair load.
     from lab.simulate import view
 

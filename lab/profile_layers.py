@@ -52,8 +52,7 @@ def main(line: CommandLine) -> int:
     out = parsed(Settings, texts).out
     configs = read(settings)
     if line.shows_settings:
-        show(configs[:1], line.flags)
-        return 0
+        return show(configs[:1], line.flags)
     # torch is imported only here: help and wrong settings are answered without it.
     from lab.device.profile import measure, present
 

@@ -59,8 +59,7 @@ def main(line: CommandLine) -> int:
         from lab.training.assemble import check
 
         check(config)
-        show([config] if launcher.is_first_rank() else [], line.flags)
-        return 0
+        return show([config] if launcher.is_first_rank() else [], line.flags)
     if cluster and not launcher.was_launched():
         return sandbox.run(cluster, ["run", "-m", "lab.train", *line.settings])
     from lab.training.run import start

@@ -29,7 +29,6 @@ from lab.simulate.predict import (
     machines,
     note_of_update,
     plain,
-    residual_of,
     sources_of,
     strategy_of,
     unread,
@@ -37,6 +36,7 @@ from lab.simulate.predict import (
 from lab.simulate.score import Group, held_out, score, scored_cell, skill
 from lab.simulate.step import predict, simulate
 from lab.simulate.strategy import Strategy, rank_bytes
+from lab.simulate.terms import residual_of
 from lab.study.grid import Cell, series_of
 
 Row = dict[str, Any]

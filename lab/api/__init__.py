@@ -22,7 +22,7 @@ from lab.diagnosis import view as diagnosis_view
 from lab.draw.chart import Chart
 from lab.settings.checks import as_text
 from lab.settings.command import Command, read
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, as_config_error
 from lab.simulate import predict as prediction
 from lab.simulate import view as prediction_view
 from lab.study.grid import SweepSettings
@@ -162,10 +162,8 @@ def explain(path: str | Path) -> Answer:
     Raises:
         ConfigError: the folder cannot be read, or the run used only one rank.
     """
-    try:
+    with as_config_error("", OSError):
         return Answer(*diagnosis_view.explained(Path(path)))
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
 
 
 def _words(settings: Settings) -> list[str]:

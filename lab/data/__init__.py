@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lab.settings import checks
+from lab.settings.errors import one_line
 
 
 class Data(Protocol):
@@ -83,7 +84,7 @@ class GlobalSampler:
         start: samples of the stream that earlier runs have used.
 
     Raises:
-        ValueError: an argument out of range, or a batch that ranks cannot share evenly.
+        ValueError: there are no samples, or ranks cannot share a batch evenly.
     """
 
     def __init__(
@@ -95,16 +96,7 @@ class GlobalSampler:
         seed: int,
         start: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("num_samples", num_samples, 1),
-            ("batch_size", batch_size, 1),
-            ("world_size", world_size, 1),
-            ("seed", seed, 0),
-            ("start", start, 0),
-        ):
-            checks.whole(name, value, least)
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank}: must be from 0 to {world_size - 1}")
+        checks.whole("num_samples", num_samples, 1)
         if batch_size % world_size:
             raise ValueError(
                 f"batch_size={batch_size}: must be a multiple of {world_size}, the number of ranks"
@@ -250,8 +242,7 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # readers raise many types: of zip, of Arrow, of the system
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ValueError(f"data.path={file}: cannot be read: {reason}") from None
+        raise ValueError(f"data.path={file}: cannot be read: {one_line(error)}") from None
 
 
 def held_out(test_share: object) -> float:

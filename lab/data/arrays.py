@@ -181,7 +181,7 @@ def read_columns(
     import pyarrow.parquet as parquet  # slow to import
 
     with reading(file):
-        there = list(parquet.read_schema(file).names)
+        there, num_rows = [*parquet.read_schema(file).names], parquet.read_metadata(file).num_rows
     listed = [inputs] if isinstance(inputs, str) else [*checks.listed("data.inputs", inputs or ())]
     listed = listed or [name for name in there if name != target]
     for name in {name for name in listed if listed.count(name) > 1 or name == target}:
@@ -193,8 +193,6 @@ def read_columns(
             raise ValueError(
                 f"data.{key}={name}: {file} has no such column; its columns are {', '.join(there)}"
             )
-    with reading(file):
-        num_rows = parquet.read_metadata(file).num_rows
     _require_memory(file, num_rows, len(listed) + 1)
     with reading(file):
         table = parquet.read_table(file, columns=[*listed, target])

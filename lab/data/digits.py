@@ -61,10 +61,7 @@ def rotated_digits(
 
 
 def _load(size: object) -> tuple[Tensor, Tensor, int]:
-    """Read images float32 [n, 1, size, size], classes int64 [n], and the number of test images.
-
-    Images are resized, not normalised.
-    """
+    """Read resized images float32 [n, 1, size, size], classes int64 [n], and how many are tests."""
     size = checks.whole("data.size", size, NATIVE_PX, MOST_PX)
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         pixels, classes, num_test = file["pixels"], file["classes"], int(file["num_test"])

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lab.data import GlobalSampler, rank_batches
 from lab.settings import checks
+from lab.settings.errors import one_line
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's RGB values, in 0 to 1
@@ -223,8 +224,7 @@ class ImageFiles(Dataset):
         try:
             return decode(path, self.size, rng), label
         except Exception as error:  # Pillow's decoders raise many types
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            return CorruptImage(f"data.path: cannot read the image {path}: {reason}")
+            return CorruptImage(f"data.path: cannot read the image {path}: {one_line(error)}")
 
 
 def collate(samples: list[Sample]) -> Batch:

@@ -128,10 +128,7 @@ class TorchComm(Comm):
         return all_to_all_flat(self.group, output, tensor, [], [], *options)
 
     def _options(self, kind: Callable[[], Any]) -> list[Any]:
-        """Return options of a collective that runs in the current stream, and so returns None.
-
-        [] for the defaults.
-        """
+        """Return options of a collective that runs in the current stream; [] for the defaults."""
         if not self._in_stream:
             return []
         options = kind()
@@ -432,11 +429,7 @@ def in_file(comm: Comm, num_bytes: int) -> Window:
 
 
 def _new_file(num_bytes: int) -> str:
-    """Return the path of a new file of zeros, all of which is in memory.
-
-    Raises:
-        OSError: there is no folder for it, or not as much memory.
-    """
+    """Return the path of a new file of zeros, all of which is in memory."""
     descriptor, path = tempfile.mkstemp(prefix="lab-window-", dir=IN_MEMORY)
     try:
         # Of a file that is only made longer, a page that does not fit ends the process.
@@ -492,11 +485,7 @@ def _unreachable(comm: Comm, device: torch.device) -> str:
 
 
 def _agree(comm: Comm, problem: str, device: torch.device) -> None:
-    """Go on if no rank has a problem.
-
-    Raises:
-        NoWindow: one has; it is the first one's on all ranks.
-    """
+    """Raise NoWindow on all ranks if one has a problem; the first one's is named."""
     for rank, told in enumerate(_everyones(comm, problem, device)):
         if told:
             raise NoWindow(f"rank {rank}: {told}")

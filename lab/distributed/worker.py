@@ -24,7 +24,7 @@ from torch import Tensor
 from lab.distributed.comm import Collective
 from lab.distributed.launcher import in_main_thread
 from lab.distributed.torch_comm import first_line
-from lab.distributed.world import LIBRARY_MARGIN_S, World
+from lab.distributed.world import LIBRARY_MARGIN_S, Waits, World
 
 Job = Callable[[], Iterator[Collective]]  # yields what it begins; resumed when complete
 Event = torch.cuda.Event | torch.Event
@@ -83,34 +83,26 @@ class InlineWorker(Worker):
     in_line = True
 
     def __init__(self) -> None:
-        self._current: tuple[str, float] | None = None
+        self._waits = Waits()
 
     def submit(self, label: str, job: Job) -> None:
-        self._current = label, time.monotonic()
-        for collective in job():
-            collective.wait()
-        self._current = None
+        with self._waits.of(label):
+            for collective in job():
+                collective.wait()
 
     def oldest(self) -> tuple[str, float] | None:
-        current = self._current
-        return current and (current[0], time.monotonic() - current[1])
+        return self._waits.current()
 
 
 @dataclass
 class _UnderWay:
-    """A job that waits for a collective.
-
-    Attributes:
-        waits_for: that collective.
-        job: its position among all jobs of the worker, from 1.
-        stage: how many collectives the job has begun.
-    """
+    """A job that waits for a collective."""
 
     label: str
     stages: Iterator[Collective]
     waits_for: Collective
-    job: int
-    stage: int = 1
+    job: int  # its position among all jobs of the worker, from 1
+    stage: int = 1  # how many collectives it has begun
 
 
 class TurnsWorker(Worker):

@@ -199,7 +199,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 class Waits:
-    """The wait of a rank outside any exchange: its label, and since when."""
+    """The wait of a rank under way: its label, and since when."""
 
     def __init__(self) -> None:
         self._current: tuple[str, float] | None = None
@@ -396,9 +396,6 @@ def _of_this_join(store: dist.Store, rank: int, size: int, local_size: int) -> d
     """Separate this join's keys from others in the same store, which may outlive its ranks.
 
     A process may join more than once, as often as the other ranks do, but belongs to one start.
-
-    Raises:
-        ValueError: the store was used before, and the ranks cannot tell which start this is.
     """
     global _counted
     if local_size == size:  # one agent: all ranks see its count of restarts

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,19 +24,13 @@ from lab.distributed.comm import Collective, Comm, NoWindow, Window
 from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes
-from lab.exchange.memory import Bound, Memory
+from lab.exchange.memory import Memory
 from lab.settings import checks
 
 NOTABLE = 0.1  # share of all values: sent as float32, they are most of what one bit each leaves
 
 
-class Planned(Protocol):
-    """The part of a bucket's exchange that stays from step to step; `bound` are its residuals."""
-
-    bound: Bound
-
-
-P = TypeVar("P", bound=Planned)
+P = TypeVar("P")  # what stays of a bucket's exchange from step to step; `bound` are its residuals
 
 
 class Lossy(Staged):
@@ -322,24 +316,22 @@ class Symmetric(TwoStage):
         """Return the window of a bucket, made at its first exchange; None: there is none."""
         num_bytes = 2 * self.layout(bucket, comm.size).num_bytes
         key = self, "window", comm.size, num_bytes
-        if key not in bucket.plans:
-            window = bucket.plans[key] = self._new_window(comm, num_bytes, bucket.flat.device)
-            self._in_window.update(dict.fromkeys(bucket.shapes, window is not None))
-        return bucket.plans[key]
-
-    def _new_window(self, comm: Comm, num_bytes: int, device: torch.device) -> Window | None:
+        if key in bucket.plans:
+            return bucket.plans[key]
+        window: Window | None = None
         if self._why is None:
             try:
-                return comm.window(num_bytes, device)
+                window = comm.window(num_bytes, bucket.flat.device)
             except NoWindow as error:
                 self._why = str(error)
-            if os.environ.get("LOCAL_RANK", "0") == "0":
                 text = (
-                    f"path=symmetric: ranks share no memory ({self._why}); path=two_stage runs "
-                    "instead"
+                    f"path=symmetric: ranks share no memory ({error}); path=two_stage runs instead"
                 )
-                warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
-        return None
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no source line
+        self._in_window.update(dict.fromkeys(bucket.shapes, window is not None))
+        bucket.plans[key] = window
+        return window
 
 
 class _AllGatherPlan(Messages):

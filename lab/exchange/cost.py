@@ -6,11 +6,12 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lab.exchange.grouping import LAG, MIB, ChunkMB, chunk_mb_over
+from lab.exchange.grouping import LAG, MIB, VALUE_BYTES, ChunkMB, chunk_mb_over
 
 if TYPE_CHECKING:
     from lab.exchange.base import Exchange
@@ -18,44 +19,54 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Costs(Protocol):
+class Costs(ABC):
     """One bucket on a network, which collects the stages of its exchange; see simulate.costs.Load.
 
     Attributes:
         shapes: of the bucket's parameters.
-        n: number of values. num_bytes: of them. N: number of ranks.
         network: costs of collectives; see simulate.network.Network.
     """
 
+    shapes: Sequence[Shape]
+    network: Any
     stages: list[Any]
 
     @property
-    def shapes(self) -> Sequence[Shape]: ...
-    @property
-    def network(self) -> Any: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def N(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
+    def n(self) -> int:
+        """Number of values in the bucket."""
+        return sum(map(math.prod, self.shapes))
 
-    def codec(self, num_bytes: float, calls: int = 1) -> None:
-        """Add a stage of `calls` calls that read and write `num_bytes` of memory."""
+    @property
+    def N(self) -> int:
+        """Number of ranks."""
+        return self.network.size
 
-    def products(self, operations: Sequence[float]) -> None:
-        """Add a stage of matrix products, of so many operations on each rank."""
-
-    def wire(self, cost: Any, inside: bool = False) -> None:
-        """Add a stage that waits for a collective, of all ranks or inside each node."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the uncompressed gradient."""
+        return VALUE_BYTES * self.n
 
     def exact(self, num_values: int) -> Any:
         """Return the cost of values that travel uncompressed, in a separate all-reduce."""
+        return self.network.all_reduce(VALUE_BYTES * num_values)
 
     def chunk_bytes(self, chunk_mb: ChunkMB) -> float:
         """Return the bytes of the largest chunk; infinite if buckets are sent whole."""
-        ...
+        return chunk_bytes(chunk_mb, self.network.hardware.library)
 
+    @abstractmethod
+    def codec(self, num_bytes: float, calls: int = 1) -> None:
+        """Add a stage of `calls` calls that read and write `num_bytes` of memory."""
+
+    @abstractmethod
+    def products(self, operations: Sequence[float]) -> None:
+        """Add a stage of matrix products, of so many operations on each rank."""
+
+    @abstractmethod
+    def wire(self, cost: Any, inside: bool = False) -> None:
+        """Add a stage that waits for a collective, of all ranks or inside each node."""
+
+    @abstractmethod
     def add(
         self,
         exchange: Exchange,
@@ -71,7 +82,12 @@ class Costs(Protocol):
             part: see simulate.recorded.add_stages.
             share: of its stages, as of those of a run's steps in which it is used.
         """
-        ...
+
+
+def chunk_bytes(chunk_mb: ChunkMB, backend: str) -> float:
+    """Return the bytes of the largest chunk over a library; infinite: there are no chunks."""
+    size = chunk_mb_over(chunk_mb, backend)
+    return size * MIB if size else math.inf
 
 
 class Needs(NamedTuple):
@@ -111,6 +127,5 @@ class Sizes:
 
     def chunks(self, num_values: float, chunk_mb: ChunkMB, num_children: int = 1) -> float:
         """Count the bytes of the chunks that arrive from `num_children` ranks at the same time."""
-        size = chunk_mb_over(chunk_mb, self.backend)
-        limit = size * MIB if size else math.inf
+        limit = chunk_bytes(chunk_mb, self.backend)
         return LAG * num_children * min(4 * num_values, limit)

@@ -85,7 +85,7 @@ class Direction(Exchange):
         return {"counts": {"updates": torch.tensor(self.updates)}, **kinds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.moments = {kind: copies(state[kind]) for kind in self.kinds}
+        self.moments = {k: {n: v.clone() for n, v in state[k].items()} for k in self.kinds}
         self.updates = int(state["counts"]["updates"])
         self._step = None
 
@@ -178,11 +178,6 @@ def zeros(kept: Moments, name: str, like: Tensor) -> Tensor:
     if name not in kept:
         kept[name] = torch.zeros_like(like)
     return kept[name]
-
-
-def copies(kept: Moments) -> Moments:
-    """Return a copy of each tensor that is kept."""
-    return {name: value.clone() for name, value in kept.items()}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lab.settings.checks import is_number
@@ -137,6 +138,16 @@ def checked_ends(until: Any, num_phases: int) -> list[float]:
             "shares of the run between 0 and 1, or whole steps of at least 1"
         )
     return ends
+
+
+def phase_shares(until: Sequence[float]) -> list[float]:
+    """Return each phase's share of the steps of a run; ValueError: its length is not known."""
+    if not all(0 < end < 1 for end in until):
+        raise ValueError(
+            f"exchange.until={list(until)}: a prediction needs the length of the run; set "
+            "steps=, or give shares of the run, as in exchange.until=[0.5]"
+        )
+    return [end - start for start, end in pairwise([0, *until, 1])]
 
 
 class Node(NamedTuple):

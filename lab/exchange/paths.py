@@ -255,8 +255,7 @@ class DoubleTree(Path):
         if comm.size == 1:
             return
         halves = bucket.flat.tensor_split(2)
-        chunk_mb = chunk_mb_over(self.chunk_mb, comm.backend)
-        num_chunks = count_chunks(halves[0], chunk_mb)
+        num_chunks = count_chunks(halves[0], chunk_mb_over(self.chunk_mb, comm.backend))
         first, second = (
             up_and_down(
                 half.tensor_split(num_chunks),
@@ -289,14 +288,12 @@ class Ring(Path):
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.size > 1:
-            chunk_mb = chunk_mb_over(self.chunk_mb, comm.backend)
-            run_pipelined(comm, self._ticks(bucket, comm.rank, comm.size, chunk_mb))
+            run_pipelined(comm, self._ticks(bucket, comm))
 
-    def _ticks(
-        self, bucket: GradBucket, rank: int, size: int, chunk_mb: float | None
-    ) -> Iterator[Tick]:
+    def _ticks(self, bucket: GradBucket, comm: Comm) -> Iterator[Tick]:
+        rank, size = comm.rank, comm.size
         parts = bucket.flat.tensor_split(size)
-        num_pieces = count_chunks(parts[0], chunk_mb)
+        num_pieces = count_chunks(parts[0], chunk_mb_over(self.chunk_mb, comm.backend))
         pieces = [part.tensor_split(num_pieces) for part in parts]
         arrived = self._chunks.scratch("ring", bucket.flat, LAG, pieces[0][0].numel())
         after, before = (rank + 1) % size, (rank - 1) % size

@@ -258,10 +258,7 @@ def _trial(kernels: Reference, device: torch.device) -> None:
 
 
 def orthonormalise(ps: Iterable[Tensor]) -> None:
-    """Replace each P, float32 [..., rows, rank], by an orthonormal basis of its columns.
-
-    It comes from QR, not Gram-Schmidt, which fails on a matrix of lower rank.
-    """
+    """Replace each P, float32 [..., rows, rank], by an orthonormal basis of its columns, by QR."""
     for p in ps:
         p.copy_(torch.linalg.qr(p).Q)
 

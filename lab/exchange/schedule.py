@@ -11,7 +11,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Exchange, Shapes, require_part
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.grouping import checked_ends
+from lab.exchange.grouping import checked_ends, phase_shares
 
 
 class Composite(Exchange):
@@ -130,14 +130,8 @@ class Schedule(Composite):
 
     def add_cost(self, costs: Costs) -> bool:
         """Add each phase's stages for its share of the run."""
-        if not all(0 < end < 1 for end in self.until):
-            raise ValueError(
-                f"exchange.until={self.until}: a prediction needs the run's length; set steps, or "
-                "give shares of the run"
-            )
-        spans = pairwise([0, *self.until, 1])
-        for exchange, (start, end) in zip(self.parts.values(), spans, strict=True):
-            costs.add(exchange, share=end - start)
+        for exchange, share in zip(self.parts.values(), phase_shares(self.until), strict=True):
+            costs.add(exchange, share=share)
         return True
 
     def choose(self, bucket: GradBucket, comm: Comm) -> str:

@@ -33,7 +33,7 @@ from lab.loop.check import (
     LoopCheck,
     follow,
     is_on,
-    refuse_stalled,
+    naming_stalled,
     remember,
     syncs,
 )
@@ -56,7 +56,7 @@ class Unhooked:
     """Stands for the state of a hook in a copy of a DDP model, which has no hook."""
 
 
-def meet_to_load(sync: Checked, world: World, facts: Mapping[str, str]) -> None:
+def meet_to_load(sync: Checked, facts: Mapping[str, str]) -> None:
     """Wait until all ranks load a state: later, those that load none would hang the others.
 
     Raises: ValueError: some ranks have not come within exchange_timeout_s, or state other `facts`.
@@ -64,7 +64,7 @@ def meet_to_load(sync: Checked, world: World, facts: Mapping[str, str]) -> None:
     sync.num_loads += 1
     limit_s = float(sync.settings["exchange_timeout_s"])
     with as_config_error("load_state_dict: "):
-        absent = world.meet(f"loads/{sync.num_loads}", facts, limit_s)
+        absent = sync.world.meet(f"loads/{sync.num_loads}", facts, limit_s)
     if absent:
         raise ValueError(
             f"load_state_dict: {absent} did not call it within {limit_s:g} s "
@@ -79,21 +79,13 @@ class LoopState(Checked, HookState):
     registers no hook for them.
     """
 
-    world: World
-
     def submit(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        try:
+        with naming_stalled(self):
             return super().submit(bucket)
-        except RuntimeError as error:
-            refuse_stalled(error, self, self.world)
-            raise
 
     def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
-        try:
+        with naming_stalled(self):
             super()._gradient_ready(name, _parameter)
-        except RuntimeError as error:
-            refuse_stalled(error, self, self.world)
-            raise
 
     def __reduce__(self) -> tuple[type[Unhooked], tuple[()]]:
         return Unhooked, ()
@@ -112,7 +104,7 @@ class LoopState(Checked, HookState):
         Raises: ValueError: the state belongs to another rank, exchange or model.
         """
         require_state(state, "step", "exchange")
-        meet_to_load(self, self.world, {"step": str(state["step"])})
+        meet_to_load(self, {"step": str(state["step"])})
         self._owner.check(state.get(KEY), state["exchange"])
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
@@ -175,7 +167,7 @@ def ddp_comm_hook(
         "bucket_mb": wrapped.bucket_bytes_cap / MIB,
     }
     if looks:
-        state.check = LoopCheck(wrapped.module, state, world, certificate, FORGOT_HOOK)
+        state.check = LoopCheck(state, certificate, FORGOT_HOOK)
         follow(state.check, state)
     return state, exchange_hook
 
@@ -214,10 +206,7 @@ def _join(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> tuple[World, dict[str, Any]]:
-    """Connect the ranks of `group` for an exchange; return them and its settings.
-
-    Raises: ConfigError: settings, software, parameters or GPUs differ between the ranks.
-    """
+    """Connect the ranks of `group` for an exchange, if they are alike; return its settings too."""
     world = world_of(group, device, config.exchange_timeout_s)
     settings: Any = OmegaConf.to_container(config, resolve=True)
     require_alike(world, settings_and_software(config) | parameters(model))
@@ -270,14 +259,14 @@ class LoopSync(Checked, GradSync):
         self.divides_loss = False  # the loop's loss is what it is
         self._has_begun = self._is_open = False
         self.settings = settings
-        self._model, self._world = parts.model, world
+        self._model, self.world = parts.model, world
         self._guard = NonfiniteGuard(self.exchange, scaler, self.parameters.values())
         self._copies = CopyWatch(self, self.parameters.values())
 
     def __enter__(self) -> Self:
         self._refuse_shared()
         self._has_begun = self._is_open = True
-        replicas.broadcast_state(self._model, self._world)
+        replicas.broadcast_state(self._model, self.world)
         super().__enter__()
         self._arrivals.armed = True
         if self.check:
@@ -335,11 +324,8 @@ class LoopSync(Checked, GradSync):
         self._copies.begin()
         if self.clock:
             self.clock.next_phase("exchange")
-        try:
+        with naming_stalled(self):
             finite = super().finish()
-        except RuntimeError as error:
-            refuse_stalled(error, self, self._world)
-            raise
         if self.clock:
             self.clock.next_phase("update")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -366,11 +352,11 @@ class LoopSync(Checked, GradSync):
         step, order = int(state["step"]["step"]), state.get("order", {})
         digest = hashlib.sha256(" ".join(order).encode()).hexdigest()
         facts = {"step": str(step), "order of gradients": digest[:12]}
-        meet_to_load(self, self._world, facts)
+        meet_to_load(self, facts)
         prefix = "exchange."
         kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         self._owner.check(state.get(KEY), kept)
-        self.exchange.resume(kept, self._world.device)
+        self.exchange.resume(kept, self.world.device)
         super().load_state_dict({"order": order})
         self.step = step
 
@@ -380,11 +366,8 @@ class LoopSync(Checked, GradSync):
         super()._submit_next()
 
     def _advance(self, _name: str) -> None:
-        try:
+        with naming_stalled(self):
             self.worker.advance()
-        except RuntimeError as error:
-            refuse_stalled(error, self, self._world)
-            raise
 
 
 @refuses_misuse
@@ -437,7 +420,7 @@ def grad_sync(
         sync = LoopSync(parts, world, settings, scaler)
     remember(sync)
     if looks:
-        sync.check = LoopCheck(model, sync, world, certificate, FORGOT_FINISH)
+        sync.check = LoopCheck(sync, certificate, FORGOT_FINISH)
     return sync
 
 

@@ -6,7 +6,8 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,13 @@ class Checked(Exchanging):
     """A sync, or a hook's state, in a loop.
 
     Attributes:
+        world: the ranks, in process groups of its own.
         settings: the composed settings that made it.
         check: examines the first exchanges; None: nothing does. Set before the loop.
         num_loads: states loaded so far.
     """
 
+    world: World
     settings: Mapping[str, Any]
     check: LoopCheck | None = None
     num_loads = 0
@@ -102,21 +105,14 @@ class LoopCheck:
     Raises: ConfigError: the file's folder does not exist, or the file is a folder.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sync: Checked,
-        world: World,
-        file: str | Path | None,
-        forgotten: str,
-    ) -> None:
+    def __init__(self, sync: Checked, file: str | Path | None, forgotten: str) -> None:
         self._file = Path(file) if file else None
         if self._file and not self._file.absolute().parent.is_dir():
             raise ConfigError(f"certificate={file}: its folder does not exist")
         if self._file and self._file.is_dir():
             raise ConfigError(f"certificate={file} is a folder; give the path of a file in it")
         self.certificate: Certificate | None = None
-        self._model, self._sync, self._world = model, sync, world
+        self._sync, self._world = sync, (world := sync.world)
         self._about = About(
             world.gather,
             size=world.size,
@@ -144,7 +140,7 @@ class LoopCheck:
             why = f"exchange={type(exchange).__name__} delivers a {exchange.delivers}, not a mean"
             self._end(unchecked(why))
         else:
-            self._observer = Observer(self._model, self._sync, self._about)
+            self._observer = Observer(self._sync._model, self._sync, self._about)
             self._hooks = [
                 register_optimizer_step_pre_hook(self._before_update),
                 register_optimizer_step_post_hook(self._after_update),
@@ -357,21 +353,31 @@ def is_on(check: str | None) -> bool:
     return check == "first"
 
 
-def refuse_stalled(error: RuntimeError, sync: Checked, world: World) -> None:
-    """Name the ranks that others wait for, if `error` is of a wait in Gloo.
-
-    Ranks that wait in the same step meet in the store. As each step needs all ranks, those that do
-    not come have taken as many steps as this one.
+@contextmanager
+def naming_stalled(sync: Checked) -> Iterator[None]:
+    """Name the ranks that others wait for, if a wait in Gloo fails in this context.
 
     Raises:
         RuntimeError: says who has stopped, and after how many steps.
     """
-    text = str(error).lower()
+    try:
+        yield
+    except RuntimeError as error:
+        _refuse_stalled(str(error).lower(), sync)
+        raise
+
+
+def _refuse_stalled(text: str, sync: Checked) -> None:
+    """Raise the error of ranks that stopped, if there are any.
+
+    Ranks that wait in the same step meet in the store. As each step needs all ranks, those that do
+    not come have taken as many steps as this one.
+    """
     is_late = any(word in text for word in TIMEOUT)
     if "gloo" not in text or not (is_late or any(word in text for word in LOST_PEER)):
         return
     try:
-        absent = world.meet(f"stalled/{sync.step}", {}, GRACE_S)
+        absent = sync.world.meet(f"stalled/{sync.step}", {}, GRACE_S)
     except RuntimeError:  # the store has ended with its rank
         absent = "another rank"
     if not absent:
@@ -382,7 +388,7 @@ def refuse_stalled(error: RuntimeError, sync: Checked, world: World) -> None:
     )
     cure = "call finish() without backward" if isinstance(sync, GradSync) else "use ddp.join()"
     raise RuntimeError(
-        f"{absent} stopped after {sync.step} steps, but rank {world.rank} goes on; all ranks must "
-        "run equally many steps: give each rank the same number of batches (drop_last=True), or "
-        f"on a rank without further batches, {cure}; if {absent} {why}"
+        f"{absent} stopped after {sync.step} steps, but rank {sync.comm.rank} goes on; all ranks "
+        "must run equally many steps: give each rank the same number of batches (drop_last=True), "
+        f"or on a rank without further batches, {cure}; if {absent} {why}"
     ) from None

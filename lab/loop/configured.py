@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lab.cluster.settings import adopt_ranks, cluster_of
+from lab.cluster.settings import adopt_ranks, cluster_of, num_launched
 from lab.distributed import launcher
 from lab.record.schema import Record, read_record
 from lab.settings.errors import ConfigError
@@ -46,7 +46,7 @@ def run(config: DictConfig, world_size: int = 1) -> Record:
         )
     adopt_ranks()
     was_launched = launcher.was_launched()
-    checked, words = of_program(config, None if was_launched else world_size)
+    checked, words = of_program(config, num_launched() if was_launched else world_size)
     path = _joined(checked, words) if was_launched else _started(checked, words, world_size)
     record = read_record(path / "record.json")
     if record.status != "done":

@@ -26,17 +26,17 @@ from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
 from lab.record.recorders import Recorder
 from lab.record.schema import Certificate, read_record
-from lab.settings.config import Settings, build, load
+from lab.settings.config import Settings, build, global_batch_size, load, settings_of
 from lab.settings.errors import ConfigError
 from lab.settings.names import of_all_ranks, resolved, run_name
 from lab.sync.base import Exchanging
 from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
-from lab.training.assemble import count, global_batch_size, require_alike
+from lab.training.assemble import count, require_alike
 from lab.training.outcome import measured
-from lab.training.recording import Curves, Recording, claim, settings_of
+from lab.training.recording import Curves, Recording, claim
 from lab.training.run import failure_of
-from lab.training.trainer import Measured, Progress
+from lab.training.trainer import Measured
 
 
 @dataclass
@@ -184,9 +184,9 @@ class Run(Recording):
 
         Raises: RuntimeError: the run is not open, or another step has not ended.
         """
-        if not self._is_open or self._in_step:
-            if self._in_step:
-                raise RuntimeError("run.step(): called inside another step")
+        if self._in_step:
+            raise RuntimeError("run.step(): called inside another step")
+        if not self._is_open:
             raise RuntimeError("run.step(): no run is open; call it inside `with lab.Run(…)`")
         loop = self._loop
         loop.before_step()
@@ -259,11 +259,9 @@ def _number(name: str, value: object) -> float:
 
 
 def _repeat(world: World, config: DictConfig, known: Mapping[str, Any], given: int | None) -> int:
-    """Return the number of a run among those of the same settings, the same on all ranks.
+    """Return the number of a run among those of the same settings, and `known` facts of a record.
 
-    Args: known: what else tells runs apart, as the record has it.
-
-    Raises: ConfigError: the `given` one has been run.
+    It is the same on all ranks. ConfigError: the `given` one has been run.
     """
     answer = ""
     if world.rank == 0:
@@ -341,9 +339,7 @@ class OwnLoop(Measured[Exchanging]):
         shown = sync if sync and model is not None else Unchecked(exchange, world.comm)
         waits_in = () if isinstance(sync, GradSync) else waits_of_ddp(module)
         clock = Clock(world.device, False, waits_in)
-        batch_size = global_batch_size(config, world.size)
-        settings = cast(Settings, config)
-        super().__init__(settings, world, module, shown, batch_size, Progress(0), clock)
+        super().__init__(cast(Settings, config), world, module, shown, clock)
         self.lab_sync = sync
         self._hooks: list[RemovableHandle] = []
         self._last: LastGradient | None = None

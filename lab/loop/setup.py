@@ -105,10 +105,9 @@ def _refusal(config: DictConfig) -> str:
 
 def _text_of(value: Any) -> str:
     """Write a Python value in the grammar of the command line."""
-    plain = isinstance(value, str) and re.fullmatch(r"[\w./:+-]+", value)
-    if plain or not isinstance(value, str):
-        return str(value) if plain else json.dumps(value)
-    return quoted(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return value if re.fullmatch(r"[\w./:+-]+", value) else quoted(value)
 
 
 def settings_of_run(

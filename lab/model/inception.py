@@ -89,7 +89,7 @@ def inception_bn(*, input_shape: Sequence[int], output_size: int) -> nn.Sequenti
     )
     channels = 192
     for name, widths in BATCH_NORM.items():
-        layers[f"inception_{name}"] = module = _inception_bn(channels, *widths)
+        layers[f"inception_{name}"] = module = _inception_bn(channels, widths)
         channels = module.out_channels
     return initialise_for_relu(with_pooled_head(layers, channels, output_size))
 
@@ -128,16 +128,8 @@ def _inception(
     return Inception(branches, one + three + five + projection)
 
 
-def _inception_bn(
-    channels: int,
-    one: int,
-    reduce3: int,
-    three: int,
-    reduce_double: int,
-    double: int,
-    pooling: str,
-    projection: int,
-) -> Inception:
+def _inception_bn(channels: int, widths: tuple[int, int, int, int, int, str, int]) -> Inception:
+    one, reduce3, three, reduce_double, double, pooling, projection = widths
     stride = 1 if one else 2
     branches: dict[str, nn.Module] = {
         "conv3x3": nn.Sequential(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from typing import Annotated, Any
 
 from lab.settings import checks
 from lab.settings.checks import AtLeast0, AtLeast1, Count, made
+from lab.settings.storage import mapped
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
@@ -48,11 +48,6 @@ class Fit:
         return replace(
             self, fixed_ms=slower(self.fixed_ms), per_sample_ms=slower(self.per_sample_ms)
         )
-
-    def __str__(self) -> str:
-        """Return its line of a profile's file."""
-        times = (f"{key}: {_interval(getattr(self, key))}" for key in ("fixed_ms", "per_sample_ms"))
-        return f'  - {{layer: "{self.layer}", way: {self.way}, {", ".join(times)}}}\n'
 
 
 @dataclass(frozen=True)
@@ -99,9 +94,9 @@ class Profile:
     name: str
     source: str
     reference_batch: Count
-    layers: tuple[Layer, ...]
+    layers: Annotated[tuple[Layer, ...], checks.listed]
     bytes_scale: Annotated[float, partial(checks.number, above=0, at_most=MOST_SCALE)] = 1.0
-    fixed_share: tuple[float, float] | None = None
+    fixed_share: Annotated[tuple[float, float], _check_share] | None = None
     rest_ms: AtLeast0 | None = None
     fixed_rest_ms: float = 0.0
     step_ms: AtLeast0 | None = None
@@ -109,7 +104,7 @@ class Profile:
     update_passes: AtLeast0 | None = None
     num_threads: Count | None = None
     num_kernels: Count | None = None
-    fits: tuple[Fit, ...] = ()
+    fits: Annotated[tuple[Fit, ...], checks.listed] = ()
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Profile:
@@ -122,14 +117,12 @@ class Profile:
             raise ValueError("profile=none: must be a file in conf/profile")
         where = f"profile={node.get('name') if isinstance(node, Mapping) else node}"
         profile = made(cls, node, f"{where}: ")
-        checks.listed(f"{where}: layers", profile.layers)
         layers = tuple(
             made(Layer, layer, f"{where}: layers[{index}].")
             for index, layer in enumerate(profile.layers)
         )
         _check_profile(where, profile, layers)
-        share = _share(where, profile.fixed_share)
-        checks.listed(f"{where}: fits", profile.fits)
+        share = profile.fixed_share and (profile.fixed_share[0], profile.fixed_share[1])
         fits = tuple(_fit_of(f"{where}: fits[{i}]", each) for i, each in enumerate(profile.fits))
         return replace(profile, layers=layers, fixed_share=share, fits=fits)
 
@@ -170,18 +163,13 @@ class Profile:
 
     def to_yaml(self) -> str:
         """Return the text of a file that `parse` reads."""
-        head = f"name: {json.dumps(self.name)}\nsource: {json.dumps(self.source)}\n"
-        head += f"reference_batch: {self.reference_batch}\nbytes_scale: {self.bytes_scale}\n"
-        if self.fixed_share:
-            head += f"fixed_share: {list(self.fixed_share)}\n"
-        for key in ("rest_ms", "fixed_rest_ms", "step_ms"):
-            if getattr(self, key) is not None:
-                head += f"{key}: {getattr(self, key):.4f}\n"
-        for key in ("num_threads", "num_kernels", "update_bytes_per_s", "update_passes"):
-            if getattr(self, key) is not None:
-                head += f"{key}: {getattr(self, key)}\n"
-        head += "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
-        return head + ("fits:\n" if self.fits else "") + "".join(map(str, self.fits))
+        import yaml  # imported here, as only who writes a file needs it
+
+        content = {key: value for key, value in asdict(self).items() if value not in (None, ())}
+        for key in ("layers", "fits"):  # they come last
+            content |= {key: list(content.pop(key))} if key in content else {}
+        written = mapped(content, _rounded)
+        return yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=math.inf)
 
     def scaled(self, bytes_scale: float = 1.0, time_scale: float = 1.0) -> Profile:
         """Return the same model with more or fewer values, or on a slower or faster device.
@@ -270,10 +258,13 @@ def of_replay(node: Mapping[str, Any], bytes_scale: float, time_scale: float) ->
     return scaled
 
 
-def _flow(layer: Layer) -> str:
-    times = (f"{key}: {getattr(layer, key):.4f}" for key in (*TIMES, *FIXED_TIMES))
-    name = json.dumps(layer.name)  # quoted: a layer may be called 1, or on
-    return f"{{name: {name}, parameters: {layer.parameters}, {', '.join(times)}}}"
+def _rounded(key: str, value: Any) -> Any:
+    """Return what is written of a value: of a time 0.1 µs, of a fitted one six digits."""
+    if value is None:
+        return None
+    if key in ENDS:
+        return float(f"{value:.6g}")
+    return round(float(value), 4) if key.endswith("_ms") else value
 
 
 TIMES = ("forward_ms", "backward_ms")
@@ -281,11 +272,7 @@ FIXED_TIMES = tuple(f"fixed_{key}" for key in TIMES)
 
 
 def _fit_of(where: str, node: Any) -> Fit:
-    """Parse one line of a profile's `fits`.
-
-    Raises:
-        ValueError: it is none; the message begins with `where`.
-    """
+    """Parse one line of a profile's `fits`; messages of errors begin with `where`."""
     keys = [field.name for field in fields(Fit)]
     if not isinstance(node, Mapping) or set(node) != set(keys):
         raise ValueError(f"{where}: must have the keys {', '.join(keys)}")
@@ -304,22 +291,10 @@ def _check_interval(where: str, times: Any) -> None:
             raise ValueError(f"{where}.{key}={value}: must be null or a number of at least 0")
 
 
-def _interval(times: Interval) -> str:
-    parts = (
-        f"{key}: {'null' if times[key] is None else format(times[key], '.6g')}" for key in ENDS
-    )
-    return f"{{{', '.join(parts)}}}"
-
-
-def _share(where: str, ends: Any) -> tuple[float, float] | None:
-    if ends is None:
-        return None
+def _check_share(where: str, ends: Any) -> None:
     numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(checks.is_number, ends))
     if not numbers or not 0 <= ends[0] <= ends[1] < 1:
-        raise ValueError(
-            f"{where}: fixed_share={ends}: must be [lowest, highest], from 0 to below 1"
-        )
-    return ends[0], ends[1]
+        raise ValueError(f"{where}={ends}: must be [lowest, highest], from 0 to below 1")
 
 
 def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> None:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import Field, dataclass
-from functools import cache, partial, update_wrapper
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +125,6 @@ class CommandLine:
         return self.words[0] if self.words else ""
 
 
-@cache
-def _end_quickly() -> None:
-    """Let the process end without a search for garbage, which takes 0.4 s once torch is loaded."""
-    atexit.register(gc.freeze)
-
-
 @safe_streams()
 def answer(
     command: Command,
@@ -149,7 +143,7 @@ def answer(
         code or output that cannot be written, 2 for a wrong setting, 130 after Ctrl-C, 141 if
         nobody reads the output any more.
     """
-    _end_quickly()
+    atexit.register(gc.freeze)  # a search for garbage at the end takes 0.4 s once torch is loaded
     try:
         if signal.getsignal(signal.SIGINT) == lab.end_at_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -271,8 +265,8 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
     return line
 
 
-def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> None:
-    """Print settings as YAML documents, for `--cfg job`.
+def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> int:
+    """Print settings as YAML documents, for `--cfg job`, and return exit code 0.
 
     Args: flags: of the command line, of which `--resolve` and `--package` say what is printed.
 
@@ -291,6 +285,7 @@ def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> None:
         header = f"# @package {package}\n" if package else ""
         texts.append(header + OmegaConf.to_yaml(part))
     print("---\n".join(texts), end="")
+    return 0
 
 
 def report_error(command: str, error: Exception) -> None:

@@ -42,7 +42,6 @@ from lab.settings.config import (
     check_batch,
     check_name,
     expected,
-    no_choice,
 )
 from lab.settings.errors import ConfigError, as_config_error, one_line
 from lab.settings.files import (
@@ -52,6 +51,7 @@ from lab.settings.files import (
     is_file,
     keys_of,
     make_importable,
+    no_choice,
     read_file,
 )
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_number
@@ -107,10 +107,8 @@ class ProgramError(ConfigError, CompactHydraException):
     """A wrong setting in a program of Hydra's, which prints its line without a traceback."""
 
 
-def of_program(config: DictConfig, world_size: int | None) -> tuple[DictConfig, list[str]]:
+def of_program(config: DictConfig, world_size: int) -> tuple[DictConfig, list[str]]:
     """Check settings that a program of Hydra's has composed, as those of a command line are.
-
-    Args: world_size: the number of ranks, if it is known already.
 
     Returns:
         The settings, without references, and the words that the program was called with; none if
@@ -125,8 +123,7 @@ def of_program(config: DictConfig, world_size: int | None) -> tuple[DictConfig, 
         typed = OmegaConf.merge(OmegaConf.structured(Settings), content)
         assert isinstance(typed, DictConfig)
         _validate(typed)
-        if world_size is not None:
-            check_batch(typed, world_size)
+        check_batch(typed, world_size)
         make_importable(typed.config_dir)
         typed.code = check_choices(typed, words)
     except (ConfigError, OmegaConfBaseException) as error:
@@ -220,18 +217,14 @@ def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictC
     grid whose cells differ only in values reads them once. A group whose choice is the path of a
     callable holds that path and the values given to it. A group of data holds what its file says,
     which may be a stranger's, so that Hydra never sees it.
-
-    Raises:
-        ConfigError: a path names no file, or a file does what none may.
-        HydraException, OmegaConfBaseException: there is no such choice or key.
     """
     own = [o for o in overrides if o.key_or_group in OFFERED and names_code(_text(o))]
     code = {o.key_or_group: _text(o) for o in own}
     data = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in DATA}
     apart = {*code, *data}
     rest = [o for o in overrides if _root(o) not in apart]
-    files = {o.key_or_group: _text(o) for o in rest if is_file(_text(o))}
-    files = {group: file for group, file in files.items() if group in GROUPS}
+    chosen = {o.key_or_group: _text(o) for o in rest if o.key_or_group in GROUPS}
+    files = {group: file for group, file in chosen.items() if is_file(file)}
     _check(files, rest, config_dir)
     # Additions and removals depend on the order of overrides, so all of these stay together.
     ordered = any(str(o.input_line)[0] in "+~" for o in rest)
@@ -291,11 +284,7 @@ def _check(files: Mapping[str, str], overrides: Sequence[Override], config_dir: 
 
 
 def _refuse_resolvers(content: Any, lines: Sequence[str]) -> None:
-    """Refuse ${oc.env:…} and the like in what files set: they read the environment.
-
-    Args:
-        lines: of the command line, where they may stand.
-    """
+    """Refuse ${oc.env:…} and the like, which read the environment, unless command `lines` do."""
     for _, value in nested(content):
         resolves = isinstance(value, str) and "${" in REFERENCE.sub("", value)
         if resolves and not any(value in line for line in lines):
@@ -363,11 +352,7 @@ def _apart() -> Iterator[None]:
 
 
 def _parts_apart(overrides: Sequence[Override]) -> tuple[list[Override], list[Override]]:
-    """Separate the overrides that put an exchange together from all others.
-
-    Raises:
-        ConfigError: another exchange is chosen as well.
-    """
+    """Separate the overrides that put an exchange together from all others."""
     own = [each for each in overrides if _root(each) in PARTS]
     others = [each for each in overrides if each not in own]
     for each in others if own else ():
@@ -380,14 +365,7 @@ def _parts_apart(overrides: Sequence[Override]) -> tuple[list[Override], list[Ov
 
 
 def _exchange_of(overrides: Sequence[Override], config_dir: str | None) -> DictConfig:
-    """Return the settings of an exchange, as any other has them.
-
-    Args:
-        overrides: choices of parts, and settings of these; at least one.
-
-    Raises:
-        ConfigError: there is no such choice, or a choice has no such setting.
-    """
+    """Return the settings of an exchange, as any other has them, from those of its parts."""
     chosen = PARTS | {
         each.key_or_group: str(each.value()) for each in overrides if each.key_or_group in PARTS
     }

@@ -15,18 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 from lab.settings import checks, hints
 from lab.settings.errors import ConfigError
 from lab.settings.fields import INTEGER, fields_of, number_of, setting
-from lab.settings.files import choices_of
+from lab.settings.files import choices_of, no_choice
 from lab.settings.names import DIRECTORY, flat
 from lab.settings.own_code import asked_for, callable_at, check_names, reason_of
-from lab.settings.secrets import without_secrets
+from lab.settings.secrets import kept, without_secrets
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-GROUPS = (
-    *("strategy", "exchange", "sync", "transform"),
-    *("task", "model", "profile", "data", "optim", "comm", "recorder", "cluster", "straggler"),
-)
 # Of an exchange that is put together, with what each is by default.
 PARTS = {"path": "two_stage", "codec": "int8", "memory": "error_feedback"}
 DATA = ("profile",)  # groups whose files are data
@@ -138,6 +134,7 @@ class Settings:
 
 
 FIELDS = fields_of(Settings)
+GROUPS = ("strategy", *(k for k, f in FIELDS.items() if f.type == "dict[str, Any]" and k != "code"))
 
 
 def load(arguments: Sequence[str]) -> DictConfig:
@@ -199,14 +196,11 @@ def expected(key: str, text: str) -> str:
     """Return what the value of a setting must be: "must be a number", "allowed: fp32, bf16"."""
     if words := FIELDS[key].metadata["choices"]:
         return f"allowed: {', '.join(words)}"
-    return hints.must_be(str(FIELDS[key].type).partition(" ")[0], text)
-
-
-def no_choice(group: str, choice: str, config_dir: str | None) -> str:
-    """Return the message about a choice that a group lacks."""
-    allowed = choices_of(group, config_dir)
-    meant = hints.choice_hint(group, choice, allowed)
-    return f"{group}={choice}: {meant}allowed: {', '.join(allowed)}"
+    kind, value = str(FIELDS[key].type).partition(" ")[0], hints.number(text)
+    if kind == "int" and value is not None and value.is_integer():  # 1e3
+        return f"must be an integer; write {value:.0f}"
+    kinds = {"int": "an integer", "float": "a number", "bool": "true or false"}
+    return f"must be {kinds.get(kind, 'text')}"
 
 
 def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
@@ -262,6 +256,18 @@ def check_name(key: str, value: str | None) -> None:
             f"{key}={value!r}: names a directory under runs_dir; use only letters, digits "
             "and . , = + _ - (but no dot at the start), at most 255 bytes, and no secret"
         )
+
+
+def settings_of(config: DictConfig) -> dict[str, Any]:
+    """Return a run's settings, nested as they are composed, without secrets."""
+    from omegaconf import OmegaConf
+
+    return kept(OmegaConf.to_container(config, resolve=True))
+
+
+def global_batch_size(config: DictConfig | Settings, world_size: int) -> int:
+    """Return the samples of a step across all ranks."""
+    return config.batch_size * (world_size if config.scaling == "weak" else 1)
 
 
 def check_batch(config: DictConfig, world_size: int) -> None:

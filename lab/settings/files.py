@@ -61,10 +61,7 @@ def is_file(name: str) -> bool:
 
 def is_folder(path: str) -> bool:
     """Return whether there is such a folder; a path that is empty or too long names none."""
-    try:
-        return bool(path) and Path(path).is_dir()
-    except OSError:
-        return False
+    return os.path.isdir(path)  # noqa: PTH112  # Path.is_dir raises for one that is too long
 
 
 def file_at(group: str, name: str) -> Path:
@@ -114,13 +111,16 @@ def _completed(own: dict[str, Any], sibling: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def no_choice(group: str, choice: str, config_dir: str | None) -> str:
+    """Return the message about a choice that a group lacks."""
+    allowed = choices_of(group, config_dir)
+    return f"{group}={choice}: {choice_hint(group, choice, allowed)}allowed: {', '.join(allowed)}"
+
+
 def _content_of(group: str, name: str, config_dir: str | None) -> dict[str, Any]:
     files = {name: file_at(group, name)} if is_file(name) else files_of(group, config_dir)
     if name not in files:
-        known = sorted(files)
-        meant, allowed = choice_hint(group, name, known), ", ".join(known)
-        path = f"a path such as ./{group}.yaml"
-        raise ConfigError(f"{group}={name}: {meant}allowed: {allowed}, or {path}")
+        raise ConfigError(f"{no_choice(group, name, config_dir)}, or a path such as ./{group}.yaml")
     try:
         content = read_yaml(files[name])
     except (ValueError, OSError) as error:

@@ -172,17 +172,6 @@ def _near(path: Path) -> Path | None:
     return folder / close[0] if folder and close else None
 
 
-def must_be(kind: str, text: str) -> str:
-    """Return what a setting of a type must be, and how to write 1e3 as an integer."""
-    if kind != "int":
-        return {"float": "must be a number", "bool": "must be true or false"}.get(
-            kind, "must be text"
-        )
-    value = number(text)
-    is_whole = value is not None and value.is_integer()
-    return f"must be an integer; write {value:.0f}" if is_whole else "must be an integer"
-
-
 def number(text: str) -> float | None:
     """Return the number that a text is, which may be infinite; None if it is none."""
     try:

@@ -3,7 +3,8 @@
 lab.calibrate measures (lab/benchmarks/calibrate.py). Links, sums and codecs are fitted to
 collectives of two ranks, and then, from there, to their steps; all else is taken as measured. The
 interval of a value holds what the fit or the median leaves open, so that predictions can be drawn
-from a file's `assumed` as from any other's.
+from a file's `assumed` as from any other's. What the model itself misses, two ranks cannot tell:
+`residual` is that of published scaling (lab/simulate/terms.py).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from lab.simulate.score import (
     scored_cell,
 )
 from lab.simulate.strategy import Strategy
+from lab.simulate.terms import interval, published, residual_of
 
 NORMAL_95 = 1.96
 LARGEST_ERROR = 1.0  # of a logarithm: a value that nothing determines is open by a factor of 7
 START = {"latency_s": 5e-5, "bandwidth_bytes_per_s": 1e9}  # of a search for a link
 START_SUM = 1e9  # of a search for the rate at which a core adds what arrives
-# How many of 39 draws lie beyond each end of an interval: 1 of 40 places is 2.5 %, 4 are 10 %.
-BEYOND = {"95": 1, "80": 4}
+INTERVALS = {"95": 0.95, "80": 0.8}
 LEAST_SPREAD = 0.2  # of the overhead between a few repeats, which may agree by chance
 SEND_RECV = "sendrecv"  # a row of lab.bench collective
 LEAST_SENT = 2**18  # bytes
@@ -109,7 +110,7 @@ def hardware_of(
     ways = [way for way in WAYS if way in pairs]
     for way in ways:  # within a node first, where codecs are a larger part of the time
         hardware = _fitted(node, hardware, pairs[way], exchanges, first=way == ways[0])
-    kept = _plausible(node)
+    kept = {**_plausible(node), "residual": published().residual}
     return {each.name: kept[each.name] for each in fields(Hardware) if each.name in kept}
 
 
@@ -122,7 +123,14 @@ def _fitted(
 ) -> Hardware:
     """Fit a pair's link, and with the first one sums and codecs too; write them into `node`."""
     pair = replace(hardware, ranks_per_node=2 if place.link == "intra" else 1)
-    rows = [row for row in place.rows if row["algorithm"] in exchanges or _is_long_send(row)]
+    # Of sends only long ones, which tell the link's rate apart from that of adding what arrives:
+    # short ones are timed several together, and so hide each other's latency.
+    rows = [
+        row
+        for row in place.rows
+        if row["algorithm"] in exchanges
+        or (row["algorithm"] == SEND_RECV and row["size_bytes"] >= LEAST_SENT)
+    ]
     keys = link_keys(pair)
     if first:
         codecs = _codecs(rows, exchanges, Network(pair, LARGEST_FITTED))
@@ -135,14 +143,6 @@ def _fitted(
         assert value is not None  # it was fitted
         _put(node, key, value, (value / factor, value * factor))
     return replace(found, ranks_per_node=hardware.ranks_per_node)
-
-
-def _is_long_send(row: Mapping[str, Any]) -> bool:
-    """Return whether a row tells the link's rate apart from that of adding what arrives.
-
-    Short sends are timed several together, and so hide each other's latency.
-    """
-    return row["algorithm"] == SEND_RECV and row["size_bytes"] >= LEAST_SENT
 
 
 def _codecs(
@@ -270,11 +270,11 @@ def predicted_steps(steps: Iterable[Observation], hardware: Hardware) -> list[No
 
 def _row(group: Group, each: Observation) -> Node:
     cell = scored_cell(group, each)
-    drawn = sorted(each.predicted_s(machine) for machine in group.draws)
-    middle = cell.predicted_s
+    drawn = [each.predicted_s(machine) for machine in group.draws]
+    residual = residual_of(group.hardware, each.strategy, each.world_size) or 0.0
     ends = {
-        level: [min(drawn[beyond - 1], middle), max(drawn[-beyond], middle)]
-        for level, beyond in BEYOND.items()
+        name: interval(cell.predicted_s, drawn, residual, level)
+        for name, level in INTERVALS.items()
     }
     return {
         **asdict(cell),
@@ -304,6 +304,6 @@ def scored(rows: Iterable[Mapping[str, Any]], held: bool, least_exposed: float) 
     with_exchange = [row for row in chosen if row["strategy"] != NONE]
     coverage = {
         level: sum(row["inside"][level] for row in with_exchange) / max(1, len(with_exchange))
-        for level in BEYOND
+        for level in INTERVALS
     }
     return {**asdict(found), "skill": found.skill, "coverage": coverage}

@@ -20,7 +20,7 @@ from typing import Any
 
 from lab.settings.storage import read_bytes
 
-MICRO, GIGA = 1e-6, 1e9
+MICRO = 1e-6
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 RANK = re.compile(r"^(?:\S+:\s*)?#\s+Rank\s+(\d+)\s", re.MULTILINE)
 PROGRAM = re.compile(r"\b(all_reduce|all_gather|reduce_scatter)_perf\b")
@@ -61,24 +61,9 @@ class Curve:
         share = math.log(num_bytes / low) / math.log(high / low)
         return low_s * (high_s / low_s) ** share
 
-    def lines(self) -> Iterator[tuple[float, float, float]]:
-        """Yield alpha and 1 / beta of α + bβ between neighbouring sizes: bytes, s and bytes / s.
-
-        Where a larger size is no slower, the rate is infinite.
-        """
-        for (low, low_s), (high, high_s) in zip(self.points, self.points[1:], strict=False):
-            beta = max(0.0, (high_s - low_s) / (high - low))
-            yield low, low_s - low * beta, 1 / beta if beta else math.inf
-
     def __str__(self) -> str:
         ends = [f"{_size(num_bytes)} in {1e6 * s:.4g} us" for num_bytes, s in self.points]
-        middle = [
-            f"{_size(num_bytes)}: alpha {1e6 * alpha:.4g} us, {rate / GIGA:.4g} GB/s"
-            for num_bytes, alpha, rate in list(self.lines())[:: max(1, len(self.points) // 4)]
-            if math.isfinite(rate)
-        ]
-        about = f"{self.operation} on {self.ranks} ranks, {ends[0]} to {ends[-1]}"
-        return "; ".join([about, *middle])
+        return f"{self.operation} on {self.ranks} ranks, {ends[0]} to {ends[-1]}"
 
 
 def read_log(path: Path) -> tuple[Curve, ...]:

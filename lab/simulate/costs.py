@@ -6,7 +6,6 @@ The classes in lab/exchange say them to a Load, or their code is recorded (lab.s
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from lab.exchange.cost import Shape, Sizes
-from lab.exchange.grouping import MIB, ChunkMB, checked_ends, chunk_mb_over
-from lab.model.profile import VALUE_BYTES
+from lab.exchange.cost import Costs, Shape, Sizes
+from lab.exchange.grouping import checked_ends, phase_shares
 from lab.settings.config import build, choices_of
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import read_file
@@ -82,8 +80,8 @@ class Stage:
 
 
 @dataclass
-class Load:
-    """One bucket on a network; collects the stages of its exchange, and implements Costs.
+class Load(Costs):
+    """One bucket on a network, and the stages of its exchange so far.
 
     Attributes:
         shapes: shapes of the bucket's parameters.
@@ -96,26 +94,6 @@ class Load:
     network: Network
     stages: list[Stage] = field(default_factory=list)
 
-    @property
-    def n(self) -> int:
-        """Number of values in the bucket."""
-        return sum(map(math.prod, self.shapes))
-
-    @property
-    def N(self) -> int:
-        """Number of ranks."""
-        return self.network.size
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the uncompressed gradient."""
-        return VALUE_BYTES * self.n
-
-    def chunk_bytes(self, chunk_mb: ChunkMB) -> float:
-        """Return the bytes of the largest chunk; infinite if buckets are sent whole."""
-        size = chunk_mb_over(chunk_mb, self.network.hardware.library)
-        return size * MIB if size else math.inf
-
     def add(
         self,
         exchange: Exchange,
@@ -124,11 +102,14 @@ class Load:
         part: str = "whole",
         share: float = 1.0,
     ) -> float:
-        """Add the stages of an exchange; see lab.exchange.cost.Costs. Returns their seconds."""
+        from lab.exchange.base import runs_as_the_labs  # with torch
+
         rate = class_name(path := _path(exchange))
         load = Load(self.shapes if shapes is None else shapes, rate, network or self.network)
         with blamed(path):
-            if part != "whole" or not self._by_formula(exchange, load):
+            # A formula of the lab's is not that of a subclass that does something else.
+            holds = runs_as_the_labs(exchange) or not is_labs(type(exchange), "add_cost")
+            if part != "whole" or not (holds and exchange.add_cost(load)):
                 # Imported where there is no formula: it records a run of the exchange's code.
                 from lab.simulate import recorded
 
@@ -136,19 +117,7 @@ class Load:
         self.stages += [stage.scaled(share) for stage in load.stages]
         return share * sum(stage.seconds for stage in load.stages)
 
-    @staticmethod
-    def _by_formula(exchange: Exchange, load: Load) -> bool:
-        """Add the stages by a formula of the exchange's class; False: there is none.
-
-        The lab's own is not that of a subclass that does something else.
-        """
-        from lab.exchange.base import runs_as_the_labs  # with torch
-
-        holds = runs_as_the_labs(exchange) or not is_labs(type(exchange), "add_cost")
-        return holds and exchange.add_cost(load)
-
     def codec(self, num_bytes: float, calls: int = 1) -> None:
-        """Add a stage that passes over `num_bytes` in `calls` calls."""
         hardware = self.network.hardware
         seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(self.rate)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
@@ -166,13 +135,8 @@ class Load:
         self.stages.append(Stage("codec", seconds, codec=self.rate, calls=1))
 
     def wire(self, cost: Cost, inside: bool = False) -> None:
-        """Add a stage that waits for a collective, of all ranks or inside each node."""
         sent = cost.payload_bytes, inside
         self.stages.append(Stage("exchange", cost.seconds, *sent, across_bytes=cost.across_bytes))
-
-    def exact(self, num_values: int) -> Cost:
-        """Return the cost of values that travel uncompressed, in a separate all-reduce."""
-        return self.network.all_reduce(VALUE_BYTES * num_values)
 
 
 def ways_of(exchange: Settings) -> dict[str, Settings]:
@@ -192,14 +156,7 @@ def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
     """
     if class_of(exchange) != "Schedule":
         return [(1.0, exchange)]
-    until = exchange["until"]
-    if not all(0 < end < 1 for end in until):
-        raise ValueError(
-            f"exchange.until={list(until)}: a prediction needs the length of the run; set "
-            "steps=, or give shares of the run, as in exchange.until=[0.5]"
-        )
-    starts, ends = [0, *until], [*until, 1]
-    shares = [end - start for start, end in zip(starts, ends, strict=True)]
+    shares = phase_shares(exchange["until"])
     return list(zip(shares, ways_of(exchange).values(), strict=True))
 
 

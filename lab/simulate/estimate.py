@@ -40,19 +40,6 @@ class Estimate:
     batches: tuple[int, int]
     name: str
 
-    def on(self, hardware: Hardware) -> Profile:
-        """Return the profile that the device of this hardware would have.
-
-        Raises:
-            ValueError: the hardware names no device, or not its peak.
-        """
-        if hardware.device is None:
-            raise ValueError(
-                f"hardware={hardware.name} has no device for estimates of a model; give "
-                "hardware.device.name (see lab/measure/peaks.py), or profile= of the measured model"
-            )
-        return self.profile_of(of_this_machine(hardware.device))
-
     def profile_of(self, device: Device) -> Profile:
         """Estimate the layers' times on a device.
 
@@ -129,8 +116,19 @@ Source = Profile | Estimate  # a measured profile holds on any hardware
 
 
 def profile_on(source: Source, hardware: Hardware) -> Profile:
-    """Return the profile that holds on some hardware. ValueError as in `Estimate.on`."""
-    return source if isinstance(source, Profile) else source.on(hardware)
+    """Return the profile that holds on some hardware, or that its device would have.
+
+    Raises:
+        ValueError: for an estimate, the hardware names no device, or not its peak.
+    """
+    if isinstance(source, Profile):
+        return source
+    if hardware.device is None:
+        raise ValueError(
+            f"hardware={hardware.name} has no device for estimates of a model; give "
+            "hardware.device.name (see lab/measure/peaks.py), or profile= of the measured model"
+        )
+    return source.profile_of(of_this_machine(hardware.device))
 
 
 def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, int]) -> Source:

@@ -160,10 +160,10 @@ class Groups:
         sharers = ranks_of_a_copy(strategy.pattern, network)
         sharing = network.neighbours(sharers)
         copies = network.across(sharers) if sharers < network.size else None
-        reshard, levels = strategy.sharding.reshard, False
+        reshard, levels = strategy.pattern.reshard, False
         node = partial(_ranks_of_a_node, f"sync.reshard={reshard}", network)
         second = ranks_of_second_shard(reshard, network.size, node)
-        if strategy.sharding.reduce_scatter == "two_levels":
+        if strategy.pattern.reduce_scatter == "two_levels":
             key = "sync.reduce_scatter=two_levels"
             levels = 1 < _ranks_of_a_node(key, sharing) < sharers
         kept = network.neighbours(second) if second else None
@@ -228,7 +228,7 @@ def _with_stages(unit: Unit, shapes: list[Shape], strategy: Strategy, groups: Gr
     """Return a unit of padded shapes with its stages."""
     sharing, second = groups.sharing, groups.second
     inside = groups.inside(sharing)
-    if strategy.sharding.all_gather == "int8":
+    if strategy.pattern.all_gather == "int8":
         whole = _in_bytes(shapes, sharing, inside)
     else:
         whole = _in_float32(shapes, sharing, inside)

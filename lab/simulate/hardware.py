@@ -245,6 +245,8 @@ class Hardware:
             because they share caches, memory and perhaps the units of one core.
         memory_bytes: memory of a rank's device. None: unknown.
         device: a rank's processor; None: estimates are refused, because nothing is known of it.
+        residual: scale of the error that would remain in the logarithm of a step that exchanges if
+            all values were known. None: unknown; intervals hold only what `assumed` leaves open.
         assumed: ranges of the values that have no source.
         published_terms: on a GPU, predictions start from the terms learned from published figures.
         learned: these, once they are in; not of a file.
@@ -288,6 +290,7 @@ class Hardware:
     crowding: Share | None = None
     memory_bytes: AtLeast1 | None = None
     device: Device | None = None
+    residual: Share | None = None
     assumed: tuple[Range, ...] = ()
     published_terms: Flag = True
     learned: Learned | None = None

@@ -82,12 +82,6 @@ class Network:
             self.inter = replace(self.inter, latency_s=(1 + waiting) * self.inter.latency_s)
         self.slowest = self.inter if self.num_nodes > 1 else self.intra
 
-    @property
-    def _ring_rate(self) -> float:
-        """Bytes per second of the slowest stretch of a ring; each adapter of a node carries one."""
-        inside, between = self.intra.rate_of(self.local), self.inter.rate_of(self.num_nodes)
-        return min(inside, between)
-
     def _longest_hop_s(self, num_bytes: float) -> float:
         """Return the seconds of a message each way on the slower kind of links, as bounds a ring.
 
@@ -277,14 +271,14 @@ class Network:
         size, nodes = self.size, self.num_nodes
         if size == 1:
             return 0.0
+        rates = self.intra.rate_of(self.local), self.inter.rate_of(nodes)
         if self.hardware.nccl:
-            rates = self.intra.rate_of(self.local), self.inter.rate_of(nodes)
             ranks = nccl.Ranks(self.hardware.nccl, self.local, nodes, *rates)
             if reduces:
                 return nccl.all_reduce(ranks, num_bytes).seconds
             # A last node that is not full counts as full, with as many bytes in all.
             return nccl.all_gather(ranks, num_bytes * size / (self.local * nodes)).seconds
-        rate = self._ring_rate
+        rate = min(rates)  # of a ring's slowest stretch; each adapter of a node carries one
         left = min(size - 1, nodes) if nodes > 1 else 0  # hops of a ring, which leaves a node once
         ring_s = (size - 1 - left) * self.intra.latency_s + left * self.inter.latency_s
         tree_s = 2 * ((self.local - 1) * self.intra.latency_s + log2(nodes) * self.inter.latency_s)

@@ -37,7 +37,7 @@ from lab.simulate.score import (
 )
 from lab.simulate.step import Prediction, predict, simulate
 from lab.simulate.strategy import Strategy, update_note
-from lab.simulate.terms import LEVELS, drawn, interval, learned
+from lab.simulate.terms import LEVELS, drawn, interval, learned, residual_of
 from lab.simulate.traced import KEY as TRACED
 from lab.simulate.traced import Traced, read_profile
 from lab.study.grid import Cell, series_of
@@ -154,7 +154,8 @@ def _machine(name: str, texts: Mapping[str, str], config_dir: str | None) -> Har
     hardware = parse_hardware(_hardware(name, texts, config_dir))
     if LOG in texts:
         hardware = _with_log(hardware, texts[LOG])
-    return learned(hardware, _given(texts))
+    given = {key.removeprefix("hardware.") for key in texts}
+    return learned(hardware, given | ({"wire_passes"} if "contention" in given else set[str]()))
 
 
 def _moving(cells: Sequence[Cell], profiles: Sequence[Profile | None]) -> set[str]:
@@ -191,12 +192,6 @@ def _with_log(hardware: Hardware, path: str) -> Hardware:
             f"ranks_per_node={hardware.ranks_per_node}"
         )
     return replace(hardware, measured=curves)
-
-
-def _given(texts: Mapping[str, str]) -> set[str]:
-    """Return the terms that a command line gives itself."""
-    keys = {key.removeprefix("hardware.") for key in texts}
-    return keys | ({"wire_passes"} if "contention" in keys else set())
 
 
 def plain(node: Any) -> dict[str, Any]:
@@ -449,19 +444,12 @@ def _predict(
     }
 
 
-def residual_of(hardware: Hardware, strategy: Strategy, world_size: int) -> float | None:
-    """Return the error that remains beside the learned terms, of steps that they change."""
-    exchanging = world_size > 1 and strategy.exchanges
-    return hardware.learned.residual if exchanging and hardware.learned else None
-
-
 def intervals(key: str, values: Sequence[float], residual: float | None) -> dict[str, Any]:
     """Return the columns of a value's intervals.
 
     Args:
         values: as predicted, and with drawn values of what is open.
-        residual: what remains beside these, with the terms learned from published figures; None:
-            there are none, and all draws are inside.
+        residual: what remains beside these; None: nothing is known of it, and all draws are inside.
     """
     if residual is None:
         return {f"{key}_interval": (min(values), max(values))}

@@ -198,10 +198,6 @@ class Score:
         """The skill of the median error of the step."""
         return skill(self.step[0], self.linear[0])
 
-    def null_model(self) -> str:
-        """Compare with linear scaling, in a line."""
-        return f"linear scaling: {_percent(self.linear)}; skill {self.skill:.2f}"
-
     def linear_in_words(self) -> str:
         """Compare with linear scaling, in sentences of which the first has no capital."""
         mid, worst = (f"{100 * error:.1f} %" for error in self.linear)
@@ -227,11 +223,9 @@ class Score:
             text += (
                 f" The mean signed error for overlapped steps is {100 * self.signed_error:+.1f} %."
             )
-        return (
-            text
-            if math.isnan(self.skill)
-            else f"{text} For the {self.num_cells} cells, {self.linear_in_words()}"
-        )
+        if not math.isnan(self.skill):
+            text += f" For the {self.num_cells} cells, {self.linear_in_words()}"
+        return text
 
     def __str__(self) -> str:
         text = (
@@ -242,7 +236,9 @@ class Score:
             text += f"; {exposed} ({number_of(self.num_exposed, 'cell')})"
         if not math.isnan(self.signed_error):
             text += f"; overlapped steps {100 * self.signed_error:+.1f} % on average"
-        return text if math.isnan(self.skill) else f"{text}; {self.null_model()}"
+        if not math.isnan(self.skill):
+            text += f"; linear scaling: {_percent(self.linear)}; skill {self.skill:.2f}"
+        return text
 
 
 def scored_cell(group: Group, cell: Observation) -> ScoredCell:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lab.exchange.cost import Shape, Sizes
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
-from lab.settings import checks
 from lab.settings.errors import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.costs import (
@@ -27,7 +26,6 @@ from lab.simulate.costs import (
 )
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
-from lab.sync import pattern as rules
 from lab.sync.pattern import (
     MOMENTUM,
     Leg,
@@ -40,45 +38,9 @@ from lab.sync.pattern import (
     sharing_ranks,
 )
 
-if TYPE_CHECKING:
-    from lab.exchange.base import Exchange
-    from lab.exchange.scatter import Exact, InCodec
-
 NONE = {"_target_": "lab.exchange.allreduce.NoExchange"}
 EXACT = {"_target_": "lab.exchange.allreduce.AllReduce", "dtype": "float32"}
 Bucket = dict[str, Shape]  # shapes of parameters by name, or of parts: name[start:stop]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How FSDP2's units are gathered and scattered; see lab.sync.fsdp. The defaults are torch's."""
-
-    all_gather: str = "torch"
-    reshard: int | str | None = None
-    reduce_scatter: str = "torch"
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Sharding:
-        """Read a run's settings, of which earlier versions had fewer.
-
-        Raises:
-            ValueError: there is no such gather or scatter, or parts that exclude each other.
-        """
-        sync = settings["sync"]
-        found = cls(**{key: sync[key] for key in asdict(cls()) if key in sync})
-        checks.one_of("sync.all_gather", found.all_gather, rules.GATHERS)
-        checks.one_of("sync.reduce_scatter", found.reduce_scatter, rules.SCATTERS)
-        if found.reshard is not None and sync["shard_size"] is not None:
-            raise ValueError(
-                f"sync.reshard={found.reshard}: sync.shard_size={sync['shard_size']} already "
-                "gathers within groups; set only one of them"
-            )
-        keeps = settings["exchange"].get("error_feedback", False)
-        if found.reduce_scatter == "two_levels" and keeps:
-            raise ValueError(
-                "exchange.error_feedback=true: sync.reduce_scatter=two_levels stores no residuals"
-            )
-        return found
 
 
 @dataclass(frozen=True)
@@ -91,7 +53,6 @@ class Strategy:
         accumulate: micro-batches of a step; gradients are exchanged in the last one.
         chunk_mb: size of buckets, and of parts of large parameters, where the next forward waits.
         tries: the run times steps in which it does not wait as well, and keeps the faster schedule.
-        sharding: of a pattern that gathers units.
         update: the optimizer's step; None: not known.
     """
 
@@ -101,7 +62,6 @@ class Strategy:
     accumulate: int = 1
     chunk_mb: float | None = None
     tries: bool = False
-    sharding: Sharding = Sharding()
     update: Update | None = MOMENTUM
 
     @property
@@ -139,12 +99,15 @@ class Strategy:
 
                     rooted(made)
         elif class_name(exchange["_target_"]) != "NoExchange":
-            scatter_of(exchange_of(exchange))
+            from lab.exchange import scatter  # with torch, as above
+
+            scatter.scatter_of(made := exchange_of(exchange))
+            if pattern.reduce_scatter == "two_levels":
+                scatter.require_no_residuals(made)
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
         strategy = replace(strategy, update=update_of(settings["optim"]))
         if pattern.gathers_units:  # by torch, whatever exchange there is
-            exchange = NONE if pattern.by_library else exchange
-            return replace(strategy, exchange=exchange, sharding=Sharding.of(settings))
+            return replace(strategy, exchange=NONE) if pattern.by_library else strategy
         if not pattern.waits_in_forward:
             return strategy
         sync = settings["sync"]
@@ -153,7 +116,7 @@ class Strategy:
     @property
     def lossy(self) -> bool:
         """True if ranks do not take every step with the mean of their gradients."""
-        if self.sharding.all_gather != "torch":  # gradients at rounded weights
+        if self.pattern.all_gather != "torch":  # gradients at rounded weights
             return True
         if self.pattern.by_library:
             return False
@@ -256,11 +219,17 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
     # Gradients in buckets, and what a reduce-scatter needs.
-    "Zero1": lambda s, sync, e: 4 * s.gathered + scatter_of(exchange_of(e)).memory_bytes(s),
+    "Zero1": lambda s, sync, e: _zero1(s, e),
     # A second gradient, which is under way during the step.
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     "DDPSync": lambda s, sync, e: _ddp(s, sync),
 }
+
+
+def _zero1(s: Sizes, e: Settings) -> float:
+    from lab.exchange.scatter import scatter_of  # with torch, which settings and help do not need
+
+    return 4 * s.gathered + scatter_of(exchange_of(e)).memory_bytes(s)
 
 
 def _ddp(s: Sizes, sync: Settings) -> float:
@@ -275,13 +244,6 @@ def update_of(optim: Mapping[str, Any]) -> Update | None:
     from lab.sync import update  # with torch, which settings and help do not need
 
     return update.update_of(optim)
-
-
-def scatter_of(exchange: Exchange) -> Exact | InCodec:
-    """Return an exchange's reduce-scatter. ValueError: it has none."""
-    from lab.exchange import scatter  # with torch, which settings and help do not need
-
-    return scatter.scatter_of(exchange)
 
 
 def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 
 from lab.settings.files import read_file
 from lab.simulate.hardware import Hardware, Learned, Range, with_value
+from lab.simulate.strategy import Strategy
 
 # Degrees of freedom of errors: some figures have causes of their own, as a slow input pipeline.
 FREEDOM = 4.0  # `reach` has its quantiles
@@ -111,7 +112,8 @@ def learned(
     )
     if "contention" in replaced:
         hardware = replace(hardware, contention=0.0)
-    return replace(with_terms(hardware, values), assumed=assumed, learned=prior)
+    hardware = with_terms(hardware, values)
+    return replace(hardware, assumed=assumed, learned=prior, residual=prior.residual)
 
 
 def as_fitted(hardware: Hardware, keys: Collection[str]) -> Hardware:
@@ -161,6 +163,11 @@ def published(left_out: str | None = None) -> Learned:
     covariance = tuple(tuple(map(float, row)) for row in node["covariance"])
     means = (math.log(value) for value in node["medians"].values())
     return Learned(tuple(node["medians"]), tuple(means), covariance, float(node["residual"]))
+
+
+def residual_of(hardware: Hardware, strategy: Strategy, world_size: int) -> float | None:
+    """Return the error that remains in a step's prediction: only of steps that exchange."""
+    return hardware.residual if world_size > 1 and strategy.exchanges else None
 
 
 def interval(point: float, others: Iterable[float], residual: float, level: float) -> list[float]:

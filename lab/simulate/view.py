@@ -43,7 +43,7 @@ def notes(result: Row) -> list[str]:
     sources = [_about(result), *result["logs"], *_estimates(result), *result["updates"]]
     if result["idle"]:
         sources.append(f"no effect on these steps: {', '.join(result['idle'])}")
-    trust = [*_open(result, "in brackets"), *_linear(result), *_fitted(result), *_held_out(result)]
+    trust = [*_open(result), *_linear(result), *_fitted(result), *_held_out(result)]
     return [*sources, *trust]
 
 
@@ -208,14 +208,11 @@ def _medians(prior: Row) -> str:
     return ", ".join(f"{key} {math.exp(mean):.3g}" for key, mean in pairs)
 
 
-def _open(result: Row, where: str) -> list[str]:
-    """Say where the intervals come from, and where they are."""
-    sources = open_values(result, result["hardware"])
-    return (
-        [f"{where}: 95 % intervals, given the uncertainty of {', '.join(sources)}"]
-        if sources
-        else []
-    )
+def _open(result: Row) -> list[str]:
+    """Say where the intervals come from."""
+    if not (sources := open_values(result, result["hardware"])):
+        return []
+    return [f"in brackets: 95 % intervals, given the uncertainty of {', '.join(sources)}"]
 
 
 def _linear(result: Row) -> list[str]:

@@ -30,7 +30,7 @@ def lines(study: Study) -> Iterator[str]:
     """
     root = Path(study.runs_dir) / study.name
     measured = measured_in(root)
-    likes, parts = list[Measured | None](), defaultdict[str, _Part](_Part)
+    parts = defaultdict[str, _Part](_Part)
     for cell, series in zip(study.cells, series_of(study.cells), strict=True):
         part, record = parts[series], recorded(root, cell, study.retries)
         part.cells.append(cell)
@@ -38,7 +38,7 @@ def lines(study: Study) -> Iterator[str]:
             part.outcomes[record.status] += 1
         else:
             part.likes.append(most_similar(cell, measured))
-            likes.append(part.likes[-1])
+    likes = [like for part in parts.values() for like in part.likes]
     head = ["strategy", "ranks", "batch", "cells", "done", "to run", "minutes", "MB"]
     yield from aligned([head, *(part.row(name) for name, part in parts.items())])
     others = sum((part.outcomes for part in parts.values()), Counter[str]())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.cluster.settings import Cluster, cluster_of, straggler_of
-from lab.settings.config import check_batch, check_name, load
+from lab.settings.config import check_batch, check_name, global_batch_size, load, settings_of
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, is_file, read_file
@@ -88,8 +88,7 @@ class Cell:
     @property
     def batch_size(self) -> int:
         """Return the global batch size."""
-        ranks = self.world_size if self.config.scaling == "weak" else 1
-        return self.config.batch_size * ranks
+        return global_batch_size(self.config, self.world_size)
 
     @property
     def over_horovod(self) -> bool:
@@ -107,11 +106,8 @@ class Cell:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings besides a study's axes, as a record holds them."""
-        from omegaconf import OmegaConf
-
-        composed: Any = OmegaConf.to_container(self.config, resolve=True)
-        return resolved(composed)
+        """All settings besides a study's axes, as a record holds them: without secrets."""
+        return resolved(settings_of(self.config))
 
     @functools.cached_property
     def baseline(self) -> tuple[object, ...] | None:

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lab.cluster.settings import Cluster
 from lab.distributed.launcher import end_with_parent
 from lab.record.run_directory import OUTPUT
 from lab.record.schema import Record, Status, read_record
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.secrets import without_secrets
 from lab.study.grid import Cell
 
@@ -65,12 +66,9 @@ def make_directory(root: Path, cell: Cell) -> Path:
 
 
 def _record(directory: Path) -> Record | None:
-    try:
+    with as_config_error(), suppress(OSError):
         return read_record(directory / "record.json")
-    except OSError:
-        return None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    return None
 
 
 def run_cells(

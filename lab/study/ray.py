@@ -75,12 +75,7 @@ def run_cells(
 def _run(
     root: Path, cell: Cell, timeout_s: float, folder: Path, variables: dict[str, str]
 ) -> Record:
-    """Run a cell on the node of this task.
-
-    Args:
-        folder: the sweep's current one, for relative paths in settings, and for the user's modules.
-        variables: of the sweep's environment; the rest is the node's own.
-    """
+    """Run a cell on this task's node, in the sweep's folder, with these variables of its own."""
     os.chdir(folder)
     os.environ.update(variables)
     (record,) = launch.run_cells(root, [cell], None, timeout_s)
@@ -141,11 +136,7 @@ def _check_room(cells: list[Cell], asked: dict[str, tuple[int, int]]) -> None:
 
 
 def _record(root: Path, cell: Cell, task: ray.ObjectRef[Record]) -> Record | None:
-    """Return the record of a cell whose task has ended; None: its node or process was lost.
-
-    Raises:
-        ConfigError: the task failed before the cell began, as any on its node would.
-    """
+    """Return the record of a cell whose task has ended; None: its node or process was lost."""
     try:
         return ray.get(task)
     except exceptions.RayTaskError as error:

@@ -62,8 +62,7 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     """
     study, source = read(line.settings)
     if line.shows_settings:
-        show((cell.config for cell in study.cells), line.flags)
-        return 0
+        return show((cell.config for cell in study.cells), line.flags)
     if study.own.dry_run:
         from lab.study import dry_run  # records need numpy: a wrong setting is answered without it
 
@@ -75,13 +74,12 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     study = dataclasses.replace(study, cells=shuffled(study.cells))
     root = _make_root(study)
     print(source, flush=True)
-    run_missing = _run_here if study.own.launcher == "local" else _run_by_scheduler
     is_live = study.own.report == "live"
     page = serve(study, root) if is_live else contextlib.nullcontext(lambda _was_run: None)
     try:
         with _alone(root) as descriptor, page as ended:
             save(root, study)
-            statuses = list(run_missing(study, root, descriptor, ended))
+            statuses = list(_run_missing(study, root, descriptor, ended))
     except KeyboardInterrupt:
         print("\nstopped; run the same command to continue from here", file=sys.stderr)
         return 130
@@ -91,73 +89,60 @@ def sweep(line: CommandLine, serve: Serve) -> int:
     return 0 if num_done else 1
 
 
-def _without_record(
-    study: Study, root: Path, cells: Sequence[Cell], label: Callable[[Cell], str], ended: CellEnded
-) -> Generator[str, None, list[Cell]]:
-    """Tell of the cells that need not run again, and yield their status; return the others."""
+def _run_missing(study: Study, root: Path, descriptor: int, ended: CellEnded) -> Iterator[str]:
+    """Run every cell that has no record yet; yield the status of each cell as it ends."""
     from lab.study.launch import recorded  # imports torch
 
-    known = [(cell, recorded(root, cell, study.retries)) for cell in cells]
-    for cell, record in known:
-        if record is not None:
-            again = "" if record.status == "done" else " (retry=failed runs it again)"
-            print(label(cell), f"{record.status} already{again}", flush=True)
-            ended(False)
-            yield record.status
-    return [cell for cell, record in known if record is None]
-
-
-def _run_here(study: Study, root: Path, descriptor: int, ended: CellEnded) -> Iterator[str]:
-    """Run every cell that has no record yet, in order; yield the status of each."""
-    from lab.study.launch import recorded, run_cells  # imports torch
-
-    groups = starts(study)
-    positions = {cell.name: position for position, cell in enumerate(study.cells, start=1)}
-
-    def label(cell: Cell) -> str:
-        return f"[{positions[cell.name]}/{len(study.cells)}] {cell.name}:"
-
-    durations: list[float] = []
-    for number, cells in enumerate(groups, start=1):
-        missing = yield from _without_record(study, root, cells, label, ended)
-        if not missing:
+    numbered, total = enumerate(study.cells, start=1), len(study.cells)
+    labels = {cell.name: f"[{number}/{total}] {cell.name}:" for number, cell in numbered}
+    missing = list[Cell]()
+    for cell in study.cells:
+        if (record := recorded(root, cell, study.retries)) is None:
+            missing.append(cell)
             continue
-        several = len(missing) > 1
-        begins = f"{len(missing)} cells take turns:\n" if several else label(missing[0])
-        print(begins, end="" if several else " ", flush=True)
-        began = time.monotonic()
-        records = run_cells(root, missing, study.own.turns, study.own.cell_timeout_s, descriptor)
-        durations.append((time.monotonic() - began) / len(missing))
-        later = (recorded(root, each, study.retries) for each in itertools.chain(*groups[number:]))
-        eta = timedelta(seconds=round([*later].count(None) * sum(durations) / len(durations)))
-        for cell, record in zip(missing, records, strict=True):
-            print(f"{label(cell)} " if several else "", end="")
-            print(f"{outcome_text(record)}, ETA {eta}", flush=True)
-            ended(True)
-            yield record.status
-
-
-def _run_by_scheduler(study: Study, root: Path, _lock: int, ended: CellEnded) -> Iterator[str]:
-    """Submit every cell that has no record yet; yield the status of each as it ends."""
-    if study.own.launcher == "ray":
-        from lab.study.ray import run_cells
-    else:
-        from lab.study.slurm import run_cells
-
-    positions = itertools.count(1)  # cells end in any order
-
-    def label(cell: Cell) -> str:
-        return f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
-
-    missing = yield from _without_record(study, root, study.cells, label, ended)
-    began = time.monotonic()
-    with contextlib.closing(run_cells(root, missing, study.own.cell_timeout_s)) as jobs:
-        for num_ended, (cell, record) in enumerate(jobs, start=1):
+        again = "" if record.status == "done" else " (retry=failed runs it again)"
+        print(labels[cell.name], f"{record.status} already{again}", flush=True)
+        ended(False)
+        yield record.status
+    began, num_ended = time.monotonic(), 0
+    with contextlib.closing(_groups(study, root, missing, descriptor, labels)) as groups:
+        for group in groups:
+            num_ended += len(group)
             remaining_s = (time.monotonic() - began) / num_ended * (len(missing) - num_ended)
             eta = timedelta(seconds=round(remaining_s))
-            print(label(cell), f"{outcome_text(record)}, ETA {eta}", flush=True)
-            ended(True)
-            yield record.status
+            for cell, record in group:
+                print(labels.pop(cell.name, ""), f"{outcome_text(record)}, ETA {eta}", flush=True)
+                ended(True)
+                yield record.status
+
+
+def _groups(
+    study: Study, root: Path, cells: list[Cell], descriptor: int, labels: dict[str, str]
+) -> Generator[list[tuple[Cell, Record]], None, None]:
+    """Run cells with the study's launcher; yield those that have ended together.
+
+    The label of a cell that runs here alone is printed, and removed, as it begins.
+    """
+    own = study.own
+    if own.launcher != "local":
+        if own.launcher == "ray":
+            from lab.study.ray import run_cells
+        else:
+            from lab.study.slurm import run_cells
+
+        with contextlib.closing(run_cells(root, cells, own.cell_timeout_s)) as jobs:
+            for job in jobs:  # in any order
+                yield [job]
+        return
+    from lab.study import launch
+
+    for together in starts(dataclasses.replace(study, cells=cells)):
+        if len(together) > 1:
+            print(f"{len(together)} cells take turns:", flush=True)
+        else:
+            print(labels.pop(together[0].name), end="", flush=True)
+        records = launch.run_cells(root, together, own.turns, own.cell_timeout_s, descriptor)
+        yield list(zip(together, records, strict=True))
 
 
 def outcome_text(record: Record) -> str:

@@ -220,11 +220,7 @@ def _scancel(*names: str) -> None:
 
 
 def _ask(*command: str) -> list[str]:
-    """Run one of SLURM's commands and return its lines.
-
-    Raises:
-        ConfigError: it failed; repeats its message.
-    """
+    """Run one of SLURM's commands and return its lines, or raise ConfigError with its message."""
     environment = {**os.environ, "PYTHON": sys.executable}  # the jobs' interpreter is this one
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -33,7 +33,6 @@ from lab.exchange.scatter import (
     require_no_residuals,
     scatter_of,
 )
-from lab.settings import checks
 from lab.sync.base import SyncParts
 from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
 from lab.sync.fsdp_units import (
@@ -48,7 +47,7 @@ from lab.sync.fsdp_units import (
     units,
 )
 from lab.sync.library import LibrarySync
-from lab.sync.pattern import GATHERS, SCATTERS, fsdp, ranks_of_second_shard, sharing_ranks
+from lab.sync.pattern import fsdp, ranks_of_second_shard, sharing_ranks
 from lab.sync.reads import Reads
 
 
@@ -77,15 +76,13 @@ class FSDPSync(LibrarySync):
         reshard: int | str | None,
         reduce_scatter: str,
     ) -> None:
-        checks.one_of("sync.all_gather", all_gather, GATHERS)
-        checks.one_of("sync.reduce_scatter", reduce_scatter, SCATTERS)
-        super().__init__("fsdp", parts, fsdp(reduce_scatter, shard_size), 0)
+        pattern = fsdp(reduce_scatter, shard_size, all_gather, reshard)
+        super().__init__("fsdp", parts, pattern, 0)
         comm = _checked(parts, all_gather)
         self._copies = _copies(shard_size, comm)
         self._sharers = self._copies.inside if self._copies else comm
-        self._second = _second_shards(reshard, shard_size, comm)
+        self._second = _second_shards(reshard, comm)
         self._num_micro_batches = 0
-        self._shard_size, self._reshard, self._reduce_scatter = shard_size, reshard, reduce_scatter
         self._wrap(parts, comm)
         self._gathers = list[UnitAllGather]()
         if all_gather == "int8":
@@ -114,7 +111,7 @@ class FSDPSync(LibrarySync):
     def _set_reduce_scatter(self, parts: SyncParts) -> list[UnitReduceScatter]:
         require_scattered(parts.model, parts.exchange)
         make, comm = scatter_of, self._sharers
-        if self._reduce_scatter == "two_levels":
+        if self.pattern.reduce_scatter == "two_levels":
             require_no_residuals(parts.exchange)
             size = ranks_of_a_host("sync.reduce_scatter=two_levels", comm.nodes)
             if size not in (1, comm.size):  # else there is one level
@@ -212,14 +209,14 @@ class FSDPSync(LibrarySync):
         here = "all ranks are on one host"
         does_nothing = {
             f"sync.shard_size=node: {here}, so there is one copy, as with strategy=fsdp": (
-                self._shard_size == "node" and not self._copies
+                self.pattern.shard_size == "node" and not self._copies
             ),
             f"sync.reshard=node: {here}, which stores the weights only once in any case": (
-                self._reshard == "node" and not self._second
+                self.pattern.reshard == "node" and not self._second
             ),
             "sync.reduce_scatter=two_levels: there is one host, or each host has one rank, so "
             "there is only one level, as with sync.reduce_scatter=lab": (
-                self._reduce_scatter == "two_levels"
+                self.pattern.reduce_scatter == "two_levels"
                 and not any(isinstance(hook.scatter, TwoLevels) for hook in self._scatters)
             ),
         }
@@ -306,17 +303,10 @@ def _copies(shard_size: int | str | None, comm: TorchComm) -> Levels | None:
     return None if size == comm.size else Levels.of(comm, size)
 
 
-def _second_shards(
-    reshard: int | str | None, shard_size: int | str | None, comm: TorchComm
-) -> Levels | None:
+def _second_shards(reshard: int | str | None, comm: TorchComm) -> Levels | None:
     """Return the groups that keep a second shard; None: nothing does."""
-    key = f"sync.reshard={reshard}"
-    if reshard is not None and shard_size is not None:
-        raise ValueError(
-            f"{key}: sync.shard_size={shard_size} already gathers within groups; "
-            "set only one of them"
-        )
-    size = ranks_of_second_shard(reshard, comm.size, partial(ranks_of_a_host, key, comm.nodes))
+    local = partial(ranks_of_a_host, f"sync.reshard={reshard}", comm.nodes)
+    size = ranks_of_second_shard(reshard, comm.size, local)
     return Levels.of(comm, size) if size else None
 
 

@@ -93,12 +93,9 @@ class Arrivals:
         self._filled = [self.buckets_of.get(name, []) for name in self._names]
         self._watch()
 
-    def open(self) -> None:
-        self._is_open = True
-        self._watch()
-
-    def close(self) -> None:
-        self._is_open = False
+    def watch(self, is_open: bool) -> None:
+        """Hook gradients, or no longer."""
+        self._is_open = is_open
         self._watch()
 
     def begin_step(self) -> None:
@@ -312,7 +309,7 @@ class GradSync(Sync):
         self.nowhere: list[str] = []
         self._reached: Reached | None = None
         if self.asks_who_reached and self.exchange.keeps_replicas_equal:
-            self._reached = Reached(self._buckets_of, self.exchange, self._device)
+            self._reached = Reached(self._arrivals.buckets_of, self.exchange, self._device)
 
     @property
     def loss_factor(self) -> float:
@@ -330,7 +327,7 @@ class GradSync(Sync):
 
     def __enter__(self) -> Self:
         if self._waits_for_gradients():
-            self._arrivals.open()
+            self._arrivals.watch(True)
         return self
 
     def _waits_for_gradients(self) -> bool:
@@ -350,7 +347,7 @@ class GradSync(Sync):
             self._hooks.append(on_gradient(parameter, lambda _: self.worker.advance()))
 
     def __exit__(self, *_: object) -> None:
-        self._arrivals.close()
+        self._arrivals.watch(False)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -381,7 +378,7 @@ class GradSync(Sync):
         if self.order is None and len(self.buckets) > 1:
             self._follow(self._as_on_rank_0(self._arrivals.order))
             if not self._waits_for_gradients():
-                self._arrivals.close()
+                self._arrivals.watch(False)
         self.step += 1
         return finite
 
@@ -434,11 +431,6 @@ class GradSync(Sync):
             self.drift.restart()
         self._use(self._plan(order))
 
-    @property
-    def _buckets_of(self) -> dict[str, list[int]]:
-        """Places of the buckets of a parameter: one, or several with a part of it in each."""
-        return self._arrivals.buckets_of
-
     def _use(self, buckets: list[BucketPlan]) -> None:
         self.buckets = buckets
         kind = type(self.exchange).__name__
@@ -470,7 +462,7 @@ class GradSync(Sync):
 
     def _as_on_rank_0(self, names: Iterable[str]) -> list[str]:
         """Return all parameters' names in the order of rank 0's `names`; the other ones last."""
-        known = list(self._buckets_of)
+        known = list(self._arrivals.buckets_of)
         order = [known.index(name) for name in dict.fromkeys([*names, *known])]
         return [known[index] for index in self._from_rank_0(order)]
 

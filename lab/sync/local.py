@@ -37,7 +37,8 @@ class LocalSteps(GradSync):
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
         super().__init__(parts, pattern)
         self.divides_loss = False
-        self._follow(list(self._buckets_of))  # no exchange waits for backward: any order will do
+        # No exchange waits for backward: any order will do.
+        self._follow(list(self._arrivals.buckets_of))
         self.in_round = False
 
     @property

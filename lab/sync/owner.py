@@ -168,12 +168,13 @@ class Discards:
         self._has_ascended = False  # the weights had changed otherwise since the exchange before
         self._num_ascents = 0  # updates in a row of which this was true
         for register, note in (
-            (register_optimizer_step_pre_hook, _note_begin),
-            (register_optimizer_step_post_hook, _note_update),
+            (register_optimizer_step_pre_hook, self.note_begin),
+            (register_optimizer_step_post_hook, self.note_update),
         ):
-            weakref.finalize(self, register(partial(note, weakref.ref(self))).remove)
+            told = partial(_tell, weakref.WeakMethod[Any](note))
+            weakref.finalize(self, register(told).remove)
 
-    def note_begin(self) -> None:
+    def note_begin(self, _optimizer: Optimizer) -> None:
         """Note that an optimizer's step begins."""
         self._exchanges_in_update = False
 
@@ -237,14 +238,9 @@ class Discards:
             self._exchanged = gradient, parameter.detach().clone(), parameter._version
 
 
-def _note_begin(found: weakref.ref[Discards], *_: object) -> None:
-    if (discards := found()) is not None:
-        discards.note_begin()
-
-
-def _note_update(found: weakref.ref[Discards], optimizer: Optimizer, *_: object) -> None:
-    if (discards := found()) is not None:
-        discards.note_update(optimizer)
+def _tell(found: weakref.WeakMethod[Any], optimizer: Optimizer, *_: object) -> None:
+    if (note := found()) is not None:
+        note(optimizer)
 
 
 class NonfiniteGuard:

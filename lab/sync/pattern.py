@@ -66,20 +66,17 @@ class Pattern:
         delay: steps during which an exchange runs, if it begins with NEXT_STEPS.
         shard_size: ranks that share a copy of the weights, where WEIGHTS_OF_UNITS is a leg; None:
             all; "node": those of a host.
+        all_gather, reduce_scatter, reshard: of FSDP2's units; see conf/sync/fsdp.yaml.
         by_library: another library exchanges the gradients, on a schedule of its own.
         waits_in_backward: backward returns when the exchange is done, so it includes its time.
         waits_in_forward: the next forward waits for each layer's exchange, and updates the layer.
-        no_overlap: why `overlap=true` is refused; empty: it is accepted.
-        needs_overlap: why `overlap=false` is refused; empty: it is accepted.
-        no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
-            accepted.
-        no_graph: why `graph=true`, which repeats one step without the host, is refused; empty: it
-            is accepted.
-        only_sgd: why optimizers other than SGD are refused; empty: they are accepted.
-        only_elementwise: why optimizers that treat a tensor as a whole are refused; empty: they are
-            accepted.
-        only_exact: why an exchange that is not exact is refused; empty: it is accepted.
-        no_auto: why an exchange that chooses by measurement is refused; empty: it is accepted.
+        no_overlap, needs_overlap, no_fp16, no_graph: why `overlap=true`, `overlap=false`,
+            `precision=fp16` (which skips steps that overflow) and `graph=true` (which repeats one
+            step without the host) are refused; empty: it is accepted, here and below.
+        only_sgd, only_elementwise: why optimizers other than SGD are refused, and those that treat
+            a tensor as a whole.
+        only_exact, no_auto: why an exchange that is not exact is refused, and one that chooses by
+            measurement.
     """
 
     begins: Begin
@@ -90,6 +87,9 @@ class Pattern:
     fragment_order: str = STRIDED
     delay: int = 0
     shard_size: int | str | None = None
+    all_gather: str = "torch"
+    reduce_scatter: str = "torch"
+    reshard: int | str | None = None
     by_library: bool = False
     waits_in_backward: bool = False
     waits_in_forward: bool = False
@@ -292,13 +292,28 @@ def ddp(hook: str) -> Pattern:
     )
 
 
-def fsdp(reduce_scatter: str, shard_size: int | str | None) -> Pattern:
+def fsdp(
+    reduce_scatter: str,
+    shard_size: int | str | None,
+    all_gather: str = "torch",
+    reshard: int | str | None = None,
+) -> Pattern:
     """Leave weights and gradients to torch's FSDP2, or scatter gradients by an exchange."""
+    checks.one_of("sync.all_gather", all_gather, GATHERS)
+    checks.one_of("sync.reduce_scatter", reduce_scatter, SCATTERS)
+    if reshard is not None and shard_size is not None:
+        raise ValueError(
+            f"sync.reshard={reshard}: sync.shard_size={shard_size} already gathers within groups; "
+            "set only one of them"
+        )
     among_copies = () if shard_size is None else (Leg.MEAN_OF_PARTS,)
     return Pattern(
         Begin.DURING_BACKWARD,
         (Leg.WEIGHTS_OF_UNITS, Leg.PARTS_OF_GRADIENTS, *among_copies),
         shard_size=shard_size,
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
+        reshard=reshard,
         by_library=reduce_scatter == "torch",
         waits_in_backward=True,
         needs_overlap="must be true; strategy=fsdp always exchanges during backward",
@@ -319,6 +334,11 @@ def none() -> Pattern:
     return Pattern(Begin.NEVER, (), no_graph="")
 
 
+def _of(sync: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Return those of `keys` that a sync's settings have; earlier versions had fewer."""
+    return {key: sync[key] for key in keys if key in sync}
+
+
 # A user's own sync is treated as one with its own schedule.
 UNKNOWN = Pattern(
     Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_overlap="unknown"
@@ -327,9 +347,7 @@ UNKNOWN = Pattern(
 # Keyed by the names of the lab's classes, in configurations and records of any age.
 OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "GradSync": lambda _, overlap: gradsync(overlap),
-    "PrioritySync": lambda sync, overlap: priority(
-        overlap, **{key: sync[key] for key in ("chunk_mb", "trials") if key in sync}
-    ),
+    "PrioritySync": lambda sync, overlap: priority(overlap, **_of(sync, "chunk_mb", "trials")),
     "LocalSync": lambda sync, _: local(sync["every"]),
     "StreamingSync": lambda sync, _: streaming(
         sync["every"], sync["fragments"], sync["fragment_order"], sync["delay"]
@@ -339,7 +357,9 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "Zero1": lambda _, overlap: zero1(overlap),
     "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
     "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),
-    "FSDPSync": lambda sync, _: fsdp(sync["reduce_scatter"], sync["shard_size"]),
+    "FSDPSync": lambda sync, _: fsdp(
+        sync["reduce_scatter"], sync["shard_size"], **_of(sync, "all_gather", "reshard")
+    ),
     "HorovodSync": lambda _sync, _overlap: horovod(),
     "NoSync": lambda _sync, _overlap: none(),
 }

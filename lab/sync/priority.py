@@ -228,8 +228,9 @@ class PrioritySync(GradSync):
         """Submit what backward did not, and go on while it travels."""
         self._all_ready()
         self._submit_rest()
+        places = self._arrivals.buckets_of
         for index, bucket in enumerate(self._groups):
-            last = max(place for name in bucket.parameters for place in self._buckets_of[name])
+            last = max(place for name in bucket.parameters for place in places[name])
             jobs = len(self.buckets) + (self._reached is not None)  # which sends flags at last
             self._deferred.add(index, bucket.parameters, jobs - 1 - last)
         finite, self._finite = self._finite, None

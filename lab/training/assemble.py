@@ -24,7 +24,7 @@ from lab.exchange.base import Exchange
 from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.problem import build_data, build_model, build_task, output_shapes
-from lab.settings.config import ConfigError, Settings, build
+from lab.settings.config import ConfigError, Settings, build, global_batch_size
 from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts
 from lab.sync.drift import GradientNoise
@@ -35,7 +35,7 @@ from lab.task.base import Task
 from lab.training import graph
 from lab.training.optim import Optim, require_piecewise
 from lab.training.rank_consistency import data_facts, parameters, settings_and_software
-from lab.training.trainer import Delay, Progress, Trainer, total_steps
+from lab.training.trainer import Delay, Trainer
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch
 BACKEND = "inductor"
@@ -87,18 +87,16 @@ def require_alike(world: World, facts: Facts) -> None:
         raise SharedError(str(error)) from None
 
 
-def global_batch_size(config: DictConfig, world_size: int) -> int:
-    return config.batch_size * (world_size if config.scaling == "weak" else 1)
-
-
 def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     """Build everything that trains, in the order in which it can fail.
 
     Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     seed = config.seed + config.repeat
-    if config.graph:
-        graph.use_own_stream(world.device)
+    if config.graph and world.device.type == "cuda":
+        # The default stream cannot be captured. Backward accumulates a gradient on the stream on
+        # which its parameter was first used, so all of a run is on one.
+        torch.cuda.set_stream(torch.cuda.Stream(world.device))
     torch.manual_seed(seed)
     data = build_data(config.data, seed, world.device)
     task = build_task(config.task)
@@ -109,7 +107,6 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     sizes |= count(model)
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
-    progress = Progress(total_steps(settings, data.num_train, batch_size))
     optim = Optim(config.optim, batch_size, config.graph)
     exchange: Exchange = build(config.exchange)
     with as_config_error():
@@ -144,19 +141,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         require_elementwise(optim.target, why, optim.optimizer, optim.prepare)
     require_like_gpus(world, exchange, sync)
     observe(sync, settings)
-    trainer = Trainer(
-        settings,
-        world,
-        watch,
-        data,
-        task,
-        model,
-        sync,
-        optim,
-        batch_size,
-        progress,
-        first_check(config, model, sync, world) if config.check == "first" else Check(),
-    )
+    at_first = first_check(config, model, sync, world) if config.check == "first" else Check()
+    trainer = Trainer(settings, world, watch, data, task, model, sync, optim, at_first)
     _require_optimizer(config, sync, trainer.optimizer)
     _inject_delay(config, trainer)
     if config.graph:
@@ -167,10 +153,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
 
 
 def _inject_delay(config: DictConfig, trainer: Trainer) -> None:
-    """Delay this rank's steps, if the settings ask for it.
-
-    Raises: ConfigError: a wrong setting, or no exchange of the lab's that could be delayed.
-    """
+    """Delay this rank's steps, if the settings ask for it."""
     world, sync = trainer.world, trainer.sync
     straggler = straggler_of(config, world.size)
     if straggler and straggler.phase == "exchange" and not sync.pattern.takes_exchanges:

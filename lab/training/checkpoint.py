@@ -128,10 +128,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _names_in(path: Path) -> list[str]:
-    """Return the files of ranks in a checkpoint, after checking that all are as DONE says.
-
-    Raises: ValueError: see `load`.
-    """
+    """Return the files of ranks in a checkpoint, after checking that all are as DONE says."""
     if not (path / "DONE").is_file():
         raise ValueError(
             f"resume={path}: not a complete checkpoint; use auto, or a directory "

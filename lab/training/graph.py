@@ -43,16 +43,6 @@ class CudaGraph:
         self._graph.replay()
 
 
-def use_own_stream(device: torch.device) -> None:
-    """Let this thread queue all that follows on a stream that can be captured.
-
-    Backward accumulates a gradient on the stream on which its parameter was first used, so all of
-    a run must be on one.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device))
-
-
 class Refusal(NamedTuple):
     """Settings, as they are typed, with which no step can be captured."""
 
@@ -85,12 +75,12 @@ REFUSALS = [
     ),
     Refusal(
         "drift_every=N",
-        "the host compares buckets within a step; must be null",
+        "the host compares buckets within a step; set drift_every=null",
         lambda run: run.config.drift_every is not None,
     ),
     Refusal(
         "straggler=CHOICE",
-        "the host delays a phase of some steps; must be none",
+        "the host delays a phase of some steps; set straggler=none",
         lambda run: "rank" in run.config.straggler,
     ),
     Refusal(

@@ -84,7 +84,7 @@ class InTurns:
         for run, loop in zip(self.runs, loops, strict=True):
             for _ in loop:  # measures
                 pass
-            run.end(self.watch.stop_signal)
+            run.end()
 
     def _advance(self, at: int, part: Assembly, loop: Iterator[int], steps: int) -> None:
         """Train one run for some steps, with the random numbers that it would draw alone."""

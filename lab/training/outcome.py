@@ -233,17 +233,10 @@ def warmup_in(loop: Loop, step_s: np.ndarray) -> Warmup:
         )
         return Warmup(turns.alone, reason)
     unlike = {} if loop.captured_at is None else {"why": "no graph was replayed"}
-    trials = steps_of_trials(loop)
+    # The first steps are unlike later ones as exchanges try others, or no graph is captured yet.
+    settled_at = loop.progress.step if loop.settled_at is None else loop.settled_at
+    trials = max(0, settled_at - loop.first_step)
     return warmup_of(step_s, loop.config.warmup_steps, loop.sync.every, trials, **unlike)
-
-
-def steps_of_trials(loop: Loop) -> int:
-    """Count the first steps that are unlike later ones, as exchanges try others or no graph is
-    captured yet: all so far, if they still are.
-    """
-    settled_at = loop.settled_at
-    last = loop.progress.step if settled_at is None else settled_at
-    return max(0, last - loop.first_step)
 
 
 def _after_warmup(loop: Loop, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:

@@ -30,13 +30,12 @@ from lab.measure.environment import environment, git_commit, num_cores
 from lab.record.recorders import Guarded, Recorder
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, worded
-from lab.settings.config import ConfigError
+from lab.settings.config import ConfigError, global_batch_size, settings_of
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.own_code import fingerprint
-from lab.settings.secrets import kept, kept_words
+from lab.settings.secrets import kept_words
 from lab.settings.storage import from_here
 from lab.task import metrics_of, shown
-from lab.training.assemble import global_batch_size
 from lab.training.outcome import note_progress
 from lab.training.trainer import Loop
 
@@ -118,16 +117,14 @@ class Recording:
         self.directory.write_config(OmegaConf.to_yaml(settings))
         self.curves.start(self.loop, self.path, self.config.study, settings)
 
-    def end(self, stop_signal: str | None = None) -> None:
-        """Record how the run ended or was stopped, and print its summary."""
+    def end(self) -> None:
+        """Record that the run is done, unless `note_stop` was called; print its summary."""
         assert self.loop
-        progress, record = self.loop.progress, self.record
+        evaluations, record = self.loop.progress.evaluations, self.record
         note_progress(self.loop, record)
-        if progress.step < self.loop.total_steps:
-            record.end("interrupted", f"stopped by {stop_signal}")
-        else:
+        if record.status != "interrupted":
             record.end("done", None)
-            record.final = metrics_of(progress.evaluations[-1]) if progress.evaluations else {}
+            record.final = metrics_of(evaluations[-1]) if evaluations else {}
         if self.world.rank == 0:
             self.write()
             self.recorded = True
@@ -152,11 +149,6 @@ class Recording:
         self.record.duration_s = time.monotonic() - self._began
         self.directory.write_record(self.record)
         self.curves.finish(self.record)
-
-
-def settings_of(config: DictConfig) -> dict[str, Any]:
-    """Return a run's settings, nested as they are composed, without secrets."""
-    return kept(OmegaConf.to_container(config, resolve=True))
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:

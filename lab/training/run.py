@@ -84,7 +84,7 @@ class Run(Recording):
         parts = self.begin()
         for _ in self.steps(parts, shown=self.world.rank == 0):
             pass
-        self.end(self.watch.stop_signal)
+        self.end()
 
     def begin(self) -> Assembly:
         """Build everything that trains, restored to the step from which to continue, and open the
@@ -175,10 +175,7 @@ class Run(Recording):
         return append_stretch(self._made_before, now)
 
     def _checkpoint(self) -> str:
-        """Return the path of the checkpoint to resume, or nothing. A restarted job prefers its own.
-
-        Raises: ValueError: there is none but damaged ones.
-        """
+        """Return the path of the checkpoint to resume, or "". A restarted job prefers its own."""
         resume = self.config.resume
         if resume == "auto" or self.continues:
             newest = checkpoint.newest(self.directory.checkpoints)
@@ -228,10 +225,7 @@ class Run(Recording):
         super().write()
 
     def _end_process(self, failure: Failure) -> None:
-        """Record a failure and exit, even if threads and devices of this process still wait.
-
-        Rank 0 records; if it is lost, another rank does.
-        """
+        """Record a failure and exit, even if threads and devices of this process still wait."""
         if not self.recorded and self.record_failure(failure):
             tell(failure)
         launcher.end_process(self.exit_code())

@@ -25,7 +25,7 @@ from lab.measure.clock import Clock, mark, seconds
 from lab.measure.memory import Memory
 from lab.measure.statistics import Turns, least_warmup
 from lab.record.schema import Certificate
-from lab.settings.config import Settings
+from lab.settings.config import Settings, global_batch_size
 from lab.sync.base import Exchanging, Sync
 from lab.task.base import Task
 from lab.training.graph import StepGraph
@@ -74,6 +74,7 @@ class Measured(Generic[S]):
 
     Attributes:
         batch_size: global.
+        progress: without a number of total steps, unless the Trainer sets it.
         first_step: number of the first step of this start of the run.
         turns: how its steps are spread among other runs', which train in between; None: none do.
         traffic: what each step sent, one after the other (see `Sent`), or had sent for the step
@@ -82,17 +83,11 @@ class Measured(Generic[S]):
     """
 
     def __init__(
-        self,
-        config: Settings,
-        world: World,
-        model: nn.Module,
-        sync: S,
-        batch_size: int,
-        progress: Progress,
-        clock: Clock,
+        self, config: Settings, world: World, model: nn.Module, sync: S, clock: Clock
     ) -> None:
         self.config, self.world, self.model, self.sync = config, world, model, sync
-        self.batch_size, self.progress, self.clock = batch_size, progress, clock
+        self.batch_size = global_batch_size(config, world.size)
+        self.progress, self.clock = Progress(total_steps=0), clock
         self.memory, self.losses, self.traffic = Memory(world.device), Losses(), array("q")
         self.sent_last: Sent = (0, 0, 0)
         self.first_step = 0
@@ -156,7 +151,6 @@ class Trainer(Measured[Sync]):
     Args:
         watch: tells when to stop.
         model: on the device, transformed, equal on all ranks.
-        batch_size: global.
         check: examines the first exchanges.
     """
 
@@ -170,12 +164,11 @@ class Trainer(Measured[Sync]):
         model: nn.Module,
         sync: Sync,
         optim: Optim,
-        batch_size: int,
-        progress: Progress,
         check: Check,
     ) -> None:
         clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
-        super().__init__(config, world, model, sync, batch_size, progress, clock)
+        super().__init__(config, world, model, sync, clock)
+        self.progress.total_steps = total_steps(config, data.num_train, self.batch_size)
         self.watch, self.data, self.task, self.optim, self.check = watch, data, task, optim, check
         self.optimized = sync.optimized(model)
         self.optimizer = optim.optimizer(self.optimized)

@@ -46,10 +46,11 @@ def refusal(main: Callable[[list[str]], int], *words: str) -> str:
     """Return the one line with which a command refuses its words, without the command's name."""
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         assert main([*words]) == 2
-    name, _, message = err.getvalue().partition(": error: ")
+    *bars, line = err.getvalue().splitlines()
+    assert all("%|" in bar or not bar for bar in bars), bars  # shown after a second of work
+    name, _, message = line.partition(": error: ")
     assert (name, out.getvalue()) == (main.__module__.removesuffix(".__main__"), "")
-    assert message.count("\n") == 1
-    return message.removesuffix("\n")
+    return message
 
 
 def begun(

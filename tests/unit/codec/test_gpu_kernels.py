@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from lab.codec import kernels
-from lab.codec.base import Reference
 from lab.codec.codecs import TopK
-from lab.codec.layout import Layout
 from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket, plan
 from lab.exchange.compressed import OneBit
@@ -32,6 +30,7 @@ from tests.support.compiled import (
 )
 from tests.support.kernels import interpret, of_codec, same, values_of
 from tests.support.slow import some_of
+from tests.unit.codec.test_kernels import run
 
 pytest.importorskip("triton", reason="no triton here")
 # Without a GPU, conftest.py has Triton's interpreter on.
@@ -119,28 +118,13 @@ def test_largest_values_are_those_of_cpus_bit_for_bit(
     gradients = torch.stack([values_of(kind.replace("few", "normal"), 5013) for _ in range(3)])
     if kind == "few":
         gradients[:, torch.arange(5013) % 300 != 0] = 0
+    none = torch.zeros(2, 5013)
     ended = [
-        summed(of_codec(codec, level), layout, gradients, feedback)
+        run(of_codec(codec, level), layout, gradients, feedback, none)
         for level in ("triton", "DEFAULT")
     ]
     for ours, theirs in zip(*ended, strict=True):
         assert same(ours.float(), theirs.float())
-
-
-def summed(
-    kernels: Reference, layout: Layout, gradients: torch.Tensor, feedback: bool
-) -> tuple[torch.Tensor, ...]:
-    """Return messages, their residual, a message of their sum, its residual, and the mean."""
-    count = layout.num_values
-    residual, owned = torch.zeros(2, count)
-    messages = torch.zeros(len(gradients), layout.num_bytes, dtype=torch.uint8)
-    for gradient, message in zip(gradients, messages, strict=True):
-        kernels.encode(layout, gradient.clone(), residual if feedback else None, message)
-    mean, finite = torch.full((count,), 7.0), torch.ones((), dtype=torch.bool)
-    kernels.add_up(layout, messages, mean, 3, finite)
-    sums = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    kernels.reduce(layout, messages, owned if feedback else None, sums)
-    return messages, residual, sums, owned, mean, finite
 
 
 @pytest.fixture

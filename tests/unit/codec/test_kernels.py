@@ -68,11 +68,22 @@ class Ended(NamedTuple):
     finite: Tensor
 
 
-def run(kernels: Reference, layout: Layout, gradients: Tensor, feedback: bool) -> Ended:
-    """Encode three gradients, and sum their messages into another message and into values."""
+def run(
+    kernels: Reference,
+    layout: Layout,
+    gradients: Tensor,
+    feedback: bool,
+    kept: Tensor | None = None,
+) -> Ended:
+    """Encode three gradients, and sum their messages into another message and into values.
+
+    Args:
+        kept: residuals of gradients and of sums, [2, values]; None: they are drawn.
+    """
     count = layout.num_values
     generator = torch.Generator().manual_seed(3)
-    residual, owned = (unaligned(torch.randn(count, generator=generator)) for _ in range(2))
+    kept = torch.randn(2, count, generator=generator) if kept is None else kept
+    residual, owned = map(unaligned, kept)
     messages = torch.zeros(3, layout.num_bytes, dtype=torch.uint8)
     for gradient, message in zip(gradients, messages, strict=True):
         kernels.encode(layout, unaligned(gradient), residual if feedback else None, message)

@@ -7,22 +7,17 @@ import math
 import pytest
 import torch
 
-from lab.codec.base import Codec
-from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs, TopK
+from lab.codec.codecs import Int4, Int8, OneBit, Signs
 from lab.codec.layout import WORD
+from tests.support import exact
 
 SHAPES = {"fc": (10, 100), "bias": (7,), "conv": (33, 13, 5), "none": (0, 3), "head": (70, 1000)}
 NUM_VALUES = sum(map(math.prod, SHAPES.values()))
-CODECS: dict[str, Codec] = {
+CODECS = exact.CODECS | {
     "onebit": OneBit(),
-    "onebit mean": OneBit("mean"),
     "onebit blocks": OneBit(granularity="block", block_size=64),
-    "int8": Int8(128),
     "int4": Int4(24),
     "signs": Signs(100),
-    "topk": TopK(0.05),
-    "bfloat16": Cast("bfloat16"),
-    "float8": Float8(32),
 }
 
 

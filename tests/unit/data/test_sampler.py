@@ -76,11 +76,7 @@ def test_iterating_anew_begins_anew() -> None:
     ("changes", "message"),
     [
         ({"batch_size": 10, "world_size": 4}, "batch_size=10: must be a multiple of 4, the number"),
-        ({"rank": 2, "world_size": 2}, "rank=2: must be from 0 to 1"),
         ({"num_samples": 0}, "num_samples=0: must be an integer of at least 1"),
-        ({"batch_size": 0}, "batch_size=0: must be an integer of at least 1"),
-        ({"seed": -1}, "seed=-1: must be an integer of at least 0"),
-        ({"start": -1}, "start=-1: must be an integer of at least 0"),
     ],
 )
 def test_refuses_in_one_line(changes: dict[str, int], message: str) -> None:

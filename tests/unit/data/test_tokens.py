@@ -127,12 +127,9 @@ def test_an_id_beyond_the_vocabulary_is_found_in_the_batch_that_holds_it(
     data = make(tokens, tmp_path / "ids.bin", context=1, dtype="int32", vocabulary=50)
     data.targets()
     every = GlobalSampler(data.num_train, data.num_train, 0, 1, seed=0)
-    with pytest.raises(ValueError) as caught:
+    source = f"20,000 tokens of {tmp_path}/ids.bin"
+    with refusing(f"data.vocabulary=50: {source} contain the id {wrong}; ids must be from 0 to"):
         next(data.train_batches(every))
-    assert str(caught.value) == (
-        f"data.vocabulary=50: 20,000 tokens of {tmp_path}/ids.bin contain the id {wrong}; ids must "
-        "be from 0 to vocabulary - 1 (is data.dtype the type of the file?)"
-    )
 
 
 def test_batches_for_a_gpu_are_copied_from_pinned_memory_a_step_early(

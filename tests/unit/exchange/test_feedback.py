@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec
-from lab.codec.codecs import THRESHOLDS, Cast, Float8, Signs
-from lab.codec.codecs import Int4 as Int4Levels
-from lab.codec.codecs import Int8 as Int8Levels
-from lab.codec.codecs import OneBit as OneBitRows
-from lab.codec.codecs import TopK as Largest
+from lab.codec.codecs import THRESHOLDS
 from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.auto import Auto
@@ -26,6 +21,7 @@ from lab.exchange.powersgd import PowerSGD
 from lab.exchange.randomk import RandomK
 from lab.exchange.schedule import Schedule
 from tests.support.cases import COMPRESSES_LITTLE, COMPRESSING, maker
+from tests.support.exact import CODECS
 from tests.support.ledger import (
     NUM_VALUES,
     SHAPES,
@@ -41,15 +37,6 @@ from tests.support.ledger import (
 from tests.support.slow import some_of
 
 SIZES = [1, 2, 3, 4, 8]
-CODECS: dict[str, Callable[[], Codec]] = {
-    "onebit": OneBitRows,
-    "int8": lambda: Int8Levels(64),
-    "int4": lambda: Int4Levels(16),
-    "bfloat16": lambda: Cast("bfloat16"),
-    "float8": lambda: Float8(32),
-    "signs": lambda: Signs(100),
-    "topk": lambda: Largest(0.05),
-}
 # Over the paths that no exchange of COMPRESSING has; of the first three, over one.
 OTHER_PATHS: list[tuple[str, type[TwoStage | AllGather]]] = [
     *((name, TwoStage) for name in ("bfloat16", "int8", "signs", "topk")),
@@ -81,7 +68,7 @@ FEEDBACK: dict[str, Callable[[bool], Any]] = {
         for g in ("column", "block")
     },
     **{
-        f"{codec} by {path.__name__}": lambda keeps, c=codec, p=path: p(CODECS[c](), Memory(keeps))
+        f"{codec} by {path.__name__}": lambda keeps, c=codec, p=path: p(CODECS[c], Memory(keeps))
         for codec, path in OTHER_PATHS
     },
 }
@@ -234,23 +221,6 @@ def test_a_residual_is_flushed_once(name: str) -> None:
     run_ranks(1, rank_main)
 
 
-def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
-    shapes = {"w": torch.Size((4,)), "v": torch.Size((4,))}
-
-    def rank_main(comm: Comm) -> tuple[list[float], dict[str, list[float]]]:
-        exchange = TopK(ratio=0.25)
-        own = [[1.0, -8, 2, 0, 4, 3, 2, 1], [6.0, 1, 1, 1, 2, 2, 8, 2]][comm.rank]
-        bucket = GradBucket(shapes, torch.tensor(own))
-        exchange.average(bucket, comm)
-        kept = exchange.state_dict()["residual"]
-        return bucket.flat.tolist(), {n: r.tolist() for n, r in kept.items()}
-
-    (mean, kept), (other_mean, other_kept) = run_ranks(2, rank_main)
-    assert mean == other_mean == [3, -4, 0, 0, 2, 0, 4, 0]
-    assert kept == {"w": [1, 0, 2, 0], "v": [0, 3, 2, 1]}
-    assert other_kept == {"w": [0, 1, 1, 1], "v": [2, 2, 0, 2]}
-
-
 def test_randomk_draws_anew_by_seed_step_and_name() -> None:
     def drawn(seed: int, step: int, name: str) -> list[int]:
         """Return the places at which values arrive, of a gradient of ones."""
@@ -328,4 +298,4 @@ def test_a_loaded_state_goes_on_in_the_same_bits(name: str) -> None:
 def test_residuals_of_an_earlier_version_are_refused_in_a_line() -> None:
     old = {"residual": {"w": torch.ones(4, 64)}, "stripe_residual": {"w": torch.ones(2, 64)}}
     with pytest.raises(ValueError, match="an earlier version of the lab wrote these residuals"):
-        TwoStage(OneBitRows(), Memory()).load_state_dict(old)
+        TwoStage(CODECS["onebit"], Memory()).load_state_dict(old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,9 +26,7 @@ NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
 NUM_STEPS = 9
 
 
-def one_bit() -> OneBit:
-    columns: dict[str, Any] = {"threshold": "zero", "granularity": "column"}
-    return OneBit(**columns, min_columns=1, warmup_steps=0, error_feedback=True)
+one_bit = partial(OneBit, min_columns=1)
 
 
 def whole(until: tuple[float, ...] = (3, 6)) -> Schedule:

@@ -30,6 +30,7 @@ from lab.simulate.hardware import Hardware, parse
 from lab.simulate.network import Network
 from lab.simulate.predict import plain, read
 from lab.simulate.score import Observation
+from lab.simulate.terms import published
 
 EXCHANGES: dict[str, Any] = {
     name: read_file("exchange", name) for name in ("allreduce", "ring", "onebit")
@@ -92,6 +93,7 @@ def test_what_two_ranks_measure_gives_the_hardware_and_predicts_more(
     assert found.inter.latency_s == pytest.approx(2e-4, rel=0.05)
     assert found.codec_rate("OneBit") == pytest.approx(2e9, rel=0.1)
     assert found.contention == 0.1 and found.intra is None
+    assert found.residual == published().residual
     ends = {each.key: (each.low, each.high) for each in found.assumed}
     assert ends["contention"] == (0.05, 0.2)
     low, high = ends["codec_rates.OneBit"]
@@ -112,6 +114,15 @@ def test_steps_of_more_ranks_are_scored_and_counted_inside_their_intervals(truth
     slower = [replace(one, steps_s=(9.0,)) for one in steps]
     missed = scored(predicted_steps(slower, truth), held=True, least_exposed=0.02)
     assert missed["coverage"] == {"95": 0, "80": 0} and missed["step"][0] > 0.5
+
+
+def test_intervals_hold_what_the_model_misses_where_all_values_are_known(truth: Hardware) -> None:
+    known = replace(truth, assumed=())
+    slower = [replace(one, steps_s=(1.03 * one.step_s,)) for one in steps_on(waiting(truth), 4)]
+    for residual, share in ((None, 0), (published().residual, 1)):
+        rows = predicted_steps(slower, replace(known, residual=residual))
+        found = scored(rows, held=True, least_exposed=0.02)
+        assert found["coverage"] == {"95": share, "80": share}
 
 
 def test_pairs_are_fitted_to_and_the_largest_groups_held_out() -> None:

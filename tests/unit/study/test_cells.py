@@ -9,6 +9,7 @@ import pytest
 
 from lab import sweep
 from lab.record.schema import Record, Status, read_record
+from lab.settings.overrides import handed_over
 from lab.study import dry_run, launch
 from lab.study.grid import Cell, read
 from lab.study.launch import make_directory, recorded
@@ -65,6 +66,15 @@ def test_a_failed_attempt_is_kept_and_leftovers_are_not(tmp_path: Path) -> None:
     assert read_record(directory / "failed-2/record.json") == second
 
 
+def test_the_record_of_a_cell_that_left_none_holds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAB_MODEL_API_TOKEN_0", "put back")
+    (cell,) = read([*GRID[2:], "world_size=2", *handed_over(["+model.api_token='hunter2'"])]).cells
+    record = launch.record_of(make_directory(tmp_path, cell), cell, "failed", "lost")
+    assert record.settings["model.api_token"] == "…"
+
+
 def test_cells_that_take_turns_each_record_why_they_did_not_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +125,23 @@ def test_a_finished_sweep_names_its_folder_as_one_would_type_it(
     assert said(sweep.main, *settings).endswith(
         "1 of 1 cells done; figures: python -m lab.plot runs/s\n"
     )
+
+
+@pytest.mark.parametrize("turns", ["null", "4"])
+def test_a_sweep_tells_of_cells_that_are_done_and_of_others_as_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
+) -> None:
+    def run_cells(root: Path, cells: list[Cell], *_: object) -> list[Record]:
+        return [leave(root, cell, "done") for cell in cells]
+
+    monkeypatch.setattr(launch, "run_cells", run_cells)
+    words = [*GRID[:2], "world_size=1", "repeats=2", f"turns={turns}", f"runs_dir={tmp_path}"]
+    leave(tmp_path / "s", read(words).cells[0], "done")
+    _, known, *lines, _ = said(sweep.main, *words).splitlines()
+    assert known.endswith("/4] tree-n1-r0: done already")
+    assert [line for line in lines if line[0] != "["] == ["2 cells take turns:"] * (turns == "4")
+    ended = [line for line in lines if line[0] == "["]
+    assert len(ended) == 3 and all("]" in line and ", ETA 0:00:00" in line for line in ended)
 
 
 def test_a_cell_without_timed_steps_says_so() -> None:

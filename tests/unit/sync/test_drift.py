@@ -33,9 +33,7 @@ SENDING = [e for e in EXCHANGES if bytes_per_value(e) > 0 and e not in DIRECTION
 Make = Callable[[], Exchange]
 
 
-def one_bit(kind: type[OneBit] = OneBit, error_feedback: bool = True) -> OneBit:
-    columns: dict[str, Any] = {"threshold": "zero", "granularity": "column"}
-    return kind(**columns, min_columns=1, warmup_steps=0, error_feedback=error_feedback)
+one_bit = partial(OneBit, min_columns=1)
 
 
 def windows_of(make: Make, size: int, num_steps: int = 3 * EVERY) -> list[dict[str, Any]]:
@@ -106,10 +104,10 @@ class LosesResidual(OneBit):
 
 
 FAULTS: dict[str, Make] = {
-    "scale": lambda: one_bit(WrongScale),
-    "rows": lambda: one_bit(ShiftedRows),
-    "residual": lambda: one_bit(LosesResidual),
-    "no feedback": lambda: one_bit(error_feedback=False),
+    "scale": partial(WrongScale, min_columns=1),
+    "rows": partial(ShiftedRows, min_columns=1),
+    "residual": partial(LosesResidual, min_columns=1),
+    "no feedback": partial(one_bit, error_feedback=False),
     "no feedback of topk": lambda: TopK(0.05, error_feedback=False),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,11 +26,7 @@ from tests.unit.sync.test_local import local, networks, train, weights
 OUTER: dict[str, Any] = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.5}
 WHOLE: dict[str, Any] = {"fragments": 1, "fragment_order": "strided", "delay": 0, "alpha": 0.0}
 HALVES: dict[str, Any] = {**WHOLE, "fragments": 2, "delay": 1, "alpha": 0.5}
-ONEBIT: dict[str, Any] = {"threshold": "zero", "granularity": "block", "block_size": 8}
-
-
-def one_bit() -> OneBit:
-    return OneBit(**ONEBIT, min_columns=1, warmup_steps=0, error_feedback=True)
+one_bit = partial(OneBit, granularity="block", block_size=8)
 
 
 def streaming(*parts: Any, **settings: Any) -> StreamingSync:
