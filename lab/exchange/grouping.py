@@ -134,7 +134,7 @@ def checked_ends(until: Any, num_phases: int) -> list[float]:
         raise ValueError(
             f"exchange.until={until}: must be {num_phases - 1} increasing "
             f"number{'s' if num_phases > 2 else ''}, for {num_phases} exchanges: "
-            "shares of the run between 0 and 1, or whole steps of at least 1"
+            "fractions of the run between 0 and 1, or step numbers of at least 1"
         )
     return ends
 

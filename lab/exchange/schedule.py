@@ -133,7 +133,7 @@ class Schedule(Composite):
         if not all(0 < end < 1 for end in self.until):
             raise ValueError(
                 f"exchange.until={self.until}: a prediction needs the run's length; set steps, or "
-                "give shares of the run"
+                "give fractions of the run"
             )
         spans = pairwise([0, *self.until, 1])
         for exchange, (start, end) in zip(self.parts.values(), spans, strict=True):

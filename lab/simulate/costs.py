@@ -196,7 +196,7 @@ def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
     if not all(0 < end < 1 for end in until):
         raise ValueError(
             f"exchange.until={list(until)}: a prediction needs the length of the run; set "
-            "steps=, or give shares of the run, as in exchange.until=[0.5]"
+            "steps=, or give fractions of the run, as in exchange.until=[0.5]"
         )
     starts, ends = [0, *until], [*until, 1]
     shares = [end - start for start, end in zip(starts, ends, strict=True)]

@@ -55,7 +55,7 @@ def _about(result: Row) -> str:
     bases = "/".join(dict.fromkeys(row["basis"] for row in result["rows"]))
     return (
         f"predicted: {bases} {profiles}, hardware {name}, {result['rows'][0]['scaling']} scaling; "
-        "speedup over none on 1 rank"
+        "speedup over strategy=none on 1 rank"
     )
 
 
@@ -226,7 +226,7 @@ def _linear(result: Row) -> list[str]:
         return []
     sizes = ", ".join(str(size) for size in sorted({row["world_size"] for row in alike}))
     if not alike:
-        return ["linear scaling is outside all 80 % intervals: N ranks are not N times as fast"]
+        return ["linear scaling (N ranks are N times as fast) is outside all 80 % intervals"]
     return [
         f"predictions are no better than linear scaling at N = {sizes}: linear scaling is inside "
         f"the 80 % interval of {len(alike)} of {len(known)} predictions"
@@ -238,7 +238,7 @@ def _estimates(result: Row) -> list[str]:
     lines = [
         f"{source}; not measured"
         if source.startswith(ESTIMATE)
-        else f"compute times of {name}, whatever the hardware: {source}"
+        else f"compute times of {name} do not depend on hardware=; their source: {source}"
         for name, source in result["sources"].items()
     ]
     if result["by_default"]:

@@ -122,7 +122,7 @@ def with_a_part_in_two_hooks() -> str:
 
 def test_a_parameter_that_two_hooks_exchange_is_named() -> None:
     for line in CREW.call(2, with_a_part_in_two_hooks):
-        assert line.startswith("certificate: 0.weight: is in two models, of which each exchanges")
+        assert line.startswith("certificate: 0.weight: is in two models that both exchange")
         assert line.endswith("and attach or sync that one")
 
 
@@ -550,7 +550,9 @@ def test_ranks_that_wait_in_vain_are_told_who_has_stopped(way: str, cure: str) -
     *waiting, stopped = spawn(3, uneven, way)
     assert stopped == ""
     for rank, line in enumerate(waiting):
-        assert line.startswith(f"rank 2 stopped after 3 steps, but rank {rank} goes on; all ranks")
+        assert line.startswith(
+            f"rank 2 stopped after 3 steps, but rank {rank} continues; all ranks"
+        )
         assert cure in line
         assert line.endswith("if rank 2 is only slow, raise exchange_timeout_s=3")
 
