@@ -408,4 +408,5 @@ def update_note(optim: str, profile: Profile, hardware: Hardware, strategy: Stra
             "hardware.update_bytes_per_s="
         )
     seconds = beside.passes * profile.gradient_bytes / rate
-    return f"{note}; the difference adds {1e3 * seconds:+.2f} ms, at {rate / 1e9:.4g} GB/s"
+    change = f"the difference changes a step by {1e3 * seconds:+.2f} ms"
+    return f"{note}; {change}, at {rate / 1e9:.4g} GB/s"

@@ -50,7 +50,8 @@ def notes(result: Row) -> list[str]:
 def _about(result: Row) -> str:
     (name,) = {hardware["name"] for hardware in result["hardware"]}
     profiles = ", ".join(
-        f"{name} ({size / 1e6:.1f} MB of gradients)" for name, size in result["profiles"].items()
+        f"{name.removesuffix(f' ({ESTIMATE})')} ({size / 1e6:.1f} MB of gradients)"
+        for name, size in result["profiles"].items()
     )
     bases = "/".join(dict.fromkeys(row["basis"] for row in result["rows"]))
     return (
