@@ -47,8 +47,8 @@ def _list(line: CommandLine) -> int:
     if line.settings:
         named = ", ".join(name.removeprefix("lab.") for name in modules())
         raise ConfigError(f"{line.settings[0]}: no such command; allowed: {named}")
-    print(f"scaling-lab {lab.__version__}; python -m COMMAND --help has details\n")
-    print(f'{_listing()}\n\nin a program of your own: "import lab", see docs/how-to/own_loop.md')
+    print(f"scaling-lab {lab.__version__}; for details, run python -m COMMAND --help\n")
+    print(f'{_listing()}\n\nfor your own program, "import lab" (docs/how-to/own_loop.md)')
     return 0
 
 

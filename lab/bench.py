@@ -53,7 +53,7 @@ def main(line: CommandLine) -> int:
     from lab.benchmarks.present import present  # imports Altair
 
     if not present(request, result):
-        raise Failed("the benchmark gave wrong values: see #wrong above")
+        raise Failed("the benchmark found wrong values; see #wrong above")
     return 0
 
 

@@ -26,8 +26,8 @@ COMMAND = Command(
     """\
 Fit hardware values to a study's cells on one and two ranks, and score the predictions for all other
 cells. The command also scores lab.advise wherever several strategies were measured under the same
-conditions. For `published`, it fits terms for GPUs to published speedups. It then scores the
-predictions for each source, with terms that are fitted only to the other sources.""",
+conditions. For `published`, the command fits terms for GPUs to published speedups. It then scores
+the predictions for each source, with terms that are fitted only to the other sources.""",
     (
         "python -m lab.sweep study=links                       measure the cells (root)",
         "python -m lab.score runs/links                        scores by link and by strategy",

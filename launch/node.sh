@@ -57,7 +57,7 @@ command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .v
 # shellcheck source-path=SCRIPTDIR
 . "$(dirname "$(readlink -f "$0")")/gpus.sh"
 
-# Nodes may start minutes apart: torchrun alone would try for one to reach the rendezvous.
+# Nodes may start minutes apart, but torchrun alone tries to reach the rendezvous for only one minute.
 conf=last_call_timeout=$wait,read_timeout=600
 options=()
 if [ -n "$address" ]; then
@@ -68,7 +68,7 @@ if [ -n "$address" ]; then
 fi
 options+=(--rdzv-conf "$conf")
 
-# Restarted ranks would find the keys of earlier ones in torchrun's own store.
+# In torchrun's own store, restarted ranks would find the keys of earlier ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # shellcheck disable=SC2046  # options, or none
 exec torchrun --nnodes "$nodes" --nproc-per-node "$ranks" --max-restarts "$restarts" \

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Build a wheel of Horovod against the torch that PYTHON imports, and print its path.
 #   usage: build.sh PYTHON DIRECTORY
-# DIRECTORY caches one wheel per version of torch and Python. Needs g++, and in PYTHON's environment
-# cmake, setuptools, wheel and what Horovod's launcher imports (the extra `horovod`). HOROVOD_*
-# variables reach the build: on a machine with nvcc and NCCL set HOROVOD_GPU_OPERATIONS=NCCL.
+# DIRECTORY caches one wheel per version of torch and Python. The build needs g++ and, in PYTHON's
+# environment, cmake, setuptools, wheel and what Horovod's launcher imports (the extra `horovod`). The
+# build reads HOROVOD_* variables. With nvcc and NCCL, set HOROVOD_GPU_OPERATIONS=NCCL.
 set -euo pipefail
 [ $# = 2 ] || { sed -n '2,3s/^# *//p' "$0" >&2; exit 2; }
 python=$1

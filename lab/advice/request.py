@@ -57,7 +57,7 @@ class OwnSettings:
     price_of: str = setting("device", "whether the price is per device or per node", UNITS)
     knee: float = setting(
         1.5,
-        "factor by which throughput must grow for doubling the ranks to be worthwhile",
+        "factor by which doubling the ranks must raise throughput to be worthwhile",
         at_least=1,
         at_most=2,
     )

@@ -124,8 +124,8 @@ def _meanings(result: Row) -> list[str]:
     device = f"out of a device's {memory / 1e9:.3g} GB" if memory else "on a device of unknown size"
     too_large = ", ".join(result["too_large"])
     return [
-        f"GB: weights, gradients, optimizer and exchange, without activations, {device}",
-        *([f"left out, because they need more: {too_large}"] if too_large else []),
+        f"GB: memory of weights, gradients, optimizer and exchange, without activations, {device}",
+        *([f"left out, because they need more memory: {too_large}"] if too_large else []),
         "limit: the largest cost, and the percentage of the step time that you would save without "
         "it",
         "knee: the number of ranks from which doubling them speeds up training by a factor of less "
@@ -171,7 +171,7 @@ def _first_choice(result: Row, kind: str) -> list[str]:
         f"first choice, {kind}: {_named(first)}, {first['samples_per_s']:.0f} samples/s{interval}"
     )
     names = ", ".join(row["series"] for row in close)
-    rivals = f"  measure first, because the prediction cannot distinguish it from {names}"
+    rivals = f"  measure first, because the prediction cannot distinguish this choice from {names}"
     return [line, *_wrapped([rivals] if close else [])]
 
 

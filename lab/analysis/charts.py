@@ -384,7 +384,7 @@ def _exposed(points: Frame, shares: Any, is_noise: Any) -> str:
     low, high = f"{100 * known.min():.0f}", f"{100 * known.max():.0f}"
     range_ = f"{low} %" if low == high else f"{low} % ({least}) to {high} % ({most})"
     if is_noise is not None and is_noise[known.index].all():
-        return f"On {size} ranks, exposed exchange is not shown to exceed 0: {range_} of a step"
+        return f"On {size} ranks, exposed exchange is not significantly above 0: {range_} of a step"
     return f"On {size} ranks, exposed exchange is {range_} of a step"
 
 
@@ -452,7 +452,7 @@ def _fastest(points: Frame) -> str:
     speedup = Interval(best["speedup_lo"], best["speedup_mid"], best["speedup_hi"])
     run = f"With {best['label']}, {_ranks(best)} are"
     if speedup.lo <= 1 <= speedup.hi:
-        return f"{run} not shown to be faster than one: {speedup:.2f} ×, {at}"
+        return f"{run} not significantly faster than one: {speedup:.2f} ×, {at}"
     if speedup.hi < 1:
         return f"{run} slower than one: {speedup:.2f} ×, {at}"
     return f"{_lead(points, best)}: {speedup.mid:.2f} × one rank, on {_ranks(best)} {at}"
@@ -470,8 +470,8 @@ def _lead(points: Frame, best: Point) -> str:
     if others:
         names = in_words([best["label"], *others])
         names = names if len(names) < MOST_LETTERS else f"{best['label']} and {len(others)} others"
-        return f"Fastest, with no significant difference, are {names}"
-    return f"Fastest is {best['label']}"
+        return f"{names} are fastest, with no significant difference"
+    return f"{best['label']} is fastest"
 
 
 def _ranks(point: Point) -> str:

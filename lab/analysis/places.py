@@ -338,11 +338,11 @@ def sample_of(counts: Iterable[int]) -> str:
     known = sorted(set(counts))
     text = f"n = {known[0]}" if len(known) == 1 else f"n = {known[0]} to {known[-1]}"
     few = (
-        f"; fewer than {ENOUGH_REPEATS} cannot tell strategies apart"
+        f"; strategies with fewer than {ENOUGH_REPEATS} cannot be ranked"
         if known[0] < ENOUGH_REPEATS
         else ""
     )
-    return f"{text} repeats or turns{few}"
+    return f"{text} (repeats or turns of a strategy){few}"
 
 
 def _text(base: Any, column: str, **look: Any) -> Any:

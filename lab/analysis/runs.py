@@ -91,7 +91,7 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
     labels = {cell.series: cell.label for cell in known}
     absent = [labels[name] for name in looks if labels[name] not in shown]
     if one.world_size > 1 and any(cell.strategy == CEILING for cell in known):
-        about.append("Left out: `none`, whose replicas are not one model.")
+        about.append("Left out: `none`, because each of its ranks trains a model of its own.")
         absent = [name for name in absent if name.split(" ")[0] != CEILING]
     about += [f"No finished run at this point: {', '.join(absent)}."] if absent else []
     return Chart(

@@ -28,8 +28,8 @@ WIDTH = 110  # letters of a table's line
 # Columns that a wider table leaves out, one after the other: summary.csv has the values of all.
 SPARE = ("mad", "TFLOP/s", "efficiency", "MFU %", "baseline", "payload MB")
 ONE_BY_ONE = (
-    "each line on leaders is judged by itself: chance excludes one of equal series in up to 5 % of "
-    "such lines"
+    "each line about leaders is a separate test: if all series are equally fast, one of them is "
+    "wrongly excluded in up to 5 % of such lines"
 )
 FORMULA = re.compile(r"[=+@\t\r]|-(?!\s*[\d.])")  # how one begins; and not -1
 
@@ -128,7 +128,7 @@ def shared_runs(points: Iterable[Point]) -> str:
         if point.one_rank not in ("", point.series):
             users.setdefault(point.one_rank, {})[point.series] = None
     return "; ".join(
-        f"the N=1 run of {name} is shared by {', '.join(others)}: the same computation on one rank"
+        f"the N=1 run of {name} is shared by {', '.join(others)}, because they compute the same"
         for name, others in users.items()
     )
 

@@ -150,7 +150,7 @@ def chart(result: dict[str, Any]) -> present.Drawn:
     )
     first = result["rows"][0]
     count, total = first["num_different"], first["num_pairs"]
-    message = f"{count} of {total} pairs of equal candidates are called different at 95 %"
+    message = f"{count} of {total} pairs of equal candidates differ significantly at the 95 % level"
     about = (
         f"{first['kind']} · {present.machine(result)} · {len(result['starts'])} starts; dotted: "
         "expected"

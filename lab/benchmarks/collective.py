@@ -286,11 +286,14 @@ def notes(result: dict[str, Any]) -> list[str]:
 def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
     if not _known(rows, "across_bytes"):
         what = "what the busiest rank sends and receives"
-        return [f"of bound: (time for {what}, at sendrecv's rate) / time"]
+        return [f"of bound: least possible time (for {what}, at sendrecv's rate) / time"]
     text = "across: payload per call that the busiest host's ranks send to other hosts"
     if _known(rows, "link_bytes"):
         text += "; link: what its interface counted, including headers"
-    return [text, "of bound: (time for across, at the rate of sendrecv's across) / time"]
+    return [
+        text,
+        "of bound: least possible time (for across, at the rate of sendrecv's across) / time",
+    ]
 
 
 def _known(rows: list[dict[str, Any]], key: str) -> bool:

@@ -42,7 +42,7 @@ from lab.sync.base import SyncParts
 
 NUM_RANKS = 8
 SCALE = 64  # a matrix has 1 of so many rows, and of so many columns
-EMULATED = f"{NUM_RANKS} ranks, of which only one exists, with 1/{SCALE**2} of the values"
+EMULATED = f"one rank stands for {NUM_RANKS}, with 1/{SCALE**2} of the values"
 WARMUP, STEPS = 6, 4  # steps before any is timed, and those that are timed together
 DDP, BUCKET_MB = "DDP, gradients as views", 25.0  # torch's own size of a bucket
 

@@ -158,7 +158,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "
         f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
         f"extra: memory beyond what training {parameters / 1e6:.1f} M parameters needs without an "
-        "exchange (measured: the peak with strategy=none, less its buffers)",
+        "exchange (measured: the peak with strategy=none, minus its buffers)",
         "optimizer: tensors of the optimizer's state, on the rank with the most",
     ]
 

@@ -175,7 +175,7 @@ def fastest(
     faster = {name: ratio for name, ratio in known.items() if ratio.hi < 1}
     name, least = min((faster or known).items(), key=lambda item: item[1].mid)
     if faster:
-        return f"Fastest is {name}: {least.mid:.2f} × {reference}'s {what}"
+        return f"{name} is fastest: {least.mid:.2f} × {reference}'s {what}"
     if least.lo > 1:
         slower = f"{name}, the nearest, takes {least.mid:.2f} × its {what}"
         return f"All are slower than {reference}: {slower}"

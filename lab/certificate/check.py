@@ -308,7 +308,9 @@ def check_of(
     if pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal:
         return _unchecked(f"exchange={name} does not keep replicas equal")
     if pattern.takes_exchanges and sync.exchange.delivers != "mean":
-        return _unchecked(f"strategy={strategy} delivers a {sync.exchange.delivers}, not a mean")
+        return _unchecked(
+            f"strategy={strategy} produces a {sync.exchange.delivers}, not mean gradients"
+        )
     who = sync if pattern.by_library else sync.exchange
     about = About(
         gather,

@@ -36,9 +36,9 @@ HOW = {
     "equal start": "random projections of weights and buffers are equal on all ranks",
     "exchanged": "no delivered gradient is just one rank's own",
     "averaged once": "delivered + errors kept = the mean of the ranks' own gradients",
-    "right group": "that mean is over all ranks",
-    "complete": "it holds for each parameter that backward reached",
-    "fresh": "it is the mean of the same step",
+    "right group": "the delivered mean is over all ranks",
+    "complete": "the mean is delivered for each parameter that backward reached",
+    "fresh": "the mean is that of the same step's gradients",
 }
 PROPERTIES = (*HOW, "bytes")
 NUM_EXCHANGES = 3  # buckets are planned anew after the first, and used again in the third

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 LINEAR = "error of linear scaling"  # the null model: N ranks are N times as fast
 OUTCOMES = (
-    "A claim disagrees if our value is outside the range that the claim allows; the claim or our "
-    "value may be wrong. A claim is undecided if only part of our value's interval is inside the "
-    "range."
+    'The verdict is "disagrees" if our value is outside the range that the claim allows. Either '
+    'the claim or our value may be wrong. The verdict is "undecided" if only part of our value\'s '
+    "interval is inside the range."
 )
 SKILL = (
     "Linear scaling means that N ranks are N times as fast as one. The skill is 1 − (cost model's "

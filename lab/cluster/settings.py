@@ -274,7 +274,7 @@ def straggler_of(config: DictConfig, world_size: int) -> Straggler | None:
         return None
     found: Straggler = build(config.straggler)
     if found.rank >= world_size:
-        raise ConfigError(f"straggler.rank={found.rank}: the ranks are 0 to {world_size - 1}")
+        raise ConfigError(f"straggler.rank={found.rank}: must be below world_size={world_size}")
     return found
 
 

@@ -50,8 +50,8 @@ def _fault(codec: Codec, rows: Tensor) -> str:
     if sizes[0] != sizes[1] or not all(map(checks.is_whole, sizes[0])):
         found = " and then ".join(map(str, dict.fromkeys(sizes)))
         return (
-            f"row_bytes({columns}) returns {found}; must be two whole numbers, which depend on "
-            "nothing but its argument and the settings"
+            f"row_bytes({columns}) returns {found}; must be two whole numbers that depend only "
+            "on its argument and the settings"
         )
     given = rows.clone()
     once, again = _decoded(codec, given, *sizes[0])
@@ -61,7 +61,9 @@ def _fault(codec: Codec, rows: Tensor) -> str:
     if not torch.equal(given, rows):
         return "write changes the values that it is given; it must change only header and payload"
     if not torch.equal(once, again):
-        return "read returns other values at a second call; ranks would end with other weights"
+        return (
+            "a second call of read returns different values, so ranks would get different weights"
+        )
     for bad in (torch.nan, torch.inf):
         given[0, columns // 2] = bad
         if _decoded(codec, given.clone(), *sizes[0])[0][0].isfinite().all():
@@ -85,8 +87,8 @@ def _growth(codec: Codec, rows: Tensor) -> str:
     if residual.norm() <= GROWTH * rows.norm():
         return ""
     return (
-        "what read returns is so far from the values given to write that residuals grow in every "
-        "step; use memory=none"
+        "the values that read returns differ so much from those given to write that residuals "
+        "grow in every step; use memory=none"
     )
 
 

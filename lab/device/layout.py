@@ -227,9 +227,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         "reorders: from oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
     )
     if result["device"] == "cuda":
-        reorders = (
-            "reorders: cuDNN's kernels that change a layout, by name (no GPU has run this yet)"
-        )
+        reorders = "reorders: cuDNN's kernels that change a layout, by name (untested on GPUs)"
     blocked = (
         "blocked: inputs and gradients as oneDNN's convolutions leave them; filters in NCHW, "
         "because torch cannot train others"

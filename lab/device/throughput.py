@@ -337,7 +337,7 @@ def _over_batches(result: dict[str, Any]) -> tuple[str, tuple[Any, int]]:
         f"Training {_models(rows)} gains less than 5 % beyond a batch of {present.span(flat, 'g')}"
     )
     if flat == [max(batches)]:
-        message = f"Training {_models(rows)} still gains at a batch of {flat[0]}"
+        message = f"Training {_models(rows)} still becomes faster at a batch of {flat[0]}"
     return message, drawn
 
 

@@ -186,7 +186,7 @@ def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
         return []
     if not verdict.losses:
         ranks = 2 * evidence.one.world_size
-        return [_ranks(evidence, ranks, "compute still shrinks with every rank")]
+        return [_ranks(evidence, ranks, "compute still shrinks with each added rank")]
     firsts, others = list[Remedy](), list[Remedy]()
     for loss in verdict.named:
         several = list(BY_VERDICT[loss.part, loss.verdict](evidence, loss))
@@ -226,7 +226,7 @@ def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
         yield Remedy(
             "transform=fc1x1", "most bytes are in fully connected layers; this changes the model"
         )
-    yield _larger_batch(e, f"the same exchange for more {e.one.record.unit}s")
+    yield _larger_batch(e, f"each exchange serves more {e.one.record.unit}s")
 
 
 def _for_latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
@@ -245,7 +245,7 @@ def _for_latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
         why = f"{steps} messages in sequence instead of {2 * (size - 1)}"
         yield Remedy("exchange=tree", why, loss.seconds * (1 - steps / (2 * (size - 1))))
     yield from _rounds(e, loss.seconds)
-    yield _larger_batch(e, f"the same messages for more {e.one.record.unit}s")
+    yield _larger_batch(e, f"the same number of messages serves more {e.one.record.unit}s")
 
 
 def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:

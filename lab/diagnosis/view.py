@@ -120,19 +120,21 @@ Lines = Iterator[tuple[str, str]]
 def _evidence_lines(e: Evidence) -> Lines:
     yield "step", f"{_ms(e.step_s)}{_speedup(e)}"
     if not math.isnan(e.one_s):
-        yield "computing", f"{_ms(e.ideal_s)} ({_share(e.ideal_s, e)}) if divided evenly"
+        yield "computing", f"{_ms(e.ideal_s)} ({_share(e.ideal_s, e)}) if compute is divided evenly"
     if not math.isnan(e.exposed_s):
         against = "" if math.isnan(e.ceiling_s) else f"; strategy=none takes {_ms(e.ceiling_s)}"
         ends = e.point.exposed_exchange_s.scaled(1e3)
         between = (
             "" if math.isnan(ends.lo) else f", 95 % interval {ends.lo:.1f} to {ends.hi:.1f} ms"
         )
-        text = f"{_ms(e.exposed_s)} ({_share(e.exposed_s, e)}{between}) not hidden{against}"
+        text = (
+            f"{_ms(e.exposed_s)} ({_share(e.exposed_s, e)}{between}) not hidden by compute{against}"
+        )
         yield "exchange", text
     if not math.isnan(e.payload_bytes):
         yield "payload", _payload(e)
     if e.codec_s > 0:
-        yield "encoding", f"{_ms(e.codec_s)} on each rank, and decoding"
+        yield "codec", f"{_ms(e.codec_s)} on each rank to encode and decode"
     for slow in e.slow:
         yield "slow rank", _slow(slow, e)
         yield "look at", LOOK_AT.get(slow.phase, LOOK_AT_DEVICE)
@@ -142,7 +144,7 @@ def _evidence_lines(e: Evidence) -> Lines:
     if not math.isnan(e.input_s):
         yield "input", f"{_ms(e.input_s)} ({_share(e.input_s, e)}) waiting for data"
     if not math.isnan(e.fixed_s):
-        yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute beyond that"
+        yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute that did not shrink"
     for line in e.one.record.idle:
         yield "no effect", line
     if floor := floor_text(e.floor):
@@ -164,7 +166,7 @@ def _speedup(e: Evidence) -> str:
         return ""
     size = e.one.world_size
     speedup = size * e.ideal_s / e.step_s
-    return f": {speedup:.2f} times as fast as one rank ({_ms(e.one_s)}), of a possible {size}"
+    return f": {speedup:.2f} times as fast as one rank ({_ms(e.one_s)}); ideal is {size}"
 
 
 def _payload(e: Evidence) -> str:
@@ -182,7 +184,7 @@ def _remedy_lines(changes: list[Remedy]) -> Lines:
 
 def _unknown_lines(e: Evidence) -> Lines:
     for unknown, command in e.to_run.items():
-        yield "to know", f"{unknown}:\n{'':14}{command}"
+        yield "to see", f"{unknown}:\n{'':14}{command}"
 
 
 def _ms(seconds: float) -> str:

@@ -256,8 +256,8 @@ def _check(candidates: Mapping[str, Exchange], among: object) -> None:
             kind = type(candidates[name]).__name__
             raise ValueError(
                 f"exchange.candidates.{name}={kind} is made of other exchanges, but a candidate "
-                "must be a single one; to choose between nodes, use exchange=hierarchical "
-                "exchange@exchange.inter=auto"
+                "must be a single one; to choose the exchange between nodes, use "
+                "exchange=hierarchical exchange@exchange.inter=auto"
             )
 
 

@@ -242,9 +242,13 @@ def require_mean(key: str, exchange: Exchange) -> None:
     """
     name = type(exchange).__name__
     if not exchange.keeps_replicas_equal:
-        raise ValueError(f"{key}={name} does not keep replicas equal; choose one that averages")
+        raise ValueError(
+            f"{key}={name} does not keep replicas equal; choose one that averages gradients"
+        )
     if exchange.delivers != "mean":
-        raise ValueError(f"{key}={name} delivers a {exchange.delivers}; choose one that averages")
+        raise ValueError(
+            f"{key}={name} produces a {exchange.delivers}; choose one that averages gradients"
+        )
 
 
 def require_part(key: str, exchange: Exchange) -> None:

@@ -278,7 +278,7 @@ class BucketPlan:
             if p.dtype != dtype:
                 raise RuntimeError(
                     f"{name}: is {p.dtype} now, and was {dtype} when its exchange was set up; "
-                    "convert the model before that"
+                    "convert the model before you set up the exchange"
                 )
         for known in ("has_views", "_are_views"):  # a layout may have changed
             self.__dict__.pop(known, None)
@@ -402,7 +402,7 @@ class Outside:
         if any(p is self._probe for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 "the model was converted to another dtype after DistributedDataParallel was made, "
-                "which therefore exchanges nothing; convert a copy, or wrap the model anew"
+                "which therefore exchanges nothing; convert a copy, or wrap the converted model"
             )
 
     def refuse_trained(self, optimizer: Optimizer | None = None) -> None:
@@ -430,7 +430,7 @@ class Outside:
             raise RuntimeError(
                 f"{trained[0][0]}: was frozen or missing when the exchange was set up, so its "
                 "gradient reaches no other rank; add or replace layers, and set "
-                "requires_grad=True, before the exchange is set up; freeze parameters at any time"
+                "requires_grad=True, before that (you can freeze parameters at any time)"
             )
 
     def _found(self) -> dict[str, nn.Parameter]:

@@ -478,8 +478,8 @@ def left_exact(exchange: Exchange, shapes: Shapes) -> list[str]:
     """
     total = sum(map(math.prod, shapes.values()))
     return [
-        f"{100 * number / total:.0f} % of the values travel as float32 ({number:,} of {total:,}): "
-        f"{which}"
+        f"{100 * number / total:.0f} % of the values are sent as float32 ({number:,} of "
+        f"{total:,}): {which}"
         for number, which in exchange.left_exact(shapes)
         if number >= NOTABLE * max(1, total)
     ]

@@ -135,7 +135,7 @@ def checked_ends(until: Any, num_phases: int) -> list[float]:
         raise ValueError(
             f"exchange.until={until}: must be {num_phases - 1} increasing "
             f"number{'s' if num_phases > 2 else ''}, for {num_phases} exchanges: "
-            "shares of the run between 0 and 1, or whole steps of at least 1"
+            "fractions of the run between 0 and 1, or step numbers of at least 1"
         )
     return ends
 
@@ -145,7 +145,7 @@ def phase_shares(until: Sequence[float]) -> list[float]:
     if not all(0 < end < 1 for end in until):
         raise ValueError(
             f"exchange.until={list(until)}: a prediction needs the length of the run; set "
-            "steps=, or give shares of the run, as in exchange.until=[0.5]"
+            "steps=, or give fractions of the run, as in exchange.until=[0.5]"
         )
     return [end - start for start, end in pairwise([0, *until, 1])]
 

@@ -161,7 +161,7 @@ def _steps(name: str, batch: int, seconds: float, sizes: Sizes) -> Item:
             share = added_s / own_s if own_s > 0 else None
             yield Figure(f"{lossy} - none / its kernels", share, high=bound)
 
-    about = f"{name}, batch {batch}: steps of each strategy"
+    about = f"{name}, batch {batch}: step time of each strategy"
     words = sizes.steps(name, batch)
     return Item(f"steps-{name}-{batch}", about, seconds, "steps", words, figures)
 
@@ -173,7 +173,7 @@ def _graphs(name: str, batch: int, seconds: float, sizes: Sizes) -> Item:
             yield Figure(f"{way['strategy']}, eager / graph", gain, low=1.0)
 
     words = sizes.steps(name, batch)
-    about = f"{name}, batch {batch}: each strategy over the same with graph=true"
+    about = f"{name}, batch {batch}: step time of each strategy, divided by that with graph=true"
     return Item(f"graph-{name}-{batch}", about, seconds + 5, "graphs", words, figures)
 
 
@@ -247,8 +247,8 @@ def _seeds(sizes: Sizes) -> Iterator[Item]:
     batches = "1,2,4" if sizes.pretended else "1,8,64,512"
     by_batch = [*_without(sizes.model(TRIED, 512), "batch_size"), f"batch_size={batches}"]
     words = ("throughput", *by_batch, sizes.rounds(5))
-    yield Item("throughput", f"{TRIED}: samples per second by batch", 25, "bench", words)
-    about = f"{TRIED}, batch {TRIED_BATCH}: GPU against CPU"
+    yield Item("throughput", f"{TRIED}: samples per second by batch size", 25, "bench", words)
+    about = f"{TRIED}, batch {TRIED_BATCH}: GPU compared with CPU"
     words = ("throughput", *sizes.model(TRIED, TRIED_BATCH), sizes.rounds(3))
     yield Item("cpu", about, 15, "cpu", words, speedup, draws=False)
     for key, name, batch, seconds, more in (

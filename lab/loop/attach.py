@@ -292,7 +292,7 @@ class LoopSync(Checked, GradSync):
                 if id(parameter) in theirs:
                     raise ConfigError(
                         f"{name}: another open lab.grad_sync exchanges its gradient; make one "
-                        "grad_sync of both models, as of nn.ModuleList([first, second])"
+                        "grad_sync for both, as in grad_sync(nn.ModuleList([first, second]))"
                     )
 
     def __reduce__(self) -> NoReturn:

@@ -39,7 +39,7 @@ from lab.training.run import LOST_PEER, TIMEOUT
 GRACE_S = 5.0  # in which others that wait for a lost rank notice it, too
 FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
 FORGOT_HOOK = (
-    "hook ignored: DDP gave it no gradients before optimizer.step(): was the last backward of "
+    "hook ignored: DDP gave it no gradients before optimizer.step(); was the last backward of "
     "the step inside no_sync(), was a parameter frozen or unused (which needs "
     "find_unused_parameters=True), or was the hook registered on another model?"
 )
@@ -137,7 +137,7 @@ class LoopCheck:
         if self._world.size == 1:
             self._end(unchecked("one rank has nothing to exchange"))
         elif exchange.delivers != "mean":
-            why = f"exchange={type(exchange).__name__} delivers a {exchange.delivers}, not a mean"
+            why = f"exchange={type(exchange).__name__} produces a {exchange.delivers}, not a mean"
             self._end(unchecked(why))
         else:
             self._observer = Observer(self._sync._model, self._sync, self._about)
@@ -265,8 +265,8 @@ class LoopCheck:
         if not shared or len(shared) == len(ours):  # all are: this model was attached before
             return ""
         return (
-            f"{shared[0]}: is in two models, of which each exchanges its gradient; make one model "
-            "of both, as nn.ModuleList([first, second]), and attach or sync that one"
+            f"{shared[0]}: is in two models that both exchange its gradient; combine them, as in "
+            "nn.ModuleList([first, second]), and attach or sync the combined model"
         )
 
 
@@ -388,7 +388,7 @@ def _refuse_stalled(text: str, sync: Checked) -> None:
     )
     cure = "call finish() without backward" if isinstance(sync, GradSync) else "use ddp.join()"
     raise RuntimeError(
-        f"{absent} stopped after {sync.step} steps, but rank {sync.comm.rank} goes on; all ranks "
-        "must run equally many steps: give each rank the same number of batches (drop_last=True), "
-        f"or on a rank without further batches, {cure}; if {absent} {why}"
+        f"{absent} stopped after {sync.step} steps, but rank {sync.comm.rank} continues; all ranks "
+        "must run the same number of steps; give each rank the same number of batches "
+        f"(drop_last=True), or, on a rank without further batches, {cure}; if {absent} {why}"
     ) from None

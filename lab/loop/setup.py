@@ -56,8 +56,8 @@ def require_module(key: str, value: object) -> None:
     """Refuse what is no module, such as a list of modules or of parameters."""
     if not isinstance(value, nn.Module):
         raise ConfigError(
-            f"{key}: has type {type(value).__name__}; must be an nn.Module, as nn.ModuleList(…) "
-            "makes of several"
+            f"{key}: has type {type(value).__name__}; must be an nn.Module; to pass several, "
+            "combine them in nn.ModuleList(…)"
         )
 
 
@@ -175,8 +175,8 @@ def world_of(
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
-            f"group={group!r}: must be a process group that this rank is in, as "
-            "torch.distributed.new_group([0, 1]) makes; or None"
+            f"group={group!r}: must be a process group that this rank is in, such "
+            "as torch.distributed.new_group([0, 1]), or None"
         )
     if group is None:
         if not dist.is_initialized():

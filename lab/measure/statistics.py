@@ -284,7 +284,9 @@ def warmup_of(
     later = step_s.max(axis=0)[first:] if len(step_s) else np.empty(0)
     num_batches = len(later) // size
     if num_batches * BATCH < FEWEST:
-        return Warmup(least, f"the first {least}; too few follow to test for steadiness")
+        return Warmup(
+            least, f"the first {least} steps are warm-up, and too few follow to test for steadiness"
+        )
     batches = np.log(later[: num_batches * size]).reshape(num_batches, size).mean(axis=1)
     errors = [np.var(batches[cut:]) / (num_batches - cut) for cut in range(num_batches // 2 + 1)]
     cut = int(np.argmin(errors))

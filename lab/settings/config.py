@@ -80,7 +80,7 @@ class Settings:
         1, "micro-batches per step, with one exchange for all of them", at_least=1
     )
     clip_grad_norm: float | None = setting(
-        None, "largest allowed norm of the averaged gradient", above=0
+        None, "largest allowed norm of the averaged gradient; null: no limit", above=0
     )
     channels_last: bool = setting(False, "use the channels-last memory format")
     compile: bool = setting(
@@ -253,7 +253,7 @@ def check_name(key: str, value: str | None) -> None:
     as_name = value is None or (re.fullmatch(DIRECTORY, value) and len(value.encode()) <= 255)
     if not as_name or without_secrets(str(value)) != str(value):
         raise ConfigError(
-            f"{key}={value!r}: names a directory under runs_dir; use only letters, digits "
+            f"{key}={value!r}: must be able to name a directory: use only letters, digits "
             "and . , = + _ - (but no dot at the start), at most 255 bytes, and no secret"
         )
 

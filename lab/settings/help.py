@@ -45,7 +45,7 @@ _lab() {
 }
 complete -o nospace -o default -F _lab lab"""
 OF_PARTS = {
-    "path": "path=, codec= and memory= define the exchange by its parts; how messages travel",
+    "path": "how messages travel; path=, codec= and memory= together define an exchange",
     "codec": "how values are encoded in messages",
     "memory": "what happens to compression errors",
 }

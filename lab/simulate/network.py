@@ -63,7 +63,7 @@ class Network:
         if self.num_nodes > 1 and hardware.inter is None:
             raise ValueError(
                 f"world_size={size}: hardware={hardware.name} has a single "
-                f"node of ranks_per_node={hardware.ranks_per_node}"
+                f"node, with ranks_per_node={hardware.ranks_per_node}"
             )
         self.intra = (hardware.intra if self.local > 1 else None) or NOWHERE
         self.rates = hardware.node_rates[: self.num_nodes]

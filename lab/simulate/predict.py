@@ -188,7 +188,7 @@ def _with_log(hardware: Hardware, path: str) -> Hardware:
     most = max(curve.ranks for curve in curves)
     if most > hardware.ranks_per_node and not hardware.inter:
         raise ConfigError(
-            f"{LOG}={path}: has {most} ranks; hardware={hardware.name} has a single node of "
+            f"{LOG}={path}: has {most} ranks; hardware={hardware.name} has a single node, with "
             f"ranks_per_node={hardware.ranks_per_node}"
         )
     return replace(hardware, measured=curves)

@@ -352,16 +352,16 @@ def update_note(optim: str, profile: Profile, hardware: Hardware, strategy: Stra
         optim: its path.
     """
     passes = MOMENTUM.passes if profile.update_passes is None else profile.update_passes
-    contained = f"{profile.name} contains an update of {passes:g}"
+    contained = f"{profile.name} contains an update of {passes:g} passes"
     if profile.update_passes is None:
-        contained = f"{profile.name} is assumed to contain an update with SGD, of {passes:g}"
+        contained = f"{profile.name} is assumed to contain SGD's update of {passes:g} passes"
     if (update := strategy.update) is None:
         unknown = "the time of its update is not predicted, because its passes are unknown"
         return f"optim={optim}: {unknown}; {contained}"
     beside, rate = update_beside(profile, hardware, update)
     if update.passes == passes or beside == update:
         return ""
-    note = f"optim={optim}: {update.passes:g} passes over memory in an update; {contained}"
+    note = f"optim={optim}: an update makes {update.passes:g} passes over memory; {contained}"
     if seconds := products_s(profile, hardware, update):
         note += f"; its matrix products add {1e3 * seconds:.2f} ms"
     if math.isinf(rate):
@@ -370,4 +370,5 @@ def update_note(optim: str, profile: Profile, hardware: Hardware, strategy: Stra
             "hardware.update_bytes_per_s="
         )
     seconds = beside.passes * profile.gradient_bytes / rate
-    return f"{note}; the difference is {1e3 * seconds:+.2f} ms, at {rate / 1e9:.4g} GB/s"
+    change = f"the difference changes a step by {1e3 * seconds:+.2f} ms"
+    return f"{note}; {change}, at {rate / 1e9:.4g} GB/s"

@@ -50,12 +50,13 @@ def notes(result: Row) -> list[str]:
 def _about(result: Row) -> str:
     (name,) = {hardware["name"] for hardware in result["hardware"]}
     profiles = ", ".join(
-        f"{name} ({size / 1e6:.1f} MB of gradients)" for name, size in result["profiles"].items()
+        f"{name.removesuffix(f' ({ESTIMATE})')} ({size / 1e6:.1f} MB of gradients)"
+        for name, size in result["profiles"].items()
     )
     bases = "/".join(dict.fromkeys(row["basis"] for row in result["rows"]))
     return (
         f"predicted: {bases} {profiles}, hardware {name}, {result['rows'][0]['scaling']} scaling; "
-        "speedup over none on 1 rank"
+        "speedup over strategy=none on 1 rank"
     )
 
 
@@ -223,7 +224,7 @@ def _linear(result: Row) -> list[str]:
         return []
     sizes = ", ".join(str(size) for size in sorted({row["world_size"] for row in alike}))
     if not alike:
-        return ["linear scaling is outside all 80 % intervals: N ranks are not N times as fast"]
+        return ["linear scaling (N ranks are N times as fast) is outside all 80 % intervals"]
     return [
         f"predictions are no better than linear scaling at N = {sizes}: linear scaling is inside "
         f"the 80 % interval of {len(alike)} of {len(known)} predictions"
@@ -235,7 +236,7 @@ def _estimates(result: Row) -> list[str]:
     lines = [
         f"{source}; not measured"
         if source.startswith(ESTIMATE)
-        else f"compute times of {name}, whatever the hardware: {source}"
+        else f"compute times of {name} do not depend on hardware=; their source: {source}"
         for name, source in result["sources"].items()
     ]
     if result["by_default"]:

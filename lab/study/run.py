@@ -176,8 +176,8 @@ def _check_launcher(study: Study) -> None:
         )
     if turns and max(map(len, starts(study))) < 2:
         raise ConfigError(
-            f"turns={turns}: no two cells of this grid can take turns, as those that differ only "
-            "in strategy= do; set turns=null"
+            f"turns={turns}: only cells that differ in nothing but strategy= can take turns, and "
+            "this grid has no two such cells; set turns=null"
         )
     for cluster in clusters:
         sandbox.find(cluster)

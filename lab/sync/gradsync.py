@@ -146,9 +146,10 @@ class Arrivals:
         for bucket in self._buckets:
             if name := bucket.changed():
                 raise RuntimeError(
-                    f"{name}: its gradient was changed between backward and finish(), or grew in "
-                    "another backward, after it had been sent; change gradients after finish(), "
-                    "put any other backward into sync.accumulate(), or set overlap=false"
+                    f"{name}: its gradient was changed between backward and finish(), or "
+                    "another backward added to it, after it had been sent; change gradients after "
+                    "finish(), put other backward passes into sync.accumulate(), or set "
+                    "overlap=false"
                 )
 
     def _watch(self) -> None:
@@ -243,9 +244,9 @@ def accumulator(parameter: nn.Parameter) -> Node:
 def _refuse(name: str, times: str, due: int) -> NoReturn:
     raise RuntimeError(
         f"{name}: backward reached it again after its gradient had been sent (number of times: "
-        f"{times} in this step, expected {due}); call finish() after each step's backward, also "
-        "if the step is skipped; put any other backward that reaches this model, as that of a "
-        "GAN's generator or of an earlier micro-batch, into sync.accumulate(); recompute with "
+        f"{times} in this step, expected {due}); call finish() after each step's backward, even "
+        "if the step is skipped; put other backward passes of this model, such as a GAN "
+        "generator's or an earlier micro-batch's, into sync.accumulate(); recompute with "
         "checkpoint(use_reentrant=False); or set overlap=false"
     )
 

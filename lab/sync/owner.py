@@ -69,8 +69,8 @@ class Owner:
         if mark is None and _holds_tensor(kept):
             raise ValueError(
                 "state_dict: contains residuals but does not name their rank, because an earlier "
-                "version wrote it; if they belong to this rank, set state['of'] to "
-                "this rank's state_dict()['of']"
+                "version wrote it; if the residuals are this rank's, set state['of'] to "
+                "its state_dict()['of']"
             )
         if mark is None:
             return
@@ -86,8 +86,8 @@ class Owner:
         if (mark["rank"], mark["size"]) != (self.rank, self.size):
             raise ValueError(
                 f"state_dict: belongs to rank {mark['rank']} of {mark['size']}, but this is rank "
-                f"{self.rank} of {self.size}; residuals are each rank's own, so save and load one "
-                "file per rank, on the same number of ranks (Accelerate's "
+                f"{self.rank} of {self.size}; each rank has its own residuals, so save and load "
+                "one file per rank, on the same number of ranks (Accelerate's "
                 "register_for_checkpointing saves only the file of rank 0)"
             )
         if by_class(json.loads(mark["exchange"])) != by_class(self.exchange):
@@ -196,8 +196,8 @@ class Discards:
         if self._num_ascents > 1 and _holds_values(self._exchange.state_dict()):
             raise RuntimeError(
                 f"exchange={type(self._exchange).__name__}: each update follows two exchanges, "
-                "between which the weights changed, as in sharpness-aware minimization (SAM); the "
-                "exchange's residuals of both gradients are mixed; put the first backward into "
+                "and the weights changed between them, as in sharpness-aware minimization (SAM); "
+                "this mixes the residuals of both gradients; put the first backward into "
                 "no_sync() or sync.accumulate(), so that each rank moves its weights by its own "
                 "gradient, or use an exchange without residuals, such as bf16"
             )
@@ -222,10 +222,10 @@ class Discards:
             return
         text = (
             f"exchange={type(self._exchange).__name__}: the last gradients were exchanged, but "
-            "cleared before an optimizer used them; the exchange's residuals of them are added to "
-            "later gradients; put a backward whose gradients are not used (such as a trial, or "
-            "that of a GAN's generator) into no_sync() or sync.accumulate(), or freeze the model "
-            "meanwhile with requires_grad_(False)"
+            "cleared before an optimizer used them; their residuals are added to later gradients; "
+            "put a backward pass whose gradients are not used (such as a trial, or a GAN "
+            "generator's) into no_sync() or sync.accumulate(), or freeze the model "
+            "during this pass with requires_grad_(False)"
         )
         if self._other_has_stepped:
             raise RuntimeError(text)

@@ -59,13 +59,13 @@ def refuse_optimizer(
     if momentum is None or momentum:
         given = f" optim.momentum={momentum}" if momentum else ""
         raise ConfigError(
-            f"{chosen}{given}: the exchange keeps the moments and delivers a direction; use "
-            "optim=direction, which is SGD without momentum"
+            f"{chosen}{given}: the exchange stores the moments and produces an update direction; "
+            "use optim=direction, which is SGD without momentum"
         )
     if clip is not None:
         raise ConfigError(
-            f"clip_grad_norm={clip}: {strategy} delivers a direction, whose norm is not the norm "
-            "of the gradient; must be null"
+            f"clip_grad_norm={clip}: {strategy} produces an update direction, whose norm is not "
+            "that of the gradient; must be null"
         )
 
 

@@ -381,7 +381,7 @@ def _step_lines(record: Record) -> Iterator[str]:
         stalls = f"; {counted(count, 'stall')}" if count else ""
         yield (
             f"step            {_few(1e3 * step.median)} ms, median after {after} of warm-up; "
-            f"95 % take at most {_few(1e3 * step.p95)} ms{stalls}"
+            f"95 % of steps take at most {_few(1e3 * step.p95)} ms{stalls}"
         )
         if "may not be steady" in warmup.reason:
             yield f"not steady      {warmup.reason}; run more steps"

@@ -297,7 +297,7 @@ def compare(first: Contents, second: Contents) -> Compared:
     places = {each.point.place for each in found}
     apart = _apart(*([p for p in each.points if p.place in places] for each in (first, second)))
     notes = [
-        f"Not compared, as the other study lacks them: {in_words(alone)}" if alone else "",
+        f"Not compared, because the other study lacks them: {in_words(alone)}" if alone else "",
         f"The studies differ in {'; '.join(apart)}" if apart else "",
         "; ".join(floors),
     ]
@@ -334,10 +334,11 @@ def _compared_text(found: Sequence[Difference], first: str, second: str) -> str:
         return f"{first} and {second} have no measured point in common."
     counts = Counter(each.finding for each in found)
     parts = [
-        f"{count} {finding.replace('too', 'of too')}" for finding, count in sorted(counts.items())
+        f"{'has' if finding.startswith('too') else 'is'} {finding} at {number_of(count, 'point')}"
+        for finding, count in sorted(counts.items())
     ]
     both = f"Both studies measured {number_of(len(found), 'point')}"
-    return f"{both}. Compared with {first}, the points of {second} are: {', '.join(parts)}."
+    return f"{both}. Compared with {first}, {second} {in_words(parts)}."
 
 
 def _differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
@@ -353,5 +354,5 @@ def _differences_table(found: Sequence[Difference], first: str, second: str) -> 
         for each in found
     ]
     title = f"Steps of {second}, compared with {first}"
-    header = ["series", "ranks", "batch", "step", "n", f"{second} is"]
+    header = ["series", "ranks", "batch", "step", "n", "finding"]
     return Table("differences", title, "The intervals hold for all rows jointly.", header, rows)

@@ -53,7 +53,7 @@ def test_values_that_a_setting_cannot_have(name: str, values: str, said: str) ->
 
 
 NO_SETTING = "is not a setting: write key=value"
-NO_NAME = "names a directory under runs_dir"
+NO_NAME = "must be able to name a directory"
 WORDS = [
     *(("cell='..'", NO_NAME), ("cell=' '", NO_NAME), ("cell='$(touch x)'", NO_NAME)),
     *(

@@ -47,5 +47,5 @@ def test_what_a_codec_leaves_as_it_is_is_recorded(record_of: Any, strategy: str)
     record = record_of(*f"strategy={strategy} model.hidden=[48,48,48]".split(), "bucket_mb=0.02")
     which = "vectors, and rows shorter than exchange.min_columns=64"
     # 256 x 48 values are quantised, of 256 x 48 + 2 x 48 x 48 + 48 x 10, and 154 of biases.
-    line = f"30 % of the values travel as float32 (5,242 of 17,530): {which}"
+    line = f"30 % of the values are sent as float32 (5,242 of 17,530): {which}"
     assert record["idle"] == [line]

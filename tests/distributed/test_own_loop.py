@@ -455,8 +455,8 @@ def marked(mark: object) -> dict[str, Any]:
 def test_a_state_of_another_rank_exchange_or_model_is_refused(way: str) -> None:
     for rank, found in enumerate(CREW.call(2, of_another, way)):
         assert found["rank"].startswith(
-            f"state_dict: belongs to rank {1 - rank} of 2, but this is rank {rank} of 2; residuals "
-            "are each rank's own, so save and load one file per rank"
+            f"state_dict: belongs to rank {1 - rank} of 2, but this is rank {rank} of 2; each rank "
+            "has its own residuals, so save and load one file per rank"
         )
         assert f"belongs to rank {rank} of 4, but this is rank {rank} of 2" in found["size"]
         assert 'contains residuals of exchange={"_target_": "mine.Own"}, but' in found["exchange"]

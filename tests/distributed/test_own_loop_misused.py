@@ -122,8 +122,8 @@ def with_a_part_in_two_hooks() -> str:
 
 def test_a_parameter_that_two_hooks_exchange_is_named() -> None:
     for line in CREW.call(2, with_a_part_in_two_hooks):
-        assert line.startswith("certificate: 0.weight: is in two models, of which each exchanges")
-        assert line.endswith("and attach or sync that one")
+        assert line.startswith("certificate: 0.weight: is in two models that both exchange")
+        assert line.endswith("and attach or sync the combined model")
 
 
 def changed_too_early(overlap: bool, change: Callable[[nn.Module], object]) -> str:
@@ -391,7 +391,7 @@ def sharp(way: str, exchanged: bool, closure: bool) -> str:
 @pytest.mark.parametrize("way", ["attach", "grad_sync"])
 def test_two_backwards_in_a_step_are_exchanged_once_or_refused(way: str, closure: bool) -> None:
     for line in spawn(2, sharp, way, True, closure):
-        assert line.startswith("exchange=OneBit: each update follows two exchanges, between which")
+        assert line.startswith("exchange=OneBit: each update follows two exchanges, and the weights")
     for line in CREW.call(2, sharp, way, False, closure):
         assert line.startswith("certificate: weights equal on 2 ranks; gradients averaged once")
 
@@ -550,7 +550,9 @@ def test_ranks_that_wait_in_vain_are_told_who_has_stopped(way: str, cure: str) -
     *waiting, stopped = spawn(3, uneven, way)
     assert stopped == ""
     for rank, line in enumerate(waiting):
-        assert line.startswith(f"rank 2 stopped after 3 steps, but rank {rank} goes on; all ranks")
+        assert line.startswith(
+            f"rank 2 stopped after 3 steps, but rank {rank} continues; all ranks"
+        )
         assert cure in line
         assert line.endswith("if rank 2 is only slow, raise exchange_timeout_s=3")
 

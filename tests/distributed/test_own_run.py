@@ -155,7 +155,7 @@ def test_wrong_settings_are_one_line() -> None:
         "strategy=None: name a strategy or an exchange, or pass sync=",
         "batch_size=0: must be an integer from 1 to 2147483648",
         "scaling=both: allowed: strong, weak",
-        "study='a/b': names a directory under runs_dir; use only letters, digits and "
+        "study='a/b': must be able to name a directory: use only letters, digits and "
         ". , = + _ - (but no dot at the start), at most 255 bytes, and no secret",
         "settings: overlap is a name that the lab uses; choose another",
         "settings: must map names to numbers, strings, or lists and dicts of them: Value 'object' "

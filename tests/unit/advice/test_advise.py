@@ -161,7 +161,7 @@ def test_what_other_settings_change_is_said_and_no_accuracy_of_the_default() -> 
     usual = said(command.main, *small)
     assert "optim=" not in usual and "  onebit: MLP 96.56" in usual
     other = said(command.main, *small, "codec=topk", "optim=adamw")
-    assert "\noptim=torch.optim.AdamW: 7 passes over memory in an update" in other
+    assert "\noptim=torch.optim.AdamW: an update makes 7 passes over memory" in other
     assert "  onebit: not recorded" in other
 
 
@@ -183,7 +183,7 @@ def test_it_says_when_to_measure_first() -> None:
     alike = ["strategy=overlap,layerwise,tree", "batch_size=256", "world_size=4"]
     lines = said(command.main, *alike).splitlines()
     assert lines[1].strip().startswith("measure first")
-    assert lines[1].endswith("cannot distinguish it from layerwise")
+    assert lines[1].endswith("cannot distinguish this choice from layerwise")
     place = lines.index("to run:")
     assert [line.split()[5] for line in lines[place + 1 : place + 3]] == [
         "strategy=overlap",

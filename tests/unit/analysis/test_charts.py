@@ -102,7 +102,7 @@ def test_an_interval_of_a_step_ends_at_zero_and_the_title_says_that_it_may_be_no
     shown = summary["exposed_exchange_s_mid"]
     summary = summary.assign(step_s=0.02, exposed_exchange_s_lo=shown - 1)
     drawing = chart("step_time", summary)
-    assert "is not shown to exceed 0" in drawing.message
+    assert "is not significantly above 0" in drawing.message
     (data,) = drawing.spec()["datasets"].values()
     ends = [row["low"] for row in data if row["low"] is not None]
     assert ends and min(ends) == 0
@@ -122,7 +122,7 @@ def test_payload_on_one_number_of_ranks_is_a_bar_for_each_series_with_its_value(
     [
         (
             (0.9, 1.1),
-            "With onebit, 8 ranks are not shown to be faster than one: 1.00 [0.90, 1.10] ×",
+            "With onebit, 8 ranks are not significantly faster than one: 1.00 [0.90, 1.10] ×",
         ),
         ((0.8, 0.9), "With onebit, 8 ranks are slower than one: 0.85 [0.80, 0.90] ×"),
         ((1.2, 1.4), "Highest speedup with onebit: 1.30 × one rank"),
@@ -157,16 +157,16 @@ def test_a_text_stands_at_its_bar_and_gives_way_to_a_mark() -> None:
 
 def test_the_title_is_the_message() -> None:
     summary = summary_of()
-    assert chart("speedup", summary).message.startswith("Fastest is onebit: ")  # alone it leads
+    assert chart("speedup", summary).message.startswith("onebit is fastest: ")  # alone it leads
     summary["leads"] = False
     assert chart("speedup", summary).message.startswith("Highest speedup with powersgd: ")
     summary["leads"] = summary["series"].isin(["powersgd"])
     assert chart("speedup", summary).message == (
-        "Fastest is powersgd: 5.35 × one rank, on 8 ranks at global batch 32"
+        "powersgd is fastest: 5.35 × one rank, on 8 ranks at global batch 32"
     )
     summary["leads"] = summary["series"].isin(["powersgd", "topk"])
     message = chart("speedup", summary).message
-    leaders = "Fastest, with no significant difference, are powersgd and topk: 5.35 × "
+    leaders = "powersgd and topk are fastest, with no significant difference: 5.35 × "
     assert message.startswith(leaders)
     summary["num_repeats"] = 1
     made = chart("speedup", summary)

@@ -48,7 +48,7 @@ def test_a_figure_is_a_chart_of_altair_with_the_message_as_its_title(results: Re
     shown = results.figure("speedup")
     assert isinstance(shown, alt.TopLevelMixin)
     title = " ".join(shown.to_dict()["title"]["text"])
-    assert title == "Fastest is onebit: 2.83 × one rank, on 2 ranks at global batch 64"
+    assert title == "onebit is fastest: 2.83 × one rank, on 2 ranks at global batch 64"
 
 
 def test_what_cannot_be_drawn_is_refused_in_a_line(results: Results) -> None:

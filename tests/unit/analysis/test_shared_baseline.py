@@ -19,7 +19,7 @@ from lab.diagnosis.evidence import gather
 from lab.study.grid import Cell, read
 from tests.support.records import leave, make_record
 
-SAME = "the same computation on one rank"
+SAME = "because they compute the same"
 
 
 def measured(folder: Path, seconds: dict[str, float], *grid: str, **more: Any) -> list[Point]:
@@ -60,7 +60,7 @@ def test_without_none_a_strategy_takes_the_run_of_one_that_computes_the_same(
     assert (overlap.speedup.mid, overlap.baseline, overlap.one_rank) == (2.0, "tree", "tree")
     assert (one(rows, "tree").speedup.mid, one(rows, "tree").one_rank) == (1.25, "tree")
     assert (one(rows, "onebit").speedup.mid, one(rows, "onebit").one_rank) == (1.2, "onebit")
-    assert shared_runs(rows) == f"the N=1 run of tree is shared by overlap: {SAME}"
+    assert shared_runs(rows) == f"the N=1 run of tree is shared by overlap, {SAME}"
 
 
 def test_over_none_buckets_of_any_size_have_one_run_of_one_rank(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_study_with_all_baselines_uses_and_names_its_own(tmp_path: Path) -> No
 def test_tables_figures_and_explanations_use_it_and_say_so(tmp_path: Path) -> None:
     seconds = {"tree-1": 4.0, "tree-2": 2.5, "overlap-2": 2.0}
     rows = measured(tmp_path, seconds, "strategy=tree,overlap")
-    study, note = load_study(tmp_path), f"the N=1 run of tree is shared by overlap: {SAME}"
+    study, note = load_study(tmp_path), f"the N=1 run of tree is shared by overlap, {SAME}"
     assert note in summary.text(rows, study)
     summary.write_csv(rows, tmp_path / "summary.csv")
     with (tmp_path / "summary.csv").open() as file:

@@ -34,9 +34,9 @@ COMMITTED = {
     "roofline": "layers/roofline_resnet50",
 }
 MESSAGES = {
-    "aa": "5 of 200 pairs of equal candidates are called different at 95 %",
+    "aa": "5 of 200 pairs of equal candidates differ significantly at the 95 % level",
     "memory": "Peak memory on 2 ranks is 0.98 to 1.08 × theory",
-    "step": "Fastest is onebit: 0.80 × ddp's step time",
+    "step": "onebit is fastest: 0.80 × ddp's step time",
     "collective": (
         "None is significantly faster than the library; ring takes 1.03 × its time, at 64 MiB"
     ),
@@ -182,14 +182,14 @@ def test_a_message_says_no_more_than_intervals_do() -> None:
         return dict(zip(("low", "median", "high"), ends, strict=True))
 
     far = of(1.5, 1.6, 1.7)
-    assert fastest({"a": of(0.7, 0.8, 0.9), "b": far}, "ddp") == "Fastest is a: 0.80 × ddp's time"
+    assert fastest({"a": of(0.7, 0.8, 0.9), "b": far}, "ddp") == "a is fastest: 0.80 × ddp's time"
     # Each of ten is below 1 by itself; that one of ten equal ones is so is no wonder.
     near = of(0.9, 0.95, 0.999)
-    assert fastest({"a": near}, "ddp") == "Fastest is a: 0.95 × ddp's time"
+    assert fastest({"a": near}, "ddp") == "a is fastest: 0.95 × ddp's time"
     ten = {f"c{at}": near for at in range(10)}
     assert fastest(ten, "ddp").startswith("None is significantly faster than ddp")
     both = {"a": of(0.5, 0.85, 1.4), "b": of(0.88, 0.9, 0.92)}
-    assert fastest(both, "ddp") == "Fastest is b: 0.90 × ddp's time"  # a may be none
+    assert fastest(both, "ddp") == "b is fastest: 0.90 × ddp's time"  # a may be none
     beats = "All are slower than ddp: b, the nearest, takes 1.60 × its time"
     assert fastest({"b": far}, "ddp") == beats
     assert fastest({"a": of(0.9, 0.99, 1.1)}, "ddp").startswith(

@@ -191,10 +191,10 @@ def test_a_certificate_says_what_was_promised_and_no_more(case: Case, words: str
 def test_a_certificate_says_how_much_travels_as_float32() -> None:
     narrow = certified(Case(("strategy=onebit",), "recurrent", 2))[0]
     assert narrow.line.endswith(
-        "; 100 % of the values travel as float32 (4,132 of 4,132): vectors, and rows shorter than "
-        "exchange.min_columns=64"
+        "; 100 % of the values are sent as float32 (4,132 of 4,132): vectors, and rows shorter "
+        "than exchange.min_columns=64"
     )
-    assert "travel as" not in certified(Case(("strategy=onebit",), size=2))[0].line
+    assert "sent as float32" not in certified(Case(("strategy=onebit",), size=2))[0].line
 
 
 def test_a_round_that_ranks_leave_with_other_weights_is_found() -> None:

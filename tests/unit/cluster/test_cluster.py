@@ -251,7 +251,7 @@ def test_without_the_tools_one_line_says_what_is_needed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("rank=4", "straggler.rank=4: the ranks are 0 to 3"),
+        ("rank=4", "straggler.rank=4: must be below world_size=4"),
         ("rank=-1", "straggler.rank=-1: must be an integer of at least 0"),
         ("phase=sleep", "straggler.phase=sleep: allowed: input, forward, backward, exchange"),
         ("delay_ms=0", "straggler.delay_ms=0: must be a number above 0"),

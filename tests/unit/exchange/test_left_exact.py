@@ -64,7 +64,7 @@ def test_what_is_counted_as_left_is_what_arrives_exactly(name: str, nodes: str) 
 def test_a_line_says_how_many_values_and_which() -> None:
     (line,) = left_exact(OneBit(), SHAPES)
     assert line == (
-        "71 % of the values travel as float32 (2,069 of 2,909): vectors, and rows shorter than "
+        "71 % of the values are sent as float32 (2,069 of 2,909): vectors, and rows shorter than "
         "exchange.min_columns=64"
     )
 
@@ -99,7 +99,7 @@ def test_a_run_that_ends_before_quantisation_starts_says_so() -> None:
     exchange.total_steps = 100
     (line,) = left_exact(exchange, SHAPES)
     assert line == (
-        "100 % of the values travel as float32 (2,909 of 2,909): all steps of the run (100) are "
+        "100 % of the values are sent as float32 (2,909 of 2,909): all steps of the run (100) are "
         "within exchange.warmup_steps=300"
     )
 

@@ -74,7 +74,11 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (schedule, {"until": [0.1, 0.5]}, r"until=.*: must be 1 increasing number, for 2 exchanges"),
     (schedule, {"until": [0.5, 0.1], "phases": 3}, rf"until=\[0.5, 0.1\]{TWO_ENDS}"),
     (schedule, {"until": [0.5, 0.5], "phases": 3}, rf"until=\[0.5, 0.5\]{TWO_ENDS}"),
-    (schedule, {"until": [0.5, 20], "phases": 3}, "until=.*shares of the run between 0 and 1, or"),
+    (
+        schedule,
+        {"until": [0.5, 20], "phases": 3},
+        "until=.*fractions of the run between 0 and 1, or",
+    ),
     *((schedule, {"until": end}, "until=.*: must be") for end in ([0], [1.0], [True], 0.5, "half")),
     (OneBitAdam, {"betas": (0.9, 1.0)}, r"betas=\[0.9, 1.0\]: must be two numbers"),
     (OneBitAdam, {"eps": 0}, "eps=0: must be a number above 0"),

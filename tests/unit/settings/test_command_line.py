@@ -150,8 +150,11 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("+batch_size=3", "+batch_size=3: is set already; write batch_size=3"),
         ("hydra.searchpath=[a]", "hydra.searchpath=[a]: use --config-dir DIR"),
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
-        ("cell=figures", "cell='figures': names a directory under runs_dir; use only"),
-        ("study=ghp_abcdefghijklmnopqrst", "study='ghp_abcdefghijklmnopqrst': names a directory"),
+        ("cell=figures", "cell='figures': must be able to name a directory: use only"),
+        (
+            "study=ghp_abcdefghijklmnopqrst",
+            "study='ghp_abcdefghijklmnopqrst': must be able to name",
+        ),
         (f"steps={10**20}", f"steps={10**20}: must be an integer from 1 to 9007199254740992"),
         (f"model.hidden={'[' * 600}1{']' * 600}", f"model.hidden={'[' * 67}… is nested too deep"),
     ],

@@ -116,7 +116,7 @@ def test_a_profile_may_say_what_its_own_optimizer_passes_over() -> None:
     assert with_lamb_s == pytest.approx(same_s - 7 * 4 * 500 / 1e8)
     assert with_adam_s == pytest.approx(same_s - 5 * 4 * 500 / 1e8)
     note = update_note("torch.optim.AdamW", lamb, node, adam)
-    assert "mine contains an update of 12; the difference is -0.10 ms" in note
+    assert "mine contains an update of 12 passes; the difference changes a step by -0.10 ms" in note
     assert update_note("mine.Lamb", lamb, node, replace(CEILING, update=Update(12, 12, 2))) == ""
 
 
@@ -145,8 +145,10 @@ def test_another_optimizer_moves_a_prediction_and_says_by_how_much() -> None:
     more_s = 2 * 61_100_840 * 4 / (0.9 * 4.8e12)
     assert adam["rows"][0]["step_s"] == pytest.approx(sgd["rows"][0]["step_s"] + more_s, rel=1e-3)
     assert sgd["updates"] == []
-    line = "optim=torch.optim.AdamW: 7 passes over memory in an update; alexnet_h100 is assumed to "
-    assert line in view.table(adam) and "is +0.11 ms, at 4320 GB/s" in view.table(adam)
+    line = (
+        "optim=torch.optim.AdamW: an update makes 7 passes over memory; alexnet_h100 is assumed to "
+    )
+    assert line in view.table(adam) and "a step by +0.11 ms, at 4320 GB/s" in view.table(adam)
     with refusing("optim=torch.optim.LBFGS: its step cannot be counted"):
         result_of("strategy=none", "model=lenet", "world_size=1", "optim=torch.optim.LBFGS")
 

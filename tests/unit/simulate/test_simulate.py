@@ -471,9 +471,9 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
         (["strategy=fsdp", "overlap=false"], "overlap=false: must be true; strategy=fsdp always"),
         (["strategy=fsdp", "exchange=topk"], "exchange=TopK: strategy=fsdp has its own exchange"),
         (["strategy=ring", "sync=root_update"], "exchange=Ring: only the root updates, so"),
-        (["strategy=muon", "optim=sgd"], "SGD optim.momentum=0.9: the exchange keeps the moments"),
+        (["strategy=muon", "optim=sgd"], "SGD optim.momentum=0.9: the exchange stores the moments"),
         (["strategy=des_loc", "exchange=onebit"], "exchange=OneBit is not exact, but second mom"),
-        (["strategy=local_sgd", "exchange=muon"], "exchange=Muon delivers a direction; choose"),
+        (["strategy=local_sgd", "exchange=muon"], "exchange=Muon produces a direction; choose"),
         (["strategy=priority", "exchange=auto"], "exchange=Auto: sync=priority also chooses by"),
         (
             ["strategy=zero1", "optim=torch.optim.Adafactor"],

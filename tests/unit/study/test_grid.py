@@ -194,7 +194,7 @@ def test_cells_of_the_same_work_share_a_start_if_they_take_turns() -> None:
 
 def test_a_cell_that_would_take_turns_with_none_is_refused(tmp_path: Path) -> None:
     grid = (f"runs_dir={tmp_path}", "strategy=none", "world_size=1", "repeats=2", "turns=4")
-    assert refusal(sweep.main, *grid).startswith("turns=4: no two cells")
+    assert refusal(sweep.main, *grid).startswith("turns=4: only cells")
     line = refusal(sweep.main, "runs_dir=/dev/null", *grid[1:3])
     assert line.startswith("runs_dir=/dev/null: cannot write")
 

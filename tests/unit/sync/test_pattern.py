@@ -174,7 +174,7 @@ ACCUMULATE = "accumulate=4: exchanges overlap only the backward of the last micr
             gradsync(True),
             {"bucket_bytes": [TOTAL], "accumulate": 4},
             f"overlap=true: nothing overlaps, because {ONE_BUCKET}, which is full only when "
-            "backward ends; bucket_mb=0.077 divides them",
+            "backward ends; set bucket_mb=0.077 to divide them",
         ),
         (
             gradsync(False),

@@ -175,9 +175,9 @@ def test_a_drawing_keeps_the_digits_of_its_texts() -> None:
 
 def test_two_studies_of_one_thing_do_not_differ(study: Path, tmp_path: Path) -> None:
     again = page_of(study, make_study(tmp_path / "again", seed=1))
-    assert "the points of again are: 30 not distinguishable" in again
+    assert "again is not distinguishable at 30 points" in again
     better = page_of(study, make_study(tmp_path / "better", seed=1, faster=1.2))
-    assert "the points of better are: 20 faster, 10 not distinguishable" in better
+    assert "better is faster at 20 points and is not distinguishable at 10 points" in better
 
 
 def test_two_studies_tell_what_sets_them_apart_and_what_is_not_compared(tmp_path: Path) -> None:
@@ -188,11 +188,10 @@ def test_two_studies_tell_what_sets_them_apart_and_what_is_not_compared(tmp_path
     leave(tmp_path / "before" / "alone", make_record("tree", 4, 0.1))
     found = compare(*(contents_of(tmp_path / name, name) for name in ("before", "after")))
     assert found.verdict == (
-        "Both studies measured 1 point. Compared with before, the points of after are: 1 of too "
-        "few repeats."
+        "Both studies measured 1 point. Compared with before, after has too few repeats at 1 point."
     )
     assert found.notes == [
-        "Not compared, as the other study lacks them: 1 point of before.",
+        "Not compared, because the other study lacks them: 1 point of before.",
         "The studies differ in optim.lr: 0.1 and 0.2.",
         "Noise floor of before: unknown; noise floor of after: unknown.",
     ]
