@@ -391,7 +391,9 @@ def sharp(way: str, exchanged: bool, closure: bool) -> str:
 @pytest.mark.parametrize("way", ["attach", "grad_sync"])
 def test_two_backwards_in_a_step_are_exchanged_once_or_refused(way: str, closure: bool) -> None:
     for line in spawn(2, sharp, way, True, closure):
-        assert line.startswith("exchange=OneBit: each update follows two exchanges, and the weights")
+        assert line.startswith(
+            "exchange=OneBit: each update follows two exchanges, and the weights"
+        )
     for line in CREW.call(2, sharp, way, False, closure):
         assert line.startswith("certificate: weights equal on 2 ranks; gradients averaged once")
 
