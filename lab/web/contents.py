@@ -11,10 +11,9 @@ from typing import Any
 
 from lab.analysis.charts import NothingToDraw
 from lab.analysis.points import Difference, Point, differences, floor_text
-from lab.analysis.records import Study
+from lab.analysis.records import CONTEXT, Study, identity
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
-from lab.analysis.series import CONTEXT, identity
 from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import Evidence, gather, sweep_command
 from lab.diagnosis.finding import Finding, finding
