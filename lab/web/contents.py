@@ -28,7 +28,6 @@ from lab.web.elements import (
     WIDTH,
     Drawing,
     Table,
-    TableCell,
     drawing,
     of_texts,
     percent_text,
@@ -342,12 +341,8 @@ def _compared_text(found: Sequence[Difference], first: str, second: str) -> str:
 def _differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
     rows = [
         [
-            TableCell(each.point.series),
-            TableCell(str(each.point.world_size), each.point.world_size),
-            TableCell(str(each.point.fixed_batch_size), each.point.fixed_batch_size),
-            TableCell(percent_text(each.ratio), each.ratio.mid),
-            TableCell(str(each.num_pairs), each.num_pairs),
-            TableCell(each.finding),
+            *(each.point.series, str(each.point.world_size), str(each.point.fixed_batch_size)),
+            *(percent_text(each.ratio), str(each.num_pairs), each.finding),
         ]
         for each in found
     ]
