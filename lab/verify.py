@@ -67,7 +67,8 @@ def main(line: CommandLine) -> int:
             page.write(every, out, line.text)
     if out:
         print(f"wrote {out}")
-    return int(any(findings.any_claim_fails for findings in every.values()))
+    outcomes = {each.outcome for findings in every.values() for each in findings.verdicts}
+    return int("fails" in outcomes)
 
 
 if __name__ == "__main__":

@@ -247,14 +247,10 @@ def _divides_ranks(request: Request, cell: Cell) -> bool:
     return False
 
 
-def _trains_together(request: Request, cell: Cell) -> bool:
+def _trains_together(_: Request, cell: Cell) -> bool:
     """Tell whether a cell's ranks exchange anything: otherwise they train a model each."""
-    return cell.world_size == 1 or _exchanges(cell)
-
-
-def _exchanges(cell: Cell) -> bool:
     try:
-        return Strategy.of(plain(cell.config)).exchanges
+        return cell.world_size == 1 or Strategy.of(plain(cell.config)).exchanges
     except ValueError:  # which a prediction says, too
         return True
 
