@@ -60,17 +60,15 @@ def main(line: CommandLine) -> int:
         if ALL in words or len(words) > 1:
             names = choices_of("claims", folder) if ALL in words else words
             every = verify_all(names, own.runs, own.benches, folder)
-            print(page.printed(every))
-            if out:
-                page.write_several(every, out, out.with_suffix(""), line.text)
         else:
             every = {line.word: verify(line.word, own.runs, own.benches, bool(out), folder)}
-            print(page.printed(every[line.word]))
-            if out:
-                page.write(every[line.word], out, out.with_suffix(""), line.text)
+        print(page.printed(every))
+        if out:
+            page.write(every, out, line.text)
     if out:
         print(f"wrote {out}")
-    return int(any(findings.any_claim_fails for findings in every.values()))
+    outcomes = {each.outcome for findings in every.values() for each in findings.verdicts}
+    return int("fails" in outcomes)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 
-from lab.model.profile import Profile
 from lab.settings.config import PARTS
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
@@ -171,10 +170,15 @@ def read(arguments: Sequence[str]) -> Advice:
             )
     own = parsed(OwnSettings, texts)
     target, request = Target.of(own), _with_grid(run)
-    if "strategy" not in _texts(run):
-        request = _of_dividing(request)
-    else:
-        request = _of_training_together(request)
+    keeps = _trains_together if "strategy" in _texts(run) else _divides_ranks
+    kept = [keeps(request, cell) for cell in request.cells]
+    if not any(kept):
+        raise ConfigError(
+            "strategy=none: its ranks exchange nothing, so they do not train together; choose "
+            "among others"
+        )
+    cells, profiles = ([*compress(each, kept)] for each in (request.cells, request.profiles))
+    request = replace(request, cells=cells, profiles=profiles)
     for cell in request.cells:
         epochs, steps = cell.config.epochs, cell.config.steps
         if target.text == "hours" and target.total_samples(epochs, steps, 1) is None:
@@ -233,38 +237,20 @@ def _divides_batch(size: int, cell: Cell) -> bool:
     return weak or cell.config.batch_size % (size * cell.config.accumulate) == 0
 
 
-def _of_dividing(request: Request) -> Request:
-    """Leave out cells whose strategy cannot divide so many ranks among nodes as it wants."""
-    cells, profiles = list[Cell](), list[Profile | None]()
-    for cell, profile in zip(request.cells, request.profiles, strict=True):
-        strategy = Strategy.of(plain(cell.config))
-        with suppress(ValueError):
-            if strategy.pattern.gathers_units:
-                Groups.of(strategy, Network(request.hardware, cell.world_size))
-            cells.append(cell)
-            profiles.append(profile)
-    return replace(request, cells=cells, profiles=profiles)
+def _divides_ranks(request: Request, cell: Cell) -> bool:
+    """Tell whether a cell's strategy can divide so many ranks among nodes as it wants."""
+    strategy = Strategy.of(plain(cell.config))
+    with suppress(ValueError):
+        if strategy.pattern.gathers_units:
+            Groups.of(strategy, Network(request.hardware, cell.world_size))
+        return True
+    return False
 
 
-def _of_training_together(request: Request) -> Request:
-    """Leave out cells whose ranks exchange nothing, and so train a model each.
-
-    Raises:
-        ConfigError: there are no others.
-    """
-    together = [cell.world_size == 1 or _exchanges(cell) for cell in request.cells]
-    if not any(together):
-        raise ConfigError(
-            "strategy=none: its ranks exchange nothing, so they do not train together; choose "
-            "among others"
-        )
-    cells, profiles = ([*compress(each, together)] for each in (request.cells, request.profiles))
-    return replace(request, cells=cells, profiles=profiles)
-
-
-def _exchanges(cell: Cell) -> bool:
+def _trains_together(_: Request, cell: Cell) -> bool:
+    """Tell whether a cell's ranks exchange anything: otherwise they train a model each."""
     try:
-        return Strategy.of(plain(cell.config)).exchanges
+        return cell.world_size == 1 or Strategy.of(plain(cell.config)).exchanges
     except ValueError:  # which a prediction says, too
         return True
 

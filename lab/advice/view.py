@@ -92,7 +92,9 @@ def text(result: Row) -> str:
 def _about(result: Row) -> list[str]:
     """Say what was predicted and from what, and what its intervals are of."""
     profiles = ", ".join(
-        f"{name} (an estimate)" if _is_unnamed_estimate(name, profile["source"]) else name
+        f"{name} (an estimate)"
+        if profile["source"].startswith(ESTIMATE) and ESTIMATE not in name
+        else name
         for name, profile in result["profiles"].items()
     )
     hardware = result["hardware"]
@@ -108,10 +110,6 @@ def _about(result: Row) -> list[str]:
         if sources
         else "intervals: none, because no value is uncertain",
     ]
-
-
-def _is_unnamed_estimate(name: str, source: str) -> bool:
-    return source.startswith(ESTIMATE) and ESTIMATE not in name
 
 
 def best_rows(result: Row, kind: str) -> list[Row]:

@@ -26,8 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lab.analysis.records import Cell, Study, number
-from lab.analysis.series import CONTEXT
+from lab.analysis.records import CONTEXT, Cell, Study, number
 from lab.draw.chart import order
 from lab.measure import PHASES
 from lab.measure.statistics import (

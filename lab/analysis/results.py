@@ -30,7 +30,6 @@ from lab.analysis.summary import (
     shared_runs,
     target_table,
     text,
-    times_to_target,
     write_csv,
     write_records,
 )
@@ -314,7 +313,7 @@ def _report_study(results: Results, sink: Sink, target: float | None) -> None:
     write_records(results.frame, out)
     print(text(points, study, results.floor), end="\n\n")
     if target is not None:
-        print(target_table(times_to_target(points, target), target), end="\n\n")
+        print(target_table(points, target), end="\n\n")
     for scaling in results.scalings:
         suffix = "_weak" if scaling == "weak" and len(results.scalings) > 1 else ""
         for name in FIGURES:

@@ -155,64 +155,41 @@ def runs_text(point: Point) -> str:
     return ", ".join([f"{point.statuses['done']} done", *bad])
 
 
-def target_table(found: Sequence[TimeToTarget], target: float) -> str:
-    """Write the time that each point took to reach a target; empty without evaluations."""
-    if not found:
-        return ""
-    lines = [
-        {
-            "series": each.point.series,
-            "N": str(each.point.world_size),
-            "batch": str(each.point.fixed_batch_size),
-            "seconds": f"{each.seconds:.2f}",
-            "steps": str(each.steps or "-"),
-            "reached": f"{each.num_reached} of {each.num_runs}",
-        }
-        for each in found
-    ]
-    title = f"time to {found[0].metric} {shown_value(found[0].metric, target)}:"
-    return "\n".join([title, pd.DataFrame(lines).to_string(index=False)])
-
-
-@dataclass(frozen=True)
-class TimeToTarget:
-    """How long the runs of a point took to reach a target.
-
-    Attributes:
-        seconds: of training, evaluations left out, over the runs that reached it; UNKNOWN if one
-            did not, because a mean over the others would flatter.
-        steps: of the run that took the most; 0 if none reached it.
-    """
-
-    point: Point
-    metric: str
-    seconds: Interval
-    steps: int
-    num_reached: int
-    num_runs: int
-
-
-def times_to_target(points: Sequence[Point], target: float) -> list[TimeToTarget]:
-    """Find when each point's runs first reached `target`, at the resolution of `eval_every`.
+def target_table(points: Iterable[Point], target: float) -> str:
+    """Write when each point's runs first reached `target`, as `eval_every` resolves it.
 
     The metric is the first that is not the loss; shares, such as accuracy, must rise to the
-    target, all else must fall to it.
+    target, all else must fall to it. Seconds are of training, without evaluations; they are
+    unknown if a run did not reach the target, because a mean over the others would flatter. Steps
+    are those of the run that took the most.
 
     Args:
         target: in the metric's own unit: 0.9 is an accuracy of 90 %.
+
+    Returns:
+        An empty text without evaluations.
     """
-    return [found for point in points if (found := _of_point(point, target))]
-
-
-def _of_point(point: Point, target: float) -> TimeToTarget | None:
-    runs = [cell for cell in point.done("throughput").values() if cell.record.evaluations]
-    if not runs:
-        return None
-    metric = main_metric(metrics_of(runs[0].record.evaluations[0]))
-    reached = [when for run in runs if (when := _first(run, metric, target))]
-    seconds = of_level([s for s, _ in reached]) if len(reached) == len(runs) else UNKNOWN
-    steps = max((step for _, step in reached), default=0)
-    return TimeToTarget(point, metric, seconds, steps, len(reached), len(runs))
+    lines, metric = list[dict[str, str]](), ""
+    for point in points:
+        runs = [cell for cell in point.done("throughput").values() if cell.record.evaluations]
+        if not runs:
+            continue
+        own = main_metric(metrics_of(runs[0].record.evaluations[0]))
+        metric = metric or own
+        reached = [when for run in runs if (when := _first(run, own, target))]
+        seconds = of_level([s for s, _ in reached]) if len(reached) == len(runs) else UNKNOWN
+        lines.append(
+            {
+                "series": point.series,
+                "N": str(point.world_size),
+                "batch": str(point.fixed_batch_size),
+                "seconds": f"{seconds:.2f}",
+                "steps": str(max((step for _, step in reached), default="-")),
+                "reached": f"{len(reached)} of {len(runs)}",
+            }
+        )
+    title = f"time to {metric} {shown_value(metric, target)}:"
+    return "\n".join([title, pd.DataFrame(lines).to_string(index=False)]) if lines else ""
 
 
 def _first(run: Cell, metric: str, target: float) -> tuple[float, int] | None:

@@ -35,7 +35,6 @@ from lab.simulate.hardware import slowest
 from lab.simulate.score import ScoredCell
 
 COLUMNS = 3
-SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of ranks, few to many
 COLOURS = dict(zip(KINDS, (ORANGE, VERMILLION, SKY, BLUE, GREY, GREEN), strict=True))
 LIMITS = (0.2, 5.0)  # of the axis of claims, in units of what a claim says
 LONGEST = 72  # letters of a claim
@@ -148,7 +147,7 @@ def speedup_bars(reproduced: Reproduced, about: Sequence[str]) -> Chart:
     data = pd.concat([data, published])
     across = alt.X("batch:O", title="global batch", axis=alt.Axis(labelAngle=0))
     base = alt.Chart().encode(across, alt.XOffset("ranks:O"))
-    scale = alt.Scale(range=shades(len(grid.world_sizes)))
+    scale = alt.Scale(scheme=alt.SchemeParams("blues", extent=[0.35, 1.0]))
     legend = alt.Legend(title="ranks", columns=len(grid.world_sizes))
     colour = alt.Color("ranks:O", scale=scale, legend=legend)
     bar = base.mark_bar(opacity=1.0 if is_measured else 0.55)
@@ -185,16 +184,6 @@ def _best_speedup(data: Any, what: str) -> str:
         f"batch {least['batch']}) to {best['value']:.2f} ({best['strategy']}, batch "
         f"{best['batch']})"
     )
-
-
-def shades(count: int) -> list[str]:
-    """Choose a colour for each of an ascending series, from light to dark."""
-    if count <= len(SHADES):
-        return [*SHADES[:count]]
-    places = np.linspace(0, len(SHADES) - 1, count)
-    channels = np.array([[*bytes.fromhex(shade[1:])] for shade in SHADES]).T
-    mixed = [np.interp(places, range(len(SHADES)), each).round() for each in channels]
-    return [f"#{bytes(map(int, colour)).hex()}" for colour in zip(*mixed, strict=True)]
 
 
 def _in_panels(

@@ -276,11 +276,6 @@ def _cells(claim: Claim, facts: Facts | None) -> set[Point]:
     return reading.cells
 
 
-def _of_profile(cell: Point) -> bool:
-    """Tell whether a cell's time is compute alone, as its profile says."""
-    return cell.strategy == "none" and cell.num_bytes is None
-
-
 class _Kinds:
     """The kinds of a paper's claims, in their order."""
 
@@ -309,7 +304,8 @@ class _Kinds:
         claim = verdict.claim
         if not cells:
             return _checked("counted", verdict)
-        apart = {cell for cell in cells if not _of_profile(cell)}
+        # All but the cells whose time is compute alone, as their profile says.
+        apart = {c for c in cells if c.strategy != "none" or c.num_bytes is not None}
         if not apart:
             return "input", ""
         if apart <= self._inputs:
@@ -380,10 +376,6 @@ class Findings:
     reproduced: Reproduced | None
     device: Device
     mini_batches: tuple[Network, ...] = ()
-
-    @property
-    def any_claim_fails(self) -> bool:
-        return any(verdict.outcome == "fails" for verdict in self.verdicts)
 
 
 def verify(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -48,20 +47,19 @@ SKILL = (
 )
 
 
-def printed(findings: Findings | Mapping[str, Findings]) -> str:
+def printed(papers: Mapping[str, Findings]) -> str:
     """Write what a command prints: Markdown, or on a terminal plain tables of what is evidence."""
-    if not sys.stdout.isatty():
-        lines = summary(findings) if isinstance(findings, Findings) else overview(findings)
-        return "\n".join(lines)
-    if not isinstance(findings, Findings):
-        return "\n".join(plain(overview(findings)))
-    lines = summary(findings, EVIDENCE)
-    if others := sum(each.kind not in EVIDENCE for each in findings.verdicts):
-        lines += [
-            "",
-            f"out=page.md also lists the {number_of(others, 'claim')} that we do not count.",
-        ]
-    return "\n".join(plain(lines))
+    first, *others = papers.values()
+    is_terminal = sys.stdout.isatty()
+    if others:
+        lines = overview(papers)
+    else:
+        lines = summary(first, EVIDENCE if is_terminal else (*KINDS,))
+        left_out = sum(each.kind not in EVIDENCE for each in first.verdicts)
+        if is_terminal and left_out:
+            claims = number_of(left_out, "claim")
+            lines += ["", f"out=page.md also lists the {claims} that we do not count."]
+    return "\n".join(plain(lines) if is_terminal else lines)
 
 
 def summary(findings: Findings, kinds: Collection[str] = (*KINDS,)) -> list[str]:
@@ -136,54 +134,53 @@ def _agreeing(verdicts: Sequence[Verdict], bases: Sequence[str]) -> list[str]:
     return cells + [str(number or "–") for number in (untested, *(kinds[key] for key in OTHERS))]
 
 
-def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
-    """Write the page, and beside it the figures and the values of its claims and cells.
+def write(papers: Mapping[str, Findings], path: Path, command: str) -> None:
+    """Write the page of one paper or several; figures and values go into the folder of its name.
 
     Args:
         path: path of the page, in Markdown.
-        figures: folder of the figures and values; made if it does not exist.
         command: the command that generates the page.
 
     Raises:
         OSError: a file cannot be written.
     """
-    folder = os.path.relpath(figures, path.parent)
-    lines = [*summary(findings), *made_by(command)]
+    first, *others = papers.values()
+    content = _of_several(papers, path) if others else _of_one(first, path, command)
+    write_lines(path, [*content, *(made_by(command) if others else ())])
+
+
+def _of_one(findings: Findings, path: Path, command: str) -> list[str]:
+    figures, lines = path.with_suffix(""), [*summary(findings), *made_by(command)]
     figures.mkdir(exist_ok=True)
     heads = {"finding": "the finding", "claims": "claims", "mini_batches": "seconds per mini-batch"}
     for chart in _charts(findings):
         chart.write(figures / chart.name, ["png"])
         if chart.name in heads:
-            lines += ["", f"![{heads[chart.name]}]({folder}/{chart.name}.png)"]
+            lines += ["", f"![{heads[chart.name]}]({path.stem}/{chart.name}.png)"]
     write_csv(figures / "claims.csv", CLAIM, [_claim_values(each) for each in findings.verdicts])
     if findings.reproduced:
         scored = findings.reproduced.scored or ()
         rows = [row for cell in scored for row in _cell_values(cell)]
         write_csv(figures / "cells.csv", CELL, rows)
-        lines += _sections(findings.reproduced, folder)
-    write_lines(path, lines)
+        lines += _sections(findings.reproduced, path.stem)
+    return lines
 
 
-def write_several(papers: Mapping[str, Findings], path: Path, figures: Path, command: str) -> None:
-    """Write a page about several papers, and a figure of all their claims in the folder `figures`.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+def _of_several(papers: Mapping[str, Findings], path: Path) -> list[str]:
     from lab.claims.figures import verdicts  # with Altair
 
     every = [verdict for found in papers.values() for verdict in found.verdicts]
     lines = ["# Predicted and published", "", *overview(papers)]
     titles = [f"{name}: {found.paper.title}" for name, found in papers.items()]
     if chart := verdicts(every, titles):
+        figures = path.with_suffix("")
         figures.mkdir(exist_ok=True)
         chart.write(figures / chart.name, ["png"])
-        folder = os.path.relpath(figures, path.parent)
-        lines += ["", f"![claims]({folder}/{chart.name}.png)"]
+        lines += ["", f"![claims]({path.stem}/{chart.name}.png)"]
     for found in papers.values():
         title, *rest = summary(found)
         lines += ["", f"#{title}", *rest]
-    write_lines(path, [*lines, *made_by(command)])
+    return lines
 
 
 def made_by(command: str) -> list[str]:

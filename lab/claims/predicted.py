@@ -21,7 +21,7 @@ from lab.settings.overrides import own_choices
 from lab.simulate.hardware import Hardware, draws, parse, with_rate, with_value
 from lab.simulate.network import Network
 from lab.simulate.step import simulate
-from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.strategy import Strategy
 from lab.simulate.terms import drawn, learned
 
 LARGEST_BATCH = 2**20
@@ -276,24 +276,13 @@ def crossovers(
         By strategy, see `crossover_batch`; and by global batch, see `crossover_rate`: of the
             grid's pair of strategies, and empty if it names none.
     """
-    profile = profile_of(predicted.profile, predicted.bytes_scale)
-    hardware, world_size = predicted.hardware, max(grid.world_sizes)
-    batches = {
-        name: crossover_batch(profile, hardware, strategy_of(name), world_size)
-        for name in grid.strategies
-    }
-    if not grid.rate_crossover:
-        return batches, {}
-    first, second = map(strategy_of, grid.rate_crossover)
-    return batches, {
-        size: crossover_rate(profile, hardware, (first, second), world_size, size)
-        for size in grid.batch_sizes
-    }
+    ranks, pair = max(grid.world_sizes), grid.rate_crossover
+    batches = {name: crossover_batch(predicted, name, ranks) for name in grid.strategies}
+    sizes = grid.batch_sizes if pair else ()
+    return batches, {size: crossover_rate(predicted, pair, ranks, size) for size in sizes if pair}
 
 
-def crossover_batch(
-    profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int
-) -> int | None:
+def crossover_batch(predicted: Predicted, strategy: str, world_size: int) -> int | None:
     """Find the smallest global batch that `world_size` ranks train faster than one rank does.
 
     Only multiples of `world_size` are tried; None if none up to LARGEST_BATCH is faster. If a
@@ -301,8 +290,7 @@ def crossover_batch(
     """
 
     def pays(per_rank: int) -> bool:
-        alone = simulate(profile, hardware, CEILING, 1, per_rank * world_size)
-        return simulate(profile, hardware, strategy, world_size, per_rank).step_s < alone.step_s
+        return speedup(predicted, Point(strategy, world_size, per_rank * world_size)) > 1
 
     largest = LARGEST_BATCH // world_size
     if not pays(largest):
@@ -311,11 +299,7 @@ def crossover_batch(
 
 
 def crossover_rate(
-    profile: Profile,
-    hardware: Hardware,
-    strategies: tuple[Strategy, Strategy],
-    world_size: int,
-    batch_size: int,
+    predicted: Predicted, strategies: tuple[str, str], world_size: int, batch_size: int
 ) -> float | None:
     """Find the link rate in bytes per second below which the first strategy is MARGIN faster.
 
@@ -328,10 +312,9 @@ def crossover_rate(
     """
 
     def pays(rate: float) -> bool:
-        links = with_rate(hardware, rate)
-        per_rank = batch_size // world_size
-        one, other = (simulate(profile, links, each, world_size, per_rank) for each in strategies)
-        return MARGIN * one.step_s < other.step_s
+        facts = replace(predicted, hardware=with_rate(predicted.hardware, rate))
+        one, other = (facts.step_s(Point(x, world_size, batch_size)) for x in strategies)
+        return MARGIN * one < other
 
     low, high = SEARCHED
     if not pays(low) or pays(high):

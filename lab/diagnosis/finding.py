@@ -86,9 +86,10 @@ def finding(points: Sequence[Point], floor: float, explained: Explained) -> Find
     why = explained.get(best.place)  # one rank has none, nor has a run whose files are damaged
     figures = [_best(best, there, names), _speed(best), *([_limit(*why)] if why else [])]
     few = [names[point.place] for point in there if point not in here]
+    too_few = f"Not ranked, with fewer than {ENOUGH_REPEATS} repeats"
     more = [
         *([] if few and len(here) == 1 else _certainty(here, first, names)),
-        *_not_ranked(few),
+        *([f"{too_few}: {_listed(few)}."] if few else []),
         *_on_fewer_ranks(best, ranked(running), floor),
     ]
     return Finding(_verdict(best, baseline, names), more, figures, names, best, baseline)
@@ -141,11 +142,6 @@ def _certainty(
         f"The next fastest, {names[second.place]}, takes {slower} % longer, a significant "
         "difference."
     ]
-
-
-def _not_ranked(names: Sequence[str]) -> list[str]:
-    few = f"Not ranked, with fewer than {ENOUGH_REPEATS} repeats"
-    return [f"{few}: {_listed(names)}."] if names else []
 
 
 def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list[str]:

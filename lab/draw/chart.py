@@ -322,9 +322,11 @@ def spread(
     groups: list[tuple[float, list[int]]] = []  # mean of their places, and who they are
     for at in order:
         groups.append((places[at], [at]))
-        while len(groups) > 1 and _overlap(groups[-2], groups[-1], gap):
-            (_, low), (_, high) = groups[-2:]
+        while len(groups) > 1:
+            (below, low), (above, high) = groups[-2:]
             both = [*low, *high]
+            if above - below >= len(both) / 2 * gap:
+                break
             groups[-2:] = [(sum(places[each] for each in both) / len(both), both)]
     moved = [0.0] * len(places)
     for middle, members in groups:
@@ -335,8 +337,3 @@ def spread(
     for rank, at in enumerate(reversed(order)):
         moved[at] = min(moved[at], most - rank * gap)
     return moved
-
-
-def _overlap(low: tuple[float, list[int]], high: tuple[float, list[int]], gap: float) -> bool:
-    reach = (len(low[1]) + len(high[1])) / 2 * gap
-    return high[0] - low[0] < reach

@@ -87,12 +87,10 @@ def number_of(count: int, noun: str) -> str:
 
 def number_text(value: float, scale: float = 1.0, digits: int = 3) -> str:
     """Write a value to so many digits, or all before its point, and never with an exponent."""
-    return UNKNOWN_TEXT if math.isnan(value) else _digits(value * scale, digits)
-
-
-def _digits(value: float, count: int) -> str:
-    rounded = float(f"{value:.{count}g}")
+    if math.isnan(value):
+        return UNKNOWN_TEXT
+    rounded = float(f"{value * scale:.{digits}g}")
     if rounded == 0:
         return "0"
-    decimals = max(0, count - 1 - math.floor(math.log10(abs(rounded))))
-    return f"{value:,.{min(decimals, 9)}f}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{value * scale:,.{min(decimals, 9)}f}"

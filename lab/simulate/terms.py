@@ -125,7 +125,8 @@ def as_fitted(hardware: Hardware, keys: Collection[str]) -> Hardware:
         keys: dotted, of those values.
     """
     assumed = tuple(each for each in hardware.assumed if each.key not in keys)
-    found = replace(hardware, assumed=assumed, fitted=(*hardware.fitted, *keys))
+    once = tuple(dict.fromkeys((*hardware.fitted, *keys)))  # a fit may start from another one
+    found = replace(hardware, assumed=assumed, fitted=once)
     if found.learned:
         known = {*keys} if _slowed(found) else {*keys, WIRE}
         found = replace(found, learned=found.learned.without(known))

@@ -11,10 +11,9 @@ from typing import Any
 
 from lab.analysis.charts import NothingToDraw
 from lab.analysis.points import Difference, Point, differences, floor_text
-from lab.analysis.records import Study
+from lab.analysis.records import CONTEXT, Study, identity
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
-from lab.analysis.series import CONTEXT, identity
 from lab.analysis.summary import shared_runs
 from lab.diagnosis.evidence import Evidence, gather, sweep_command
 from lab.diagnosis.finding import Finding, finding
@@ -29,7 +28,6 @@ from lab.web.elements import (
     WIDTH,
     Drawing,
     Table,
-    TableCell,
     drawing,
     of_texts,
     percent_text,
@@ -344,12 +342,8 @@ def _compared_text(found: Sequence[Difference], first: str, second: str) -> str:
 def _differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
     rows = [
         [
-            TableCell(each.point.series),
-            TableCell(str(each.point.world_size), each.point.world_size),
-            TableCell(str(each.point.fixed_batch_size), each.point.fixed_batch_size),
-            TableCell(percent_text(each.ratio), each.ratio.mid),
-            TableCell(str(each.num_pairs), each.num_pairs),
-            TableCell(each.finding),
+            *(each.point.series, str(each.point.world_size), str(each.point.fixed_batch_size)),
+            *(percent_text(each.ratio), str(each.num_pairs), each.finding),
         ]
         for each in found
     ]

@@ -39,18 +39,6 @@ NOTHING = re.compile(
 
 
 @dataclass(frozen=True)
-class TableCell:
-    """A cell of a table.
-
-    Attributes:
-        order: what to sort by; None: the text.
-    """
-
-    text: str
-    order: float | None = None
-
-
-@dataclass(frozen=True)
 class Table:
     """A table that a reader may sort by any column and filter by any text.
 
@@ -63,7 +51,7 @@ class Table:
     title: str
     note: str
     header: Sequence[str]
-    rows: Sequence[Sequence[TableCell]]
+    rows: Sequence[Sequence[str]]
 
 
 def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
@@ -87,21 +75,21 @@ def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
     emulated = {point.emulation for point in points}
     some = {p: ("yes" if p.emulation else "no") if "" in emulated else "yes" for p in points}
     columns = {
-        "scaling": [TableCell(point.scaling) for point in points],
-        "batch": [_count(point.fixed_batch_size) for point in points],
-        "ranks": [_count(point.world_size) for point in points],
-        "strategy": [TableCell(point.label) for point in points],
-        "n": [_count(point.num_repeats) for point in points],
-        "step ms": [_interval(of_level([*point.steps_s.values()]), 1e3) for point in points],
-        f"{unit}s/s": [_interval(point.samples_per_s) for point in points],
-        "speedup": [_interval(point.speedup) for point in points],
-        "efficiency %": [_interval(point.efficiency, 100) for point in points],
-        "exposed ms": [_interval(point.exposed_exchange_s, 1e3) for point in points],
-        "payload MB": [_number(point.payload_max_bytes, 1e-6) for point in points],
-        title: [_number(point.final.get(metric, math.nan), factor) for point in points],
-        "fastest": [TableCell("yes" if p.place in first else "") for p in points],
-        "runs": [TableCell(runs_text(point)) for point in points],
-        "emulated": [TableCell(some[point]) for point in points],
+        "scaling": [point.scaling for point in points],
+        "batch": [str(point.fixed_batch_size) for point in points],
+        "ranks": [str(point.world_size) for point in points],
+        "strategy": [point.label for point in points],
+        "n": [str(point.num_repeats) for point in points],
+        "step ms": [interval_text(of_level([*p.steps_s.values()]), 1e3) for p in points],
+        f"{unit}s/s": [interval_text(point.samples_per_s) for point in points],
+        "speedup": [interval_text(point.speedup) for point in points],
+        "efficiency %": [interval_text(point.efficiency, 100) for point in points],
+        "exposed ms": [interval_text(p.exposed_exchange_s, 1e3) for p in points],
+        "payload MB": [number_text(point.payload_max_bytes, 1e-6) for point in points],
+        title: [number_text(p.final.get(metric, math.nan), factor) for p in points],
+        "fastest": ["yes" if p.place in first else "" for p in points],
+        "runs": [runs_text(point) for point in points],
+        "emulated": [some[point] for point in points],
     }
     note = (
         "Brackets give 95 % intervals over n repeats, computed for each value separately. A row is "
@@ -110,12 +98,12 @@ def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
     return _table(name, "Every point", note, columns)
 
 
-def _table(name: str, title: str, note: str, columns: Mapping[str, Sequence[TableCell]]) -> Table:
-    told = {k: v for k, v in columns.items() if {c.text for c in v} - {UNKNOWN_TEXT, ""}}
+def _table(name: str, title: str, note: str, columns: Mapping[str, Sequence[str]]) -> Table:
+    told = {k: v for k, v in columns.items() if {*v} - {UNKNOWN_TEXT, ""}}
     alike = {
-        key: cells[0].text
+        key: cells[0]
         for key, cells in told.items()
-        if key != "strategy" and len(cells) > 1 and len({cell.text for cell in cells}) == 1
+        if key != "strategy" and len(cells) > 1 and len({*cells}) == 1
     }
     shown = {key: cells for key, cells in told.items() if key not in alike}
     same = ", ".join(f"{key} {text}" for key, text in alike.items())
@@ -125,29 +113,18 @@ def _table(name: str, title: str, note: str, columns: Mapping[str, Sequence[Tabl
 
 
 def of_texts(name: str, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Make a table whose cells are texts; those that are numbers are sorted as such."""
-    lines = [[_text(text) for text in row] for row in rows]
+    """Make a table of lines of texts."""
+    lines = [*rows]
     columns = dict(zip(header, zip(*lines, strict=True), strict=True)) if lines else {}
     return _table(name, title, "", columns)
 
 
-def _text(text: str) -> TableCell:
+def order_of(text: str) -> float | None:
+    """Return the number with which a cell begins, by which a table is sorted; None: by its text."""
     try:
-        return TableCell(text, float(text.split(" ")[0].rstrip("%")))
+        return float(text.split(" ")[0].rstrip("%").replace(",", ""))
     except ValueError:
-        return TableCell(text)
-
-
-def _count(value: int) -> TableCell:
-    return TableCell(str(value), value)
-
-
-def _number(value: float, scale: float = 1.0) -> TableCell:
-    return TableCell(number_text(value, scale), None if math.isnan(value) else value * scale)
-
-
-def _interval(value: Interval, scale: float = 1.0) -> TableCell:
-    return TableCell(interval_text(value, scale), None if math.isnan(value.mid) else value.mid)
+        return None
 
 
 def interval_text(value: Interval, scale: float = 1.0) -> str:

@@ -25,7 +25,7 @@ from lab.settings.secrets import HIDDEN, is_secret, without_secrets
 from lab.settings.storage import read_json, write_atomically
 from lab.settings.streams import CONTROL
 from lab.web.contents import Compared, Contents, compare, contents_of
-from lab.web.elements import Benched, Drawing, bundle, read_benched
+from lab.web.elements import Benched, Drawing, bundle, order_of, read_benched
 from lab.web.live import Progress
 
 ASSETS = Path(__file__).parent / "assets"
@@ -100,6 +100,7 @@ def render(parts: Parts, progress: Progress | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["order"] = order_of
     charts = [
         replace(chart, spec=clean(chart.spec))
         for study in parts.studies

@@ -293,7 +293,7 @@ def test_it_predicts_on_what_a_study_measured(tmp_path: Path) -> None:
         (["out=a.csv", *SMALL], "out=a.csv: must name FILE.json or FILE.png"),
         (["batch=32"], "batch=32: no such setting"),
         (["hardware=abacus"], "hardware=abacus: allowed:"),
-        (["world_size=8", "batch_size=64"], "world_size=8: hardware=titanx_x4 has a single"),
+        (["world_size=8", *SMALL[:2]], "world_size=8: hardware=titanx_x4 has a single"),
         (["strategy=ddp", "batch_size=64"], "strategy=ddp: DDPSync has its own schedule"),
     ],
 )

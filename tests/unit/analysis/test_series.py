@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from lab.analysis.points import table
-from lab.analysis.records import load_study
-from lab.analysis.series import usual_values
+from lab.analysis.records import load_study, usual_values
 from lab.record.schema import StepSeconds, read_record
 from tests.support.records import leave, make_record
 

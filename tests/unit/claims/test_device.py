@@ -258,18 +258,6 @@ def test_all_papers_are_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line == "all: it allows neither other papers nor out=; name the papers instead"
 
 
-def test_a_page_about_one_device(tmp_path: Path) -> None:
-    assert verify.main(["nvidia2017", f"out={tmp_path}/page.md"]) == 0
-    text = (tmp_path / "page.md").read_text()
-    assert "arithmetic: agrees (the source prints no such figure)" in text
-    assert (tmp_path / "page/claims.png").is_file()
-
-
-def test_wrong_folders_are_one_line(tmp_path: Path) -> None:
-    for wrong in (f"benches={tmp_path}/no", f"runs={tmp_path}"):
-        assert str(tmp_path) in refusal(verify.main, "zhao2016", wrong)
-
-
 def test_claims_on_scaling_need_a_machine() -> None:
     with pytest.raises(ValueError, match="claim 's': needs a profile and hardware"):
         paper({"quantity": "speedup"})

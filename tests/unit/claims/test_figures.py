@@ -87,13 +87,6 @@ def test_without_measurements_bars_are_predicted() -> None:
     assert [row["value"] for row in rows_of(chart)][1] == pytest.approx(200 / 190)
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_any_number_of_world_sizes_has_a_colour_for_each(count: int) -> None:
-    grid = replace(GRID, world_sizes=tuple(2**power for power in range(count)))
-    spec = str(figures.speedup_bars(reproduced(grid), []).spec())
-    assert len(set(figures.shades(count))) == count and str(figures.shades(count)) in spec
-
-
 def test_the_map_shows_each_strategy_and_where_speedup_is_one() -> None:
     columns = ["strategy", "batch", "ranks", "speedup"]
     tree = [("tree", 64, 2, 0.5), ("tree", 64, 4, 0.25), ("tree", 128, 2, 2.0), ("tree", 128, 4, 4)]

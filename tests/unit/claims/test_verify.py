@@ -166,12 +166,16 @@ def test_several_papers_are_one_page(tmp_path: Path) -> None:
     assert verify.main(["mlperf", "nvidia2017", f"out={tmp_path}/page.md"]) == 0
     text = (tmp_path / "page.md").read_text()
     assert text.count("\n## ") == 2 and "| mlperf | 1 of 1 | – | – | 1 | – |" in text
+    assert "arithmetic: agrees (the source prints no such figure)" in text
     assert (tmp_path / "page/claims.png").stat().st_size > 10_000
 
 
 def test_wrong_paths_are_one_line(tmp_path: Path) -> None:
-    for wrong in (f"runs={tmp_path}/no", f"out={tmp_path}/no/page.md"):
-        assert str(tmp_path) in refusal(verify.main, "kim2017", wrong)
+    for paper, wrong in (
+        *(("kim2017", f"runs={tmp_path}/no"), ("kim2017", f"out={tmp_path}/no/page.md")),
+        *(("zhao2016", f"benches={tmp_path}/no"), ("zhao2016", f"runs={tmp_path}")),
+    ):
+        assert str(tmp_path) in refusal(verify.main, paper, wrong)
     several = refusal(verify.main, "kim2017", "h100", f"runs={tmp_path}/no")
     assert f"runs={tmp_path}/no: must be a folder of studies" in several
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lab.claims.predicted import MARGIN, crossover_batch, crossover_rate, profile_of
+from lab.claims.predicted import MARGIN, Predicted, crossover_batch, crossover_rate, profile_of
 from lab.cluster.settings import Change, Cluster
 from lab.model.profile import Layer, Profile
 from lab.settings.errors import ConfigError
@@ -21,7 +21,8 @@ from lab.simulate.hardware import PROTOCOLS, Hardware, Host, Link, draws, parse,
 from lab.simulate.network import Network, slowest_factor
 from lab.simulate.step import predict, simulate, stages_of_step
 from lab.simulate.strategy import CEILING
-from lab.simulate.terms import interval, reach
+from lab.simulate.terms import as_fitted, interval, reach
+from lab.simulate.view import values_of
 from tests.support.simulated import FLAT, strategy
 
 NODE: dict[str, Any] = {
@@ -254,23 +255,31 @@ def test_what_has_no_cost_model_is_refused(other: Cluster, message: str) -> None
         over_links(FITTED, GIGABIT, other)
 
 
+def test_a_fit_that_starts_from_another_one_lists_each_value_once() -> None:
+    keys = ("inter.latency_s", "contention")
+    twice = as_fitted(as_fitted(replace(FLAT, contention=0.5), keys), keys)
+    assert values_of(asdict(twice)) == "latency_s=0, contention=0.5"
+
+
 def test_crossings() -> None:
     profile = profile_of("alexnet_titanx", 0.02)
     tree, onebit, overlap = map(strategy, ("tree", "onebit", "overlap"))
-    batch_size = crossover_batch(profile, FLAT, tree, 4)
+    predicted = Predicted("alexnet_titanx", FLAT, 0.02)
+    batch_size = crossover_batch(predicted, "tree", 4)
     assert batch_size and batch_size % 4 == 0
     pays = {b: predict(profile, FLAT, tree, 4, b).speedup > 1 for b in (batch_size - 4, batch_size)}
     assert pays == {batch_size - 4: False, batch_size: True}
     endless = replace(FLAT, inter=Link(0.0, 1.0))
-    assert crossover_batch(profile, endless, tree, 4) is None
+    assert crossover_batch(replace(predicted, hardware=endless), "tree", 4) is None
     coded = replace(FLAT, codec_bytes_per_s=1e10)
-    rate = crossover_rate(profile, coded, (onebit, overlap), 4, 256)
+    on_coded = replace(predicted, hardware=coded)
+    rate = crossover_rate(on_coded, ("onebit", "overlap"), 4, 256)
     assert rate
     for factor, pays in ((0.9, True), (1.1, False)):
         links = with_rate(coded, factor * rate)
         one, other = (simulate(profile, links, each, 4, 64).step_s for each in (onebit, overlap))
         assert (MARGIN * one < other) == pays
-    assert crossover_rate(profile, coded, (onebit, onebit), 4, 256) is None
+    assert crossover_rate(on_coded, ("onebit", "onebit"), 4, 256) is None
 
 
 LARGE = Layer("fc", 2_000_000, forward_ms=10, backward_ms=20)

@@ -195,4 +195,4 @@ def test_two_studies_tell_what_sets_them_apart_and_what_is_not_compared(tmp_path
         "The studies differ in optim.lr: 0.1 and 0.2.",
         "Noise floor of before: unknown; noise floor of after: unknown.",
     ]
-    assert [row[4].text for row in found.table.rows] == ["2"]  # pairs of repeats
+    assert [row[4] for row in found.table.rows] == ["2"]  # pairs of repeats
