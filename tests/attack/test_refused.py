@@ -56,6 +56,7 @@ NO_SETTING = "is not a setting: write key=value"
 NO_NAME = "names a directory under runs_dir"
 WORDS = [
     *(("cell='..'", NO_NAME), ("cell=' '", NO_NAME), ("cell='$(touch x)'", NO_NAME)),
+    *(("cell=../x", NO_NAME), ("cell=a/../../x", NO_NAME), ("study=/tmp/x", NO_NAME)),
     *(
         (f"cell={'x' * 256}", NO_NAME),
         ("cell='*'", NO_NAME),
@@ -128,6 +129,13 @@ def test_values_that_almost_equal_are_two_cells() -> None:
 LINES = [
     (plot, ("-s",), "the flags are"),
     (plot, ("runs/s", "strategy==onebit"), "strategy==onebit: no such setting; allowed: out"),
+    (train, ("cluster.hosts=2",), "cluster.hosts=2: needs cluster=emulated"),
+    (train, ("~exchange.nope",), "~exchange.nope: Could not delete from config"),
+    (train, ("--cfg=hydra",), "--cfg hydra: use --cfg job"),
+    (sweep, ("batch_size=100", "world_size=1,3"), "such as 99 or 102"),
+    (sweep, ("world_size=2", "device=cuda"), "world_size=2: device=cuda: torch sees no GPU"),
+    (sweep, ("cell=mine",), "cell=mine is set by the sweep itself"),
+    (sweep, ("study=../../x",), NO_NAME),
     (predict, ("strategy=tree", "world_size=0"), "world_size=0"),
     (advise, ("world_size=0",), "world_size=0"),
     (cluster, ("run", "--"), "after --"),
@@ -142,6 +150,7 @@ def test_lines_that_no_command_can_use(
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     assert said in refusal(command.main, *words)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
 
 
 ROWS, LABELS = np.random.default_rng(0).random((100, 4)), np.arange(100) % 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,17 +52,6 @@ def test_run_names_are_readable_and_never_reused(
         "tree-n1-b24-device_cpu-data.size_16-steps_6",
         "tree-n1-b24-device_cpu-data.size_16-steps_6-2",
     ]
-
-
-def test_bench_pairs_two_strategies(command: Callable[..., Finished], tmp_path: Path) -> None:
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lab.bench")
-    small = ("batch_size=24", "data.size=16", "steps=11", "device=cpu")
-    done = command(*launcher, "step", "strategy=overlap,ddp", "out=ratio.json", *small)
-    assert done.code == 0, done.err
-    ratio = json.loads((tmp_path / "ratio.json").read_text())
-    assert ratio["num_pairs"] == 3
-    assert [row["comm_settings"] for row in ratio["rows"]] == [{}, {}]  # NCCL would have some
-    assert (tmp_path / "ratio.png").is_file() and "ratio to ddp" in done.out
 
 
 @pytest.mark.slow
