@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from omegaconf import OmegaConf
 
 from lab.certificate.traffic import formula_bytes
 from lab.distributed.comm import Comm, Handle, ThreadComm, run_ranks
@@ -163,3 +168,27 @@ def test_an_exchange_says_whether_it_sends_from_rank_to_rank(
     monkeypatch.setattr(ThreadComm, "_isend_irecv", isend_irecv)
     needs, *_ = run_ranks(3, rank_main)
     assert used == ({0, 1, 2} if needs else set())
+
+
+def test_the_guides_exchange_is_a_mean_and_sends_what_its_preset_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (ROOT / "docs/how-to/add_an_exchange.md").read_text()
+    blocks = re.findall(r"^```\w+\n# (\S+?)\n(.*?)^```$", page, re.M | re.S)
+    (_, code), (_, exchange), (path, strategy) = blocks
+    module = ModuleType("lab.exchange.gossip")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(code, module.__dict__)
+    settings: Any = OmegaConf.create(exchange)
+
+    def rank_main(comm: Comm) -> int:
+        flat = torch.full((6,), float(comm.rank))
+        build(settings).average(GradBucket({"w": flat.shape}, flat), comm)
+        assert flat.eq(1).all()
+        return comm.traffic.payload_bytes
+
+    preset = yaml.safe_load(strategy)
+    assert (Path(path).stem, preset["strategy"]) == ("gossip", "gossip")
+    assert {"/exchange": "gossip"} in preset["defaults"]
+    _, formula = strategy_table.about_of(strategy, path)
+    assert run_ranks(3, rank_main) == [value_of(formula, n=6, N=3)] * 3
