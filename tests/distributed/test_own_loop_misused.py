@@ -396,26 +396,6 @@ def test_two_backwards_in_a_step_are_exchanged_once_or_refused(way: str, closure
         assert line.startswith("certificate: weights equal on 2 ranks; gradients averaged once")
 
 
-def minimised() -> None:
-    """Use all gradients of several backwards in a step, as LBFGS does."""
-    with joined() as rank, lab.grad_sync(model := net(), "onebit", **SHORT_ROWS) as sync:
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(batch(0, rank)).square().mean()
-            loss.backward()
-            sync.finish()
-            return loss
-
-        for _ in range(4):
-            optimizer.step(closure)
-
-
-def test_gradients_of_a_line_search_are_all_used() -> None:
-    CREW.call(2, minimised)
-
-
 def entered_again() -> list[Tensor]:
     with joined():
         found = []
