@@ -406,3 +406,92 @@ try 0 'wrote' env LC_NUMERIC=de_DE.UTF-8 L plot runs/default
 ## 317 system: a host's name of 64 letters
 try 2 'has more than 63 characters' unshare -u bash -c \
   'printf h%.0s {1..64} > /proc/sys/kernel/hostname; T2'
+
+## 401 resource: no HOME or TMPDIR, or one that is not there
+lives env -u HOME -u XDG_CACHE_HOME T1 $R cell=a
+lives env -u XDG_CACHE_HOME HOME=/proc/nowhere T1 $R cell=b
+lives env TMPDIR=/proc/nowhere T1 $R cell=c
+
+## 402 resource: no compiler and no git, no locale, no assertions
+lives env PATH=/proc/nowhere XDG_CACHE_HOME=cache "$(command -v T1)" $R cell=a
+lives env LANG=C LC_ALL=C PYTHONUTF8=0 T1 $R cell=b
+lives "$PY" -O -m lab.train device=cpu data.size=16 batch_size=24 $R cell=c
+
+## 403 resource: a path with spaces, 200 characters
+d="a b'\"\$é$(printf x%.0s {1..190})"; mkdir "$d"; cd "$d"; lives T1 $R
+
+## 404 resource: 64 files, and shared memory of 64 kB
+(ulimit -n 64; lives T2 $R cell=a)
+lives unshare -m bash -c "mount -t tmpfs -o size=64k none /dev/shm && exec T2 $R cell=b"
+
+## 405 resource: a network without loopback, and one of IPv6 alone
+lives unshare -n T1 $R cell=a
+# torchrun resolves localhost, which not every machine's /etc/hosts names in IPv6.
+echo "::1 localhost $(hostname)" > hosts
+lives unshare -n -m bash -c "ip link set lo up && ip address delete 127.0.0.1/8 dev lo
+  mount --bind hosts /etc/hosts && exec T2 $R cell=b"
+
+## 406 resource: not root
+lives unshare --user --map-user=65534 --map-group=65534 T2 $R
+
+## 407 resource: a clock that jumps by an hour, back and forth, every second
+cc -shared -fPIC -x c - -o clock.so -ldl <<'E'
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t which, struct timespec *now) {
+  int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+  int code = real(which, now);
+  if (which == CLOCK_REALTIME && now->tv_sec % 2) now->tv_sec -= 3600;
+  return code;
+}
+E
+lives env LD_PRELOAD="$PWD/clock.so" T2 $R
+
+## 408 resource: a machine that is ten times slower
+setsid T2 $R cell=a > o 2>&1 & p=$!
+while grep -qs ') [^Z]' /proc/$p/stat; do
+  kill -STOP -- -$p || true; sleep 0.09; kill -CONT -- -$p || true; sleep 0.01
+done 2> /dev/null || true
+lives cat o
+
+## 409 resource: a disk that is full, without inodes or read-only
+for o in size=1m nr_inodes=12 ro; do
+  mkdir -p runs
+  lives unshare -m bash -c "mount -t tmpfs -o $o none runs && exec U1 data.size=16 $R"
+done
+
+## 410 resource: runs that is a file, leads to nowhere, or goes away
+touch runs; lives T1 $R; rm runs
+ln -s /proc/nowhere/else runs; lives T1 $R; rm runs
+(while [ ! -d runs/default/a/checkpoints ]; do sleep 0.05; done; rm -rf runs) & lives T1 $R cell=a
+
+## 411 resource: output that nobody reads, and none
+T1 $R cell=a | head -c 1 > /dev/null || test $? = 141
+try 0 '' bash -c "T1 $R cell=b >&-"; record b status done
+
+## 501 twice: one cell
+both 1 "T1 $R cell=a" "T1 $R cell=a"
+rm -r runs; both 1 "T2 $R cell=a" "T2 $R cell=a"
+rm -r runs; both 1 "T1 $R cell=a resume=auto" "T1 $R cell=a resume=auto"
+
+## 502 twice: names by time, one cache of kernels, one port
+both 2 "T1 $R" "T1 $R"
+rm -r runs; export XDG_CACHE_HOME=cache; both 2 "T1 $R cell=a" "T1 $R cell=b"
+port=$($PY -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
+export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=$port
+rm -r runs; both 1 "T1 $R" "T1 $R"
+
+## 503 twice: one study
+G='study=s strategy=allreduce,onebit world_size=1,2'; both 4 "S $G" "S $G"
+
+## 504 twice: a page and figures during a sweep
+G='study=s strategy=allreduce,onebit'; both 2 "S $G" "L report runs/s out=page.html"
+rm -r runs; both 2 "S $G" "L plot runs/s"
+
+## 505 twice: one page, and one study's figures
+base; both 0 "L report runs/s out=page.html" "L report runs/s out=page.html"
+both 0 "L plot runs/s format=svg" "L plot runs/s format=svg"
+
+## 506 twice: two clusters
+c='cluster=emulated cluster.hosts=2'; both 2 "T1 $c cell=a" "T1 $c cell=b"

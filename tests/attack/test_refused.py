@@ -154,25 +154,6 @@ def test_lines_that_no_command_can_use(
 
 
 ROWS, LABELS = np.random.default_rng(0).random((100, 4)), np.arange(100) % 2
-FILES: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (ROWS, np.full(100, 1e200), {}, "targets are beyond the range of float32"),
-    *((ROWS.astype(kind), LABELS, {}, "must be numbers") for kind in ("c8", "M8[s]", "U3")),
-    (np.array(3.0), np.array(1), {}, "at least one in each part"),
-    (ROWS[:0], LABELS[:0], {}, "at least one in each part"),
-    (ROWS, LABELS, {"test_share": 1e-9}, "at least one in each part"),
-    *((ROWS, LABELS, {"test_share": n}, f"test_share={n}: must be") for n in (1, -1, "nan")),
-]
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex values")
-@pytest.mark.parametrize(("inputs", "targets", "settings", "said"), FILES)
-def test_arrays_that_are_no_data(
-    inputs: Any, targets: Any, settings: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "d.npz"
-    np.savez(path, inputs=inputs, targets=targets)
-    with pytest.raises(ValueError, match=said):
-        arrays(seed=0, device=torch.device("cpu"), path=str(path), **settings)
 
 
 @pytest.mark.parametrize("inputs", [ROWS.astype(">f4"), np.asfortranarray(ROWS)])
