@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab import advise, plot, predict, report, score, sweep, train
+from lab import advise, calibrate, plot, predict, report, score, sweep, train
 from lab.cluster import __main__ as cluster
 from lab.data.arrays import arrays
 from lab.settings.config import load
@@ -138,6 +138,10 @@ LINES = [
     (sweep, ("study=../../x",), NO_NAME),
     (predict, ("strategy=tree", "world_size=0"), "world_size=0"),
     (advise, ("world_size=0",), "world_size=0"),
+    (calibrate, ("minutes=0",), "minutes=0: must be a number above 0"),
+    (calibrate, ("world_size=1",), "world_size=1: a single rank exchanges nothing; must be at"),
+    (calibrate, ("out=mine.json",), "out=mine.json: must name FILE.yaml"),
+    (calibrate, ("batch_size=8",), "batch_size=8 is not used by calibrate; allowed: minutes, w"),
     (cluster, ("run", "--"), "after --"),
     *((each, ("empty",), "contains no <cell>/record.json") for each in (report, score)),
 ]
