@@ -64,6 +64,7 @@ def units(
         least, most = FIRST_BUCKET_BYTES * bytes_scale, bucket_mb * MIB * bytes_scale
         for child in model.children():
             found += _by_size(child, min(least, most), most, may_be)
+        found = [*dict.fromkeys(found)]  # a module may have several parents
     return [*found, *_of_other_types(model, found, may_be), model]
 
 

@@ -24,8 +24,6 @@ from tests.attack import (
     numbers,
     outsiders,
     planted,
-    surroundings,
-    twice,
 )
 from tests.attack.outcome import BAD, Attempt, table
 from tests.attack.readers import READERS
@@ -48,9 +46,7 @@ PARTS: dict[str, tuple[int, Part]] = {
     "commands": (30, commands.attack),
     "changes": (100, changes.attack),
     "numbers": (100, numbers.attack),
-    "twice": (1, lambda seed, count, at: twice.attack(at)),
     "outsiders": (1, lambda seed, count, at: outsiders.attack(at, outsiders.cases())),
-    "surroundings": (1, lambda seed, count, at: surroundings.attack(at)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Odd gradients, parameters and data: a run is right, or says in one line what is wrong.
+"""Odd gradients and data: a run is right, or says in one line what is wrong.
 
 A gradient that is not finite must never pass in silence; zero gradients must move no weight.
 """

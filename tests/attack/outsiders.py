@@ -1,4 +1,4 @@
-"""What people who knew the lab's documents alone tried, as cases of outsiders.sh, one at a time.
+"""What people who knew the documents alone tried, odd surroundings, two of the same at once.
 
 Each case is a piece of bash that ends in a folder of its own. It fails where one of its lines does:
 a wrong exit code, a message that does not say what it should, a traceback, something lost or run.
@@ -79,6 +79,24 @@ ends() {  # as try, where a traceback may be printed
   if [ $code != "$1" ] || ! grep -q -- "$2" out; then
     echo "exit code $code, not $1, or does not say '$2': ${*:3}: $(tail -n 2 out)"; exit 1
   fi
+}
+R='strategy=onebit steps=12 checkpoint_every=3'
+lives() { try 0,1,2 'done:|lab[.a-z]*: error:' "$@"; }
+both() {  # N LINE LINE: at once, each is done or says why not in a line; N records say done
+  local n=$1 at code failed=0 pids=()
+  for at in 1 2; do shift; bash -c "$1" > "o$at" 2>&1 & pids[at]=$!; done
+  for at in 1 2; do
+    code=0; wait "${pids[at]}" || code=$?
+    if [ $code != 0 ]; then
+      failed=$((failed + 1))
+      if ! sed '/^Traceback/,$d' "o$at" | grep -q '^lab.*error:'
+      then echo "exit code $code: $(tail -n 3 "o$at")"; exit 1; fi
+    fi
+  done
+  if [ $failed = 2 ]; then echo "neither is done: $(tail -n 3 o1 o2)"; exit 1; fi
+  if [ "$(grep -l '"status": "done"' runs/*/*/record.json 2> /dev/null | wc -l)" -lt "$n" ]
+  then echo "fewer than $n are done: $(tail -n 3 o1 o2)"; exit 1; fi
+  if find runs -name '.*' ! -name .lock | grep .; then echo 'left behind'; exit 1; fi
 }
 try() {
   local codes=$1 says=$2 code=0; shift 2

@@ -1,10 +1,3 @@
-## 3 fs: a file system that fills while checkpoints are written
-mkdir runs
-try 0 'bytes are free' unshare -m bash -c 'mount -t tmpfs -o size=900k none runs
-  T1 checkpoint_every=1 steps=30 "model.hidden=[256]" cell=a || [ $? = 1 ] &&
-  grep -q "\"status\": \"failed\"" runs/default/a/record.json &&
-  ls runs/default/a/checkpoints/step_*/DONE'
-
 ## 4 fs: a full TMPDIR, with room in the runs' folder
 mkdir t
 try 0 'done:' unshare -m bash -c 'mount -t tmpfs -o size=4k none t; head -c 4k /dev/zero > t/x
@@ -32,18 +25,6 @@ try 0 'done:' env 'TZ=<script>alert(1)</script>' T1 study=z
 try 0 'wrote' L report runs/z
 if grep -q '<script>alert(1)' runs/z/report.html; then exit 1; fi
 
-## 40 env: variables of SLURM that are left over
-e='SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_NNODES=1 SLURM_NODEID=0'
-try 0 'on 1 rank' env $e SLURM_PROCID=0 T1 exchange_timeout_s=5 cell=a
-try 0 'on 1 rank' env SLURM_JOB_ID=7 SLURM_PROCID=abc SLURM_STEP_ID=batch T1 cell=b
-
-## 41 env: RANK and WORLD_SIZE that are left over
-try 2 'WORLD_SIZE=0: must be a number' env RANK=0 WORLD_SIZE=0 T1
-e='WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511'
-try 2 'RANK=5: must be a number from 0 to 1' env RANK=5 $e T1 exchange_timeout_s=5
-try 2 'LOCAL_WORLD_SIZE=: must be' env RANK=0 WORLD_SIZE=1 T1
-try 0 'on 1 rank' env OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 T1 cell=a
-
 ## 45 env: variables of the lab with odd values
 try 0 'done:' env LAB_JOB=../../x T1 cell=a; test ! -e ../../x
 try 0 'done:' env LAB_JOB=$'a\nb' LAB_SLOW_FACTOR=nan T1 cell=b
@@ -65,36 +46,14 @@ try 0 'done:' T1 cell=a
 try 0 'done:' T2 cell=b
 try 0 '1 of 1 cells done' S study=s strategy=none
 
-## 50 cwd: packages' names in the current folder
-mkdir hydra torch; touch hydra/__init__.py torch/__init__.py; echo > omegaconf.py; echo > numpy.py
-try 0 'done:' T1
-try 0 'wrote' L plot runs/default
-
 ## 51 cwd: folders called lab and conf, and a file lab.py, in the current folder
 mkdir lab; try 0 'done:' T1 cell=a; rmdir lab
 mkdir -p conf/strategy; echo 'strategy: evil' > conf/strategy/onebit.yaml
 try 0 'strategy=onebit' T1 strategy=onebit cell=b
 echo 'x = 1' > lab.py; try 1 'lab' T1 cell=c
 
-## 53 cwd: modules beside a stranger's profile
-d=$($PY -c 'import lab; print(lab.__path__[0])')/..
-mkdir x; cp "$d/conf/profile/alexnet_titanx.yaml" x
-for f in numpy torch yaml; do echo 'open("ran", "w")' > x/$f.py; done
-try 0 'predicted' L predict profile=x/alexnet_titanx.yaml strategy=tree world_size=2
-test ! -e ran
-
 ## 54 cwd: a current folder that has been removed
 try 1,2 'No such file' bash -c 'mkdir d; cd d; rmdir ../d; exec T1'
-
-## 58 limits: files of 64 KiB at most
-(ulimit -f 64; try 1 'cannot be written' T1 'model.hidden=[256]' checkpoint_every=2 cell=a)
-record a status failed
-if ls runs/default/a/checkpoints/*/DONE > /dev/null 2>&1; then exit 1; fi
-
-## 66 streams: standard streams that are closed from the start
-try 0 'rc=0' bash -c 'T2 cell=b <&- >&- 2>&-; echo rc=$?'
-record b status done
-for f in $(find runs -name '*.json'); do $PY -m json.tool "$f" > /dev/null; done
 
 ## 71 streams: a terminal that hangs up during a sweep
 $PY - <<'E'
@@ -138,11 +97,6 @@ until_true test -e runs/default/a/checkpoints; sleep 1
 for _ in {1..500}; do kill -USR1 $p 2> /dev/null || true; done
 code=0; wait $p || code=$?; test $code = 75; record a status interrupted
 
-## 81 signals: a run that is stopped for a while and continued
-T1 steps=8000 cell=a > o 2>&1 & p=$!
-begun a; kill -STOP $p; sleep 4; kill -CONT $p
-wait $p; record a status done
-
 ## 85 races: a run's directory is renamed while it trains
 T1 steps=1000000 checkpoint_every=50 cell=a > o 2>&1 & p=$!
 until_true test -e runs/default/a/checkpoints; sleep 1
@@ -164,12 +118,6 @@ rm runs/s/study.json; ln -s "$PWD/precious" runs/s/report.html
 try 0 '1 of 1 cells done' S study=s strategy=none
 try 0 'wrote' L report runs/s; grep -qx keep precious
 
-## 95 races: two sweeps of one study at once
-S study=s strategy=none,onebit > o 2>&1 & p=$!
-until_true test -e runs/s/study.json
-try 0 '1 of 1 cells done' S study=s strategy=tree
-wait $p; grep -q '2 of 2 cells done' o; test "$(grep -c '"when"' runs/s/study.json)" = 2
-
 ## 96 races: a run beside the cells of a sweep that goes on
 S study=s strategy=none,onebit steps=2000 > o 2>&1 & p=$!
 sleep 4; try 0 'done:' T1 study=s cell=mine
@@ -189,14 +137,6 @@ f=runs/default/a/checkpoints/step_000500/DONE
 until_true test -e $f; cp -r runs runs2 || true
 try 2 'this run ends at step 6' T1 cell=a runs_dir=runs2 resume=auto
 kill -TERM $p; code=0; wait $p || code=$?; test $code = 75; record a status interrupted
-
-## 140 data: samples that are all equal
-$PY -c "import numpy as np
-np.savez('d.npz', inputs=np.ones((100, 4)), targets=np.zeros(100, int))"
-for s in onebit powersgd; do
-  try 0 'done:' U2 model=mlp 'model.hidden=[8]' data=arrays data.path=d.npz strategy=$s cell=$s
-  record $s status done
-done
 
 ## 142 model: a model that writes bytes to standard output
 m <<< "import os, sys, time; $HEAD
@@ -269,32 +209,6 @@ try 0 '' env 'ACT=time.time = lambda: 0.0' U1 data.size=16 model=m.N cell=b; rec
 acts; U='U2 data.size=16 model=m.N strategy=onebit'; a='int(os.environ["RANK"]) or dist.barrier()'
 try 0 'done:' env 'ACT=dist.destroy_process_group()' $U cell=a
 ends 1 'exchange_timeout_s=5: rank' env "ACT=$a" $U exchange_timeout_s=5 cell=b
-
-## 156 model: a model that has another layer on rank 1
-m <<< "import os; $HEAD
-class N(M):
-    def __init__(self, image_shape, num_classes):
-        super().__init__(image_shape, num_classes)
-        if os.environ['RANK'] == '1': self.extra = nn.Linear(3, 3)"
-ends 1 'number of parameters: 2 on rank 0, 4 on rank 1' U2 data.size=16 model=m.N
-
-## 162 model: outputs that are constant
-m <<< "$HEAD
-class N(M):
-    def forward(self, x):
-        return super().forward(x) * 0"
-try 0 'done:' U2 data.size=16 model=m.N strategy=onebit cell=a; record a status done
-
-## 168 own: data that take long on rank 1
-cat > d.py <<'E'
-import os, time, torch
-def data(seed):
-    if os.environ["RANK"] == "1": time.sleep(40)
-    x = torch.rand(100, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    return x, torch.arange(100) % 10
-E
-U='U2 data=d.data model=mlp model.hidden=[8] exchange_timeout_s=5'
-ends 1 'rank 1 is outside any exchange' $U
 
 ## 171 own: recorders that end the process
 mkdir -p c/recorder; echo '_target_: r.R' > c/recorder/mine.yaml
@@ -369,30 +283,9 @@ try 0,1 'of 1 cells done' unshare -n bash -c 'ip link set lo up
   echo "50000 50003" > /proc/sys/net/ipv4/ip_local_port_range
   S study=s strategy=none world_size=2'
 
-## 222 network: two sweeps at once, on two ranks each
-S study=a strategy=none world_size=2 > oa 2>&1 & p=$!
-S study=b strategy=onebit world_size=2 > ob 2>&1 & q=$!
-wait $p; wait $q; grep -q '1 of 1 cells done' oa; grep -q '1 of 1 cells done' ob
-
 ## 223 network: a host without IPv6 and with no line in /etc/hosts
 try 0 'on 2 ranks' unshare -n -m bash -c 'ip link set lo up; mount --bind /dev/null /etc/hosts
   echo 1 2> /dev/null > /proc/sys/net/ipv6/conf/all/disable_ipv6; T2 cell=a'
-
-## 228 http: many clients, slow ones, and ones that speak something else
-live strategy=none,onebit steps=3000
-$PY - "$u" <<'E'
-import contextlib, os, socket, struct, sys, time, urllib.parse
-u, kept = urllib.parse.urlsplit(sys.argv[1]), []
-many = b"GET / HTTP/9.9\r\n" + b"a: b\r\n" * 10000
-for i in range(120):
-    with contextlib.suppress(OSError):
-        kept.append(s := socket.create_connection((u.hostname, u.port), 5))
-        s.sendall((b"G", os.urandom(1000), many, b"\x16\x03\x01")[i % 4])
-        if i % 3 == 0: s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        if i % 3 == 0: s.close()
-time.sleep(3)
-E
-wait $p; grep -q '2 of 2 cells done' o; if grep -q Traceback o; then exit 1; fi
 
 ## 231 http: the page's word is in the terminal alone
 live strategy=none steps=300000
@@ -403,12 +296,6 @@ for q in $(ranks); do
 done
 stop_live
 if grep -rqFe "$w" runs; then exit 1; fi
-
-## 237 out: files that cannot be written
-try 1,2 'z' L predict strategy=tree world_size=2 out=/proc/z.json
-try 1,2 'y.json' L bench footprint model=lenet out=/proc/y.json
-try 2 'x.yaml: cannot be written' L profile_layers model=mlp device=cpu batch_size=8 steps=12 \
-  out=/proc/x.yaml
 
 ## 246 versions: a record in another cell's folder, and a study that is renamed
 base; cp runs/s/bd/record.json runs/s/onebit-n2*/record.json
@@ -426,21 +313,6 @@ try 0 'done:' T1 recorder=csv study=s cell=b; grep -qx keep precious
 mkdir -p p/tensorboard; echo 'raise SystemExit(0)' > p/tensorboard/__init__.py
 try 0 'is switched off' env PYTHONPATH="$PWD/p:${PYTHONPATH-}" T1 recorder=tensorboard cell=b
 record b status done
-
-## 259 secrets: a secret that a setting takes from a variable
-t=ghp_0123456789abcdefghijklmnopqrstuvwxyzAB; m <<< "${HEAD/num_classes):/num_classes, **kw):}"
-U='U1 data.size=16 model=m.M +model.api_key=${oc.env:TOKEN}'
-try 0 'done:' env TOKEN=$t $U checkpoint_every=2 cell=x; if grep -rq $t .; then exit 1; fi
-try 0 'model' env TOKEN=$t $U --cfg job; if grep -q $t out; then exit 1; fi
-
-## 261 secrets: secrets in the user's own errors
-m <<< "import os; $HEAD
-class N(M):
-    def forward(self, x):
-        error = ValueError(os.environ['TEXT']); error.add_note(os.environ['NOTE']); raise error"
-t=ghp_0123456789abcdefghijklmnopqrstuvwxyzAB
-ends 1 '' env "TEXT=no $t" "NOTE=$t" U1 data.size=16 model=m.N cell=a; record a status failed
-if grep -rq $t out runs; then exit 1; fi
 
 ## 264 secrets: the user's name in what is shared
 mkdir -p home/alice.smith; cd home/alice.smith; base
@@ -473,11 +345,6 @@ r="$PY -m lab.distributed.torchrun -m lab.train device=cpu steps=2"
 try 2 'lab.distributed.torchrun: error:' env PET_NPROC_PER_NODE=x $r
 try 2 'lab.distributed.torchrun: error:' env PET_NNODES=0:0 $r
 try 2 'invalid int value' env PET_MASTER_PORT=abc $r
-
-## 299 loop: imports of the lab beside a folder of that name, and without torch
-mkdir lab stub; try 0 'function attach' $PY -c 'import lab; print(lab.attach)'
-rmdir lab; echo 'raise ImportError("no torch here")' > stub/torch.py
-ends 1 'error: .*no torch here' env PYTHONPATH="$PWD/stub:${PYTHONPATH-}" L train
 
 ## 300 loop: a certificate that cannot be written ends no training
 cat > own.py <<'E'
@@ -514,18 +381,6 @@ class N(M):
 try 0 'skipped +6 steps' U1 data.size=16 model=m.N precision=fp16 cell=x
 record x num_skipped_steps 6
 
-## 310 numbers: a model that ignores its inputs
-m <<'E'
-import torch
-from torch import nn
-class M(nn.Module):
-    def __init__(self, image_shape, num_classes):
-        super().__init__(); self.b = nn.Parameter(torch.zeros(num_classes))
-    def forward(self, x):
-        return self.b.expand(len(x), -1)
-E
-try 0 'done:' U2 data.size=16 model=m.M cell=x; record x status done
-
 ## 313 system: no /proc, no /sys, no shared memory, no list of users
 try 0 'on 2 ranks' unshare -m bash -c 'mount -t tmpfs none /proc; T2 cell=a'
 try 0 'done:' unshare -m bash -c 'mount -t tmpfs none /sys; T1 cell=b'
@@ -552,7 +407,91 @@ try 0 'wrote' env LC_NUMERIC=de_DE.UTF-8 L plot runs/default
 try 2 'has more than 63 characters' unshare -u bash -c \
   'printf h%.0s {1..64} > /proc/sys/kernel/hostname; T2'
 
-## 319 system: all processes of a run are suspended for longer than an exchange may take
-T2 steps=2000 exchange_timeout_s=5 cell=a > o 2>&1 & p=$!
-begun a; k=$(ranks); kill -STOP $k; sleep 12; kill -CONT $k
-wait $p || grep -q 'exchange_timeout_s=5: rank' runs/default/a/record.json  # within an exchange
+## 401 resource: no HOME or TMPDIR, or one that is not there
+lives env -u HOME -u XDG_CACHE_HOME T1 $R cell=a
+lives env -u XDG_CACHE_HOME HOME=/proc/nowhere T1 $R cell=b
+lives env TMPDIR=/proc/nowhere T1 $R cell=c
+
+## 402 resource: no compiler and no git, no locale, no assertions
+lives env PATH=/proc/nowhere XDG_CACHE_HOME=cache "$(command -v T1)" $R cell=a
+lives env LANG=C LC_ALL=C PYTHONUTF8=0 T1 $R cell=b
+lives "$PY" -O -m lab.train device=cpu data.size=16 batch_size=24 $R cell=c
+
+## 403 resource: a path with spaces, 200 characters
+d="a b'\"\$é$(printf x%.0s {1..190})"; mkdir "$d"; cd "$d"; lives T1 $R
+
+## 404 resource: 64 files, and shared memory of 64 kB
+(ulimit -n 64; lives T2 $R cell=a)
+lives unshare -m bash -c "mount -t tmpfs -o size=64k none /dev/shm && exec T2 $R cell=b"
+
+## 405 resource: a network without loopback, and one of IPv6 alone
+lives unshare -n T1 $R cell=a
+# torchrun resolves localhost, which not every machine's /etc/hosts names in IPv6.
+echo "::1 localhost $(hostname)" > hosts
+lives unshare -n -m bash -c "ip link set lo up && ip address delete 127.0.0.1/8 dev lo
+  mount --bind hosts /etc/hosts && exec T2 $R cell=b"
+
+## 406 resource: not root
+lives unshare --user --map-user=65534 --map-group=65534 T2 $R
+
+## 407 resource: a clock that jumps by an hour, back and forth, every second
+cc -shared -fPIC -x c - -o clock.so -ldl <<'E'
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t which, struct timespec *now) {
+  int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+  int code = real(which, now);
+  if (which == CLOCK_REALTIME && now->tv_sec % 2) now->tv_sec -= 3600;
+  return code;
+}
+E
+lives env LD_PRELOAD="$PWD/clock.so" T2 $R
+
+## 408 resource: a machine that is ten times slower
+setsid T2 $R cell=a > o 2>&1 & p=$!
+while grep -qs ') [^Z]' /proc/$p/stat; do
+  kill -STOP -- -$p || true; sleep 0.09; kill -CONT -- -$p || true; sleep 0.01
+done 2> /dev/null || true
+lives cat o
+
+## 409 resource: a disk that is full, without inodes or read-only
+for o in size=1m nr_inodes=12 ro; do
+  mkdir -p runs
+  lives unshare -m bash -c "mount -t tmpfs -o $o none runs && exec U1 data.size=16 $R"
+done
+
+## 410 resource: runs that is a file, leads to nowhere, or goes away
+touch runs; lives T1 $R; rm runs
+ln -s /proc/nowhere/else runs; lives T1 $R; rm runs
+(while [ ! -d runs/default/a/checkpoints ]; do sleep 0.05; done; rm -rf runs) & lives T1 $R cell=a
+
+## 411 resource: output that nobody reads, and none
+T1 $R cell=a | head -c 1 > /dev/null || test $? = 141
+try 0 '' bash -c "T1 $R cell=b >&-"; record b status done
+
+## 501 twice: one cell
+both 1 "T1 $R cell=a" "T1 $R cell=a"
+rm -r runs; both 1 "T2 $R cell=a" "T2 $R cell=a"
+rm -r runs; both 1 "T1 $R cell=a resume=auto" "T1 $R cell=a resume=auto"
+
+## 502 twice: names by time, one cache of kernels, one port
+both 2 "T1 $R" "T1 $R"
+rm -r runs; export XDG_CACHE_HOME=cache; both 2 "T1 $R cell=a" "T1 $R cell=b"
+port=$($PY -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
+export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=$port
+rm -r runs; both 1 "T1 $R" "T1 $R"
+
+## 503 twice: one study
+G='study=s strategy=allreduce,onebit world_size=1,2'; both 4 "S $G" "S $G"
+
+## 504 twice: a page and figures during a sweep
+G='study=s strategy=allreduce,onebit'; both 2 "S $G" "L report runs/s out=page.html"
+rm -r runs; both 2 "S $G" "L plot runs/s"
+
+## 505 twice: one page, and one study's figures
+base; both 0 "L report runs/s out=page.html" "L report runs/s out=page.html"
+both 0 "L plot runs/s format=svg" "L plot runs/s format=svg"
+
+## 506 twice: two clusters
+c='cluster=emulated cluster.hosts=2'; both 2 "T1 $c cell=a" "T1 $c cell=b"

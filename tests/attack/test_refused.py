@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab import advise, plot, predict, report, score, sweep, train
+from lab import advise, calibrate, plot, predict, report, score, sweep, train
 from lab.cluster import __main__ as cluster
 from lab.data.arrays import arrays
 from lab.settings.config import load
@@ -56,6 +56,7 @@ NO_SETTING = "is not a setting: write key=value"
 NO_NAME = "must be able to name a directory"
 WORDS = [
     *(("cell='..'", NO_NAME), ("cell=' '", NO_NAME), ("cell='$(touch x)'", NO_NAME)),
+    *(("cell=../x", NO_NAME), ("cell=a/../../x", NO_NAME), ("study=/tmp/x", NO_NAME)),
     *(
         (f"cell={'x' * 256}", NO_NAME),
         ("cell='*'", NO_NAME),
@@ -128,8 +129,19 @@ def test_values_that_almost_equal_are_two_cells() -> None:
 LINES = [
     (plot, ("-s",), "the flags are"),
     (plot, ("runs/s", "strategy==onebit"), "strategy==onebit: no such setting; allowed: out"),
+    (train, ("cluster.hosts=2",), "cluster.hosts=2: needs cluster=emulated"),
+    (train, ("~exchange.nope",), "~exchange.nope: Could not delete from config"),
+    (train, ("--cfg=hydra",), "--cfg hydra: use --cfg job"),
+    (sweep, ("batch_size=100", "world_size=1,3"), "such as 99 or 102"),
+    (sweep, ("world_size=2", "device=cuda"), "world_size=2: device=cuda: torch sees no GPU"),
+    (sweep, ("cell=mine",), "cell=mine is set by the sweep itself"),
+    (sweep, ("study=../../x",), NO_NAME),
     (predict, ("strategy=tree", "world_size=0"), "world_size=0"),
     (advise, ("world_size=0",), "world_size=0"),
+    (calibrate, ("minutes=0",), "minutes=0: must be a number above 0"),
+    (calibrate, ("world_size=1",), "world_size=1: a single rank exchanges nothing; must be at"),
+    (calibrate, ("out=mine.json",), "out=mine.json: must name FILE.yaml"),
+    (calibrate, ("batch_size=8",), "batch_size=8 is not used by calibrate; allowed: minutes, w"),
     (cluster, ("run", "--"), "after --"),
     *((each, ("empty",), "contains no <cell>/record.json") for each in (report, score)),
 ]
@@ -142,28 +154,10 @@ def test_lines_that_no_command_can_use(
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     assert said in refusal(command.main, *words)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
 
 
 ROWS, LABELS = np.random.default_rng(0).random((100, 4)), np.arange(100) % 2
-FILES: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (ROWS, np.full(100, 1e200), {}, "targets are beyond the range of float32"),
-    *((ROWS.astype(kind), LABELS, {}, "must be numbers") for kind in ("c8", "M8[s]", "U3")),
-    (np.array(3.0), np.array(1), {}, "at least one in each part"),
-    (ROWS[:0], LABELS[:0], {}, "at least one in each part"),
-    (ROWS, LABELS, {"test_share": 1e-9}, "at least one in each part"),
-    *((ROWS, LABELS, {"test_share": n}, f"test_share={n}: must be") for n in (1, -1, "nan")),
-]
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex values")
-@pytest.mark.parametrize(("inputs", "targets", "settings", "said"), FILES)
-def test_arrays_that_are_no_data(
-    inputs: Any, targets: Any, settings: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "d.npz"
-    np.savez(path, inputs=inputs, targets=targets)
-    with pytest.raises(ValueError, match=said):
-        arrays(seed=0, device=torch.device("cpu"), path=str(path), **settings)
 
 
 @pytest.mark.parametrize("inputs", [ROWS.astype(">f4"), np.asfortranarray(ROWS)])

@@ -11,7 +11,7 @@ from lab.problem import output_shapes
 from lab.settings.errors import ConfigError
 from lab.task.tasks import Classification
 from tests.attack import kills, numbers, odd, planted, strangers
-from tests.attack.outcome import BAD, REFUSED, Attempt, table
+from tests.attack.outcome import BAD, REFUSED
 from tests.attack.readers import READERS, attack
 from tests.support.slow import some_of
 
@@ -64,11 +64,3 @@ def test_a_strangers_file_is_read_or_refused_in_a_line(
     attempts = list(strangers.attack(name, every))
     assert len(attempts) >= 20 // every
     assert [attempt for attempt in attempts if attempt.outcome in BAD] == []
-
-
-def test_the_table_counts_by_attack() -> None:
-    attempts = [Attempt("a", "1", "survived"), Attempt("a", "2", "lost"), Attempt("b", "3", "hung")]
-    assert table(attempts).splitlines()[2:] == [
-        "| a | 2 | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |",
-        "| b | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 | 0 |",
-    ]

@@ -74,15 +74,12 @@ class Victim:
 
 
 def start(
-    line: list[str],
-    folder: Path,
-    variables: Mapping[str, str] | None = None,
-    output: Path | None = None,
+    line: list[str], folder: Path, variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a command in a folder; what it prints is appended to a file, `output` there."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
-    with (output or folder / "output").open("ab") as file:
+    with (folder / "output").open("ab") as file:
         return subprocess.Popen(
             line,
             cwd=folder,

@@ -29,14 +29,9 @@ BASE = ("model=mlp", "data=synthetic", "data.num_images=64", "batch_size=8", "st
 UNLIKE = {
     "batch_size": ("batch_size=4", "8 on rank 0, 4 on rank 1"),
     "seed": ("seed=1", "0 on rank 0, 1 on rank 1"),
-    "repeat": ("repeat=1", "0 on rank 0, 1 on rank 1"),
-    "accumulate": ("accumulate=2", "1 on rank 0, 2 on rank 1"),
     "precision": ("precision=bf16", "fp32 on rank 0, bf16 on rank 1"),
-    "scaling": ("scaling=weak", "strong on rank 0, weak on rank 1"),
     "optim.lr": ("optim.lr=0.5", "on rank 0, 0.5 on rank 1"),
-    "steps": ("steps=3", "2 on rank 0, 3 on rank 1"),
     "strategy": ("strategy=onebit", "none on rank 0, onebit on rank 1"),
-    "eval_every": ("eval_every=1", "0 on rank 0, 1 on rank 1"),
     "exchange_timeout_s": ("exchange_timeout_s=9", "300.0 on rank 0, 9.0 on rank 1"),
     "bucket_mb": ("bucket_mb=3", "null on rank 0, 3.0 on rank 1"),
 }

@@ -93,6 +93,7 @@ def test_a_unit_is_the_largest_module_that_fits_and_the_model_takes_the_rest() -
     tied = nn.Linear(512, 512, bias=False)
     tied.weight = inner[0].weight  # type: ignore[assignment]
     blocks = nn.Sequential(nn.ModuleList([inner, small]), tied)
+    assert units(nn.ModuleList([large, nn.ModuleList([large])]), 25)[:-1] == [large]
     assert units(blocks, 25) == [inner[2], blocks]
 
 

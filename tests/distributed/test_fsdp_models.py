@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, weight_norm
-from torch.utils.checkpoint import checkpoint
 
 import lab
 from lab.distributed.comm import Comm
@@ -29,9 +27,16 @@ from lab.settings.config import build, load
 from lab.sync.base import SyncParts
 from tests.support.ranks import CREW, join, spawn
 from tests.support.slow import some_of
+from tests.zoo import models as zoo
 from tests.zoo.models import Net
 
 WIDTH, STEPS = 12, 3
+
+
+def own_batch(chance: torch.Generator, rank: int) -> tuple[Tensor]:
+    x = torch.randn(6, 8, generator=chance)
+    x[:, 0] = x[:, 0].abs() * (-1 if rank else 1)
+    return (x,)
 
 
 class Layers(Net):
@@ -78,12 +83,6 @@ def in_training(net: Any, x: Tensor) -> Tensor:
     return hidden @ net.first.weight if net.training else hidden
 
 
-def attends(net: Any, x: Tensor) -> Tensor:
-    """Attend; attention reads the weight of a layer that it does not call."""
-    x = torch.tanh(net.first(x)).unsqueeze(1).repeat(1, 3, 1)
-    return net.last(net.middle(x, x, x)[0].mean(1))
-
-
 def two_types_in_a_layer() -> nn.Module:
     net: Any = Layers(
         run=lambda net, x: net.last(
@@ -92,30 +91,6 @@ def two_types_in_a_layer() -> nn.Module:
     )
     net.middle.bias = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
     return net
-
-
-def looked_up(net: Any, x: Tensor) -> Tensor:
-    return net.last(net.middle(net.rows((10 * x.abs()).long().clamp(max=39)).mean(1)))
-
-
-def convolutions() -> nn.Module:
-    net: Any = Net(
-        lambda net, x: net.last(torch.tanh(net.first(x.reshape(-1, 2, 2, 2).repeat(1, 1, 2, 2)))),
-        **{"first": nn.Conv2d(2, WIDTH, 3, padding=1), "last": nn.Conv2d(WIDTH, 4, 3)},
-    )
-    return net.to(memory_format=torch.channels_last)
-
-
-def recomputed(reentrant: bool) -> nn.Module:
-    """Make a model with a layer used twice, and recomputed each time."""
-
-    def run(net: Any, x: Tensor) -> Tensor:
-        x = torch.tanh(net.first(x))
-        for _ in range(2):
-            x = torch.tanh(checkpoint(net.middle, x, use_reentrant=reentrant))  # type: ignore[arg-type]
-        return net.last(x)
-
-    return Layers(run=run)
 
 
 def unused() -> nn.Module:
@@ -155,22 +130,6 @@ def changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
     return make
 
 
-def tie(net: Any) -> None:
-    net.other = nn.Linear(WIDTH, WIDTH)
-    net.other.weight = net.middle.weight
-    net.middle = nn.Sequential(net.middle, nn.Tanh(), net.other)
-
-
-def freeze(net: Any) -> None:
-    net.first.weight.requires_grad_(False)
-    net.middle.requires_grad_(False)
-
-
-def lay_out(net: Any) -> None:
-    net.first.weight = nn.Parameter(torch.randn(8, WIDTH).t())
-    net.middle.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, WIDTH:])
-
-
 def empty(net: Any) -> None:
     net.nothing, net.middle.none = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(3, 0))
     net.register_forward_hook(lambda net, _, y: y + net.nothing.sum() + net.middle.none.sum())
@@ -190,7 +149,7 @@ def running(run: Callable[..., Tensor], **parts: Callable[[], Any]) -> Callable[
     return lambda: Layers(run=run, **{name: make() for name, make in parts.items()})
 
 
-RIGHT: dict[str, Callable[[], nn.Module]] = {
+OWN: dict[str, Callable[[], nn.Module]] = {
     "read by parent": running(
         lambda net, x: net.middle(torch.tanh(net.first(x))) @ net.first.weight
     ),
@@ -200,32 +159,19 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
     "read by method": running(  # its first layer is never called
         lambda net, x: net.last(net.middle(torch.tanh(x @ net.first.weight.T)))
     ),
-    "attention": running(attends, middle=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
-    "two types": running(
-        lambda net, x: net.last(net.middle(torch.tanh(net.first(x)).bfloat16()).float()),
-        middle=lambda: nn.Linear(WIDTH, WIDTH).bfloat16(),
-    ),
-    "complex": running(
-        lambda net, x: in_turn(net, (torch.fft.fft(x) @ net.spectrum).real),
-        spectrum=lambda: nn.Parameter(torch.randn(8, 8, dtype=torch.complex64)),
-    ),
-    "double": lambda: Layers().double(),
-    "bfloat16": lambda: Layers().bfloat16(),
-    "sparse": running(looked_up, rows=lambda: nn.Embedding(40, WIDTH, sparse=True)),
-    "channels last": convolutions,
-    "recomputed": lambda: recomputed(False),
-    "recomputed, reentrant": lambda: recomputed(True),
     "unused": unused,
     "experts": experts,
-    "tied": changed(tie),
-    "frozen": changed(freeze),
-    "other layouts": changed(lay_out),
     "empty": changed(empty),
-    "reused": lambda: Layers(nn.Sequential(*[nn.Linear(WIDTH, WIDTH)] * 3)),
-    "weight_norm": lambda: Layers(weight_norm(nn.Linear(WIDTH, WIDTH))),
-    "parametrized": lambda: Layers(parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))),
     "few rows": lambda: Layers(nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH))),
 }
+BY_TORCH_ALONE = ("spectral", "float64")  # other reduce-scatters sum float32
+OF_ZOO = (
+    *("attention", "tiedmodules", "lowrankadapted", "sparsetable", "reused", "weight_norm_old"),
+    *("weight_norm", "recomputed_twice", "recomputed_without_reentry", "channels_last"),
+    *("columns", "column_major", "bfloat16", "mixed_bits", *BY_TORCH_ALONE),
+)
+RIGHT = {name: (make, own_batch) for name, make in OWN.items()}
+RIGHT |= {name: (zoo.MODELS[name].make, zoo.MODELS[name].batch) for name in OF_ZOO}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # Refused as it is made.
     "number": (
@@ -253,19 +199,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
 }
 IN_A_STEP = ("read in training", "other paths")
-BY_TORCH_ALONE = ("complex", "double")  # other reduce-scatters sum float32
 
 
-def inputs(step: int, rank: int) -> Tensor:
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-    x[:, 0] = x[:, 0].abs() * (-1 if rank else 1)
-    return x
-
-
-def loss_of(net: nn.Module, x: Tensor) -> Tensor:
-    dtype = next(net.parameters()).dtype
-    y = net(x if dtype.is_complex else x.to(dtype))
-    return (y if dtype == torch.float64 else y.float()).square().mean()
+def loss_of(net: nn.Module, batch: zoo.Batch, step: int, rank: int) -> Tensor:
+    chance = torch.Generator().manual_seed(10 * step + rank)
+    return zoo.loss_of(net(*batch(chance, rank)))
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
@@ -273,13 +211,14 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.05, foreach=False)
 
 
-def alone(make: Callable[[], nn.Module], size: int) -> dict[str, Tensor]:
+def alone(name: str, size: int) -> dict[str, Tensor]:
+    make, batch = RIGHT[name]
     torch.manual_seed(0)
     net = make()
     optimizer = sgd(net)
     for step in range(STEPS):
         for rank in range(size):
-            (loss_of(net, inputs(step, rank)) / size).backward()
+            (loss_of(net, batch, step, rank) / size).backward()
         for parameter in net.parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
@@ -293,20 +232,22 @@ def config_of(*settings: str) -> DictConfig:
     return load(["strategy=fsdp", "bucket_mb=1e-4", *settings])
 
 
-def sharded(make: Callable[[], nn.Module], comm: Any, *settings: str) -> dict[str, Tensor] | str:
+def sharded(
+    make: Callable[[], nn.Module], batch: zoo.Batch, comm: Any, *settings: str
+) -> dict[str, Tensor] | str:
     """Train under FSDPSync; return whole weights, or the message of what it refuses."""
     torch.manual_seed(0)
     net, config = make(), config_of(*settings)
     parts = SyncParts(
         net, net, build(config.exchange), comm, InlineWorker(), True, config.bucket_mb,
-        sample=torch.zeros(1, 8, dtype=next(net.parameters()).dtype),
+        sample=batch(torch.Generator(), 0)[0][:1],
     )  # fmt: skip
     try:
         sync = build(config.sync, parts)
         optimizer = sgd(net)
         for step in range(STEPS):
             with sync.micro_batch(last=True):
-                loss_of(net, inputs(step, comm.rank)).backward()
+                loss_of(net, batch, step, comm.rank).backward()
             sync.finish()
             sync.update(optimizer)
     except (ValueError, RuntimeError) as error:
@@ -317,15 +258,15 @@ def sharded(make: Callable[[], nn.Module], comm: Any, *settings: str) -> dict[st
 def train_all(names: list[str], *settings: str) -> dict[str, dict[str, Tensor] | str]:
     comm = join().comm
     try:
-        return {name: sharded(RIGHT[name], comm, *settings) for name in names}
+        return {name: sharded(*RIGHT[name], comm, *settings) for name in names}
     finally:
         stop()
 
 
 def assert_equal(name: str, found: dict[str, Tensor] | str, size: int) -> None:
     assert not isinstance(found, str), f"{name}: {found}"
-    reference = alone(RIGHT[name], size)
-    low = any(value.dtype == torch.bfloat16 for value in reference.values())
+    reference = alone(name, size)
+    low = any(value.dtype in (torch.bfloat16, torch.float16) for value in reference.values())
     bound = 2e-2 if low else 2e-6
     for key, expected in reference.items():
         message = f"{name}: {key}"
@@ -353,7 +294,7 @@ def test_any_model_trains_in_two_levels_and_as_one_unit(settings: str) -> None:
 
 def refused(names: list[str]) -> list[str | dict[str, Tensor]]:
     comm = join().comm
-    return [sharded(REFUSED[name][0], comm) for name in names]
+    return [sharded(REFUSED[name][0], own_batch, comm) for name in names]
 
 
 # An error in backward may leave collectives under way: these ranks do nothing else.
@@ -375,7 +316,7 @@ def test_what_fsdp_cannot_train_is_named(names: list[str]) -> None:
 def by_codec() -> list[str | dict[str, Tensor]]:
     comm = join().comm
     settings = ("sync.reduce_scatter=lab", "exchange=onebit")
-    return [sharded(RIGHT[name], comm, *settings) for name in BY_TORCH_ALONE]
+    return [sharded(*RIGHT[name], comm, *settings) for name in BY_TORCH_ALONE]
 
 
 def test_a_type_that_the_lab_does_not_scatter_is_named() -> None:
@@ -403,7 +344,7 @@ def in_a_loop(comm: Comm, exchange: str) -> tuple[float, bool]:
     none = True
     for step in range(STEPS):
         net.last.requires_grad_(step != 1)  # frozen for a step
-        loss_of(net, inputs(step, comm.rank)).backward()
+        loss_of(net, own_batch, step, comm.rank).backward()
         for name, parameter in net.named_parameters():
             if parameter.grad is not None:
                 delivered[name] += comm.size * whole(parameter.grad)
@@ -428,7 +369,7 @@ def due(name: str, size: int) -> Tensor:
     for step in range(STEPS):
         net.last.requires_grad_(step != 1)
         for rank in range(size):
-            loss_of(net, inputs(step, rank)).backward()
+            loss_of(net, own_batch, step, rank).backward()
     gradient = net.get_parameter(name).grad
     assert gradient is not None
     return gradient

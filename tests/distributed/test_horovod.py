@@ -60,15 +60,6 @@ def weights(cell: Path) -> dict[str, Tensor]:
     return shared["model"]
 
 
-@pytest.mark.slow
-def test_overlap_gives_the_weights_that_it_gives_over_gloo(
-    horovodrun: Callable[..., Finished],
-) -> None:
-    done = horovodrun("strategy=overlap", *RUN, "cell=horovod")
-    assert done.code == 0, done.err[-2000:]
-    compare_with_gloo(Path("runs/default/horovod"))
-
-
 def compare_with_gloo(cell: Path, *settings: str) -> None:
     """Compare weights and record of a run of 2 ranks with those of all-reduce over Gloo."""
     over_gloo = train(2, "strategy=allreduce", *RUN, *settings, "cell=gloo")

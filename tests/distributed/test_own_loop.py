@@ -1,7 +1,6 @@
-"""Loops of one's own: what the table in docs/reference/own_loop.md says works is run here.
+"""Loops of one's own: states, groups, uneven inputs, and models that change while they train.
 
-In each case two ranks train the same small model four times. DDP alone and DDP with the lab's
-all-reduce must agree to the bit; DDP with 1-bit SGD and lab.grad_sync with it, to 1e-6.
+tests/zoo/test_own_loop.py trains what the table in docs/reference/own_loop.md says works.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import gc
 import io
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -28,20 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import lab
-from lab.settings.files import choices_of
-from tests.conftest import ROOT
 from tests.support.ranks import CREW, spawn
-from tests.support.slow import some_of
 
 STEPS, WIDTH, CLASSES = 5, 64, 10
 Optimizers = list[torch.optim.Optimizer]
 
 
-def nothing() -> None: ...
-
-
 class Net(nn.Module):
-    """Layers of which some may be tied, frozen, or reached on some ranks and steps only."""
+    """A small classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,33 +40,9 @@ class Net(nn.Module):
         # After its first step DDP's bucket has another order, with the same parameter in front.
         self.last = nn.Linear(WIDTH, CLASSES, bias=False)
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.rare = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, inputs: Tensor, rare: bool = True) -> Tensor:
-        hidden = self.second(self.first(inputs).relu()).relu()
-        return self.last(self.rare(hidden).relu() if rare else hidden)
-
-
-def sgd(net: nn.Module) -> Optimizers:
-    return [torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)]
-
-
-def two_kinds(net: nn.Module) -> Optimizers:
-    """Return two optimizers, each with a part of the parameters."""
-    first, *rest = net.parameters()
-    return [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(rest, lr=1e-3)]
-
-
-def tied(net: Net) -> None:
-    net.second.weight = net.first.weight
-
-
-def frozen(net: Net) -> None:
-    net.first.requires_grad_(False)
-
-
-def half(net: Net) -> None:
-    net.bfloat16()
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.second(self.first(inputs).relu()).relu())
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -84,114 +51,25 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(CLASSES, (8,), generator=generator)
 
 
-@dataclass
-class Case:
-    """A loop of one's own: its options, and how it differs from the plainest one.
-
-    Attributes:
-        ddp: arguments of DistributedDataParallel.
-        micro_batches: of a step; all but the last are accumulated.
-        rare: whether a rank's step reaches `Net.rare`.
-        compiled: torch.compile, with the backend that needs no compiler.
-    """
-
-    ddp: dict[str, Any]
-    prepare: Callable[[Net], None] = lambda net: None
-    optimizers: Callable[[nn.Module], Optimizers] = sgd
-    micro_batches: int = 1
-    clip: float | None = None
-    autocast: bool = False
-    compiled: bool = False
-    rare: Callable[[int, int], bool] = lambda step, rank: True
-
-
-CASES = {
-    "a plain training loop": Case({}),
-    "several buckets": Case({"bucket_cap_mb": 0.02}),
-    "`no_sync`, accumulation": Case({}, micro_batches=3),
-    "several optimizers": Case({}, optimizers=two_kinds),
-    "clipping": Case({}, clip=0.1),
-    "autocast to bfloat16": Case({}, autocast=True),
-    "tied weights": Case({}, prepare=tied),
-    "frozen weights": Case({}, prepare=frozen),
-    "`find_unused_parameters=True`": Case(
-        {"find_unused_parameters": True, "bucket_cap_mb": 0.02},
-        rare=lambda step, rank: (step + rank) % 2 == 0,
-    ),
-    "`static_graph=True`": Case({"static_graph": True, "bucket_cap_mb": 0.02}),
-    "`gradient_as_bucket_view=True`": Case({"gradient_as_bucket_view": True}),
-    "`torch.compile`": Case({}, compiled=True),
-    "weights in bfloat16, float16": Case({}, prepare=half),
-}
-
-
-@dataclass
-class Loop:
-    """The parts of a loop that depend on the way in which gradients are exchanged.
-
-    Attributes:
-        kept: what `attach` and the like return; None for DDP alone.
-    """
-
-    module: nn.Module
-    accumulate: Callable[[], contextlib.AbstractContextManager[None]]
-    finish: Callable[[], object]
-    kept: Any
-
-
 @contextlib.contextmanager
-def entered(way: str, net: nn.Module, compiled: bool = False, **ddp: Any) -> Iterator[Loop]:
-    """Enter a way to exchange gradients: "ddp", or "hook", "sync" or "fsdp" and a strategy."""
+def entered(way: str, net: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Enter "hook", "sync" or "fsdp" and a strategy; yield the module, and what has its state."""
     kind, _, strategy = way.partition(" ")
-
-    def shown(module: nn.Module) -> nn.Module:
-        if not compiled:
-            return module
-        return cast(nn.Module, torch.compile(module, backend="aot_eager"))
-
     if kind == "sync":
         with lab.grad_sync(net, strategy, overlap=True, bucket_mb=0.02) as sync:
-            yield Loop(shown(net), sync.accumulate, sync.finish, sync)
+            yield net, sync
     elif kind == "fsdp":
         fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-        kept = lab.fsdp_reduce_scatter(net, strategy)
-        yield Loop(net, contextlib.nullcontext, nothing, kept)
+        yield net, lab.fsdp_reduce_scatter(net, strategy)
     else:
-        module = DistributedDataParallel(net, **ddp)
-        kept = lab.attach(module, strategy) if kind == "hook" else None
-        yield Loop(shown(module), cast(Any, module.no_sync), nothing, kept)
+        module = DistributedDataParallel(net)
+        yield module, lab.attach(module, strategy)
 
 
-def train(
-    way: str, case: Case, steps: range = range(STEPS), saved: bytes = b""
-) -> tuple[dict[str, Tensor], bytes]:
-    """Train, from a checkpoint if any; return weights, and one from before the last two steps."""
-    net, rank, buffer = Net(), dist.get_rank(), io.BytesIO()
-    case.prepare(net)
-    optimizers, dtype = case.optimizers(net), net.last.weight.dtype
-    with entered(way, net, case.compiled, **case.ddp) as loop:
-        if saved:
-            state = torch.load(io.BytesIO(saved), weights_only=True)
-            net.load_state_dict(state["net"])
-            loop.kept.load_state_dict(state["kept"])
-        for step in steps:
-            if step == steps[-2] and loop.kept is not None:
-                torch.save({"net": net.state_dict(), "kept": loop.kept.state_dict()}, buffer)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for part in range(case.micro_batches):
-                last = part == case.micro_batches - 1
-                inputs, targets = batch(10 * step + part, rank)
-                with contextlib.nullcontext() if last else loop.accumulate():
-                    with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                        outputs = loop.module(inputs.to(dtype), rare=case.rare(step, rank))
-                    F.cross_entropy(outputs.float(), targets).backward()
-            loop.finish()
-            if case.clip:
-                nn.utils.clip_grad_norm_(net.parameters(), case.clip)
-            for optimizer in optimizers:
-                optimizer.step()
-    return {name: p.detach().float() for name, p in net.named_parameters()}, buffer.getvalue()
+def finish(kept: Any) -> None:
+    """Call lab.grad_sync's `finish`, which the others do not need."""
+    if hasattr(kept, "finish"):
+        kept.finish()
 
 
 # The group of the last test: if a model of DDP's were the last to hold it, torch would end the
@@ -212,62 +90,9 @@ def joined() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-WAYS = ("ddp", "hook allreduce", "hook onebit", "sync onebit")
-
-
-def all_ways(name: str) -> dict[str, dict[str, Tensor]]:
-    with joined():
-        return {way: train(way, CASES[name])[0] for way in WAYS}
-
-
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Return the largest difference between two states of a model."""
     return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
-
-
-@pytest.mark.parametrize("name", some_of(CASES, every=3))
-def test_a_loop_of_ones_own_works(name: str) -> None:
-    first, second = CREW.call(2, all_ways, name)
-    assert all(apart(first[way], second[way]) == 0 for way in WAYS)
-    assert apart(first["ddp"], first["hook allreduce"]) == 0
-    assert apart(first["hook onebit"], first["sync onebit"]) <= 1e-6
-    assert apart(first["hook onebit"], first["ddp"]) > 1e-4
-
-
-# Blocks of int8 and int4 follow the buckets, auto decides by the clock, schedule by the step.
-OTHER = ("none", "int8", "int4", "auto", "schedule")
-ANY = [name for name in choices_of("exchange") if name not in OTHER]
-
-
-def by_hook_and_sync(names: list[str]) -> dict[str, float]:
-    with joined():
-        case = CASES["several buckets"]
-        return {
-            name: apart(train(f"hook {name}", case)[0], train(f"sync {name}", case)[0])
-            for name in names
-        }
-
-
-@pytest.mark.slow
-def test_on_two_ranks_any_exchange_gives_the_same_bits_in_any_buckets() -> None:
-    found, _ = CREW.call(2, by_hook_and_sync, ANY)
-    assert len(found) > 10
-    assert set(found.values()) == {0.0}
-
-
-def test_the_document_has_a_row_for_each_case_and_no_other() -> None:
-    text = (ROOT / "docs/reference/own_loop.md").read_text()
-    rows = re.findall(r"^\| ([^|]+) \| works \|", text.partition("\n#")[0], re.MULTILINE)
-    assert set(rows) == {*CASES, *ELSEWHERE}
-
-
-# Rows that other tests below hold, or the zoo (tests/zoo).
-ELSEWHERE = (
-    *("`GradScaler`", "a process group of some ranks", "resuming"),
-    *("`ddp.join()`, uneven inputs", "float64", "complex64", "weights in another memory order"),
-    *("reentrant checkpointing", "double backward", "GANs, discarded gradients"),
-    "SAM, two backward passes per step",
-)
 
 
 def spoiled() -> list[str]:
@@ -275,11 +100,11 @@ def spoiled() -> list[str]:
         messages = []
         for way in ("hook onebit", "sync onebit"):
             inputs = batch(0, rank)[0] * (torch.nan if rank else 1.0)
-            with entered(way, Net()) as loop:
+            with entered(way, Net()) as (module, kept):
                 try:
                     for _ in range(2):
-                        loop.module(inputs).sum().backward()
-                        loop.finish()
+                        module(inputs).sum().backward()
+                        finish(kept)
                 except FloatingPointError as error:
                     messages.append(str(error))
         return messages
@@ -318,7 +143,8 @@ def uneven() -> list[dict[str, Tensor]]:
         trained = []
         for way in ("ddp", "allreduce", "onebit"):
             net = Net()
-            (optimizer,), module = sgd(net), DistributedDataParallel(net, bucket_cap_mb=0.02)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            module = DistributedDataParallel(net, bucket_cap_mb=0.02)
             if way != "ddp":
                 lab.attach(module, way)
             with module.join():
@@ -373,27 +199,8 @@ def names_when_compiled() -> list[set[str]]:
 
 def test_residuals_have_the_models_names_however_it_is_compiled() -> None:
     (found,) = CREW.call(1, names_when_compiled)
-    names = {f"{layer}.weight" for layer in ("first", "second", "rare", "last")}
+    names = {f"{layer}.weight" for layer in ("first", "second", "last")}
     assert found == [names, names]
-
-
-def whole_and_resumed(way: str) -> list[dict[str, Tensor]]:
-    with joined():
-        case = CASES["several buckets"]
-        whole, saved = train(way, case, range(6))
-        return [whole, train(way, case, range(4, 6), saved)[0]]
-
-
-# int8's blocks follow the buckets, which DDP plans anew after the first step of a process.
-RESUMED = [f"hook {name}" for name in ("onebit", "topk", "randomk", "signsgd_ef", "powersgd")]
-
-
-@pytest.mark.parametrize(
-    "way", some_of([*RESUMED, "sync onebit", "sync powersgd", "sync int8"], every=3)
-)
-def test_a_resumed_loop_goes_on_with_the_same_bits(way: str) -> None:
-    for whole, resumed in CREW.call(2, whole_and_resumed, way):
-        assert apart(whole, resumed) == 0
 
 
 def other_states() -> list[str]:
@@ -417,16 +224,16 @@ def test_a_state_of_another_exchange_is_refused() -> None:
 
 def of_another(way: str) -> dict[str, str]:
     """Return what refuses states that are not this rank's, by what is wrong with them."""
-    with joined() as rank, entered(way, Net()) as loop:
-        loop.module(batch(0, rank)[0]).sum().backward()
-        loop.finish()
-        kept, buffer = loop.kept, io.BytesIO()
+    with joined() as rank, entered(way, Net()) as (module, kept):
+        module(batch(0, rank)[0]).sum().backward()
+        finish(kept)
+        buffer = io.BytesIO()
         torch.save(kept.state_dict(), buffer)
         own = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         kept.load_state_dict(own)
         earlier = own["of"]["exchange"].replace("lab.exchange.", "lab.exchange.before.")
         kept.load_state_dict({**own, "of": own["of"] | {"exchange": earlier}})
-        shapes = {**own["of"]["parameters"], "rare.bias": [3]}
+        shapes = {**own["of"]["parameters"], "second.bias": [3]}
         others = {
             "rank": own["of"] | {"rank": 1 - rank},  # as one file for all ranks leaves it
             "size": own["of"] | {"size": 4},
@@ -437,7 +244,8 @@ def of_another(way: str) -> dict[str, str]:
         found = dict[str, str]()
         for wrong, mark in others.items():
             try:
-                kept.load_state_dict({k: v for k, v in own.items() if k != "of"} | marked(mark))
+                others_own = {k: v for k, v in own.items() if k != "of"}
+                kept.load_state_dict(others_own | ({"of": mark} if mark else {}))
             except ValueError as error:
                 found[wrong] = str(error)
         with pytest.raises(
@@ -445,10 +253,6 @@ def of_another(way: str) -> dict[str, str]:
         ):
             kept.load_state_dict(None)
         return found
-
-
-def marked(mark: object) -> dict[str, Any]:
-    return {} if mark is None else {"of": mark}
 
 
 @pytest.mark.parametrize("way", ["hook onebit", "sync powersgd", "fsdp onebit"])
@@ -460,7 +264,7 @@ def test_a_state_of_another_rank_exchange_or_model_is_refused(way: str) -> None:
         )
         assert f"belongs to rank {rank} of 4, but this is rank {rank} of 2" in found["size"]
         assert 'contains residuals of exchange={"_target_": "mine.Own"}, but' in found["exchange"]
-        assert found["model"].endswith("another model: rare.bias is [3] there and [64] here")
+        assert found["model"].endswith("another model: second.bias is [3] there and [64] here")
         assert "contains residuals but does not name their rank" in found["old"]
 
 

@@ -102,11 +102,6 @@ def with_a_common_part() -> str:
             return str(caught.value)
 
 
-def test_two_syncs_with_a_common_parameter_are_refused() -> None:
-    for line in CREW.call(2, with_a_common_part):
-        assert line.startswith("0.weight: another open lab.grad_sync exchanges its gradient")
-
-
 def with_a_part_in_two_hooks() -> str:
     with joined() as rank:
         encoder = net()
@@ -398,26 +393,6 @@ def test_two_backwards_in_a_step_are_exchanged_once_or_refused(way: str, closure
         assert line.startswith("certificate: weights equal on 2 ranks; gradients averaged once")
 
 
-def minimised() -> None:
-    """Use all gradients of several backwards in a step, as LBFGS does."""
-    with joined() as rank, lab.grad_sync(model := net(), "onebit", **SHORT_ROWS) as sync:
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(batch(0, rank)).square().mean()
-            loss.backward()
-            sync.finish()
-            return loss
-
-        for _ in range(4):
-            optimizer.step(closure)
-
-
-def test_gradients_of_a_line_search_are_all_used() -> None:
-    CREW.call(2, minimised)
-
-
 def entered_again() -> list[Tensor]:
     with joined():
         found = []
@@ -589,11 +564,6 @@ def loaded_unlike() -> str:
         return str(caught.value)
 
 
-def test_states_of_different_steps_are_refused() -> None:
-    line = "load_state_dict: step: 3 on rank 0, 4 on rank 1; must be equal on all ranks"
-    assert CREW.call(2, loaded_unlike) == [line, line]
-
-
 def state_of_the_other(strategy: str) -> list[str]:
     with joined():
         hooked = lab.attach(DistributedDataParallel(net()), strategy)
@@ -662,11 +632,6 @@ def wrapped_late() -> str:
         return str(caught.value)
 
 
-def test_a_module_that_is_wrapped_later_is_refused() -> None:
-    for line in spawn(2, wrapped_late):
-        assert line.startswith("1: was wrapped after lab.fsdp_reduce_scatter; call that after")
-
-
 def replaced_after_fsdp() -> str:
     with joined() as rank:
         fully_shard(model := nn.Sequential(net(), net()), mesh=init_device_mesh("cpu", (2,)))
@@ -677,6 +642,14 @@ def replaced_after_fsdp() -> str:
         return str(caught.value)
 
 
-def test_a_layer_that_replaces_a_sharded_one_is_refused() -> None:
-    for line in spawn(2, replaced_after_fsdp):
-        assert line.startswith(UNKNOWN)
+@pytest.mark.parametrize(
+    ("loop", "line"),
+    [
+        (with_a_common_part, "0.weight: another open lab.grad_sync exchanges its gradient"),
+        (wrapped_late, "1: was wrapped after lab.fsdp_reduce_scatter; call that after"),
+        (replaced_after_fsdp, UNKNOWN),
+        (loaded_unlike, "load_state_dict: step: 3 on rank 0, 4 on rank 1; must be equal on all"),
+    ],
+)
+def test_what_no_loop_may_do_is_refused_on_all_ranks(loop: Callable[[], str], line: str) -> None:
+    assert all(said.startswith(line) for said in spawn(2, loop))

@@ -3,26 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
-
-from lab.data import TensorData
-from lab.data.synthetic import synthetic
-
-
-def a_class_too_many(*, seed: int, device: torch.device, **_: Any) -> TensorData:
-    """Return data whose last test target is beyond its ten classes."""
-    data = synthetic(seed=seed, device=device, shape=(1, 16, 16), num_images=64)
-    data.targets()[1][-1] = 10
-    return data
-
-
-def a_word_for_each_pixel(*, seed: int, device: torch.device, **_: Any) -> TensorData:
-    """Return data with targets [samples, positions], as a language model has them."""
-    part = torch.zeros(64, 1, 16, 16, device=device), torch.zeros(64, 256).long().to(device)
-    return TensorData(part, part, unit="sequence", num_classes=10)
 
 
 def one_output_too_many(*, input_shape: tuple[int, ...], output_size: int) -> nn.Module:

@@ -81,25 +81,6 @@ def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture
     )
 
 
-def test_codec_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["num_values=100000", "columns=1000", "threads=1", "rounds=3", "device=cpu"]
-    assert bench.main(["codec", *settings, "codec=onebit,grace_like", "out=codec.json"]) == 0
-    result = json.loads((tmp_path / "codec.json").read_text())
-    assert [row["codec"] for row in result["rows"]] == ["onebit"] * 3 + ["grace_like"] * 2
-    assert result["shape"] == [100, 1000] and all(row["wrong"] == 0 for row in result["rows"])
-    assert "torch.add(a, b, out=c)" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_memory_is_measured_in_fresh_ranks(tmp_path: Path) -> None:
-    settings = ["strategy=none", "world_size=1", "batch_size=8", "data.size=16", "device=cpu"]
-    assert bench.main(["memory", *settings, "out=memory.json"]) == 0
-    (none,) = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    assert none["of_theory"] == 1.0 and none["num_steps"] == 7
-    assert none["extra_theory_bytes"] == [0]
-    assert none["total_bytes"] > 1e8
-
-
 @pytest.mark.slow
 def test_after_ctrl_c_no_rank_is_left() -> None:
     line = [sys.executable, "-m", "lab.bench", "collective", "sizes=[1MiB]", "rounds=100000"]

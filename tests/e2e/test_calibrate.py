@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lab import calibrate
 from lab.simulate.predict import read
 from tests.conftest import Finished
 
@@ -43,20 +42,3 @@ def test_larger_groups_than_two_meet_and_are_held_out(
     result = json.loads((tmp_path / "mine.json").read_text())
     assert {row["ranks"] for row in result["rows"]} == {2, 3, 4}
     assert result["scores"]["held_out"]["num_cells"] == 4
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("minutes=0", "minutes=0: must be a number above 0"),
-        ("world_size=1", "world_size=1: a single rank exchanges nothing; must be at least 2"),
-        ("out=mine.json", "out=mine.json: must name FILE.yaml"),
-        ("batch_size=8", "batch_size=8 is not used by calibrate; allowed: minutes, world_size"),
-    ],
-)
-def test_wrong_input_is_one_line_and_code_2(
-    capsys: pytest.CaptureFixture[str], setting: str, message: str
-) -> None:
-    assert calibrate.main([setting]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"lab.calibrate: error: {message}") and error.count("\n") == 1

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 
-from lab import train as command
 from lab.record.schema import SCHEMA, Record
 from tests.attack.acts import seal
 from tests.conftest import LAUNCHER, Finished, record, wait_for
@@ -27,40 +26,11 @@ Train = Callable[..., Finished]
 QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
 
 
-# More of them: tests/attack/test_refused.py, tests/unit/settings/test_mistakes.py.
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("strategy=teleport", r"strategy=teleport: allowed: allreduce, auto, .*tree"),
-        ("cluster.hosts=2", r"cluster\.hosts=2: needs cluster=emulated"),
-        ("~exchange.nope", r"~exchange.nope: Could not delete from config"),
-        ("--cfg=hydra", r"--cfg hydra: use --cfg job"),
-    ],
-)
-def test_wrong_settings(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    setting: str,
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert command.main([setting]) == 2
-    assert re.fullmatch(f"lab.train: error: {message}.*", capsys.readouterr().err.strip())
-    assert list(tmp_path.iterdir()) == []
-
-
 # Refused after ranks have met: one process tries them all.
 LATER = [
-    (("data=imagefolder", "data.path=nowhere"), r"data.path=nowhere: no such folder"),
     (("model=alexnet",), r"model=alexnet.*63.*data.size"),
     (("strategy=fc1x1", "model=mlp"), r"strategy=fc1x1: .*lenet"),
-    (("strategy=onebit", "exchange.threshold=half"), r"exchange.threshold=half: allowed:"),
-    (("optim.lr=-1",), r"optim.lr=-1: must be a number of at least 0"),
-    (("device=cuda",), r"device=cuda: torch sees no GPU on this host"),
     (("backend=nccl", "device=cpu"), r"backend=nccl: needs GPUs"),
-    (("resume=nowhere",), r"resume=nowhere: not a complete checkpoint"),
-    (("+exchange.nope=3",), r"exchange\.nope: no such argument; allowed: exchange\.dtype"),
     (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp needs overlap=true"),
     (
         ("strategy=ddp", "sync.hook=bf16"),
@@ -89,9 +59,8 @@ def test_settings_that_prove_wrong_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Finished]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cases = [(s, m) for s, m in LATER if s != ("device=cuda",) or not torch.cuda.is_available()]
-    found = told(*(settings for settings, _ in cases))
-    expected = [message for _, message in cases]
+    found = told(*(settings for settings, _ in LATER))
+    expected = [message for _, message in LATER]
     wrong = [(m, said) for m, said in zip(expected, found, strict=True) if not re.search(m, said)]
     assert wrong == []
     done = command("lab.train", "strategy=ddp", "overlap=false")
@@ -152,18 +121,6 @@ def test_a_hang_ends_the_run_in_one_line(train: Train, tmp_path: Path) -> None:
     waits = r"exchange_timeout_s=3: .*rank 0 waits in HangsOnRank1 of bucket \S+ and \d more"
     assert re.search(waits, result["error"])
     assert done.error_lines == [f"lab.train: error: {result['error']}"]
-
-
-def test_a_run_that_diverges_at_its_last_step_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = ("steps=1", "optim.lr=1e38", "optim.warmup_steps=0", "cell=bad", "data.size=16")
-    with pytest.raises(AssertionError, match="ended without an answer"):
-        ranks.spawn(1, ranks.execute, *ranks.composed(*settings))
-    result = record(tmp_path / "runs/default/bad")
-    assert result["status"] == "failed"
-    assert "not finite" in result["error"]
 
 
 def test_out_of_memory_is_recorded_as_such(

@@ -33,11 +33,11 @@ NOBODY = [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534"
 NOBODY += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 
 
-def run_tool(name: str, *arguments: str, text: str | None = None) -> str:
+def run_tool(name: str, *arguments: str) -> str:
     """Run a tool installed next to this Python; return its findings."""
     path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert path, f"{name} is not installed; it belongs to the extra `dev`"
-    done = subprocess.run([path, *arguments], input=text, capture_output=True, text=True)
+    done = subprocess.run([path, *arguments], capture_output=True, text=True)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
@@ -249,11 +249,6 @@ def test_shell_scripts() -> None:
     assert run_tool("shellcheck", *scripts) == ""
 
 
-def test_linters_find_faults() -> None:
-    assert "DL3006" in run_tool("hadolint", "-", text="FROM python\n")
-    assert "SC2086" in run_tool("shellcheck", "-", text="#!/bin/sh\nrm $1\n")
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -272,16 +267,9 @@ def test_build_context_is_what_an_image_is_made_of(name: str, expected: bool) ->
     assert ignored(name) == expected
 
 
-def compose_complaints(path: Path) -> str:
-    return run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(path))
-
-
-def test_compose_file_keeps_to_the_specification(tmp_path: Path) -> None:
-    assert compose_complaints(COMPOSE) == ""
-    for right, wrong in (("networks: [ranks]", "network: [ranks]"), ("2m", "[2m]")):
-        copy = tmp_path / "compose.yaml"
-        copy.write_text(COMPOSE.read_text().replace(right, wrong))
-        assert "node0" in compose_complaints(copy)
+def test_compose_file_keeps_to_the_specification() -> None:
+    schema = ("--builtin-schema", "vendor.compose-spec")
+    assert run_tool("check-jsonschema", *schema, str(COMPOSE)) == ""
 
 
 def test_services_of_the_compose_file_train_together(

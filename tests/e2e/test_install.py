@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from lab.settings.config import choices_of
 from tests.conftest import ROOT, Finished, record
-from tests.support.ranks import told, train
+from tests.support.ranks import train
 
 COMMAND_FILES = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem != "__init__")
 COMMANDS = (*(f"lab.{command}" for command in COMMAND_FILES), "lab.cluster")
@@ -40,30 +39,6 @@ def test_plain_python_is_one_rank_as_of_a_launcher(
     plain, launched = record(tmp_path / "runs/default/a"), train(1, *settings)[0].record
     assert plain["world_size"] == launched["world_size"] == 1
     assert plain["replica_hash"] == launched["replica_hash"]
-
-
-def test_run_names_are_readable_and_never_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = ("strategy=tree", "batch_size=24", "data.size=16", "steps=6")
-    assert told(settings, settings) == ["", ""]
-    names = sorted(path.name for path in (tmp_path / "runs/default").iterdir())
-    assert names == [
-        "tree-n1-b24-device_cpu-data.size_16-steps_6",
-        "tree-n1-b24-device_cpu-data.size_16-steps_6-2",
-    ]
-
-
-def test_bench_pairs_two_strategies(command: Callable[..., Finished], tmp_path: Path) -> None:
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lab.bench")
-    small = ("batch_size=24", "data.size=16", "steps=11", "device=cpu")
-    done = command(*launcher, "step", "strategy=overlap,ddp", "out=ratio.json", *small)
-    assert done.code == 0, done.err
-    ratio = json.loads((tmp_path / "ratio.json").read_text())
-    assert ratio["num_pairs"] == 3
-    assert [row["comm_settings"] for row in ratio["rows"]] == [{}, {}]  # NCCL would have some
-    assert (tmp_path / "ratio.png").is_file() and "ratio to ddp" in done.out
 
 
 @pytest.mark.slow

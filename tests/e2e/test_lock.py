@@ -86,33 +86,14 @@ def text_of(locks: Sequence[Path]) -> str:
     return "".join(each.read_text() for each in locks)
 
 
-@pytest.mark.xdist_group("lock")
-def test_a_wrong_pin_is_named(tmp_path: Path) -> None:
-    planted = tmp_path / "constraints.txt"
-    planted.write_text(re.sub(r"(?m)^triton==\S+", "triton==3.9.0", text_of(LOCKS)))
-    done = resolve([planted], PLATFORMS[0], "3.11")
-    assert done.code != 0
-    assert "torch==2.13.0 depends on triton" in done.err and "==3.9.0" in done.err
-
-
-def not_as_locked(lock: str) -> dict[str, str]:
-    """List installed versions that differ from the lock."""
-    installed = {
-        str(canonicalize_name(each.name)): each.version for each in metadata.distributions()
-    }
-    public = {name: version.split("+")[0] for name, version in installed.items()}  # 2.13.0+cpu
-    return {
-        name: public[name]
-        for name, version in pins(lock).items()
-        if public.get(name, version) != version
-    }
-
-
 def test_installed_versions_are_the_locked_ones() -> None:
-    lock = text_of(LOCKS)
-    assert not_as_locked(lock) == {}
-    numpy = metadata.version("numpy")
-    assert not_as_locked(lock.replace(f"numpy=={numpy}", "numpy==1.0")) == {"numpy": numpy}
+    installed = {
+        str(canonicalize_name(each.name)): each.version.split("+")[0]  # 2.13.0+cpu
+        for each in metadata.distributions()
+    }
+    locked = {name: version for name, version in pins(text_of(LOCKS)).items() if name in installed}
+    assert len(locked) > 20
+    assert {name: installed[name] for name in locked} == locked
 
 
 def test_lock_leaves_cuda_to_torch() -> None:

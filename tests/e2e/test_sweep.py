@@ -13,7 +13,6 @@ import pandas as pd
 import psutil
 import pytest
 
-from lab import sweep as command
 from tests.conftest import Finished, record, wait_for
 from tests.support import HANG_S
 from tests.support.commands import begun
@@ -96,32 +95,6 @@ def num_begun(study: Path) -> int:
 def started(folder: Path) -> dict[Path, str]:
     """Map each cell with a record to the time when it started."""
     return {path: record(path)["started_at"] for path in cells(folder / "runs/s")}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("study=kim2018",), "study=kim2018: no such study; allowed: adam, advice, beyond,"),
-        (("strategy=none,teleport",), "strategy=teleport: allowed:"),
-        (("world_size=0",), "world_size=0: must be an integer from 1 to"),
-        (("repeats=many",), "repeats=many: must be an integer"),
-        (("batch_size=100", "world_size=1,3"), "such as 99 or 102"),
-        (("world_size=2", "device=cuda"), "world_size=2: device=cuda: torch sees no GPU"),
-        (("cell=mine",), "cell=mine is set by the sweep itself"),
-    ],
-)
-def test_wrong_sweeps_run_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    settings: tuple[str, ...],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert command.main([*settings]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not (tmp_path / "runs").exists()
 
 
 def test_repeats_are_the_outermost_loop() -> None:

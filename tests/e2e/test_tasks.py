@@ -23,27 +23,6 @@ UNFIT = [
         "[samples], of data with a known number of classes",
     ),
     (
-        ("task=regression",),
-        "task=regression: targets are int64 [1437], indices of 10 classes; they must be "
-        "numbers, float32 [samples] or [samples, k]",
-    ),
-    (
-        (f"data._target_={MISFITS}.a_class_too_many",),
-        "task=classification: targets are int64 [8] from 0 to 10; class indices must be from "
-        "0 to 9",
-    ),
-    (
-        (f"data._target_={MISFITS}.a_word_for_each_pixel",),
-        "task=classification: targets are int64 [64, 256]; they must be class indices, int64 "
-        "[samples], of data with a known number of classes; for a token at each position, "
-        "set task=language_modelling",
-    ),
-    (
-        ("task=language_modelling",),
-        "task=language_modelling: needs the next token at each position as the target, int64 "
-        "[samples, context], as in data=text and data=tokens; these targets are int64 [1437]",
-    ),
-    (
         ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=mlp"),
         "model: does not accept token ids, int64 [128], the inputs in this data: mat1 and mat2 "
         "must have the same dtype, but got Long and Float",

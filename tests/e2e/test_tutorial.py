@@ -39,10 +39,3 @@ def test_every_command_of_the_page_has_an_output() -> None:
     found = STEP.findall(text)
     assert len(found) == text.count("```sh\n") == text.count("```text\n")
     assert all(shown.strip() for _, shown in found)
-
-
-def test_a_long_output_keeps_its_first_and_last_lines() -> None:
-    lines = [f"line {number}" for number in range(40)]
-    shown = Step("", "", 0, "\n".join(lines), "").excerpt.splitlines()
-    assert (shown[0], shown[tutorial.FIRST], shown[-1]) == ("line 0", LEFT_OUT, "line 39")
-    assert len(shown) == tutorial.FIRST + tutorial.LAST + 1

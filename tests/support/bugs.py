@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 
 from lab.data import GlobalSampler, TensorData
 from lab.data.synthetic import synthetic
@@ -64,25 +63,9 @@ class InDataSet(TensorData):
             yield batch if number < 2 else (batch[0] / (1 // ZERO), batch[1])
 
 
-class InLoss(Classification):
-    """A task whose loss fails."""
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return nothing."""
-        return super().loss(outputs, targets) / (1 // ZERO)
-
-
 class InMetrics(Classification):
     """A task that learns, but cannot be evaluated."""
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return nothing."""
         return super().sums(outputs, targets) / (1 // ZERO)
-
-
-class InUpdate(SGD):
-    """An optimizer whose step fails."""
-
-    def step(self, closure: Any = None) -> None:
-        """Return nothing."""
-        self.lost = 1 // ZERO

@@ -21,16 +21,22 @@ TABLE = re.compile(r"(?<=\n)\| `strategy=` \|.*\n(?:\|.*\n)+")
 
 
 def about(name: str) -> tuple[str, str]:
-    """Return a strategy's text, and its bytes.
+    """Return a strategy's text, and its bytes."""
+    path = conf_dir() / "strategy" / f"{name}.yaml"
+    return about_of(path.read_text(), f"conf/strategy/{name}.yaml")
+
+
+def about_of(content: str, path: str) -> tuple[str, str]:
+    """Return the same of a file's content.
 
     Raises:
-        ValueError: its file lacks either.
+        ValueError: it lacks either.
     """
-    found = COMMENT.match((conf_dir() / "strategy" / f"{name}.yaml").read_text())
+    found = COMMENT.match(content)
     lines = [line.removeprefix("#").strip() for line in found[1].splitlines()] if found else []
     text, _, sent = " ".join(lines).partition(BYTES)
     if not text or not sent:
-        raise ValueError(f"conf/strategy/{name}.yaml: must say `# TEXT` and `# {BYTES}FORMULA`")
+        raise ValueError(f"{path}: must say `# TEXT` and `# {BYTES}FORMULA`")
     return text.strip(), sent
 
 

@@ -47,6 +47,11 @@ def tokens(vocabulary: int, length: int) -> Batch:
     return lambda chance, _: (torch.randint(vocabulary, (ROWS, length), generator=chance),)
 
 
+UNUSED: dict[str, Any] = {"find_unused_parameters": True}
+# DDP takes several growths of a gradient so alone; its buckets get other numbers then.
+STATIC: dict[str, Any] = {"static_graph": True, "bucket_cap_mb": 0.02}
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """A model of the zoo.
@@ -72,11 +77,10 @@ class Model:
     refused: str = ""
     decay: bool = True
     uneven: bool = False
-    ddp: dict[str, Any] = field(default_factory=lambda: {"find_unused_parameters": True})
+    ddp: dict[str, Any] = field(default_factory=lambda: UNUSED)
     slow: bool = False
 
 
-STATIC: dict[str, Any] = {"static_graph": True}  # DDP takes several growths of a gradient so alone
 NEVER: dict[str, Any] = {"wide": False, "refused": "always"}
 WIDE: dict[str, Any] = {"wide": False, "refused": "compressed direction"}
 COMPLEX: dict[str, Any] = {"wide": False, "refused": "direction moved"}
@@ -124,6 +128,11 @@ def _randoms(*shapes: tuple[int, ...]) -> nn.ParameterList:
 
 def _mlp() -> Sequential:
     return Sequential(Linear(70, 96), nn.Tanh(), Linear(96, 5))
+
+
+def _autocast(net: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return net.net(x).float()
 
 
 def _images() -> Sequential:
@@ -405,6 +414,13 @@ _SIZES = [(3, 63), (3, 64), (3, 65), (1023,), (1024,), (1025,), (4095,), (64, 64
 
 MODELS: dict[str, Model] = {
     "mlp": Model(_mlp, normal(70)),
+    # In several buckets of DDP's, of which gradients are views.
+    "buckets": Model(
+        _mlp,
+        normal(70),
+        ddp={**UNUSED, "bucket_cap_mb": 0.01, "gradient_as_bucket_view": True},
+    ),
+    "autocast": Model(lambda: Net(_autocast, net=_mlp()), normal(70), wide=False),
     "images": Model(_images, normal(3, 8, 8)),
     # A head that no loss reaches, and a layer that is frozen.
     "unusedhead": Model(
@@ -588,7 +604,7 @@ MODELS: dict[str, Model] = {
         lambda: Net(_by_the_way, linear=Linear(64, 64), head=Linear(64, 5)), normal(64), ddp=STATIC
     ),
     "compiled": Model(
-        lambda: torch.compile(_mlp(), backend="eager"),  # type: ignore[arg-type, return-value]
+        lambda: torch.compile(_mlp(), backend="aot_eager"),  # type: ignore[arg-type, return-value]
         normal(70),
         refused="waits",
     ),

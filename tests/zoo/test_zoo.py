@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.slow import some_of
-from tests.zoo import __main__ as command
 from tests.zoo.drive import (
     BAD,
     EXCHANGES,
@@ -17,17 +14,13 @@ from tests.zoo.drive import (
     PROCESSES,
     REFUSED,
     RIGHT,
-    SKIPPED,
     SYNCS,
     Case,
     Driver,
-    Outcome,
     cases_of,
-    model_of,
 )
-from tests.zoo.loops import LOOPS, STEPS, gradients
-from tests.zoo.models import MODELS, loss_of
-from tests.zoo.reference import Alone, Meeting, truth
+from tests.zoo.loops import LOOPS
+from tests.zoo.models import MODELS
 
 LIVELY = ("allreduce", "onebit", "int4", "schedule")  # exact, two lossy ones and both
 FREE = [name for name, loop in LOOPS.items() if not loop.of_trainer]
@@ -88,39 +81,3 @@ def test_models_that_cannot_be_right_are_refused_in_a_line(driver: Driver) -> No
     assert len(never) > 5
     found = {name: driver.outcome(Case(name, "plain", "onebit", "grad_sync")) for name in never}
     assert {name: o for name, o in found.items() if o.kind != REFUSED or "\n" in o.said} == {}
-
-
-@pytest.mark.parametrize("name", ["experts", "images", "spectral"])
-def test_the_reference_is_one_model_that_has_all_batches(name: str) -> None:
-    model, size = model_of(name), 3
-    ranks = [Alone(model, rank, Meeting(1), wide=False) for rank in range(size)]
-    net = ranks[0].make()
-    optimizer = ranks[0].sgd(net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for run in ranks:
-            (loss_of(net(*run.batch(step))) / size).backward()
-        optimizer.step()
-    right = truth(model, LOOPS["plain"], size).rounded[0]
-    reached = {n for n, g in gradients(net).items() if g is not None}
-    assert reached == {n for n, g in right.delivered[0][-1].items() if g is not None}
-    for key, weight in net.named_parameters():
-        torch.testing.assert_close(right.weights[0][key], weight.detach(), atol=1e-6, rtol=1e-5)
-
-
-def test_a_loop_that_diverges_in_one_process_too_is_no_fault(driver: Driver) -> None:
-    # The squares of float16 gradients, of which torch.optim.LBFGS needs the sum, become zero.
-    found = driver.outcome(Case("float16", "lbfgs", "tree", "grad_sync"))
-    assert found == Outcome(SKIPPED, "in one process, weights become infinite or NaN too")
-
-
-def test_the_command_prints_a_table_and_returns_whether_there_is_a_fault(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    judged = [
-        (Case("mlp", "plain", "onebit", "grad_sync"), Outcome(RIGHT)),
-        (Case("mlp", "plain", "topk", "grad_sync"), Outcome("wrong", "why")),
-    ]
-    assert "| all  | 2 | 1 | 0 | 1 | 0 | 0 | 0 |" in command.table(judged)
-    assert command.main(["model=nobody"]) == 2
-    assert "model=nobody: allowed:" in capfd.readouterr().err

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
 
 from lab.certificate.traffic import formula_bytes
+from lab.distributed.comm import Comm, Handle, ThreadComm, run_ranks
 from lab.draw.chart import LOOKS
+from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Sizes
-from lab.settings.config import load
+from lab.settings.config import build, load
 from lab.settings.names import computation
 from lab.simulate.costs import payload_bytes, stages_of
 from lab.simulate.network import Network
@@ -27,6 +36,7 @@ from tests.support.cases import (
     exchange_settings,
     steps_of_a_round,
 )
+from tests.support.slow import some_of
 
 pytestmark = pytest.mark.xdist_group("compositions")  # which a process remembers
 
@@ -99,15 +109,6 @@ def formula_of(strategy: str) -> str:
     return formula_of(reference[1]) if reference else cell
 
 
-def test_formulas_are_read_as_they_are_meant() -> None:
-    assert value_of("8n(N−1)/N", n=10, N=4) == 60
-    assert value_of("4n·⌈log₂N⌉ (a leaf sends 4n)", n=10, N=5) == 120
-    assert value_of("2n·min(4, ⌈log₂N⌉ + 1)", n=10, N=2) == 40
-    assert value_of("0.08n(N−1)", n=100, N=2) == 8
-    with pytest.raises(SyntaxError):
-        value_of("as the chosen exchange", n=1, N=2)
-
-
 # auto sends the bytes of the chosen exchange; a library chooses its own.
 EVALUATED = [s for s in ALL_STRATEGIES if s not in (*LIBRARIES, *cases.BY_THE_CLOCK)]
 
@@ -140,3 +141,54 @@ def test_bytes_of_the_design_are_those_of_the_card(exchange: str) -> None:
 
 def test_the_design_has_the_codecs() -> None:
     assert {"fp16", "int8", "int4", "signsgd_ef", "topk", "randomk", "powersgd"} == set(CODECS)
+
+
+SENDING = [strategy for strategy in ALL_STRATEGIES if strategy not in LIBRARIES]
+
+
+@pytest.mark.parametrize("strategy", some_of(SENDING, every=4))
+def test_an_exchange_says_whether_it_sends_from_rank_to_rank(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = cases.OVER_TIME.get(strategy, ())
+    node = load([f"strategy={strategy}", *(f"exchange.{each}" for each in more)]).exchange
+    begin, used = ThreadComm._isend_irecv, set()
+
+    def isend_irecv(comm: ThreadComm, sends: Any, receives: Any) -> Handle:
+        used.add(comm.rank)
+        return begin(comm, sends, receives)
+
+    def rank_main(comm: Comm) -> bool:
+        exchange = build(node)
+        for step in range(3):  # `auto` takes turns from the second one on
+            bucket = GradBucket({"w": torch.Size((8, 100))}, torch.randn(800), step)
+            exchange.average(bucket, comm)
+        return exchange.needs_send_recv
+
+    monkeypatch.setattr(ThreadComm, "_isend_irecv", isend_irecv)
+    needs, *_ = run_ranks(3, rank_main)
+    assert used == ({0, 1, 2} if needs else set())
+
+
+def test_the_guides_exchange_is_a_mean_and_sends_what_its_preset_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (ROOT / "docs/how-to/add_an_exchange.md").read_text()
+    blocks = re.findall(r"^```\w+\n# (\S+?)\n(.*?)^```$", page, re.M | re.S)
+    (_, code), (_, exchange), (path, strategy) = blocks
+    module = ModuleType("lab.exchange.gossip")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(code, module.__dict__)
+    settings: Any = OmegaConf.create(exchange)
+
+    def rank_main(comm: Comm) -> int:
+        flat = torch.full((6,), float(comm.rank))
+        build(settings).average(GradBucket({"w": flat.shape}, flat), comm)
+        assert flat.eq(1).all()
+        return comm.traffic.payload_bytes
+
+    preset = yaml.safe_load(strategy)
+    assert (Path(path).stem, preset["strategy"]) == ("gossip", "gossip")
+    assert {"/exchange": "gossip"} in preset["defaults"]
+    _, formula = strategy_table.about_of(strategy, path)
+    assert run_ranks(3, rank_main) == [value_of(formula, n=6, N=3)] * 3

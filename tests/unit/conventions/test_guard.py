@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lab.distributed.comm import Collective, Comm, run_ranks
-from lab.distributed.worker import InlineWorker
-from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import GradBucket
-from lab.sync.base import SyncParts
-from lab.sync.gradsync import GradSync
 from tests.support.guard import Guard
 
 Deed = Callable[[Tensor], Any]
@@ -48,57 +42,28 @@ PASSES: dict[str, Deed] = {
 }
 
 
-class Doing(AllReduce):
-    """An all-reduce that applies a function to its bucket between its stages."""
-
-    def __init__(self, deed: Deed) -> None:
-        super().__init__()
-        self.deed = deed
-
-    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        yield from super().stages(bucket, comm)
-        self.deed(bucket.flat)
-
-
-def nothing(_tensor: Tensor) -> None: ...
-
-
-def calls(in_hook: Deed, in_stage: Deed) -> list[str]:
-    """List the waiting calls in a step of two ranks, as recorded on the first."""
-
-    def rank_main(comm: Comm) -> list[str]:
-        net = nn.Linear(4, 2)
-
-        def hook(parameter: Tensor) -> None:
-            in_hook(parameter.detach().view(-1))
-
-        net.weight.register_post_accumulate_grad_hook(hook)
-        exchange, worker = Doing(in_stage), InlineWorker()
-        sync = GradSync(SyncParts(net, net, exchange, comm, worker, overlap=True))
-        with sync, Guard() as guard, guard.step():
-            with sync.micro_batch(last=True):
-                net(torch.ones(3, 4)).sum().backward()
-            sync.finish()
-        assert all(
-            wait.place.startswith("tests/unit/conventions/test_guard.py") for wait in guard.waits
-        )
-        return [str(wait) for wait in guard.waits]
-
-    return run_ranks(2, rank_main)[0]
+def waits(deed: Deed) -> list[str]:
+    """List the waiting calls of a deed within a step."""
+    with Guard() as guard, guard.step():
+        deed(torch.ones(8))
+    return [str(wait) for wait in guard.waits]
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_waits_is_seen_in_a_hook_and_in_a_stage_of_an_exchange(name: str) -> None:
-    line = WAITS[name].__code__.co_firstlineno
-    for found in (calls(WAITS[name], nothing), calls(nothing, WAITS[name])):
-        assert found and found[0].startswith(
-            f"tests/unit/conventions/test_guard.py:{line} in <lambda>: "
-        )
+def test_what_waits_is_seen(name: str) -> None:
+    place = f"tests/unit/conventions/test_guard.py:{WAITS[name].__code__.co_firstlineno}"
+    assert waits(WAITS[name])[0].startswith(f"{place} in <lambda>: ")
+
+
+def test_what_waits_in_a_hook_within_backward_is_seen() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(lambda gradient: gradient * gradient[0].item())
+    assert waits(lambda t: (weight * t[0]).sum().backward())
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_what_does_not_wait_passes(name: str) -> None:
-    assert calls(PASSES[name], PASSES[name]) == []
+    assert waits(PASSES[name]) == []
 
 
 def test_a_copy_may_be_read_a_step_later_and_anything_between_steps() -> None:

@@ -32,12 +32,6 @@ def test_mb_is_a_million_bytes_in_every_file_that_writes_it() -> None:
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-@pytest.mark.parametrize("wrong", ["n / 2**20", "n / (1024 * 1024)", "n / 1000"])
-def test_what_divides_otherwise_is_found(wrong: str) -> None:
-    assert mistakes(f"text = f'{{{wrong}}} MB'")
-    assert not mistakes("text = f'{n / 1e6} MB'") and not mistakes(f"n = {wrong}")
-
-
 def test_sizes_and_rates_are_in_millions_and_billions_of_bytes() -> None:
     assert catalogue.size_name(10**8) == "100 MB"
     times = {"allreduce": np.full(3, 0.5)}
