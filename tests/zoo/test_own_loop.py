@@ -40,7 +40,12 @@ ROWS = {
 # Rows that other cases of the zoo hold, or tests/distributed/test_own_loop*.py.
 ELSEWHERE = (
     *("a process group of some ranks", "resuming", "`ddp.join()`, uneven inputs", "float64"),
-    *("complex64", "reentrant checkpointing", "double backward", "GANs, discarded gradients"),
+    *(
+        "complex64",
+        "reentrant activation checkpointing",
+        "double backward",
+        "GANs, discarded gradients",
+    ),
     "SAM, two backward passes per step",
 )
 # Blocks of int8 and int4 follow the buckets, auto decides by the clock, schedule by the step.
