@@ -83,12 +83,8 @@ class GradBucket:
 
     def divide(self, total: Tensor, size: int) -> None:
         """Turn `total`, the sum of this bucket's values over `size` ranks, into the mean."""
-        if self.divided:
-            return
-        divisor = self.plans.get(size)
-        if divisor is None:  # torch would make a tensor of a number in each step
-            divisor = self.plans[size] = torch.full((), float(size), device="cpu")
-        total.div_(divisor)
+        if not self.divided:
+            total.div_(size)
 
     def unpack(self) -> None:
         """Copy the mean to the gradients that are no views of `flat`."""
