@@ -200,8 +200,10 @@ def open_values(result: Row, machines: Sequence[Row]) -> list[str]:
         for hardware in machines
         if hardware["learned"]
     ]
+    missed = any(each.get("residual") and not each["learned"] for each in machines)
+    model = ["the cost model"] if missed else []
     profiles = [f"the fixed part of {name}'s times" for name in result["open_profiles"]]
-    return [*fitted, *terms, *profiles, *sorted(keys)]
+    return [*fitted, *terms, *model, *profiles, *sorted(keys)]
 
 
 def _medians(prior: Row) -> str:

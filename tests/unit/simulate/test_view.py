@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lab.simulate.view import MOST_DRAWN, chart
+from lab.simulate.view import MOST_DRAWN, chart, open_values
 from tests.support.cases import ALL_STRATEGIES
 
 
@@ -36,3 +36,10 @@ def test_a_figure_draws_the_leaders_and_counts_the_others() -> None:
 
 def test_a_figure_of_a_few_series_leaves_none_out() -> None:
     assert len(chart(result_of(ALL_STRATEGIES[:MOST_DRAWN])).about) == 1
+
+
+def test_what_makes_intervals_names_the_cost_model_where_it_has_a_residual() -> None:
+    result: dict[str, Any] = {"rows": [{"basis": "profile"}], "fit": None, "open_profiles": []}
+    measured: dict[str, Any] = {"assumed": [{"key": "jitter"}], "learned": None}
+    assert open_values(result, [measured]) == ["jitter"]
+    assert open_values(result, [{**measured, "residual": 0.03}]) == ["the cost model", "jitter"]
