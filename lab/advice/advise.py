@@ -475,14 +475,14 @@ class Constant:
 
 
 def constant_of(taken: Iterable[float], regrets: Sequence[Mapping[str, float]]) -> Constant | None:
-    """Find the best constant choice; None if no strategy is in every scenario.
+    """Find the best constant choice; None: there is one scenario, or no strategy is in all.
 
     Args:
         taken: regret of what was chosen, by scenario.
         regrets: of each strategy, by scenario.
     """
     shared = [name for name in regrets[0] if all(name in each for each in regrets)]
-    if not shared:
+    if not shared or len(regrets) == 1:
         return None
     constant = {name: tuple(each[name] for each in regrets) for name in shared}
     name = min(shared, key=lambda each: mean(constant[each]))
@@ -493,8 +493,8 @@ def constant_of(taken: Iterable[float], regrets: Sequence[Mapping[str, float]]) 
 def verdict(who: str, found: Constant | None) -> str:
     """Say whether choices, which `who` names, beat the best constant choice."""
     if found is None:
-        none = "because no strategy appears in every scenario"
-        return f"{who} cannot be compared with a constant choice, {none}."
+        needed = "a strategy that appears in all of several scenarios"
+        return f"{who} cannot be compared with a constant choice, which needs {needed}."
     own, constant = mean(found.taken), mean(found.regrets)
     equal = own == constant
     word = "does as well as" if equal else "beats" if own < constant else "does not beat"
