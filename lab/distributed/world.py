@@ -199,7 +199,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 class Waits:
-    """The wait of a rank under way: its label, and since when."""
+    """The wait of a rank outside any exchange: its label, and since when."""
 
     def __init__(self) -> None:
         self._current: tuple[str, float] | None = None
