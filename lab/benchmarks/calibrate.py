@@ -67,7 +67,7 @@ from lab.model.profile import Profile
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.files import read_file
-from lab.settings.storage import write_atomically
+from lab.settings.storage import write_text
 from lab.simulate import calibration
 from lab.simulate.calibration import Place
 from lab.simulate.costs import stages_of
@@ -456,12 +456,10 @@ def present(result: dict[str, Any], out: Path | None) -> None:
         return
     head = f"# Made by `{result['command']}`.\n"
     hardware = head + yaml.safe_dump(result["hardware"], sort_keys=False, default_flow_style=None)
-    write_atomically(out, lambda temporary: temporary.write_text(hardware, encoding="utf-8"))
+    write_text(out, hardware)
     written = write(out.with_suffix(".json"), result)
     about = page(result, out.with_suffix(".png").name)
-    write_atomically(
-        out.with_suffix(".md"), lambda temporary: temporary.write_text(about, encoding="utf-8")
-    )
+    write_text(out.with_suffix(".md"), about)
     print(f"wrote {', '.join(map(str, [out, out.with_suffix('.md'), *written]))}")
 
 

@@ -29,7 +29,7 @@ from lab.claims.metrics import of_linear_scaling
 from lab.claims.predicted import MARGIN, Predicted, crossovers, speedup_map
 from lab.draw.chart import order
 from lab.draw.text import in_words, markdown, number_of, plain
-from lab.settings.storage import write_atomically
+from lab.settings.storage import write_atomically, write_text
 from lab.simulate.score import ScoredCell, held_out, score, skill
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def made_by(command: str) -> list[str]:
 def write_lines(path: Path, lines: Sequence[str]) -> None:
     """Write a page. OSError: it cannot be written."""
     text = "\n".join(lines) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def _charts(findings: Findings) -> list[Chart]:

@@ -26,7 +26,7 @@ from lab.measure.environment import device_and_torch
 from lab.measure.layers import kernels_ms, profiled
 from lab.model.profile import ALL, BOTH, REST, STEP, Fit, Layer, Profile
 from lab.problem import require_float32
-from lab.settings.storage import write_atomically
+from lab.settings.storage import write_text
 from lab.simulate.strategy import update_of
 from lab.training.assemble import Assembly, assembled
 
@@ -256,9 +256,7 @@ def present(profile: Profile, notes: list[str], out: Path | None) -> None:
     if out is None:
         print(f"\n{profile.to_yaml()}", end="")
         return
-    write_atomically(
-        out, lambda temporary: temporary.write_text(profile.to_yaml(), encoding="utf-8")
-    )
+    write_text(out, profile.to_yaml())
     print(f"wrote {out}")
 
 

@@ -10,7 +10,7 @@ from lab.benchmarks.present import chart_of, text_of
 from lab.draw.text import markdown
 from lab.gpu_report.items import LENGTHS, PRECISIONS, STRATEGIES, Figure
 from lab.gpu_report.run import DONE, Report, written
-from lab.settings.storage import write_atomically
+from lab.settings.storage import write_text
 
 NAMED = ("torch", "cuda", "cudnn", "nccl", "triton")  # of an environment
 PRETENDED = (
@@ -42,7 +42,7 @@ def write(path: Path, report: Report) -> list[str]:
             )
             break
     text = "\n\n".join(_parts(path, report, pictures, missing)) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
     return [f"wrote {path} and {path.with_suffix('.json')}", *([missing] if missing else [])]
 
 

@@ -18,8 +18,8 @@ from lab.settings.storage import (
     open_lock,
     read_json,
     read_yaml,
-    write_atomically,
     write_json,
+    write_text,
 )
 
 SETTINGS = "config.yaml"
@@ -202,7 +202,7 @@ class RunDirectory:
                     folder.rmdir()
 
     def write_config(self, yaml: str) -> None:
-        write_atomically(self.path / SETTINGS, lambda path: path.write_text(yaml, encoding="utf-8"))
+        write_text(self.path / SETTINGS, yaml)
 
     def write_record(self, record: Record) -> None:
         """Write the certificate, if there is one, and the record, the last file of a run.

@@ -215,8 +215,7 @@ def _size(node: Node | None, known: dict[int, float]) -> float:
 
 def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
     """Write `value` as readable JSON. A non-finite number becomes null: JSON has none."""
-    text = json.dumps(mapped(value, _finite), indent=2, allow_nan=False) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, json.dumps(mapped(value, _finite), indent=2, allow_nan=False) + "\n")
 
 
 def _finite(_: str, value: Any) -> Any:
@@ -255,6 +254,11 @@ def lock(file: IO[str], wait_s: float) -> bool:
 def from_here(path: Path) -> Path:
     """Return a path as a user would type it: from the working directory, if it lies there."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, all of it or nothing; OSError: the directory cannot be written."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

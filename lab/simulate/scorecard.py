@@ -30,7 +30,7 @@ from lab.draw.plots import (
 )
 from lab.draw.text import in_words, markdown
 from lab.model.profile import Profile
-from lab.settings.storage import write_atomically, write_json
+from lab.settings.storage import write_json, write_text
 from lab.simulate.fit import fitted_groups
 from lab.simulate.hardware import parse
 from lab.simulate.score import (
@@ -164,7 +164,7 @@ def write(card: Scorecard, path: Path, command: str, sections: Sequence[str] = (
     lines += [f"![predicted and measured]({picture.name})", "", *sections]
     lines += ["## Every cell", "", *markdown(*rows_of(card.cells))]
     text = "\n".join(lines) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def data(card: Scorecard) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
 from lab.draw.text import UNKNOWN_TEXT, number_text, sentence
 from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_level
 from lab.settings.errors import one_line
-from lab.settings.storage import DamagedFile, read_json, write_atomically
+from lab.settings.storage import DamagedFile, read_json, write_text
 from lab.task import heading, main_metric
 
 WIDER = 30  # pixels between a legend's entries
@@ -185,7 +185,7 @@ def bundle() -> str:
     path = cache_folder() / f"vega-{version('vl-convert-python')}-{VL_VERSION}.js"
     if not path.exists():
         made = javascript_bundle(vl_version=VL_VERSION)  # pyright: ignore[reportCallIssue]
-        write_atomically(path, lambda temporary: temporary.write_text(made, encoding="utf-8"))
+        write_text(path, made)
     return path.read_text(encoding="utf-8")
 
 

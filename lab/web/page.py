@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from lab.settings.files import conf_dir
 from lab.settings.secrets import HIDDEN, is_secret, without_secrets
-from lab.settings.storage import read_json, write_atomically
+from lab.settings.storage import read_json, write_text
 from lab.settings.streams import CONTROL
 from lab.web.contents import Compared, Contents, compare, contents_of
 from lab.web.elements import Benched, Drawing, bundle, order_of, read_benched
@@ -123,7 +123,7 @@ def render(parts: Parts, progress: Progress | None = None) -> str:
 
 def write(page: str, path: Path) -> None:
     """Write a page. OSError: the file cannot be written."""
-    write_atomically(path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
+    write_text(path, page)
 
 
 def _data(charts: Iterable[Drawing], studies: Iterable[Contents], library: str) -> Markup:
