@@ -227,6 +227,7 @@ class ThreadWorker(Worker):
                     self._inline.submit(*entry)
             except BaseException as error:
                 self._error = error
+            del entry  # it holds the model
             with self._idle:
                 self._unfinished -= 1
                 self._idle.notify_all()

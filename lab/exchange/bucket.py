@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lab.codec.layout import spans
 from lab.exchange.grouping import group
-from lab.exchange.layout import as_real, dense, is_rows_first, named, trainable, travel_shape
+from lab.exchange.layout import as_real, dense, is_rows_first, trainable, travel_shape
 
 VERSION = attrgetter("_version")  # of a tensor: counts its changes
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
@@ -357,90 +350,3 @@ def in_one_memory(buckets: Iterable[BucketPlan]) -> set[str]:
         for address, name in bucket.addresses():
             names.setdefault(address, set()).add(name)
     return {name for those in names.values() if len(those) > 1 for name in those}
-
-
-class Outside:
-    """The parameters of a model that no exchange was set up for: frozen ones, and any to come.
-
-    Args:
-        admitted: the others, a result of lab.exchange.gate.admit.
-    """
-
-    def __init__(self, model: nn.Module, admitted: Mapping[str, nn.Parameter]) -> None:
-        self._model, self._admitted = model, admitted
-        self._parameters = self._found()
-        self._has_trained = False
-        self._has_changed = False  # perhaps: torch tells of the registrations of all modules
-        for register in (
-            register_module_parameter_registration_hook,
-            register_module_module_registration_hook,
-        ):
-            weakref.finalize(self, register(partial(_note_change, weakref.ref(self))).remove)
-
-    def refuse_at_updates(self) -> None:
-        """Call `refuse_trained` with each optimizer that takes a step, and `refuse_converted`."""
-        self._probe = next(p for p in self._admitted.values() if p.numel())
-        self._node = get_gradient_edge(self._probe).node
-        hook = register_optimizer_step_pre_hook(partial(_before_update, weakref.ref(self)))
-        weakref.finalize(self, hook.remove)
-
-    def refuse_converted(self, optimizer: Optimizer) -> None:
-        """Refuse an update of a model whose gradients DDP does not see any more.
-
-        If a parameter's dtype changes, torch makes a new node for its gradient, which has none of
-        DDP's hooks, even if the dtype changes back.
-
-        Raises:
-            RuntimeError: the model was converted.
-        """
-        if not self._probe.requires_grad or get_gradient_edge(self._probe).node is self._node:
-            return
-        if any(p is self._probe for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                "the model was converted to another dtype after DistributedDataParallel was made, "
-                "which therefore exchanges nothing; convert a copy, or wrap the converted model"
-            )
-
-    def refuse_trained(self, optimizer: Optimizer | None = None) -> None:
-        """Refuse a model in which one of them trains; call this in each step, after backward.
-
-        Parameters that a model registered by itself are looked for until a backward has been seen,
-        and later ones, added or in the place of others, once any module has registered something.
-
-        Args:
-            optimizer: only parameters that it updates count; None: all do.
-
-        Raises:
-            RuntimeError: names one that has a gradient, which no other rank would get.
-        """
-        if self._has_changed or not self._has_trained:
-            self._has_changed = False
-            self._parameters = self._found()
-            self._has_trained |= any(p.grad is not None for p in self._admitted.values())
-        found = self._parameters.items()
-        trained = [(n, p) for n, p in found if p.requires_grad and p.grad is not None]
-        if trained and optimizer:
-            updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            trained = [(n, p) for n, p in trained if id(p) in updated]
-        if trained:
-            raise RuntimeError(
-                f"{trained[0][0]}: was frozen or missing when the exchange was set up, so its "
-                "gradient reaches no other rank; add or replace layers, and set "
-                "requires_grad=True, before that (you can freeze parameters at any time)"
-            )
-
-    def _found(self) -> dict[str, nn.Parameter]:
-        admitted = {id(p) for p in self._admitted.values()}
-        return {n: p for n, p in named(self._model).items() if id(p) not in admitted}
-
-
-def _note_change(outside: weakref.ref[Outside], *_: object) -> None:
-    if (found := outside()) is not None:
-        found._has_changed = True
-
-
-def _before_update(outside: weakref.ref[Outside], optimizer: Optimizer, *_: object) -> None:
-    if (found := outside()) is not None:
-        found.refuse_trained(optimizer)
-        if not torch.compiler.is_compiling():
-            found.refuse_converted(optimizer)

@@ -83,9 +83,9 @@ class LoopState(Checked, HookState):
         with naming_stalled(self):
             return super().submit(bucket)
 
-    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
+    def _gradient_ready(self, name: str) -> None:
         with naming_stalled(self):
-            super()._gradient_ready(name, _parameter)
+            super()._gradient_ready(name)
 
     def __reduce__(self) -> tuple[type[Unhooked], tuple[()]]:
         return Unhooked, ()

@@ -16,16 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
 
 from lab.certificate.check import Observer
 from lab.certificate.examination import About, CertificateError, unchecked
 from lab.distributed.world import World
+from lab.exchange.gate import AFTER_UPDATES, BEFORE_UPDATES, Outside
 from lab.exchange.layout import travelling
 from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
@@ -65,6 +61,7 @@ class Checked(Exchanging):
     check: LoopCheck | None = None
     num_loads = 0
     _model: nn.Module
+    _outside: Outside
 
     @property
     def certificate(self) -> Certificate | None:
@@ -141,10 +138,8 @@ class LoopCheck:
             self._end(unchecked(why))
         else:
             self._observer = Observer(self._sync._model, self._sync, self._about)
-            self._hooks = [
-                register_optimizer_step_pre_hook(self._before_update),
-                register_optimizer_step_post_hook(self._after_update),
-            ]
+            BEFORE_UPDATES.add(self._before_update)
+            AFTER_UPDATES.add(self._after_update)
 
     def exchanged(self, kept_factor: float, joined: bool = False) -> None:
         """Judge an exchange that has ended.
@@ -182,8 +177,8 @@ class LoopCheck:
         """Look no more, after an error."""
         if self._observer:
             self._observer.close()
-            for hook in self._hooks:
-                hook.remove()
+            BEFORE_UPDATES.remove(self._before_update)
+            AFTER_UPDATES.remove(self._after_update)
             self._observer = None
 
     def _end(self, certificate: Certificate) -> None:
@@ -228,6 +223,10 @@ class LoopCheck:
     def _refuse_unexchanged(self, optimizer: Optimizer) -> None:
         """Raise CertificateError for an update by gradients that no exchange has seen."""
         if (observer := self._observer) is None:
+            return
+        rests = bool(self._used) or not self._has_exchanged  # since the last update
+        if rests and self._sync._outside.is_replaced:
+            self.abandon()
             return
         watch, updated = observer.watch, [p for g in optimizer.param_groups for p in g["params"]]
         grown = {id(watch.parameters[name]) for name in watch.grown}
@@ -291,7 +290,6 @@ class CopyWatch:
         self._sync = weakref.ref(sync)
         self._parameter = next(parameter for parameter in parameters if parameter.numel())
         self._last = self._gradient()
-        self._hook: RemovableHandle | None = None
         self._has_warned = False
 
     def begin(self) -> None:
@@ -300,15 +298,13 @@ class CopyWatch:
         (last, version), (now, now_version) = self._last, self._gradient()
         is_idle = now is None or (now is last and now_version == version)
         if is_idle and not self._has_warned:
-            self._hook = register_optimizer_step_pre_hook(self._before_update)
+            BEFORE_UPDATES.add(self._before_update)
 
     def end(self) -> None:
         self._last = self._gradient()
 
     def close(self) -> None:
-        if self._hook:
-            self._hook.remove()
-        self._hook = None
+        BEFORE_UPDATES.remove(self._before_update)
 
     def _gradient(self) -> tuple[Tensor | None, int]:
         gradient = self._parameter.grad

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -278,10 +279,22 @@ def observed(
     return clock.traced(bucket, job, not exchange.exact, waited, worker.in_line)
 
 
-def on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `call(parameter)` whenever backward has added to a parameter's gradient."""
+def on_gradient(
+    parameter: nn.Parameter, method: Callable[..., None], *given: object
+) -> RemovableHandle:
+    """Call a bound `method` with `given` whenever backward has added to a parameter's gradient.
+
+    Its object is not kept: torch would keep it, and the parameter, for ever, where the object holds
+    the parameter.
+    """
+    known = WeakMethod(method)
+
+    def grew(_: Tensor) -> None:
+        if (call := known()) is not None:
+            call(*given)
+
     register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return cast(RemovableHandle, register(call))
+    return cast(RemovableHandle, register(grew))
 
 
 class NoSync(Sync):

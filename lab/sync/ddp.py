@@ -26,8 +26,8 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import Worker
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import GradBucket, Outside, Plans
-from lab.exchange.gate import admit, carrier
+from lab.exchange.bucket import GradBucket, Plans
+from lab.exchange.gate import Outside, admit, carrier
 from lab.exchange.grouping import MIB
 from lab.exchange.layout import (
     COMPILED,
@@ -130,7 +130,7 @@ class HookState(Exchanging):
         self._reached = Reached(trainable, exchange, self._device) if finds_unused else None
         if exchange.asynchronous(comm) or finds_unused:
             for name, parameter in trainable.items():
-                self._hooks.append(on_gradient(parameter, partial(self._gradient_ready, name)))
+                self._hooks.append(on_gradient(parameter, self._gradient_ready, name))
 
     def bucket_values(self) -> Buckets:
         """As of a Sync, of the buckets of the last step."""
@@ -174,7 +174,7 @@ class HookState(Exchanging):
             self._end_step()
         return future
 
-    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
+    def _gradient_ready(self, name: str) -> None:
         """Let exchanges under way go on whenever a gradient arrives, as GradSync does."""
         self._fired.add(name)
         self.worker.advance()
@@ -434,7 +434,7 @@ class LastGradient:
         self._hooks: dict[str, RemovableHandle] = {}  # in the order in which gradients came
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                self._hooks[name] = on_gradient(parameter, partial(self._ready, name))
+                self._hooks[name] = on_gradient(parameter, self._ready, name)
 
     def end_step(self) -> None:
         while len(self._hooks) > 1:
@@ -446,7 +446,7 @@ class LastGradient:
             hook.remove()
         self._hooks.clear()
 
-    def _ready(self, name: str, _parameter: Tensor) -> None:
+    def _ready(self, name: str) -> None:
         if len(self._hooks) > 1:
             self._hooks[name] = self._hooks.pop(name)
         elif self.clock:

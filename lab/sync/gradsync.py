@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Collective, Sent
 from lab.exchange.base import require_known_residuals
-from lab.exchange.bucket import BucketPlan, GradBucket, Outside, in_one_memory, plan
-from lab.exchange.gate import admit, carrier, is_linear
+from lab.exchange.bucket import BucketPlan, GradBucket, in_one_memory, plan
+from lab.exchange.gate import Outside, admit, carrier, is_linear
 from lab.sync import pattern
 from lab.sync.base import (
     BeforeExchange,
@@ -345,7 +345,7 @@ class GradSync(Sync):
     def _advance_at_gradients(self) -> None:
         """Let exchanges under way, of another step, go on whenever a gradient arrives."""
         for parameter in self.parameters.values():
-            self._hooks.append(on_gradient(parameter, lambda _: self.worker.advance()))
+            self._hooks.append(on_gradient(parameter, self.worker.advance))
 
     def __exit__(self, *_: object) -> None:
         self._arrivals.watch(False)

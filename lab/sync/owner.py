@@ -5,21 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
 
 from lab.distributed.worker import HostCopy
 from lab.exchange.base import Exchange
+from lab.exchange.gate import AFTER_UPDATES, BEFORE_UPDATES
 from lab.exchange.layout import named
 from lab.settings.names import by_class
 
@@ -167,18 +162,14 @@ class Discards:
         self._exchanges_in_update = False  # a closure does, as of LBFGS, which uses all gradients
         self._has_ascended = False  # the weights had changed otherwise since the exchange before
         self._num_ascents = 0  # updates in a row of which this was true
-        for register, note in (
-            (register_optimizer_step_pre_hook, self.note_begin),
-            (register_optimizer_step_post_hook, self.note_update),
-        ):
-            told = partial(_tell, weakref.WeakMethod[Any](note))
-            weakref.finalize(self, register(told).remove)
+        BEFORE_UPDATES.add(self.note_begin)
+        AFTER_UPDATES.add(self.note_update)
 
-    def note_begin(self, _optimizer: Optimizer) -> None:
+    def note_begin(self, *_: object) -> None:
         """Note that an optimizer's step begins."""
         self._exchanges_in_update = False
 
-    def note_update(self, optimizer: Optimizer) -> None:
+    def note_update(self, optimizer: Optimizer, *_: object) -> None:
         """Note that an optimizer has used the gradients, some of them, or those of other models.
 
         Raises: RuntimeError: each update follows two exchanges, and the exchange keeps something.
@@ -236,11 +227,6 @@ class Discards:
         self._other_has_stepped = False
         if gradient is not None:
             self._exchanged = gradient, parameter.detach().clone(), parameter._version
-
-
-def _tell(found: weakref.WeakMethod[Any], optimizer: Optimizer, *_: object) -> None:
-    if (note := found()) is not None:
-        note(optimizer)
 
 
 class NonfiniteGuard:
