@@ -382,30 +382,38 @@ class Outside:
         self._probe = next(p for p in self._admitted.values() if p.numel())
         self._node = get_gradient_edge(self._probe).node
         hook = register_optimizer_step_pre_hook(partial(_before_update, weakref.ref(self)))
-        weakref.finalize(self, hook.remove)
+        self._unhook = weakref.finalize(self, hook.remove)
+
+    def close(self) -> None:
+        """Look at no more updates."""
+        self._unhook()
 
     def refuse_converted(self, optimizer: Optimizer) -> None:
         """Refuse an update of a model whose gradients DDP does not see any more.
 
         If a parameter's dtype changes, torch makes a new node for its gradient, which has none of
-        DDP's hooks, even if the dtype changes back.
+        DDP's hooks, even if the dtype changes back. A parametrization that sets a parameter's
+        values does the same.
 
         Raises:
-            RuntimeError: the model was converted.
+            RuntimeError: the model was converted, or a layer parametrized.
         """
         if not self._probe.requires_grad or get_gradient_edge(self._probe).node is self._node:
             return
         if any(p is self._probe for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
-                "the model was converted to another dtype after DistributedDataParallel was made, "
-                "which therefore exchanges nothing; convert a copy, or wrap the converted model"
+                "the model was converted to another dtype, or a layer parametrized, after "
+                "DistributedDataParallel was made, which therefore does not see its gradients; "
+                "convert a copy, or wrap the changed model"
             )
 
     def refuse_trained(self, optimizer: Optimizer | None = None) -> None:
         """Refuse a model in which one of them trains; call this in each step, after backward.
 
         Parameters that a model registered by itself are looked for until a backward has been seen,
-        and later ones, added or in the place of others, once any module has registered something.
+        and later ones, added or in the place of others, once any module has registered something,
+        or once one has another parameter, as Module.to gives all of them if torch.__future__ says
+        so.
 
         Args:
             optimizer: only parameters that it updates count; None: all do.
@@ -413,7 +421,8 @@ class Outside:
         Raises:
             RuntimeError: names one that has a gradient, which no other rank would get.
         """
-        if self._has_changed or not self._has_trained:
+        is_replaced = self._place and self._place[0].get(self._place[1]) is not self._place[2]
+        if self._has_changed or is_replaced or not self._has_trained:
             self._has_changed = False
             self._parameters = self._found()
             self._has_trained |= any(p.grad is not None for p in self._admitted.values())
@@ -431,6 +440,9 @@ class Outside:
 
     def _found(self) -> dict[str, nn.Parameter]:
         admitted = {id(p) for p in self._admitted.values()}
+        held = ((m._parameters, n) for m in self._model.modules() for n in m._parameters)
+        # One for all: to look at each in every step would cost more than the rest.
+        self._place = next(((d, n, d[n]) for d, n in held if id(d[n]) in admitted), None)
         return {n: p for n, p in named(self._model).items() if id(p) not in admitted}
 
 

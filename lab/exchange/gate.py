@@ -106,6 +106,8 @@ def _problem(parameter: nn.Parameter, exchange: Exchange) -> str:
     if parameter.layout != torch.strided:
         layout = str(parameter.layout).removeprefix("torch.")
         return f"has the layout {layout}; only dense parameters are exchanged; use to_dense()"
+    if (kept := getattr(parameter, "grad_dtype", parameter.dtype)) != parameter.dtype:
+        return f"has grad_dtype={kept}; only gradients in its own dtype are exchanged"
     if _overlaps_itself(parameter):
         return "several of its values share memory (expanded); copy it with clone()"
     if carrier(parameter.dtype, exchange) is None:

@@ -139,10 +139,13 @@ class HookState(Exchanging):
 
     def close(self) -> None:
         """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""
+        self._unhook()
+        self.worker.close()
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.worker.close()
 
     def submit(self, bucket: DDPBucket) -> Future[Tensor]:
         """Begin to exchange one of DDP's buckets; the result is its buffer, with the mean."""

@@ -188,7 +188,7 @@ def with_another_first_layer(change: Callable[[nn.Sequential], None], check: str
 
 
 UNKNOWN = "0.weight: was frozen or missing when the exchange was set up"
-CONVERTED = "the model was converted to another dtype after DistributedDataParallel was made"
+CONVERTED = "the model was converted to another dtype, or a layer parametrized, after Distri"
 
 
 @pytest.mark.parametrize(
