@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import lab
+from tests.distributed.test_own_loop import Images
 from tests.distributed.test_own_loop_misused import (
     CONVERTED,
     UNKNOWN,
@@ -246,3 +247,71 @@ def test_finish_may_be_called_in_inference_mode() -> None:
     first, _ = CREW.call(2, in_inference_mode, True)
     second, _ = CREW.call(2, in_inference_mode, False)
     assert torch.equal(first, second)
+
+
+def to_channels_last(model: nn.Module) -> nn.Module:
+    return cast(Any, model).to(memory_format=torch.channels_last)
+
+
+def images(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    return torch.randn(4, 3, 6, 6, generator=generator)
+
+
+def reordered(way: str, strategy: str, bucket_mb: float | None) -> str:
+    """Change the order of weights in memory after some steps; return the error."""
+    with joined() as rank, ExitStack() as stack:
+        sync: Any = None
+        model: Any = Images()
+        module = model
+        if way == "attach":
+            lab.attach(module := DistributedDataParallel(model), strategy)
+        else:
+            sync = stack.enter_context(lab.grad_sync(model, strategy, bucket_mb=bucket_mb))
+        try:
+            for step in range(6):
+                if step == 4:
+                    to_channels_last(model)
+                module(images(step, rank)).square().mean().backward()
+                if sync:
+                    sync.finish()
+                model.zero_grad(set_to_none=step % 2 == 0)
+        except RuntimeError as error:
+            stack.pop_all()
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("way", "strategy", "bucket_mb", "line"),
+    [
+        ("attach", "allreduce", None, "first.weight: lies in another memory order than when the"),
+        ("grad_sync", "topk", None, "first.weight: lies in another memory order than before, unli"),
+        ("grad_sync", "topk", 0, "first.weight: lies in another memory order than before, unlike"),
+        ("grad_sync", "allreduce", 0, ""),
+    ],
+)
+def test_values_that_come_to_lie_in_another_order_are_not_mixed_up(
+    way: str, strategy: str, bucket_mb: float | None, line: str
+) -> None:
+    for said in spawn(2, reordered, way, strategy, bucket_mb):
+        assert said.startswith(line)
+        assert bool(said) == bool(line)
+
+
+def state_of_another_order() -> str:
+    with joined() as rank:
+        states: list[Any] = []
+        for model in (Images(), to_channels_last(Images())):
+            state = lab.attach(module := DistributedDataParallel(model), "topk")
+            module(images(0, rank)).square().mean().backward()
+            states.append(state)
+        with pytest.raises(ValueError, match="memory order") as caught:
+            states[1].load_state_dict(states[0].state_dict())
+        states[1].load_state_dict(states[1].state_dict())
+        return str(caught.value)
+
+
+def test_residuals_of_another_memory_order_are_refused() -> None:
+    for line in CREW.call(2, state_of_another_order):
+        assert line.startswith("state_dict: first.weight was in another memory order")
