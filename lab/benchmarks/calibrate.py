@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 import yaml
 from omegaconf import DictConfig
-from torch.distributed import distributed_c10d
 
 from lab.benchmarks import compute, host
 from lab.benchmarks.catalogue import NUM_RANKS
@@ -56,6 +55,7 @@ from lab.benchmarks.request import Request, read
 from lab.benchmarks.straggler import trained
 from lab.cluster.settings import EMULATION
 from lab.distributed.launcher import Nodes, is_first_rank
+from lab.distributed.torch_comm import group_of
 from lab.distributed.world import World, check_gpus
 from lab.draw.chart import looks_of
 from lab.draw.plots import Axis, lines
@@ -189,20 +189,8 @@ def _among(members: Sequence[int], world: World, measure: Callable[[World], T]) 
     """Measure among some of the ranks, while the others wait; these return None."""
     part = part_of(world, members)
     found = measure(part) if part else None
-    _make_as_many_groups(world)
+    world.barrier()
     return found
-
-
-def _make_as_many_groups(world: World) -> None:
-    """Let this process have as many groups as any other; waits for all ranks.
-
-    torch names a group by its ranks and by the number of groups that the process has, so ranks with
-    unlike numbers would wait for each other in groups of different names.
-    """
-    known = distributed_c10d._world.pg_map  # private: nothing public counts them
-    most = int(world.gather(torch.tensor(len(known))).max())
-    while len(known) < most:
-        dist.new_group([world.rank], backend="gloo", use_local_synchronization=True)
 
 
 def part_of(world: World, members: Sequence[int]) -> World | None:
@@ -214,9 +202,8 @@ def part_of(world: World, members: Sequence[int]) -> World | None:
     inside = world.rank in members
     comm = world.comm.split(int(inside))
     if not inside:
-        return None  # and has a group less: see _make_as_many_groups
-    control = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
-    assert isinstance(control, dist.ProcessGroup)  # this rank is one of them
+        return None
+    control = group_of([*members], "gloo", None)
     place = replace(world.place, rank=comm.rank, size=comm.size)
     store = dist.PrefixStore("-".join(map(str, members)), world.store)
     return replace(world, place=place, comm=comm, control=control, store=store)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import tempfile
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,6 +36,7 @@ REDUCE_SCATTER = "_reduce_scatter_base" if _OLD else "reduce_scatter_single"
 IN_MEMORY = "/dev/shm"  # files there are in memory alone
 TEXT_BYTES = 512  # of what a rank tells others
 CPU = torch.device("cpu")
+_made = Counter[tuple[int, ...]]()  # groups of these ranks, each of which has made as many
 
 
 class Works(list[dist.Work]):
@@ -224,10 +226,22 @@ class TorchComm(Comm):
 def group_of(
     ranks: list[int], backend: str, limit: timedelta | None, options: Any = None
 ) -> dist.ProcessGroup:
-    """Make a group of this rank and others, without waiting for ranks of other groups."""
-    group = dist.new_group(
-        ranks, limit, backend, pg_options=options, use_local_synchronization=True
-    )
+    """Make a group of this rank and others, without waiting for ranks of other groups.
+
+    torch would name it by the number of all groups that this rank is in. Others of `ranks` may be
+    in more or fewer, and ranks with unlike names wait for each other in vain. After
+    destroy_process_group, a name would come again, with addresses of before in the store.
+    """
+    _made[tuple(ranks)] += 1
+    name = f"lab-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}-{_made[tuple(ranks)]}"
+    c10d = cast(Any, distributed_c10d)  # private, as new_group takes no name
+    naming, c10d._process_group_name = c10d._process_group_name, lambda *_, **__: name
+    try:
+        group = dist.new_group(
+            ranks, limit, backend, pg_options=options, use_local_synchronization=True
+        )
+    finally:
+        c10d._process_group_name = naming
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
     return group
 

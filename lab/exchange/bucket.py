@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lab.codec.layout import spans
 from lab.exchange.grouping import group
-from lab.exchange.layout import as_real, dense, is_rows_first, trainable, travel_shape
+from lab.exchange.layout import as_real, dense, is_rows_first, order_of, trainable, travel_shape
 
 VERSION = attrgetter("_version")  # of a tensor: counts its changes
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
@@ -107,6 +107,10 @@ class BucketPlan:
         multiple: divides the length of `flat`.
         dtype: of the buffer; None: that of the parameters, which are all of one.
 
+    Attributes:
+        reordered: a parameter whose values travel in another order than before, as a layout has
+            changed, and so unlike what an exchange keeps of them; empty: there is none.
+
     Exchanges write to memory by other tensors than those in `.grad`, so a version of one of these
     changes only if somebody else changes it, in spite of the exchange.
     """
@@ -134,6 +138,8 @@ class BucketPlan:
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
         self._places: list[int] = []  # their addresses
         self._dtypes = [p.dtype for p in self._ordered]
+        self._strides: list[tuple[int, ...]] = []  # of the values, as they travelled last
+        self.reordered = ""
         self._seen: list[Tensor | None] = []  # by Python, which is fast as long as it holds them
 
     def twin(self) -> BucketPlan:
@@ -216,6 +222,7 @@ class BucketPlan:
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
             return None
+        self._note_order([gradient])
         return gradient.data.as_strided((gradient.numel(),), (1,))
 
     def _copied_at_once(self) -> bool:
@@ -281,6 +288,16 @@ class BucketPlan:
             )
         ]
         self._places = [values.data_ptr() for values in self._values]
+        self._note_order(self._values)
+
+    def _note_order(self, laid_out: list[Tensor]) -> None:
+        """Note the order in which values travel, and whether it is another than before."""
+        before, self._strides = self._strides, [values.stride() for values in laid_out]
+        if before == self._strides:
+            return
+        for name, was, values in zip(self._in_flat, before, laid_out, strict=False):
+            if order_of(was, values.shape) != order_of(values.stride(), values.shape):
+                self.reordered = name
 
 
 def plan(

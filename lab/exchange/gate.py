@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
-from weakref import WeakMethod, WeakValueDictionary
+from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,8 @@ def _problem(parameter: nn.Parameter, exchange: Exchange) -> str:
     if parameter.layout != torch.strided:
         layout = str(parameter.layout).removeprefix("torch.")
         return f"has the layout {layout}; only dense parameters are exchanged; use to_dense()"
+    if (kept := getattr(parameter, "grad_dtype", parameter.dtype)) != parameter.dtype:
+        return f"has grad_dtype={kept}; only gradients in its own dtype are exchanged"
     if _overlaps_itself(parameter):
         return "several of its values share memory (expanded); copy it with clone()"
     if carrier(parameter.dtype, exchange) is None:
@@ -230,21 +232,12 @@ class Outside:
         admitted: the others, a result of `admit`.
     """
 
-    # By the id of each admitted parameter, which is its own as long as the value lives.
-    _newest: ClassVar[WeakValueDictionary[int, Outside]] = WeakValueDictionary()
-
     def __init__(self, model: nn.Module, admitted: Mapping[str, nn.Parameter]) -> None:
         self._model, self._admitted = model, admitted
         self._parameters = self._found()
         self._has_trained = False
         self._has_changed = False  # perhaps: torch tells of the registrations of all modules
         REGISTRATIONS.add(self._note_change)
-        self._newest.update({id(p): self for p in admitted.values()})
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a later exchange has taken over, as once layers are unfrozen."""
-        return any(self._newest.get(id(p)) is not self for p in self._admitted.values())
 
     def refuse_at_updates(self) -> None:
         """Call `refuse_trained` and `refuse_converted` before each optimizer's step."""
@@ -252,28 +245,36 @@ class Outside:
         self._node = get_gradient_edge(self._probe).node
         BEFORE_UPDATES.add(self._before_update)
 
+    def close(self) -> None:
+        """Look at no more updates."""
+        BEFORE_UPDATES.remove(self._before_update)
+
     def refuse_converted(self, optimizer: Optimizer) -> None:
         """Refuse an update of a model whose gradients DDP does not see any more.
 
         If a parameter's dtype changes, torch makes a new node for its gradient, which has none of
-        DDP's hooks, even if the dtype changes back.
+        DDP's hooks, even if the dtype changes back. A parametrization that sets a parameter's
+        values does the same.
 
         Raises:
-            RuntimeError: the model was converted.
+            RuntimeError: the model was converted, or a layer parametrized.
         """
         if not self._probe.requires_grad or get_gradient_edge(self._probe).node is self._node:
             return
         if any(p is self._probe for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
-                "the model was converted to another dtype after DistributedDataParallel was made, "
-                "which therefore exchanges nothing; convert a copy, or wrap the converted model"
+                "the model was converted to another dtype, or a layer parametrized, after "
+                "DistributedDataParallel was made, which therefore does not see its gradients; "
+                "convert a copy, or wrap the changed model"
             )
 
     def refuse_trained(self, optimizer: Optimizer | None = None) -> None:
         """Refuse a model in which one of them trains; call this in each step, after backward.
 
         Parameters that a model registered by itself are looked for until a backward has been seen,
-        and later ones, added or in the place of others, once any module has registered something.
+        and later ones, added or in the place of others, once any module has registered something,
+        or once one has another parameter, as Module.to gives all of them if torch.__future__ says
+        so.
 
         Args:
             optimizer: only parameters that it updates count; None: all do.
@@ -281,7 +282,8 @@ class Outside:
         Raises:
             RuntimeError: names one that has a gradient, which no other rank would get.
         """
-        if self._has_changed or not self._has_trained:
+        is_replaced = self._place and self._place[0].get(self._place[1]) is not self._place[2]
+        if self._has_changed or is_replaced or not self._has_trained:
             self._has_changed = False
             self._parameters = self._found()
             self._has_trained |= any(p.grad is not None for p in self._admitted.values())
@@ -301,12 +303,13 @@ class Outside:
         self._has_changed = True
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        if self.is_replaced:
-            return
         self.refuse_trained(optimizer)
         if not torch.compiler.is_compiling():
             self.refuse_converted(optimizer)
 
     def _found(self) -> dict[str, nn.Parameter]:
         admitted = {id(p) for p in self._admitted.values()}
+        held = ((m._parameters, n) for m in self._model.modules() for n in m._parameters)
+        # One for all: to look at each in every step would cost more than the rest.
+        self._place = next(((d, n, d[n]) for d, n in held if id(d[n]) in admitted), None)
         return {n: p for n, p in named(self._model).items() if id(p) not in admitted}

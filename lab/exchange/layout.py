@@ -58,6 +58,11 @@ def is_rows_first(parameter: Tensor) -> bool:
     return rows < 2 or not parameter.numel() or parameter.stride(0) == parameter.numel() // rows
 
 
+def order_of(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Return the strides of dimensions with several values, which tell the order in memory."""
+    return [stride for stride, size in zip(strides, shape, strict=True) if size > 1]
+
+
 def is_fusible(parameter: Tensor) -> bool:
     """Return whether torch's fused optimizers update `parameter` rightly.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -77,9 +78,19 @@ class LoopState(Checked, HookState):
 
     Copies of the DDP model, such as an average of its weights, and saved files have none: DDP
     registers no hook for them.
+
+    Attributes: ddp: the DistributedDataParallel, as long as the program has it.
     """
 
+    ddp: Callable[[], DistributedDataParallel | None]
+
     def submit(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        ddp: Any = self.ddp()
+        if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+            raise RuntimeError(
+                "ddp.join(divide_by_initial_world_size=False): gradients are divided by the number "
+                "of all ranks, also of those that have no more inputs; must be True"
+            )
         with naming_stalled(self):
             return super().submit(bucket)
 
@@ -109,9 +120,14 @@ class LoopState(Checked, HookState):
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
 
-    def close(self) -> None:
+    def retire(self) -> None:
+        """Refuse no more updates of the model: its DDP is gone, or another exchange has begun."""
         if self.check:
             self.check.abandon()
+        self._outside.close()
+
+    def close(self) -> None:
+        self.retire()
         super().close()
 
 
@@ -159,7 +175,7 @@ def ddp_comm_hook(
         guard = NonfiniteGuard(exchange, scaler, trainable(wrapped.module).values())
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
-    state.world = world
+    state.world, state.ddp = world, weakref.ref(wrapped)
     remember(state)
     state.settings = settings | {
         "sync": {"_target_": "lab.sync.ddp.DDPSync", "hook": "lab"},
@@ -169,6 +185,7 @@ def ddp_comm_hook(
     if looks:
         state.check = LoopCheck(state, certificate, FORGOT_HOOK)
         follow(state.check, state)
+    weakref.finalize(wrapped, state.retire).atexit = False
     return state, exchange_hook
 
 
@@ -211,6 +228,9 @@ def _join(
     settings: Any = OmegaConf.to_container(config, resolve=True)
     require_alike(world, settings_and_software(config) | parameters(model))
     require_like_gpus(world, exchange)
+    for earlier in syncs():
+        if isinstance(earlier, LoopState) and earlier._model is model:
+            earlier.retire()
     return world, settings
 
 
@@ -233,6 +253,16 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
         raise ConfigError(
             "DistributedDataParallel already has a communication hook, from register_comm_hook "
             "or mixed_precision=, and can have only one"
+        )
+    if inner._delay_all_reduce_params:
+        raise ConfigError(
+            "delay_all_reduce_named_params: DistributedDataParallel exchanges these parameters "
+            "itself and gives them to no hook; leave it out"
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in inner.parameters()):
+        raise ConfigError(
+            "_apply_optimizer_in_backward: takes DistributedDataParallel's only hook; call "
+            "optimizer.step() after backward"
         )
     return inner
 
@@ -305,6 +335,7 @@ class LoopSync(Checked, GradSync):
         """Return a context for each micro-batch of a step but the last."""
         return self._arrivals.uncounted()
 
+    @torch.inference_mode(False)  # in which torch gives no hooks, if the loop calls it in one
     def finish(self) -> Tensor | None:
         """Complete the exchange, so that `grad` contains the mean over all ranks.
 

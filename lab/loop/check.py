@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lab.certificate.check import Observer
 from lab.certificate.examination import About, CertificateError, unchecked
 from lab.distributed.world import World
-from lab.exchange.gate import AFTER_UPDATES, BEFORE_UPDATES, Outside
+from lab.exchange.gate import AFTER_UPDATES, BEFORE_UPDATES
 from lab.exchange.layout import travelling
 from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
@@ -61,7 +61,6 @@ class Checked(Exchanging):
     check: LoopCheck | None = None
     num_loads = 0
     _model: nn.Module
-    _outside: Outside
 
     @property
     def certificate(self) -> Certificate | None:
@@ -223,10 +222,6 @@ class LoopCheck:
     def _refuse_unexchanged(self, optimizer: Optimizer) -> None:
         """Raise CertificateError for an update by gradients that no exchange has seen."""
         if (observer := self._observer) is None:
-            return
-        rests = bool(self._used) or not self._has_exchanged  # since the last update
-        if rests and self._sync._outside.is_replaced:
-            self.abandon()
             return
         watch, updated = observer.watch, [p for g in optimizer.param_groups for p in g["params"]]
         grown = {id(watch.parameters[name]) for name in watch.grown}

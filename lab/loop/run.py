@@ -218,6 +218,8 @@ class Run(Recording):
         self.curves.evaluated(result)
 
     def _finish(self) -> None:
+        # Times of all ranks are gathered, and Gloo aborts a process that is sent too many.
+        self.world.require_equal({"run.step(): number of steps": str(self._loop.progress.step)})
         self._loop.pause()
         self.curves.send()
         self.record = record = measured(self._loop, self.record, self.directory)

@@ -35,6 +35,7 @@ from lab.exchange.layout import (
     is_dense,
     is_rows_first,
     named,
+    order_of,
     trainable,
     travel_shape,
 )
@@ -118,6 +119,7 @@ class HookState(Exchanging):
         self._guard, self._model = guard, model
         self._device = next(iter(trainable.values())).device
         self._names = {id(p): name for name, p in named(model).items()}
+        self._strides = {name: p.stride() for name, p in named(model).items()}
         self._trained = set(trainable)
         self._to_come = set(trainable)  # parameters of this step that DDP has not handed over
         # By all names in order: a plan made anew may differ in their order alone.
@@ -182,6 +184,9 @@ class HookState(Exchanging):
     def _pack(self, parameters: list[nn.Parameter], buffer: Tensor) -> GradBucket:
         """Return DDP's buffer as a bucket; a copy, if values travel in another order or dtype."""
         present = {self._names[id(p)]: p for p in parameters if p.numel()}
+        for name, p in present.items():
+            if p.stride() != self._strides[name]:
+                self._refuse_moved(name, p)
         shapes = {name: travel_shape(p) for name, p in present.items()}
         plans = self._plans[tuple(shapes)]
         dtype = carrier(buffer.dtype, self.exchange)
@@ -209,6 +214,19 @@ class HookState(Exchanging):
         torch._foreach_copy_(values, views)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         copied = [*zip(views, values, strict=True)]
         return GradBucket(shapes, flat, self.step, plans=plans, copied=copied)
+
+    def _refuse_moved(self, name: str, parameter: nn.Parameter) -> None:
+        """Refuse a parameter in another memory order, if it is one: DDP's buffers keep the first.
+
+        Raises: RuntimeError: DDP mixes up the values of its gradient.
+        """
+        shape = parameter.shape
+        if order_of(parameter.stride(), shape) != order_of(self._strides[name], shape):
+            raise RuntimeError(
+                f"{name}: lies in another memory order than when the hook was set up, so "
+                "DistributedDataParallel mixes up its gradient; convert the model (as to "
+                "torch.channels_last) before you wrap it"
+            )
 
     def _stages(
         self, packed: GradBucket, buffer: Tensor, future: Future[Tensor]

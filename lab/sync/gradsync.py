@@ -492,6 +492,12 @@ class GradSync(Sync):
                         "sent, as after torch.stack([a, b]).sum(0); set overlap=false"
                     )
             bucket = planned.pack(self.step, self.divides_loss)
+            if planned.reordered and self.exchange.state_dict():
+                raise RuntimeError(
+                    f"{planned.reordered}: lies in another memory order than before, unlike what "
+                    f"exchange={type(self.exchange).__name__} keeps of it; convert the model (as "
+                    "to torch.channels_last) before you set up the exchange"
+                )
             if planned.in_place:
                 self._in_place[bucket.flat.data_ptr()] = planned.label
             if bucket.lacking and self._reached:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lab.distributed.worker import HostCopy
 from lab.exchange.base import Exchange
 from lab.exchange.gate import AFTER_UPDATES, BEFORE_UPDATES
-from lab.exchange.layout import named
+from lab.exchange.layout import is_rows_first, named, order_of
 from lab.settings.names import by_class
 
 KEY = "of"  # of a state, for whose it is
@@ -39,6 +39,12 @@ class Owner:
         self.exchange = settings or {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
         self.rank, self.size = rank, size
         self.shapes = {name: list(p.shape) for name, p in named(model).items()}
+        # Of values that travel in another than the logical order.
+        self.orders = {
+            name: order_of(p.stride(), p.shape)
+            for name, p in named(model).items()
+            if is_rows_first(p) and not p.is_contiguous()
+        }
 
     def mark(self) -> dict[str, Any]:
         """Return what a state holds under KEY: numbers, texts, lists and dicts."""
@@ -47,6 +53,7 @@ class Owner:
             "size": self.size,
             "exchange": json.dumps(self.exchange, sort_keys=True),
             "parameters": self.shapes,
+            "orders": self.orders,
         }
 
     def check(self, mark: Mapping[str, Any] | None, kept: Mapping[str, Any]) -> None:
@@ -85,6 +92,13 @@ class Owner:
                 "one file per rank, on the same number of ranks (Accelerate's "
                 "register_for_checkpointing saves only the file of rank 0)"
             )
+        orders: Mapping[str, list[int]] = mark.get("orders", self.orders)  # earlier ones had none
+        for name in {**self.orders, **orders}:
+            if self.orders.get(name) != orders.get(name):
+                raise ValueError(
+                    f"state_dict: {name} was in another memory order (such as torch.channels_last) "
+                    "when it was saved; convert the model in the same way before you load it"
+                )
         if by_class(json.loads(mark["exchange"])) != by_class(self.exchange):
             raise ValueError(
                 f"state_dict: contains residuals of exchange={mark['exchange']}, but this is "

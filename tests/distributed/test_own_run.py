@@ -220,3 +220,22 @@ def misused_steps(runs: Path) -> int | None:
 
 def test_a_step_counts_within_its_run_and_once(tmp_path: Path) -> None:
     assert CREW.call(1, misused_steps, tmp_path) == [3]
+
+
+def of_unlike_length(runs: Path) -> tuple[str, str]:
+    """Take a step more on rank 1; return the error, and the run's status."""
+    dist.init_process_group("gloo")
+    try:
+        run = lab.Run(study="x", strategy="none", model="m", batch_size=2, runs_dir=runs)
+        with pytest.raises(ValueError, match="number of steps") as caught, run:
+            for _ in range(3 + dist.get_rank()):
+                with run.step():
+                    pass
+        return str(caught.value), run.record.status
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_that_take_unlike_numbers_of_steps_are_named(tmp_path: Path) -> None:
+    line = "run.step(): number of steps: 3 on rank 0, 4 on rank 1; must be equal on all ranks"
+    assert CREW.call(2, of_unlike_length, tmp_path) == [(line, "failed")] * 2

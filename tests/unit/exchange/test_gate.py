@@ -1,4 +1,4 @@
-"""Who is told of updates, and which exchange a parameter belongs to."""
+"""Who is told of updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lab.exchange.gate import BEFORE_UPDATES, Outside
+from lab.exchange.gate import BEFORE_UPDATES
 
 
 class Watching:
@@ -35,14 +35,3 @@ def test_others_may_be_gone_in_the_middle_of_an_update() -> None:
     hook.remove()
     assert first.num_steps == 1
     assert len(steps) == 2
-
-
-def test_a_later_exchange_of_a_parameter_replaces_the_one_before() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    head = dict(model[1].named_parameters())
-    first, other = Outside(model, head), Outside(nn.Linear(2, 2), {})
-    assert not first.is_replaced
-    later = Outside(model, dict(model.named_parameters()))
-    assert first.is_replaced
-    assert not later.is_replaced
-    assert not other.is_replaced
