@@ -322,10 +322,13 @@ def slow_ranks(runs: Sequence[Cell], settings: Mapping[str, Any]) -> list[Slow] 
 
 def own_times(steps: pd.DataFrame, every: int) -> Times:
     """Return seconds of own work in timed steps, or means over rounds: [ranks, steps, OWN]."""
-    timed: Any = steps[steps["timed"]]  # rank by rank, each in the order of its steps
+    timed: Any = steps[steps["timed"]]
+    timed = timed.sort_values(["rank", "step"])
+    if timed.empty:
+        return np.empty((0, 0, len(OWN)))
     columns = [f"own_{name}_s" for name in OWN]
     values = timed[columns].to_numpy(float).reshape(timed["rank"].nunique(), -1, len(OWN))
-    if every == 1 or not values.size:
+    if every == 1:
         return values
     known = ~np.isnan(values).all(axis=1, keepdims=True)
     filled = np.where(known, np.nan_to_num(values), np.nan)  # most steps exchange nothing

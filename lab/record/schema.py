@@ -355,9 +355,10 @@ class Record:
 
     def rates(self, samples_per_s: float) -> str:
         """Return a throughput as text: "93 sequences/s, 11904 tokens/s"; one rate of images."""
-        text = f"{samples_per_s:.0f} {self.unit}s/s"
+        text = f"{_whole(samples_per_s)} {self.unit}s/s"
         each = self.predictions_per_sample
-        return f"{text}, {each * samples_per_s:.0f} {self.prediction}s/s" if each > 1 else text
+        rate = _whole(each * samples_per_s)
+        return f"{text}, {rate} {self.prediction}s/s" if each > 1 else text
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
@@ -385,6 +386,11 @@ class Record:
     def write(self, path: Path) -> None:
         """Write `record.json` atomically. OSError: its folder cannot be written."""
         write_json(path, self.to_json())
+
+
+def _whole(rate: float) -> str:
+    """Write a rate as a whole number, or two digits of less than ten."""
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def read_record(path: Path) -> Record:
