@@ -166,7 +166,7 @@ def _line(row: Row) -> list[str]:
         str(_fixed_batch_size(row)),
         row["basis"],
         f"{1e3 * row['step_s']:.2f}{interval}",
-        f"{1e3 * row['exposed_s']:.2f}",
+        f"{1e3 * row['exposed_s']:z.2f}",
         f"{_short(row['speedup'])}{_interval(row['speedup_interval'])}",
         _interval(narrow).strip() if narrow else "-",
         f"{row['efficiency']:.2f}",
@@ -186,7 +186,7 @@ def _short(value: float) -> str:
 
 
 def _percent(error: float) -> str:
-    return "-" if math.isnan(error) else f"{100 * error:+.1f}"
+    return "-" if math.isnan(error) else f"{100 * error:+z.1f}"
 
 
 def open_values(result: Row, machines: Sequence[Row]) -> list[str]:
