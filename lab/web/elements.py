@@ -135,10 +135,10 @@ def interval_text(value: Interval, scale: float = 1.0) -> str:
 
 def percent_text(ratio: Interval) -> str:
     """Write a ratio above or below 1 as a difference: +12 % [+9, +15]."""
-    middle = f"{100 * (ratio.mid - 1):+.1f} %"
+    middle = f"{100 * (ratio.mid - 1):+z.1f} %"
     if math.isnan(ratio.lo):
         return middle
-    return f"{middle} [{100 * (ratio.lo - 1):+.1f}, {100 * (ratio.hi - 1):+.1f}]"
+    return f"{middle} [{100 * (ratio.lo - 1):+z.1f}, {100 * (ratio.hi - 1):+z.1f}]"
 
 
 @dataclass(frozen=True)

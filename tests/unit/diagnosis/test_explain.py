@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab.analysis.results import load as load_results
-from lab.diagnosis.evidence import Evidence, gather
+from lab.diagnosis.evidence import Evidence, gather, own_times
 from lab.diagnosis.rules import judge, remedies
 from lab.explain import main
 from lab.measure import OWN, PHASES, Span
@@ -333,6 +333,30 @@ def test_the_text_has_verdict_evidence_and_remedy(study: Path) -> None:
     )
     assert re.search(r"try +strategy=onebit: .* \(up to 193\.[78] ms less\)", text)
     assert "strategy=overlap world_size=4 batch_size=128 model=mlp measure=breakdown" in text
+
+
+def test_a_message_is_one_and_numbers_are_written_in_full(study: Path) -> None:
+    run = write(study, "overlap", 4, 0.102, messages_per_step=[1.0] * 4)
+    text = said(main, str(run))
+    assert "12 MB in 1 message from the busiest rank: 6000 MB/s in the time that is" in text
+    short = write(study, "onebit", 4, 0.10047)
+    assert "exchange    0.47 ms (0 %) not hidden" in said(main, str(short))
+    hidden = write(study, "tree", 4, 0.1 + 1e-9)
+    assert "12 MB in 4 messages from the busiest rank\n" in said(main, str(hidden))
+
+
+def test_own_times_are_those_of_each_rank_in_whatever_order_their_rows_are() -> None:
+    """A run that was resumed by an earlier version has the rows of each start apart."""
+    columns = {f"own_{name}_s": 0.0 for name in OWN}
+    rows = pd.DataFrame(
+        {"rank": rank, "step": step, "timed": True, **columns, "own_forward_s": rank + 0.1 * step}
+        for start in (range(2), range(2, 4))
+        for rank in range(2)
+        for step in start
+    )
+    found = own_times(rows, 1)[:, :, OWN.index("forward")]
+    assert found.tolist() == [[0.0, 0.1, 0.2, pytest.approx(0.3)], [1.0, 1.1, 1.2, 1.3]]
+    assert own_times(rows.assign(timed=False), 2).shape == (0, 0, len(OWN))
 
 
 def test_what_did_nothing_is_told(study: Path) -> None:
