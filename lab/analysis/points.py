@@ -172,9 +172,10 @@ class Point:
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """Means of the metrics of last evaluations, by name."""
-        names = dict.fromkeys(name for cell in self._every for name in cell.record.final)
-        values = {n: _known(number(c.record.final.get(n)) for c in self._every) for n in names}
+        """Means over repeats, and so over seeds, of the metrics of last evaluations, by name."""
+        cells = (self.done("breakdown") | self.done("throughput")).values()
+        names = dict.fromkeys(name for cell in cells for name in cell.record.final)
+        values = {n: _known(number(c.record.final.get(n)) for c in cells) for n in names}
         return {name: float(np.mean(each)) if each else math.nan for name, each in values.items()}
 
     @property
@@ -405,6 +406,11 @@ def ranked(points: Iterable[Point]) -> list[Point]:
     """
     running = [point for point in points if point.strategy != CEILING and point.num_repeats]
     return [point for point in running if point.num_repeats >= ENOUGH_REPEATS] or running
+
+
+def has_ranking(points: Iterable[Point]) -> bool:
+    """Return whether any point that may lead has enough repeats to be told apart from others."""
+    return any(point.num_repeats >= ENOUGH_REPEATS for point in ranked(points))
 
 
 def leaders(points: Iterable[Point], floor: float) -> list[str]:

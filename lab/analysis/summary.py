@@ -16,7 +16,15 @@ import numpy as np
 import pandas as pd
 
 from lab.analysis.charts import emulation_text
-from lab.analysis.points import CEILING, Point, floor_text, frame_of, leaders, together
+from lab.analysis.points import (
+    CEILING,
+    Point,
+    floor_text,
+    frame_of,
+    has_ranking,
+    leaders,
+    together,
+)
 from lab.analysis.records import Cell, Study
 from lab.draw.text import short_text
 from lab.measure.statistics import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
@@ -305,7 +313,7 @@ def _leader_line(points: list[Point], floor: float) -> str:
     competing = {
         point.series for point in points if point.num_repeats and point.strategy != CEILING
     }
-    if len(competing) < 2 or max(point.num_repeats for point in points) < ENOUGH_REPEATS:
+    if len(competing) < 2 or not has_ranking(points):
         return ""  # without intervals nothing can be told apart
     one, names = points[0], leaders(points, floor)
     role = "leader" if len(names) == 1 else "leaders, not significantly different"
