@@ -125,7 +125,7 @@ def _losses(cell: Cell) -> Frame:
     by_step = steps.groupby("step").agg({"end_s": "max", "loss": "mean"}).reset_index()
     window = max(1, len(by_step) // NUM_SMOOTHED)
     by_step["loss"] = by_step["loss"].rolling(window, min_periods=1).mean()
-    thin = by_step.iloc[:: math.ceil(len(by_step) / NUM_DRAWN)]
+    thin = by_step.iloc[:: -math.ceil(len(by_step) / NUM_DRAWN)].iloc[::-1]  # with the last step
     return thin.rename(columns={"end_s": "seconds", "loss": "value"})
 
 
@@ -332,7 +332,8 @@ def _waits(timeline: Timeline, run: str = "") -> str:
     waits_s = sum(s.end_s - s.start_s for s in spans if s.row == "wait") / len(ranks)
     several = f"{len(steps)} steps" if len(steps) > 1 else "A step"
     step = str(about["step"]).capitalize() if "step" in about else several
-    of = run or f"{about.get('strategy', 'a run')} on {about.get('world_size', len(ranks))} ranks"
+    on_ranks = number_of(int(about.get("world_size", len(ranks))), "rank")
+    of = run or f"{about.get('strategy', 'a run')} on {on_ranks}"
     share = f"{100 * waits_s / length_s:.0f} %"
     return f"{step} of {of}: {short_text(1e3 * length_s)} ms, of which {share} is waiting"
 

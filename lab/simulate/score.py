@@ -224,7 +224,7 @@ class Score:
                 f" The mean signed error for overlapped steps is {100 * self.signed_error:+z.1f} %."
             )
         if not math.isnan(self.skill):
-            text += f" For the {self.num_cells} cells, {self.linear_in_words()}"
+            text += f" For the {number_of(self.num_cells, 'cell')}, {self.linear_in_words()}"
         return text
 
     def __str__(self) -> str:

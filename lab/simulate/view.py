@@ -127,8 +127,8 @@ def chart(result: Row) -> Chart:
     best = max([r for r in last if r["strategy"] != NONE] or last, key=lambda row: row["speedup"])
     number = f"{best['speedup']:,.0f}" if best["speedup"] >= 100 else f"{best['speedup']:.3g}"
     message = (
-        f"Predicted: at most {number} × one rank, on {sizes[-1]} ranks with {best['series']} at "
-        f"{batch} {_fixed_batch_size(best)}"
+        f"Predicted: at most {number} × one rank, on {number_of(sizes[-1], 'rank')} with "
+        f"{best['series']} at {batch} {_fixed_batch_size(best)}"
     )
     (name,) = {hardware["name"] for hardware in result["hardware"]}
     key = ["dotted: ideal", f"hollow: predicted, {', '.join(result['profiles'])} on {name}"]
