@@ -24,6 +24,7 @@ from lab.sync.pattern import Pattern, alike, pattern_of
 
 OWN_WORK = ("data_s", "forward_s", "backward_s", "update_s")  # columns of steps.parquet
 OF_SLOW = ("delay_s", "share", "floor_s")  # figures of a slow rank, beside where it is slow
+EXPLAINED = ("throughput", "breakdown")  # runs whose steps take as long as they usually do
 OF_EXCHANGE = ("overlap", "bucket_mb", "exchange", "sync")  # settings that do not apply to `none`
 
 
@@ -112,6 +113,11 @@ def gather(results: Results, cell: Cell) -> Evidence:
     settings = _settings(cell)
     breakdowns = list(point.done("breakdown").values())
     step_s = point.step_s if point.steps_s else _median(run.step_s for run in breakdowns)
+    if not step_s and cell.measure not in EXPLAINED:
+        raise ValueError(
+            f"{cell.folder}: measure={cell.measure}: slows steps down; only runs with "
+            f"{' or '.join(f'measure={each}' for each in EXPLAINED)} can be explained"
+        )
     if not step_s:
         raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
     base = (
@@ -156,8 +162,14 @@ def gather_all(results: Results) -> list[Evidence]:
     Raises:
         ValueError: there is no such point.
     """
-    several = [point.one for point in results.points if point.world_size > 1]
-    timed = [one for one in several if one.status == "done" and not math.isnan(one.step_s)]
+    several = [point for point in results.points if point.world_size > 1]
+    timed = [
+        point.one
+        for point in several
+        if any(
+            not math.isnan(run.step_s) for each in EXPLAINED for run in point.done(each).values()
+        )
+    ]
     if not timed:
         raise ValueError(
             f"{results.study.folder}: no run on several ranks has finished and timed a step; one "

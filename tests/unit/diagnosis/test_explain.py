@@ -412,14 +412,24 @@ def test_damaged_and_failed_runs_are_told(study: Path) -> None:
     assert "not JSON" in refusal(main, str(damaged))
 
 
+def test_a_run_with_a_noise_scale_hides_no_other_point(study: Path) -> None:
+    write(study, "ring", 4, 0.3, measure="noise")
+    write(study, "tree", 4, None, status="done")
+    write(study, "tree", 4, 0.3, repeat=1)
+    told = said(main, str(study))
+    assert "tree on 4 ranks" in told and "ring" not in told
+
+
 def test_what_cannot_be_explained_is_refused(study: Path, tmp_path: Path) -> None:
     failed = write(study, "tree", 4, None, status="oom", error="rank 0: out of memory")
     single = write(study, "overlap", 1, 0.4)
     untimed = write(study, "ring", 4, None)
+    noise = write(study, "ddp", 4, 0.3, measure="noise")
     reasons = {
         failed: "status=oom: rank 0: out of memory",
         single: "world_size=1: a single rank exchanges nothing",
         untimed: "step_s=null: no step was timed",
+        noise: "measure=noise: slows steps down; only runs with measure=throughput or ",
         tmp_path / "nothing": "no such folder",
         tmp_path: "contains no <cell>/record.json",
     }
