@@ -170,8 +170,9 @@ class Stretch:
 
     @property
     def steps(self) -> str:
-        """The numbers of its steps: "0-9"."""
-        return f"{self.first_step}-{self.end_step - 1}"
+        """The numbers of its steps: "0-9", or of a single one: "0"."""
+        last = self.end_step - 1
+        return f"{self.first_step}-{last}" if last > self.first_step else str(last)
 
     @property
     def made_by(self) -> str:

@@ -197,7 +197,7 @@ def test_steps_of_another_cell_settings_ranks_and_commit_are_told() -> None:
     then = made(0, 5, settings={"lr": 1, "seed": 3, **moved[0]}, world_size=1, commit=None)
     now = made(5, 9, cell="s/b", settings={"lr": 2, **moved[1]})
     first, second = stretches_of(append_stretch([then], now))
-    assert (first.steps, second.steps) == ("0-4", "5-8")
+    assert (first.steps, second.steps, made(3, 4).steps) == ("0-4", "5-8", "3")
     assert first.settings == {"lr": 1, "seed": 3} and second.settings == {}
     assert first.made_by == "s/a on 1 rank, batch_size=8, commit unknown; lr=1, seed=3"
     assert second.made_by == "s/b on 2 ranks, batch_size=8, commit abc"

@@ -67,6 +67,11 @@ def test_an_error_that_rounds_to_zero_has_no_minus() -> None:
     assert "overlapped steps +0.0 % on average" in str(score([near]))
 
 
+def test_a_single_cell_is_singular() -> None:
+    text = score([replace(CELL, linear_s=0.1)]).in_sentences()
+    assert "For the 1 held-out cell with" in text and "For the 1 cell, linear scaling" in text
+
+
 @pytest.mark.slow
 def test_a_study_is_fitted_on_one_link_and_scored_on_others(tmp_path: Path) -> None:
     profile = replace(profile_of("alexnet_titanx"), bytes_scale=0.02)

@@ -26,6 +26,10 @@ def result_of(names: list[str]) -> dict[str, Any]:
 
 def test_a_figure_draws_the_leaders_and_counts_the_others() -> None:
     drawing = chart(result_of(ALL_STRATEGIES))
+    assert " on 4 ranks with " in drawing.message
+    alone = result_of(["tree"])
+    alone["rows"] = alone["rows"][:1]
+    assert "on 1 rank with tree at global batch 64" in chart(alone).message
     (data,) = drawing.spec()["datasets"].values()
     assert {row["series"] for row in data} == {*ALL_STRATEGIES[-MOST_DRAWN:]}
     assert drawing.about == [
