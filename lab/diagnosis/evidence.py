@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -15,7 +16,7 @@ import pandas as pd
 from lab.analysis.points import CEILING, Point, ratio_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.analysis.results import Results
-from lab.measure import OWN
+from lab.measure import OWN, Span
 from lab.measure.statistics import round_means
 from lab.measure.stragglers import Slow, Times, stragglers
 from lab.record.run_directory import SETTINGS, read_settings
@@ -147,7 +148,7 @@ def gather(results: Results, cell: Cell) -> Evidence:
         slowest_rank=slowest_rank,
         slow=tuple(slow or ()),
         backward_s=scale * _phase_s(telling, "backward"),
-        codec_s=scale * _codec_s(breakdowns),
+        codec_s=scale * _codec_s(breakdowns, pattern.every),
         floor=results.floor,
         payload_bytes=max(cell.payload_bytes_per_step, default=math.nan),
         messages=max(cell.record.messages_per_step or (), default=math.nan),
@@ -244,13 +245,30 @@ def _slower(runs: Sequence[Cell], ceiling: Point | None, every: int) -> tuple[in
     return int(np.argmax(ranks)), float(slowest - np.median(others))
 
 
-def _codec_s(breakdowns: Sequence[Cell]) -> float:
-    """Return the seconds of encoding and decoding per rank and step, from timelines."""
+def _codec_s(breakdowns: Sequence[Cell], every: int) -> float:
+    """Return the seconds of encoding and decoding per rank and step, from timelines.
+
+    NaN: unknown, as in rounds of more steps than a timeline has.
+    """
     paths = [run.folder / TIMELINE for run in breakdowns if (run.folder / TIMELINE).is_file()]
-    spans = [span for path in paths for span in read_trace(path).spans]
+    spans = [span for path in paths for span in _of_whole_rounds(read_trace(path).spans, every)]
     num_steps = sum(span.row == "step" for span in spans)
     coded = [span.end_s - span.start_s for span in spans if span.row == "codec"]
     return sum(coded) / num_steps if num_steps else math.nan
+
+
+def _of_whole_rounds(spans: Sequence[Span], every: int) -> Sequence[Span]:
+    """Return the spans of the steps that make up whole rounds of `every` steps."""
+    if every == 1:
+        return spans
+    steps = {(s.rank, int(s.name.rpartition(" ")[2])): s for s in spans if s.row == "step"}
+    sizes = Counter((rank, number // every) for rank, number in steps)
+    whole = [step for (rank, at), step in steps.items() if sizes[rank, at // every] == every]
+    return [
+        span
+        for span in spans
+        if any(s.rank == span.rank and s.start_s <= span.start_s < s.end_s for s in whole)
+    ]
 
 
 def _settings(cell: Cell) -> dict[str, Any]:

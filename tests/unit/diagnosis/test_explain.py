@@ -298,9 +298,14 @@ def test_a_round_of_several_steps_counts_as_a_whole(tmp_path: Path) -> None:
     steps = pd.read_parquet(run / "steps.parquet")
     steps.loc[steps["step"] % 2 == 1, "exchange_s"] = 0.1
     steps.to_parquet(run / "steps.parquet")
+    # The timeline holds a part of a round, which exchanged, and a whole one.
+    traced = [Span(0, "step", f"step {at}", 0.15 * at, 0.15 * (at + 1)) for at in (3, 4, 5)]
+    coded = [Span(0, "codec", "fc", 0.15 * at + 0.1, 0.15 * at + 0.12) for at in (3, 5)]
+    write_trace(run / "timeline.json", [*traced, *coded])
     verdict, evidence = explain(run)
     assert verdict == "bandwidth-bound"
     assert evidence.exposed_s == pytest.approx(0.05)
+    assert evidence.codec_s == pytest.approx(0.01)
     assert "sync.every=4" in [remedy.switch for remedy in remedies(evidence, judge(evidence))]
 
 
