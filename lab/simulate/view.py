@@ -221,15 +221,20 @@ def _open(result: Row) -> list[str]:
 def _linear(result: Row) -> list[str]:
     """Say where a prediction is no better than linear scaling, that N ranks are N times as fast."""
     known = [row for row in result["rows"] if "speedup_interval_80" in row]
-    alike = [row for row in known if row["speedup_interval_80"][1] >= row["world_size"]]
     if not known:
         return []
+    ends = [row["speedup_interval_80"] for row in known]
+    alike = [
+        row
+        for row, (low, high) in zip(known, ends, strict=True)
+        if low <= row["world_size"] <= high
+    ]
     sizes = ", ".join(str(size) for size in sorted({row["world_size"] for row in alike}))
     if not alike:
         return ["linear scaling (N ranks are N times as fast) is outside all 80 % intervals"]
     return [
-        f"predictions are no better than linear scaling at N = {sizes}: linear scaling is inside "
-        f"the 80 % interval of {len(alike)} of {len(known)} predictions"
+        f"linear scaling (N ranks are N times as fast) is inside the 80 % interval of {len(alike)} "
+        f"of {len(known)} predictions, at N = {sizes}, which are no better than linear scaling"
     ]
 
 
