@@ -185,6 +185,8 @@ def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
     if not verdict.decided:
         return []
     if not verdict.losses:
+        if math.isnan(evidence.fixed_s):  # whether compute shrinks is unknown
+            return []
         ranks = 2 * evidence.one.world_size
         return [_ranks(evidence, ranks, "compute still shrinks with each added rank")]
     firsts, others = list[Remedy](), list[Remedy]()

@@ -196,7 +196,7 @@ def _ms(seconds: float) -> str:
 
 def _number(ms: float) -> str:
     """Write milliseconds to a tenth, or two digits of less than one."""
-    return f"{ms:z.1f}" if abs(ms) >= 1 or abs(ms) < NO_TIME else short_text(ms, 2)
+    return short_text(ms, 2) if NO_TIME <= abs(ms) < 0.95 else f"{ms:z.1f}"
 
 
 def _share(seconds: float, e: Evidence) -> str:

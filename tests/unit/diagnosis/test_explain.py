@@ -259,6 +259,15 @@ def test_two_losses_of_about_the_same_size_are_both_named(tmp_path: Path) -> Non
     assert switches[:2] == ["strategy=onebit", "batch_size=256"]
 
 
+def test_more_ranks_are_advised_only_if_compute_is_known_to_shrink(tmp_path: Path) -> None:
+    write(tmp_path / "demo", "none", 4, 0.1)
+    verdict, evidence = explain(write(tmp_path / "demo", "overlap", 4, 0.101))
+    assert verdict == "compute-bound" and remedies(evidence, judge(evidence)) == []
+    write(tmp_path / "demo", "none", 1, 0.4)
+    assert explain(tmp_path / "demo" / "overlap-4-1")[1].fixed_s == 0.0
+    assert first_remedy(explain(tmp_path / "demo" / "overlap-4-1")[1]) == "8 ranks"
+
+
 def test_without_a_reference_or_phases_nothing_is_decided(tmp_path: Path) -> None:
     run = write(tmp_path / "demo", "overlap", 4, 0.3)
     verdict, evidence = explain(run)
