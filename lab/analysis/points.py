@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lab.analysis.records import CONTEXT, Cell, Study, number
+from lab.analysis.records import CONTEXT, LENGTHS, Cell, Study, number
 from lab.draw.chart import order
 from lab.measure import PHASES
 from lab.measure.statistics import (
@@ -347,7 +347,8 @@ def reference(
     """Find the measured point of `strategy` that `point` may be compared with.
 
     It must share scaling and batch, and all its settings (model, data, precision and device
-    among them) that count must be `point`'s; the one sharing most settings is taken.
+    among them) that count must be `point`'s; the one sharing most settings is taken. Runs of other
+    lengths have the same steps.
 
     Args:
         strategy: None: any. counts: tells by key whether a setting counts.
@@ -359,10 +360,15 @@ def reference(
         if p.world_size == world_size
         and strategy in (None, p.strategy)
         and (p.scaling, p.fixed_batch_size) == (want.scaling, want.fixed_batch_size)
-        and {k: v for k, v in p.one.settings.items() if counts(k)}.items() <= want.settings.items()
+        and all(
+            want.settings.get(key) == value
+            for key, value in p.one.settings.items()
+            if counts(key) and key not in LENGTHS
+        )
         and p.steps_s
     ]
-    return max(fits, key=lambda p: len(p.one.settings), default=None)
+    shared = want.settings.items()
+    return max(fits, key=lambda p: len(p.one.settings.items() & shared), default=None)
 
 
 def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point | None:

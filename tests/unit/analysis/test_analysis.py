@@ -48,6 +48,22 @@ def test_weak_speedup_counts_the_larger_batch(folder: Path) -> None:
     assert (row.one.per_rank_batch_size, row.speedup.mid, row.efficiency.mid) == (64, 2.0, 0.5)
 
 
+def test_a_strategy_that_needs_more_steps_has_the_baseline_of_the_others(folder: Path) -> None:
+    for strategy, ranks, seconds, steps in (
+        ("none", 1, 1.0, "40"), ("none", 2, 0.5, "40"), ("local_sgd", 2, 0.6, "400"),
+        ("tree", 2, 0.8, "40"),
+    ):  # fmt: skip
+        write_cell(folder, strategy, ranks, seconds, variant={"steps": steps})
+    row = one(table(load_study(folder)), "local_sgd", 2)
+    assert row.speedup.mid == pytest.approx(1 / 0.6)
+    assert row.exposed_exchange_s.mid == pytest.approx(0.1)
+    for ranks, seconds in ((1, 2.0), (2, 0.3)):  # of as many steps, which share one setting more
+        write_cell(folder, "none", ranks, seconds, variant={"steps": "400"})
+    row = one(table(load_study(folder)), "local_sgd steps=400", 2)
+    assert row.speedup.mid == pytest.approx(2 / 0.6)
+    assert row.exposed_exchange_s.mid == pytest.approx(0.3)
+
+
 def test_strong_and_weak_do_not_share_a_baseline(folder: Path) -> None:
     write_cell(folder, "none", 1, 1.0, scaling="strong")
     write_cell(folder, "tree", 4, 2.0, scaling="weak")
