@@ -57,7 +57,7 @@ def chart(result: Row) -> Chart:
     key = [f"hollow: predicted, {names}", "dotted: the first choice at efficiency 1"]
     key += ["vertical: 95 % intervals"] if (data["low"] < data["high"]).any() else []
     num_left_out = sum(len(result["best"][kind]) - len(best[kind]) for kind in kinds)
-    left_out = [f"{num_left_out} slower series are left out"] if num_left_out else []
+    left_out = [f"slower series left out: {num_left_out}"] if num_left_out else []
     fitted = [f"fitted to {result['fit']}"] if result["fit"] else []
     return Chart("advice", message, ["; ".join(key), *left_out, *fitted], body, width)
 

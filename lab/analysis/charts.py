@@ -475,7 +475,8 @@ def _lead(points: Frame, best: Point) -> str:
         return f"Highest speedup with {best['label']}"
     if others:
         names = in_words([best["label"], *others])
-        names = names if len(names) < MOST_LETTERS else f"{best['label']} and {len(others)} others"
+        short = f"{best['label']} and {number_of(len(others), 'other')}"
+        names = names if len(names) < MOST_LETTERS else short
         return f"{names} are fastest, with no significant difference"
     return f"{best['label']} is fastest"
 

@@ -216,5 +216,5 @@ def batch_text(point: Point) -> str:
 def _listed(names: Sequence[str]) -> str:
     most = 4
     if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most} others"
+        return f"{', '.join(names[:most])} and {number_of(len(names) - most, 'other')}"
     return in_words(names)

@@ -135,7 +135,7 @@ def chart(result: Row) -> Chart:
     key += ["filled: measured"] if data["measured"].notna().any() else []
     key += ["vertical: 95 % intervals"] if (data["low"] < data["high"]).any() else []
     about = ["; ".join(key), *([f"fitted to {result['fit']}"] if result["fit"] else [])]
-    about += [f"{num_left_out} slower series are left out"] if num_left_out else []
+    about += [f"slower series left out: {num_left_out}"] if num_left_out else []
     about += _held_out(result) if result["fit"] else []
     return Chart("speedup", message, about, body, width)
 

@@ -142,6 +142,13 @@ def test_fewer_ranks_are_faster_only_if_they_train_more_samples_per_second(tmp_p
     assert told == "Fewer ranks are faster: with onebit, 2 ranks train 1.10 times as fast."
 
 
+def test_one_more_of_many_that_are_tied_is_one_other(tmp_path: Path) -> None:
+    alike = ("allreduce", "overlap", "onebit", "int8", "topk", "ring")
+    times = {(name, 4): (115, 114 + at, 116) for at, name in enumerate(alike)}
+    (told, *_) = found_in(tmp_path / "made", times).more
+    assert told.endswith(" and 1 other.")
+
+
 def test_an_interval_is_lacking_for_the_true_reason(tmp_path: Path) -> None:
     found = found_in(tmp_path / "made", {("none", 1): (400, 404), ("overlap", 4): (115, 114)})
     assert found.figures[1].note == "fewer than 3 repeats, so no interval; ideal is 4"

@@ -35,7 +35,7 @@ def test_a_figure_draws_the_leaders_and_counts_the_others() -> None:
     assert {row["series"] for row in data} == {*ALL_STRATEGIES[-MOST_DRAWN:]}
     assert drawing.about == [
         "dotted: ideal; hollow: predicted, vgg on eth10g; vertical: 95 % intervals",
-        f"{len(ALL_STRATEGIES) - MOST_DRAWN} slower series are left out",
+        f"slower series left out: {len(ALL_STRATEGIES) - MOST_DRAWN}",
     ]
 
 
