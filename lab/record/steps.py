@@ -33,8 +33,9 @@ def write_rows(path: Path, first_step: int, columns: Mapping[str, Any]) -> None:
     table = pa.table({**columns})
     if first_step and path.exists():  # of a resumed run
         earlier = read_table(path).filter(pc.field("step") < first_step)
-        place, untimed = earlier.schema.get_field_index("timed"), pa.repeat(False, len(earlier))
-        earlier = earlier.set_column(place, "timed", untimed)
+        if "timed" in earlier.column_names:  # a run of an early version has none
+            earlier = earlier.drop_columns("timed")
+        earlier = earlier.append_column("timed", pa.repeat(False, len(earlier)))
         table = pa.concat_tables([earlier, table], promote_options="default")
     write_atomically(path, lambda temporary: pq.write_table(table, temporary))
 

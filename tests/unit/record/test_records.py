@@ -212,3 +212,6 @@ def test_steps_before_a_resume_are_kept_but_timed_no_more(tmp_path: Path) -> Non
     rows = read_steps(path)
     assert rows["step"].tolist() == [0, 1, 0, 1, 2, 3]
     assert rows["timed"].tolist() == [False] * 5 + [True]
+    rows.drop(columns="timed").to_parquet(path)  # as an early version left it
+    write_rows(path, 3, {"rank": [0], "step": [3], "timed": [True]})
+    assert read_steps(path)["timed"].tolist() == [False] * 5 + [True]
