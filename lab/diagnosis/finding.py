@@ -188,6 +188,8 @@ def _speed(best: Point) -> Figure:
 
 def _ends(best: Point) -> str:
     value = best.speedup
+    if math.isnan(value.lo) and best.num_repeats >= ENOUGH_REPEATS:
+        return f"fewer than {ENOUGH_REPEATS} repeats have a one-rank run, so no interval"
     if math.isnan(value.lo):
         once = len(best.speedups) == 1
         return f"{'one run' if once else f'fewer than {ENOUGH_REPEATS} repeats'}, so no interval"
