@@ -465,12 +465,15 @@ class Constant:
     def text(self) -> str:
         """The constant choice, its regret, and how many would have done."""
         close = f"{self.num_close} {'is' if self.num_close == 1 else 'are'}"
-        everywhere = f"all {len(self.regrets)} scenarios"
+        everywhere = f"in all {len(self.regrets)} scenarios"
+        others = (
+            f"Of the {self.num_shared} strategies that appear {everywhere}, {close} always within "
+            f"{100 * CLOSE:g} % of the best strategy of the scenario."
+        )
         return (
             f"the best constant choice (one strategy for every scenario) is `{self.name}`. "
             f"Its regret is {_percents(self.regrets)}. "
-            f"Of the {self.num_shared} strategies that appear in {everywhere}, {close} always "
-            f"within {100 * CLOSE:g} % of the best strategy of the scenario."
+            + (others if self.num_shared > 1 else f"No other strategy appears {everywhere}.")
         )
 
 

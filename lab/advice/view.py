@@ -11,7 +11,7 @@ import pandas as pd
 from lab.advice.advise import KINDS, UNRECORDED
 from lab.draw.chart import Chart, looks_of
 from lab.draw.plots import Axis, lines
-from lab.draw.text import aligned
+from lab.draw.text import aligned, short_text
 from lab.simulate.estimate import ESTIMATE
 from lab.simulate.view import open_values
 
@@ -57,7 +57,7 @@ def chart(result: Row) -> Chart:
     key = [f"hollow: predicted, {names}", "dotted: the first choice at efficiency 1"]
     key += ["vertical: 95 % intervals"] if (data["low"] < data["high"]).any() else []
     num_left_out = sum(len(result["best"][kind]) - len(best[kind]) for kind in kinds)
-    left_out = [f"{num_left_out} slower series are left out"] if num_left_out else []
+    left_out = [f"slower series left out: {num_left_out}"] if num_left_out else []
     fitted = [f"fitted to {result['fit']}"] if result["fit"] else []
     return Chart("advice", message, ["; ".join(key), *left_out, *fitted], body, width)
 
@@ -153,7 +153,7 @@ def _line(row: Row, extra: list[str]) -> list[str]:
         *(row["series"], str(row["world_size"]), str(row["batch_size"])),
         *(f"{row['samples_per_s']:.1f}", f"[{low:.1f}, {high:.1f}]" if low < high else ""),
         *(f"{1e3 * row['step_s']:.2f}", f"{row['efficiency']:.2f}"),
-        *(f"{row[key]:.4g}" for key in extra),
+        *(short_text(row[key], 4) for key in extra),
         "?" if memory is None else f"{memory / 1e9:.3g}",
         *(row["limit"], f"{100 * row['limit_share']:.0f} %"),
         str(row["knee"] or "-"),
@@ -164,10 +164,9 @@ def _first_choice(result: Row, kind: str) -> list[str]:
     """Name the first choice, and others that are as good for all we know."""
     first, *close = _rivals(result, kind)
     low, high = first["samples_per_s_interval"]
-    interval = f" [{low:.0f}, {high:.0f}]" if low < high else ""
-    line = (
-        f"first choice, {kind}: {_named(first)}, {first['samples_per_s']:.0f} samples/s{interval}"
-    )
+    interval = f" [{short_text(low)}, {short_text(high)}]" if low < high else ""
+    rate = f"{short_text(first['samples_per_s'])} samples/s{interval}"
+    line = f"first choice, {kind}: {_named(first)}, {rate}"
     names = ", ".join(row["series"] for row in close)
     rivals = f"  measure first, because the prediction cannot distinguish this choice from {names}"
     return [line, *_wrapped([rivals] if close else [])]

@@ -31,7 +31,7 @@ from lab.draw.chart import (
     wrap,
 )
 from lab.draw.plots import GAP, Axis, bars, fitted, in_rows, joined, lines
-from lab.draw.text import in_words, number_of
+from lab.draw.text import in_words, number_of, number_text, short_text
 from lab.measure import PHASES
 from lab.measure.statistics import ENOUGH_REPEATS, Interval
 from lab.task import heading
@@ -133,9 +133,10 @@ def throughput(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     points = _known(_from_one_rank(summary), "samples_per_s_mid", "no record has samples_per_s")
     best, unit = _best(points, "samples_per_s_mid"), _shared(points, "unit", "sample")
     rate, each = best["samples_per_s_mid"], _shared(points, "predictions_per_sample", 1)
-    more = f" ({rate * each:,.0f} {best['prediction']}s)" if each > 1 else ""
+    more = f" ({number_text(rate * each)} {best['prediction']}s)" if each > 1 else ""
     verb = "trains" if best["world_size"] == 1 else "train"
-    message = f"With {best['label']}, {_ranks(best)} {verb} {rate:,.0f} {unit}s{more} per second"
+    trained = f"{number_text(rate)} {unit}s{more} per second"
+    message = f"With {best['label']}, {_ranks(best)} {verb} {trained}"
     about = [f"Throughput of all ranks, {_scaling(points)}. {repeats(points)}."]
     about += [f"A {unit} has {each} {best['prediction']}s."] if each > 1 else []
     drawn = _over_ranks(points, looks, width, "samples_per_s", f"{unit}s per second")
@@ -156,7 +157,7 @@ def step_time(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         colours = {EXPOSED_PART if k == "exchange" else k: v for k, v in PHASE_LOOKS.items()}
         step_s = points[phases].sum(axis=1)
         counts = sorted(set(points["num_breakdowns"]))
-        count = " to ".join(map(str, counts))
+        count = " to ".join(map(str, sorted({counts[0], counts[-1]})))
         runs = f"Medians of {count} breakdown runs per point, so no intervals"
         if counts == [1]:
             runs = "1 breakdown run per point, so no intervals"
@@ -223,18 +224,19 @@ def payload(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
     most, least = (last.loc[last["payload_mid"].agg(which)] for which in ("idxmax", "idxmin"))
     factor = most["payload_mid"] / least["payload_mid"]
     message = (
-        f"A rank sends {factor:.3g} times as many bytes with {most['label']} as with "
+        f"A rank sends {short_text(factor)} times as many bytes with {most['label']} as with "
         f"{least['label']}"
     )
+    sends = f"A rank sends {short_text(most['payload_mid'])} MB per step"
     if factor < 1.05:
-        message = f"A rank sends {most['payload_mid']:.3g} MB per step with every series"
+        message = f"{sends} with every series"
     if last["series"].nunique() == 1:
-        message = f"A rank sends {most['payload_mid']:.3g} MB per step with {most['label']}"
+        message = f"{sends} with {most['label']}"
     about = ["Payload that the busiest rank hands to the network in a step; counted, not timed."]
     several = summary[summary["world_size"] > 1]
     if missing := {*several["label"][several["payload_max_bytes"].isna()]} - {*sent["label"]}:
         about.append(f"Not counted: {in_words(sorted(missing))}.")
-    ring = f"a ring in fp32, 8n(N−1)/N bytes; n = {1e-6 * parameters:.3g} M parameters"
+    ring = f"a ring in fp32, 8n(N−1)/N bytes; n = {short_text(1e-6 * parameters)} M parameters"
     ranges = ["Lines: range from the least to the most loaded rank."] if differ.any() else []
     if sent["world_size"].nunique() == 1:
         about[0] += f" {number_of(sent['world_size'].iloc[0], 'rank')}."
@@ -257,7 +259,7 @@ def _payload_bars(sent: Frame, looks: Looks, width: int, has_ring: bool) -> tupl
         {
             **{"name": [_label(sent, each) for each in sent["series"]], "part": "sent"},
             **{key: [*one] for key, one in _interval(sent, "payload").items()},
-            **{"text": [f"{mb:.3g} MB" for mb in sent["payload_mid"]]},
+            **{"text": [f"{short_text(mb)} MB" for mb in sent["payload_mid"]]},
             **{"hollow": [*_unlike(sent)]},
             **({"mark": [*sent["ring"]]} if has_ring else {}),
         }
@@ -371,15 +373,19 @@ def _told_once(points: Frame) -> list[int]:
 
 
 def _exposed(points: Frame, shares: Any, is_noise: Any) -> str:
-    """Say how much of the steps on the most ranks is exposed exchange.
+    """Say how much of the steps on the most ranks, of those where it is known, is exposed exchange.
 
     Args:
         is_noise: by point, whether the interval of the exposed exchange includes 0; None: unknown.
     """
-    size = points["world_size"].max()
-    known = shares[(points["world_size"] == size)].dropna().clip(lower=0.0)
-    if known.empty or size == 1:
+    sizes = points["world_size"]
+    if ((sizes == 1) | (points["strategy"] == CEILING)).all():
         return "A step without any exchange"
+    of_all = shares[sizes > 1].dropna().clip(lower=0.0)
+    if of_all.empty:
+        return "The exposed exchange of these steps is not known"
+    size = sizes[of_all.index].max()
+    known = of_all[sizes[of_all.index] == size]
     least, most = (_named(points.loc[known.index], known.agg(at)) for at in ("idxmin", "idxmax"))
     low, high = f"{100 * known.min():.0f}", f"{100 * known.max():.0f}"
     range_ = f"{low} %" if low == high else f"{low} % ({least}) to {high} % ({most})"
@@ -469,7 +475,8 @@ def _lead(points: Frame, best: Point) -> str:
         return f"Highest speedup with {best['label']}"
     if others:
         names = in_words([best["label"], *others])
-        names = names if len(names) < MOST_LETTERS else f"{best['label']} and {len(others)} others"
+        short = f"{best['label']} and {number_of(len(others), 'other')}"
+        names = names if len(names) < MOST_LETTERS else short
         return f"{names} are fastest, with no significant difference"
     return f"{best['label']} is fastest"
 
@@ -487,7 +494,7 @@ def _panel_title(summary: Frame, points: Frame, series: str, width: int) -> list
     if not len(known):
         return lines_
     title, factor = heading(metric)
-    low, high = f"{factor * known.min():.3g}", f"{factor * known.max():.3g}"
+    low, high = (short_text(factor * end) for end in (known.min(), known.max()))
     text = low if low == high else f"{low}–{high}"
     return [*lines_, f"{metric} {text}{title.removeprefix(metric)}"]
 

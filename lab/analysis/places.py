@@ -100,8 +100,16 @@ class Place:
         return Lead(name, others, self.ratio(REFERENCE, name))
 
     def ratio(self, slow: str, fast: str) -> Interval:
-        """Compute the ratio of two strategies' steps, in pairs; NaN without any."""
-        return of_ratio(*paired(*(self.steps_s.get(name, {}) for name in (slow, fast))))
+        """Compute the ratio of two strategies' steps, in pairs.
+
+        Without any pair it is that of their means, which has no interval; NaN if one was not
+        measured.
+        """
+        slow_s, fast_s = (self.steps_s.get(name, {}) for name in (slow, fast))
+        if slow_s.keys() & fast_s.keys():
+            return of_ratio(*paired(slow_s, fast_s))
+        slow_mean, fast_mean = (geometric_mean([*each.values()]) for each in (slow_s, fast_s))
+        return Interval(math.nan, slow_mean / fast_mean, math.nan)
 
     def exposed_ratio(self, one: str, other: str, least: float) -> Interval:
         """Compute the ratio of two strategies' exposed exchange: step less that of none.

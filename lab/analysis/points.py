@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lab.analysis.records import CONTEXT, Cell, Study, number
+from lab.analysis.records import CONTEXT, LENGTHS, Cell, Study, number
 from lab.draw.chart import order
 from lab.measure import PHASES
 from lab.measure.statistics import (
@@ -172,9 +172,10 @@ class Point:
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """Means of the metrics of last evaluations, by name."""
-        names = dict.fromkeys(name for cell in self._every for name in cell.record.final)
-        values = {n: _known(number(c.record.final.get(n)) for c in self._every) for n in names}
+        """Means over repeats, and so over seeds, of the metrics of last evaluations, by name."""
+        cells = (self.done("breakdown") | self.done("throughput")).values()
+        names = dict.fromkeys(name for cell in cells for name in cell.record.final)
+        values = {n: _known(number(c.record.final.get(n)) for c in cells) for n in names}
         return {name: float(np.mean(each)) if each else math.nan for name, each in values.items()}
 
     @property
@@ -346,7 +347,8 @@ def reference(
     """Find the measured point of `strategy` that `point` may be compared with.
 
     It must share scaling and batch, and all its settings (model, data, precision and device
-    among them) that count must be `point`'s; the one sharing most settings is taken.
+    among them) that count must be `point`'s; the one sharing most settings is taken. Runs of other
+    lengths have the same steps.
 
     Args:
         strategy: None: any. counts: tells by key whether a setting counts.
@@ -358,10 +360,15 @@ def reference(
         if p.world_size == world_size
         and strategy in (None, p.strategy)
         and (p.scaling, p.fixed_batch_size) == (want.scaling, want.fixed_batch_size)
-        and {k: v for k, v in p.one.settings.items() if counts(k)}.items() <= want.settings.items()
+        and all(
+            want.settings.get(key) == value
+            for key, value in p.one.settings.items()
+            if counts(key) and key not in LENGTHS
+        )
         and p.steps_s
     ]
-    return max(fits, key=lambda p: len(p.one.settings), default=None)
+    shared = want.settings.items()
+    return max(fits, key=lambda p: len(p.one.settings.items() & shared), default=None)
 
 
 def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point | None:
@@ -405,6 +412,11 @@ def ranked(points: Iterable[Point]) -> list[Point]:
     """
     running = [point for point in points if point.strategy != CEILING and point.num_repeats]
     return [point for point in running if point.num_repeats >= ENOUGH_REPEATS] or running
+
+
+def has_ranking(points: Iterable[Point]) -> bool:
+    """Return whether any point that may lead has enough repeats to be told apart from others."""
+    return any(point.num_repeats >= ENOUGH_REPEATS for point in ranked(points))
 
 
 def leaders(points: Iterable[Point], floor: float) -> list[str]:

@@ -34,7 +34,7 @@ from lab.analysis.summary import (
     write_records,
 )
 from lab.draw.chart import WIDTH, Chart, Look, looks_of, pixels_of
-from lab.draw.text import number_of
+from lab.draw.text import number_of, short_text
 from lab.record.recorders import WandbRecorder
 from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS
@@ -196,7 +196,7 @@ class Results:
         """Show the points as a table, as notebooks do."""
         shown: Any = self.summary()[list(SHOWN)]
         scaled = shown.assign(**{key: shown[key] * by for key, by in SCALES.items()})
-        html = scaled.rename(columns=SHOWN).to_html(index=False, na_rep="", float_format="%.3g")
+        html = scaled.rename(columns=SHOWN).to_html(index=False, na_rep="", float_format=short_text)
         return f"<h4>{escape(self.study.name)}: {self._runs()}</h4>{html}"
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from lab.analysis.points import CEILING
 from lab.analysis.records import Cell
 from lab.draw.chart import INK, LABEL_PX, LETTER, ORANGE, WIDTH, Chart, alt
 from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, round_values
-from lab.draw.text import number_of
+from lab.draw.text import number_of, short_text
 from lab.measure import OWN, Span
 from lab.record.schema import Record, worded
 from lab.record.trace import Timeline, lanes
@@ -125,7 +125,7 @@ def _losses(cell: Cell) -> Frame:
     by_step = steps.groupby("step").agg({"end_s": "max", "loss": "mean"}).reset_index()
     window = max(1, len(by_step) // NUM_SMOOTHED)
     by_step["loss"] = by_step["loss"].rolling(window, min_periods=1).mean()
-    thin = by_step.iloc[:: math.ceil(len(by_step) / NUM_DRAWN)]
+    thin = by_step.iloc[:: -math.ceil(len(by_step) / NUM_DRAWN)].iloc[::-1]  # with the last step
     return thin.rename(columns={"end_s": "seconds", "loss": "value"})
 
 
@@ -183,7 +183,7 @@ def _learnt(kinds: Mapping[str, Mapping[str, Frame]], metric: str) -> str:
     unit = " %" if metric in PERCENT else ""
     what = metric or kind
     best = (max if metric in PERCENT else min)(ends, key=lambda name: ends[name])
-    low, high = f"{min(ends.values()):.3g}", f"{max(ends.values()):.3g}"
+    low, high = (short_text(end) for end in (min(ends.values()), max(ends.values())))
     if low == high:
         return f"{what[0].upper()}{what[1:]} ends at {low}{unit}"
     better = "highest" if metric in PERCENT else "lowest"
@@ -250,7 +250,8 @@ def _drawn(spans: list[Span], width: int, pale: bool) -> Any:
     colours = alt.Scale(domain=words, range=[*colour_of.values()])
     legend = alt.Legend(columns=legend_columns(words, width), symbolStrokeColor=INK)
     data["time"] = [
-        f"{b - a:.4g} ms, from {a:.4g} ms" for a, b in zip(data["start"], data["end"], strict=True)
+        f"{short_text(b - a, 4)} ms, from {short_text(a, 4)} ms"
+        for a, b in zip(data["start"], data["end"], strict=True)
     ]
     scale = alt.Scale(domain=[0, 1e3 * length_s], nice=False)
     base = alt.Chart().encode(
@@ -331,9 +332,10 @@ def _waits(timeline: Timeline, run: str = "") -> str:
     waits_s = sum(s.end_s - s.start_s for s in spans if s.row == "wait") / len(ranks)
     several = f"{len(steps)} steps" if len(steps) > 1 else "A step"
     step = str(about["step"]).capitalize() if "step" in about else several
-    of = run or f"{about.get('strategy', 'a run')} on {about.get('world_size', len(ranks))} ranks"
+    on_ranks = number_of(int(about.get("world_size", len(ranks))), "rank")
+    of = run or f"{about.get('strategy', 'a run')} on {on_ranks}"
     share = f"{100 * waits_s / length_s:.0f} %"
-    return f"{step} of {of}: {1e3 * length_s:.3g} ms, of which {share} is waiting"
+    return f"{step} of {of}: {short_text(1e3 * length_s)} ms, of which {share} is waiting"
 
 
 def own_work(steps: pd.DataFrame) -> pd.DataFrame:
@@ -349,7 +351,10 @@ def own_work(steps: pd.DataFrame) -> pd.DataFrame:
         raise ValueError(
             "its steps.parquet lacks the times of each rank's own work, or has no timed step"
         )
-    means: Any = steps[steps["timed"]].groupby("rank").mean(numeric_only=True)
+    timed: Any = steps[steps["timed"]]
+    # In a round, most steps exchange nothing, and take no time for it.
+    known = {name: 0.0 for name in columns if timed[name].notna().any()}
+    means = timed.fillna(known).groupby("rank").mean(numeric_only=True)
     own = means[list(columns)].rename(columns=columns).dropna(axis=1, how="all")
     turn_s = means["step_s"] + means["own_between_s"]
     own[WAIT] = (turn_s - own.sum(axis=1)).clip(lower=0.0)
@@ -378,10 +383,11 @@ def own_work_of_ranks(steps: pd.DataFrame, record: Record, width: int = WIDTH) -
     work_ms = 1e3 * own.drop(columns=WAIT).sum(axis=1)
     slow = work_ms.idxmax()
     most, others = float(work_ms.max()), float(work_ms.drop(slow).median())
-    message = f"Work is even across ranks: {work_ms.min():.3g} to {most:.3g} ms per step"
+    least_ms, most_ms, others_ms = map(short_text, (float(work_ms.min()), most, others))
+    message = f"Work is even across ranks: {least_ms} to {most_ms} ms per step"
     if not most <= 1.05 * others:  # NaN: there is one rank
-        message = f"Rank {slow} works {most:.3g} ms per step"
-        message += "" if math.isnan(others) else f", the median of the others {others:.3g} ms"
+        message = f"Rank {slow} works {most_ms} ms per step"
+        message += "" if math.isnan(others) else f", the median of the others {others_ms} ms"
     about = [
         f"Each rank's own work with {record.strategy}, model {record.model} · batch_size "
         f"{record.batch_size} · device {record.device}: means of timed steps, including the gap "

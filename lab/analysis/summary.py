@@ -16,8 +16,17 @@ import numpy as np
 import pandas as pd
 
 from lab.analysis.charts import emulation_text
-from lab.analysis.points import CEILING, Point, floor_text, frame_of, leaders, together
+from lab.analysis.points import (
+    CEILING,
+    Point,
+    floor_text,
+    frame_of,
+    has_ranking,
+    leaders,
+    together,
+)
 from lab.analysis.records import Cell, Study
+from lab.draw.text import short_text
 from lab.measure.statistics import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
 from lab.settings.names import flat
 from lab.task import PERCENT, heading, main_metric, metrics_of
@@ -159,9 +168,9 @@ def target_table(points: Iterable[Point], target: float) -> str:
     """Write when each point's runs first reached `target`, as `eval_every` resolves it.
 
     The metric is the first that is not the loss; shares, such as accuracy, must rise to the
-    target, all else must fall to it. Seconds are of training, without evaluations; they are
-    unknown if a run did not reach the target, because a mean over the others would flatter. Steps
-    are those of the run that took the most.
+    target, all else must fall to it. Seconds are of training, without evaluations, and steps
+    those of the run that took the most. Both are unknown if a run did not reach the target, because
+    those of the others would flatter.
 
     Args:
         target: in the metric's own unit: 0.9 is an accuracy of 90 %.
@@ -177,14 +186,15 @@ def target_table(points: Iterable[Point], target: float) -> str:
         own = main_metric(metrics_of(runs[0].record.evaluations[0]))
         metric = metric or own
         reached = [when for run in runs if (when := _first(run, own, target))]
-        seconds = of_level([s for s, _ in reached]) if len(reached) == len(runs) else UNKNOWN
+        all_did = len(reached) == len(runs)
+        seconds = of_level([s for s, _ in reached]) if all_did else UNKNOWN
         lines.append(
             {
                 "series": point.series,
                 "N": str(point.world_size),
                 "batch": str(point.fixed_batch_size),
                 "seconds": f"{seconds:.2f}",
-                "steps": str(max((step for _, step in reached), default="-")),
+                "steps": str(max(step for _, step in reached)) if all_did else UNMEASURED,
                 "reached": f"{len(reached)} of {len(runs)}",
             }
         )
@@ -251,7 +261,7 @@ def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -
         "MFU %": _value(point.median("mfu"), 100),
         "speedup": f"{point.speedup:.2f}",
         "efficiency": f"{Interval(math.nan, point.efficiency.mid, math.nan):.2f}",
-        "exposed ms": f"{point.exposed_exchange_s.scaled(1e3):.2f}",
+        "exposed ms": f"{point.exposed_exchange_s.scaled(1e3):z.2f}",
         "payload MB": _value(point.payload_max_bytes, 1e-6),
         title: _value(point.final.get(metric, math.nan), factor),
         "baseline": point.baseline or "-",
@@ -261,7 +271,7 @@ def _shown(point: Point, unit: str, predictions: tuple[str, int], metric: str) -
 
 
 def _value(value: float, scale: float = 1.0) -> str:
-    return UNMEASURED if math.isnan(value) else f"{value * scale:.4g}"
+    return UNMEASURED if math.isnan(value) else short_text(value * scale, 4)
 
 
 def _emulated(points: Iterable[Point]) -> str:
@@ -303,7 +313,7 @@ def _leader_line(points: list[Point], floor: float) -> str:
     competing = {
         point.series for point in points if point.num_repeats and point.strategy != CEILING
     }
-    if len(competing) < 2 or max(point.num_repeats for point in points) < ENOUGH_REPEATS:
+    if len(competing) < 2 or not has_ranking(points):
         return ""  # without intervals nothing can be told apart
     one, names = points[0], leaders(points, floor)
     role = "leader" if len(names) == 1 else "leaders, not significantly different"

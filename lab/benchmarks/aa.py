@@ -6,6 +6,7 @@ for one: drift, order, the layout of memory. Pairs of a start follow each other 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -82,7 +83,7 @@ def _between(logs: NDArray[np.float64]) -> dict[str, Any]:
     """Judge pairs by logarithms of their ratios, [pairs, starts]."""
     found = {level: [student(each, level) for each in logs] for level in LEVELS}
     held = {level: [one.lo <= 0 <= one.hi for one in each] for level, each in found.items()}
-    return _counts(held, [(one.hi - one.lo) / 2 for one in found[LEVEL]])
+    return _counts(held, [(math.exp(one.hi) - math.exp(one.lo)) / 2 for one in found[LEVEL]])
 
 
 def _within(pairs: Sequence[dict[str, list[float | None]]]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ from lab.distributed.torch_comm import group_of
 from lab.distributed.world import World, check_gpus
 from lab.draw.chart import looks_of
 from lab.draw.plots import Axis, lines
-from lab.draw.text import markdown
+from lab.draw.text import markdown, number_of
 from lab.exchange.base import Exchange
 from lab.measure.environment import num_cores
 from lab.measure.statistics import order
@@ -497,14 +497,15 @@ def _told_in_sentences(score: dict[str, Any]) -> str:
         middle, worst = (f"{100 * error:.1f} %" for error in score[key])
         return f"has a median error of {middle} and a largest error of {worst}"
 
-    cells = f"For {score['num_cells']} cells with an exchange"
+    cells = f"For {number_of(score['num_cells'], 'cell')} with an exchange"
     told = [f"{cells}, the predicted step time {errors('step')}."]
     if num_exposed := score["num_exposed"]:
-        told.append(f"The predicted exposed exchange ({num_exposed} cells) {errors('exposed')}.")
+        scored = number_of(num_exposed, "cell")
+        told.append(f"The predicted exposed exchange ({scored}) {errors('exposed')}.")
     if not math.isnan(mean := score["signed_error"]):
         told.append(
             "The mean signed error of steps that overlap the exchange with the backward pass is "
-            f"{100 * mean:+.1f} %."
+            f"{100 * mean:+z.1f} %."
         )
     if not math.isnan(score["skill"]):
         told += [f"Linear scaling {errors('linear')}.", f"The skill is {score['skill']:.2f}."]
@@ -529,4 +530,4 @@ STEPS: dict[str, Column] = {
 
 
 def _off(error: float) -> str:
-    return f"{100 * error:+.1f} %"
+    return f"{100 * error:+z.1f} %"

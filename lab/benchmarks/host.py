@@ -35,6 +35,7 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker, StreamWorker
 from lab.draw.chart import BLUE
 from lab.draw.plots import bars
+from lab.draw.text import number_of
 from lab.measure.peaks import on_threads
 from lab.problem import blueprint
 from lab.settings.config import ConfigError, build
@@ -250,8 +251,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     threads = "all threads" if result.get("device") == "cuda" else "the training thread"
     return [
         f"processor time of {threads} in a step of {result['num_parameters']} "
-        f"parameters on {result['num_ranks']} ranks, minus that of the backward pass alone "
-        f"({1e6 * result['plain_s']['median']:.0f} us)",
+        f"parameters on {number_of(result['num_ranks'], 'rank')}, minus that of the backward pass "
+        f"alone ({1e6 * result['plain_s']['median']:.0f} us)",
         f"medians of {result['num_rounds']} interleaved rounds; [95 % intervals] "
         + present.intervals_of(result),
     ]

@@ -15,6 +15,7 @@ from lab.benchmarks.request import Request
 from lab.benchmarks.step import in_turns
 from lab.distributed.comm import Done
 from lab.distributed.world import World
+from lab.draw.text import number_of
 from lab.measure import PHASES
 from lab.measure.clock import Clock
 from lab.training.assemble import assembled
@@ -85,5 +86,5 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"medians of {result['num_pairs']} turns per row {on_ranks_of(result)}, as timed by the "
         "slowest rank; [95 % intervals] resample whole rounds",
         f"recording alone, in steps without work: {1e6 * result['marks_s']:.1f} us for "
-        f"{result['num_buckets']} buckets, {share:.3f} % of a turn",
+        f"{number_of(result['num_buckets'], 'bucket')}, {share:.3f} % of a turn",
     ]

@@ -24,7 +24,7 @@ from typing import Any
 from lab.benchmarks.catalogue import BENCHES
 from lab.benchmarks.request import Request, module_of
 from lab.draw.chart import Chart
-from lab.draw.text import aligned, number_of
+from lab.draw.text import aligned, number_of, short_text
 from lab.measure.statistics import Interval, jointly
 from lab.settings.storage import write_json
 
@@ -130,7 +130,11 @@ def intervals(key: str, scale: float = 1.0, reference: str = "-") -> Column:
 
 def ranged(value: IntervalJson | None, scale: float = 1.0) -> str:
     """Format an interval as 1.02 [0.99, 1.05]; omit unknown ends; - if all is unknown."""
-    return f"{Interval.read(value).scaled(scale):.3g}"
+    known = Interval.read(value).scaled(scale)
+    if math.isnan(known.mid):
+        return "-"
+    middle, low, high = map(short_text, (known.mid, known.lo, known.hi))
+    return middle if math.isnan(known.lo) else f"{middle} [{low}, {high}]"
 
 
 def ends(value: IntervalJson | None, scale: float = 1.0) -> dict[str, float]:

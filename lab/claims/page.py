@@ -445,7 +445,7 @@ def _text(value: float | None) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:+.1f} %"
+    return "–" if share is None else f"{100 * share:+z.1f} %"
 
 
 CLAIM = ("claim", "kind", "why", "where", "quantity", "published", "predicted", "predicted_lo")

@@ -284,4 +284,4 @@ def _efficiency(row: HeldOut, slowdown: float) -> float:
 
 
 def _percent(share: float, sign: str = "") -> str:
-    return f"{100 * share:{sign}.1f} %"
+    return f"{100 * share:{sign}z.1f} %"

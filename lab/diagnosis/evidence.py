@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -15,7 +16,7 @@ import pandas as pd
 from lab.analysis.points import CEILING, Point, ratio_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.analysis.results import Results
-from lab.measure import OWN
+from lab.measure import OWN, Span
 from lab.measure.statistics import round_means
 from lab.measure.stragglers import Slow, Times, stragglers
 from lab.record.run_directory import SETTINGS, read_settings
@@ -24,6 +25,7 @@ from lab.sync.pattern import Pattern, alike, pattern_of
 
 OWN_WORK = ("data_s", "forward_s", "backward_s", "update_s")  # columns of steps.parquet
 OF_SLOW = ("delay_s", "share", "floor_s")  # figures of a slow rank, beside where it is slow
+EXPLAINED = ("throughput", "breakdown")  # runs whose steps take as long as they usually do
 OF_EXCHANGE = ("overlap", "bucket_mb", "exchange", "sync")  # settings that do not apply to `none`
 
 
@@ -112,6 +114,11 @@ def gather(results: Results, cell: Cell) -> Evidence:
     settings = _settings(cell)
     breakdowns = list(point.done("breakdown").values())
     step_s = point.step_s if point.steps_s else _median(run.step_s for run in breakdowns)
+    if not step_s and cell.measure not in EXPLAINED:
+        raise ValueError(
+            f"{cell.folder}: measure={cell.measure}: slows steps down; only runs with "
+            f"{' or '.join(f'measure={each}' for each in EXPLAINED)} can be explained"
+        )
     if not step_s:
         raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
     base = (
@@ -141,7 +148,7 @@ def gather(results: Results, cell: Cell) -> Evidence:
         slowest_rank=slowest_rank,
         slow=tuple(slow or ()),
         backward_s=scale * _phase_s(telling, "backward"),
-        codec_s=scale * _codec_s(breakdowns),
+        codec_s=scale * _codec_s(breakdowns, pattern.every),
         floor=results.floor,
         payload_bytes=max(cell.payload_bytes_per_step, default=math.nan),
         messages=max(cell.record.messages_per_step or (), default=math.nan),
@@ -156,8 +163,14 @@ def gather_all(results: Results) -> list[Evidence]:
     Raises:
         ValueError: there is no such point.
     """
-    several = [point.one for point in results.points if point.world_size > 1]
-    timed = [one for one in several if one.status == "done" and not math.isnan(one.step_s)]
+    several = [point for point in results.points if point.world_size > 1]
+    timed = [
+        point.one
+        for point in several
+        if any(
+            not math.isnan(run.step_s) for each in EXPLAINED for run in point.done(each).values()
+        )
+    ]
     if not timed:
         raise ValueError(
             f"{results.study.folder}: no run on several ranks has finished and timed a step; one "
@@ -232,13 +245,30 @@ def _slower(runs: Sequence[Cell], ceiling: Point | None, every: int) -> tuple[in
     return int(np.argmax(ranks)), float(slowest - np.median(others))
 
 
-def _codec_s(breakdowns: Sequence[Cell]) -> float:
-    """Return the seconds of encoding and decoding per rank and step, from timelines."""
+def _codec_s(breakdowns: Sequence[Cell], every: int) -> float:
+    """Return the seconds of encoding and decoding per rank and step, from timelines.
+
+    NaN: unknown, as in rounds of more steps than a timeline has.
+    """
     paths = [run.folder / TIMELINE for run in breakdowns if (run.folder / TIMELINE).is_file()]
-    spans = [span for path in paths for span in read_trace(path).spans]
+    spans = [span for path in paths for span in _of_whole_rounds(read_trace(path).spans, every)]
     num_steps = sum(span.row == "step" for span in spans)
     coded = [span.end_s - span.start_s for span in spans if span.row == "codec"]
     return sum(coded) / num_steps if num_steps else math.nan
+
+
+def _of_whole_rounds(spans: Sequence[Span], every: int) -> Sequence[Span]:
+    """Return the spans of the steps that make up whole rounds of `every` steps."""
+    if every == 1:
+        return spans
+    steps = {(s.rank, int(s.name.rpartition(" ")[2])): s for s in spans if s.row == "step"}
+    sizes = Counter((rank, number // every) for rank, number in steps)
+    whole = [step for (rank, at), step in steps.items() if sizes[rank, at // every] == every]
+    return [
+        span
+        for span in spans
+        if any(s.rank == span.rank and s.start_s <= span.start_s < s.end_s for s in whole)
+    ]
 
 
 def _settings(cell: Cell) -> dict[str, Any]:
@@ -322,10 +352,13 @@ def slow_ranks(runs: Sequence[Cell], settings: Mapping[str, Any]) -> list[Slow] 
 
 def own_times(steps: pd.DataFrame, every: int) -> Times:
     """Return seconds of own work in timed steps, or means over rounds: [ranks, steps, OWN]."""
-    timed: Any = steps[steps["timed"]]  # rank by rank, each in the order of its steps
+    timed: Any = steps[steps["timed"]]
+    timed = timed.sort_values(["rank", "step"])
+    if timed.empty:
+        return np.empty((0, 0, len(OWN)))
     columns = [f"own_{name}_s" for name in OWN]
     values = timed[columns].to_numpy(float).reshape(timed["rank"].nunique(), -1, len(OWN))
-    if every == 1 or not values.size:
+    if every == 1:
         return values
     known = ~np.isnan(values).all(axis=1, keepdims=True)
     filled = np.where(known, np.nan_to_num(values), np.nan)  # most steps exchange nothing

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lab.analysis.points import CEILING, Place, Point, leaders, ranked, ratio_of
+from lab.analysis.points import CEILING, Place, Point, leaders, paired, ranked, ratio_of
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Verdict
 from lab.diagnosis.view import reason
 from lab.draw.text import in_words, number_of, number_text
-from lab.measure.statistics import ENOUGH_REPEATS
+from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_ratio
 
 # What people use, the most common first.
 BASELINES = ("allreduce", "ddp", "horovod", "tree", "overlap")
@@ -20,6 +20,7 @@ LIMITS = {
     **{"input": "Waiting for data", "straggler": "A slow rank"},
     **{"exchange": "Exchange", "fixed": "Compute"},
 }
+LEAST_GAIN = 0.005  # a smaller one would be written as 1.00 times
 Explained = Mapping[Place, tuple[Evidence, Verdict]]
 
 
@@ -145,17 +146,26 @@ def _certainty(
 
 
 def _on_fewer_ranks(best: Point, running: Sequence[Point], floor: float) -> list[str]:
-    """Say whether fewer ranks train faster than the best point's."""
-    least = best.speedup.mid * (1 + (0.0 if math.isnan(floor) else floor))
-    faster = [p for p in running if p.context == best.context and p.speedup.mid > least]
-    if best.world_size == 1 or not faster:
+    """Say whether fewer ranks train faster than the best point's.
+
+    Samples per second are compared, not speedups, as series may have baselines of their own.
+    """
+    least = 1 + (LEAST_GAIN if math.isnan(floor) else max(LEAST_GAIN, floor))
+    fewer = [p for p in running if p.context == best.context and p.world_size < best.world_size]
+    gains = [(_gain(point, best), point) for point in fewer]
+    faster = [(gain, point) for gain, point in gains if gain.mid > least and not gain.lo <= 1]
+    if not faster:
         return []
-    first = max(faster, key=lambda point: point.speedup.mid)
-    if best.speedup.lo <= first.speedup.mid <= best.speedup.hi:
-        return []
-    ranks, times = number_of(first.world_size, "rank"), number_text(first.speedup.mid)
-    verb = "reaches" if first.world_size == 1 else "reach"
-    return [f"Fewer ranks are faster: with {first.label}, {ranks} {verb} a speedup of {times}."]
+    gain, first = max(faster, key=lambda pair: pair[0].mid)
+    ranks, times = number_of(first.world_size, "rank"), number_text(gain.mid)
+    verb = "trains" if first.world_size == 1 else "train"
+    return [f"Fewer ranks are faster: with {first.label}, {ranks} {verb} {times} times as fast."]
+
+
+def _gain(point: Point, best: Point) -> Interval:
+    """Compute how many times as many samples per second a point trains, in pairs of repeats."""
+    samples = point.world_size / best.world_size if best.scaling == "weak" else 1.0
+    return of_ratio(*paired(best.steps_s, point.steps_s)).scaled(samples)
 
 
 def _best(best: Point, here: Sequence[Point], names: Mapping[Place, str]) -> Figure:
@@ -178,6 +188,8 @@ def _speed(best: Point) -> Figure:
 
 def _ends(best: Point) -> str:
     value = best.speedup
+    if math.isnan(value.lo) and best.num_repeats >= ENOUGH_REPEATS:
+        return f"fewer than {ENOUGH_REPEATS} repeats have a one-rank run, so no interval"
     if math.isnan(value.lo):
         once = len(best.speedups) == 1
         return f"{'one run' if once else f'fewer than {ENOUGH_REPEATS} repeats'}, so no interval"
@@ -206,5 +218,5 @@ def batch_text(point: Point) -> str:
 def _listed(names: Sequence[str]) -> str:
     most = 4
     if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most} others"
+        return f"{', '.join(names[:most])} and {number_of(len(names) - most, 'other')}"
     return in_words(names)

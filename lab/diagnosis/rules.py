@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from lab.analysis.records import number
 from lab.diagnosis.evidence import Evidence
-from lab.draw.text import number_of
+from lab.draw.text import number_of, short_text
 from lab.measure.stragglers import Slow
 from lab.record.schema import SHARED, worded
 from lab.sync.pattern import Begin, Leg, local
@@ -185,6 +185,8 @@ def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
     if not verdict.decided:
         return []
     if not verdict.losses:
+        if math.isnan(evidence.fixed_s):  # whether compute shrinks is unknown
+            return []
         ranks = 2 * evidence.one.world_size
         return [_ranks(evidence, ranks, "compute still shrinks with each added rank")]
     firsts, others = list[Remedy](), list[Remedy]()
@@ -207,7 +209,7 @@ def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     ring_bytes = 2 * number(e.one.record.gradient_bytes) * (size - 1) / size
     if e.pattern.takes_exchanges and e.payload_bytes > MORE_THAN_RING * ring_bytes:
         saves = loss.seconds * (1 - ring_bytes / e.payload_bytes)
-        why = f"no rank would send more than {ring_bytes / 1e6:.3g} MB"
+        why = f"no rank would send more than {short_text(ring_bytes / 1e6)} MB"
         if e.pattern.takes_any_exchange:
             yield Remedy("exchange=allreduce", why, saves)
         else:

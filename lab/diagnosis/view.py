@@ -16,11 +16,13 @@ from lab.diagnosis.evidence import Evidence, gather, gather_all
 from lab.diagnosis.rules import Remedy, Verdict, judge, remedies, worded_phase
 from lab.draw.chart import BLUE, GREY, LABEL_PX, LETTER, PURPLE, SKY, VERMILLION, WIDTH, Chart
 from lab.draw.plots import bars
+from lab.draw.text import short_text
 from lab.measure.stragglers import Slow
 from lab.record.schema import worded
 
 MAX_REMEDIES = 3
 LEAST_SHOWN = 0.005  # of a step, as a part of it
+NO_TIME = 0.0005  # ms; less is written as 0.0
 LOOK_AT = {
     "between": "logging, checkpoints and garbage collection on that rank",
     "input": "its disk, its decoding processes and the sizes of its samples",
@@ -124,9 +126,8 @@ def _evidence_lines(e: Evidence) -> Lines:
     if not math.isnan(e.exposed_s):
         against = "" if math.isnan(e.ceiling_s) else f"; strategy=none takes {_ms(e.ceiling_s)}"
         ends = e.point.exposed_exchange_s.scaled(1e3)
-        between = (
-            "" if math.isnan(ends.lo) else f", 95 % interval {ends.lo:.1f} to {ends.hi:.1f} ms"
-        )
+        between = f", 95 % interval {_number(ends.lo)} to {_number(ends.hi)} ms"
+        between = "" if math.isnan(ends.lo) else between
         text = (
             f"{_ms(e.exposed_s)} ({_share(e.exposed_s, e)}{between}) not hidden by compute{against}"
         )
@@ -170,10 +171,12 @@ def _speedup(e: Evidence) -> str:
 
 
 def _payload(e: Evidence) -> str:
-    sent = f"{e.payload_bytes / 1e6:.4g} MB in {e.messages:.4g} messages from the busiest rank"
-    if not (e.exposed_s > 0 and e.payload_bytes > 0):
+    messages = "1 message" if e.messages == 1 else f"{short_text(e.messages, 4)} messages"
+    sent = f"{short_text(e.payload_bytes / 1e6, 4)} MB in {messages} from the busiest rank"
+    if not (e.exposed_s > LEAST_SHOWN * e.step_s and e.payload_bytes > 0):
         return sent
-    return f"{sent}: {e.payload_bytes / e.exposed_s / 1e6:.4g} MB/s in the time that is not hidden"
+    rate = short_text(e.payload_bytes / e.exposed_s / 1e6, 4)
+    return f"{sent}: {rate} MB/s in the time that is not hidden"
 
 
 def _remedy_lines(changes: list[Remedy]) -> Lines:
@@ -188,7 +191,12 @@ def _unknown_lines(e: Evidence) -> Lines:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
+    return f"{_number(1e3 * seconds)} ms"
+
+
+def _number(ms: float) -> str:
+    """Write milliseconds to a tenth, or two digits of less than one."""
+    return short_text(ms, 2) if NO_TIME <= abs(ms) < 0.95 else f"{ms:z.1f}"
 
 
 def _share(seconds: float, e: Evidence) -> str:
@@ -247,4 +255,4 @@ def _parts(e: Evidence) -> dict[str, float]:
 def _text(e: Evidence) -> str:
     times = e.one.world_size * e.ideal_s / e.step_s
     speedup = "" if math.isnan(times) else f", {times:.2f} ×"
-    return f"{1e3 * e.step_s:.3g} ms{speedup}"
+    return f"{short_text(1e3 * e.step_s)} ms{speedup}"

@@ -85,6 +85,11 @@ def number_of(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def short_text(value: float, digits: int = 3) -> str:
+    """Write a value to at most so many digits, or all before its point: 0.5, 12.3, 1234."""
+    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 def number_text(value: float, scale: float = 1.0, digits: int = 3) -> str:
     """Write a value to so many digits, or all before its point, and never with an exponent."""
     if math.isnan(value):

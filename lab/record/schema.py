@@ -170,8 +170,9 @@ class Stretch:
 
     @property
     def steps(self) -> str:
-        """The numbers of its steps: "0-9"."""
-        return f"{self.first_step}-{self.end_step - 1}"
+        """The numbers of its steps: "0-9", or of a single one: "0"."""
+        last = self.end_step - 1
+        return f"{self.first_step}-{last}" if last > self.first_step else str(last)
 
     @property
     def made_by(self) -> str:
@@ -355,9 +356,10 @@ class Record:
 
     def rates(self, samples_per_s: float) -> str:
         """Return a throughput as text: "93 sequences/s, 11904 tokens/s"; one rate of images."""
-        text = f"{samples_per_s:.0f} {self.unit}s/s"
+        text = f"{_whole(samples_per_s)} {self.unit}s/s"
         each = self.predictions_per_sample
-        return f"{text}, {each * samples_per_s:.0f} {self.prediction}s/s" if each > 1 else text
+        rate = _whole(each * samples_per_s)
+        return f"{text}, {rate} {self.prediction}s/s" if each > 1 else text
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
@@ -385,6 +387,11 @@ class Record:
     def write(self, path: Path) -> None:
         """Write `record.json` atomically. OSError: its folder cannot be written."""
         write_json(path, self.to_json())
+
+
+def _whole(rate: float) -> str:
+    """Write a rate as a whole number, or two digits of less than ten."""
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def read_record(path: Path) -> Record:

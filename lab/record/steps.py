@@ -25,11 +25,17 @@ LARGEST = 2**28  # values of a table; 16 MB of equal rows may unpack to gigabyte
 def write_rows(path: Path, first_step: int, columns: Mapping[str, Any]) -> None:
     """Write `columns` of the steps of all ranks, behind the rows of steps before `first_step`.
 
+    Those steps are timed no more: the record's statistics are of the last start of the run alone,
+    which may have had other ranks.
+
     Raises: OSError: the file cannot be written.
     """
     table = pa.table({**columns})
     if first_step and path.exists():  # of a resumed run
         earlier = read_table(path).filter(pc.field("step") < first_step)
+        if "timed" in earlier.column_names:  # a run of an early version has none
+            earlier = earlier.drop_columns("timed")
+        earlier = earlier.append_column("timed", pa.repeat(False, len(earlier)))
         table = pa.concat_tables([earlier, table], promote_options="default")
     write_atomically(path, lambda temporary: pq.write_table(table, temporary))
 

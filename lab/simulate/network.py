@@ -2,8 +2,9 @@
 
 The critical path of one rank stands for all, so 4096 ranks take no longer to compute than two.
 Trees and rings are those of lab/exchange; ranks of a node have adjacent numbers, so a tree's first
-hops stay within the node. A ring is as slow as its slowest link. Where nodes have links of
-different rates, trees and stars are followed hop by hop.
+hops stay within the node. A ring is as slow as its slowest link. Trees are followed hop by hop
+where nodes have links of different rates, or so many ranks that early hops cross nodes; stars, too,
+with such links.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ class Network:
                 f"world_size={size}: hardware={hardware.name} has "
                 f"node_rates for only {len(self.rates)} nodes"
             )
+        # A tree halves ranks, and so it halves nodes too only if each has a power of two of them.
+        crosses_early = self.num_nodes > 1 and self.local.bit_count() > 1
+        self._has_like_hops = not self.rates and not crosses_early
         self.inter = NOWHERE
         if self.num_nodes > 1 and hardware.inter:
             slower = 1 + hardware.incast * math.log2(self.num_nodes)
@@ -296,7 +300,7 @@ class Network:
 
     def _by_hops(self, num_bytes: float, added_s: float = 0.0) -> float:
         """Return the seconds between a binomial tree's leaves and root; a rank adds `added_s`."""
-        if self.rates:
+        if not self._has_like_hops:
             return self._completed(0, num_bytes, added_s)
         return sum(hops * (link.seconds(num_bytes) + added_s) for hops, link in self._hops())
 
@@ -320,7 +324,7 @@ class Network:
 
         At distance d from the root, a node of a binomial tree has log2 N - d children.
         """
-        if self.rates:
+        if not self._has_like_hops:
             return self._reached(0, num_bytes)
         total_s = 0.0
         for hops, link in self._hops():
@@ -345,7 +349,7 @@ class Network:
 
     def _at_root(self, num_bytes: float) -> float:
         """Return the seconds between two chunks: the root's links within, or those beyond."""
-        if self.rates:
+        if not self._has_like_hops:
             children = binomial_node(0, self.size).children
             return sum(self.link(0, child).seconds_both_ways(num_bytes) for child in children)
         return max(hops * link.seconds_both_ways(num_bytes) for hops, link in self._hops())

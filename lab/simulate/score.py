@@ -221,10 +221,10 @@ class Score:
             )
         if not math.isnan(self.signed_error):
             text += (
-                f" The mean signed error for overlapped steps is {100 * self.signed_error:+.1f} %."
+                f" The mean signed error for overlapped steps is {100 * self.signed_error:+z.1f} %."
             )
         if not math.isnan(self.skill):
-            text += f" For the {self.num_cells} cells, {self.linear_in_words()}"
+            text += f" For the {number_of(self.num_cells, 'cell')}, {self.linear_in_words()}"
         return text
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ class Score:
             exposed = f"exposed exchange {_percent(self.exposed)}"
             text += f"; {exposed} ({number_of(self.num_exposed, 'cell')})"
         if not math.isnan(self.signed_error):
-            text += f"; overlapped steps {100 * self.signed_error:+.1f} % on average"
+            text += f"; overlapped steps {100 * self.signed_error:+z.1f} % on average"
         if not math.isnan(self.skill):
             text += f"; linear scaling: {_percent(self.linear)}; skill {self.skill:.2f}"
         return text
@@ -271,8 +271,10 @@ def _linear_s(group: Group, cell: Observation) -> float:
 
 
 def held_out(cells: Iterable[ScoredCell]) -> list[ScoredCell]:
-    """Return the cells that score the model: not fitted, and with an exchange."""
-    return [c for c in cells if c.evidence == "held out" and c.strategy != NONE]
+    """Return the cells that score the model: not fitted, and with an exchange between ranks."""
+    return [
+        c for c in cells if c.evidence == "held out" and c.strategy != NONE and c.world_size > 1
+    ]
 
 
 def with_exposed(cells: Iterable[ScoredCell], least_exposed: float) -> list[ScoredCell]:

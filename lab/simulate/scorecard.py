@@ -347,8 +347,8 @@ def rows_of(cells: Sequence[ScoredCell]) -> tuple[list[str], list[list[str]]]:
 
 
 def _ms(seconds: float) -> str:
-    return "–" if math.isnan(seconds) else f"{1e3 * seconds:.1f}"
+    return "–" if math.isnan(seconds) else f"{1e3 * seconds:z.1f}"
 
 
 def _percent(error: float, sign: str = "") -> str:
-    return "–" if math.isnan(error) else f"{100 * error:{sign}.1f} %"
+    return "–" if math.isnan(error) else f"{100 * error:{sign}z.1f} %"

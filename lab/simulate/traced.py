@@ -19,6 +19,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from lab.draw.text import number_of
 from lab.model.profile import VALUE_BYTES, Layer, Profile
 from lab.settings.errors import ConfigError
 from lab.settings.storage import events_of, number, read_trace
@@ -82,9 +83,10 @@ class Traced:
         seconds = (forward_s, sum(backward_s), step.exposed_s, step.rest_s)
         parts = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in zip(PARTS, seconds, strict=True))
         sizes = ", ".join(f"{size / 2**20:.3g}" for size in step.bucket_bytes)
+        ranks = number_of(self.num_ranks, "rank") if self.num_ranks else "unknown ranks"
         return (
-            f"{self.profile.source}, {self.num_ranks or 'unknown'} ranks, median of "
-            f"{self.num_steps} steps: {1e3 * step.step_s:.2f} ms ({parts}); MiB reduced: {sizes}"
+            f"{self.profile.source}, {ranks}, median of {number_of(self.num_steps, 'step')}: "
+            f"{1e3 * step.step_s:.2f} ms ({parts}); MiB reduced: {sizes}"
         )
 
 

@@ -127,15 +127,15 @@ def chart(result: Row) -> Chart:
     best = max([r for r in last if r["strategy"] != NONE] or last, key=lambda row: row["speedup"])
     number = f"{best['speedup']:,.0f}" if best["speedup"] >= 100 else f"{best['speedup']:.3g}"
     message = (
-        f"Predicted: at most {number} × one rank, on {sizes[-1]} ranks with {best['series']} at "
-        f"{batch} {_fixed_batch_size(best)}"
+        f"Predicted: at most {number} × one rank, on {number_of(sizes[-1], 'rank')} with "
+        f"{best['series']} at {batch} {_fixed_batch_size(best)}"
     )
     (name,) = {hardware["name"] for hardware in result["hardware"]}
     key = ["dotted: ideal", f"hollow: predicted, {', '.join(result['profiles'])} on {name}"]
     key += ["filled: measured"] if data["measured"].notna().any() else []
     key += ["vertical: 95 % intervals"] if (data["low"] < data["high"]).any() else []
     about = ["; ".join(key), *([f"fitted to {result['fit']}"] if result["fit"] else [])]
-    about += [f"{num_left_out} slower series are left out"] if num_left_out else []
+    about += [f"slower series left out: {num_left_out}"] if num_left_out else []
     about += _held_out(result) if result["fit"] else []
     return Chart("speedup", message, about, body, width)
 
@@ -166,7 +166,7 @@ def _line(row: Row) -> list[str]:
         str(_fixed_batch_size(row)),
         row["basis"],
         f"{1e3 * row['step_s']:.2f}{interval}",
-        f"{1e3 * row['exposed_s']:.2f}",
+        f"{1e3 * row['exposed_s']:z.2f}",
         f"{_short(row['speedup'])}{_interval(row['speedup_interval'])}",
         _interval(narrow).strip() if narrow else "-",
         f"{row['efficiency']:.2f}",
@@ -186,7 +186,7 @@ def _short(value: float) -> str:
 
 
 def _percent(error: float) -> str:
-    return "-" if math.isnan(error) else f"{100 * error:+.1f}"
+    return "-" if math.isnan(error) else f"{100 * error:+z.1f}"
 
 
 def open_values(result: Row, machines: Sequence[Row]) -> list[str]:
@@ -221,15 +221,20 @@ def _open(result: Row) -> list[str]:
 def _linear(result: Row) -> list[str]:
     """Say where a prediction is no better than linear scaling, that N ranks are N times as fast."""
     known = [row for row in result["rows"] if "speedup_interval_80" in row]
-    alike = [row for row in known if row["speedup_interval_80"][1] >= row["world_size"]]
     if not known:
         return []
+    ends = [row["speedup_interval_80"] for row in known]
+    alike = [
+        row
+        for row, (low, high) in zip(known, ends, strict=True)
+        if low <= row["world_size"] <= high
+    ]
     sizes = ", ".join(str(size) for size in sorted({row["world_size"] for row in alike}))
     if not alike:
         return ["linear scaling (N ranks are N times as fast) is outside all 80 % intervals"]
     return [
-        f"predictions are no better than linear scaling at N = {sizes}: linear scaling is inside "
-        f"the 80 % interval of {len(alike)} of {len(known)} predictions"
+        f"linear scaling (N ranks are N times as fast) is inside the 80 % interval of {len(alike)} "
+        f"of {len(known)} predictions, at N = {sizes}, which are no better than linear scaling"
     ]
 
 

@@ -80,7 +80,7 @@ def _sum(likes: list[Measured | None]) -> str:
 
 def _needs(known: Sequence[Measured]) -> tuple[str, str] | None:
     """Return the minutes and the MB that cells took together; None without cells."""
-    seconds = sum(each.record.duration_s or 0.0 for each in known)
+    seconds = sum(each.seconds for each in known)
     num_bytes = sum(each.num_bytes for each in known)
     return (_short(seconds / 60), _short(num_bytes / 1e6)) if known else None
 
@@ -91,15 +91,21 @@ def _short(value: float) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell that is done, and the bytes of its directory."""
+    """A cell that is done.
+
+    Attributes:
+        seconds: its share of the time of all cells that took turns with it.
+        num_bytes: of its directory.
+    """
 
     record: Record
+    seconds: float
     num_bytes: int
 
 
 def measured_in(root: Path) -> list[Measured]:
     """Read the cells of a study that are done and know their duration; records alone count."""
-    found = list[Measured]()
+    found = list[tuple[Record, int]]()
     for path in sorted(root.glob("*/record.json")):
         try:
             record = read_record(path)
@@ -107,8 +113,12 @@ def measured_in(root: Path) -> list[Measured]:
             continue
         if record.status == "done" and record.duration_s:
             files = (each for each in path.parent.rglob("*") if each.is_file())
-            found.append(Measured(record, sum(each.stat().st_size for each in files)))
-    return found
+            found.append((record, sum(each.stat().st_size for each in files)))
+    starts = Counter(record.started_at for record, _ in found if record.turns_s)
+    return [
+        Measured(record, (record.duration_s or 0.0) / (starts[record.started_at] or 1), num_bytes)
+        for record, num_bytes in found
+    ]
 
 
 def most_similar(cell: Cell, measured: Iterable[Measured]) -> Measured | None:

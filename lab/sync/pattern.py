@@ -472,8 +472,9 @@ def idle(
     lines = list[str]()
     in_backward = pattern.begins is Begin.DURING_BACKWARD
     if len(bucket_bytes) == 1:
-        size = f"all {bucket_bytes[0] / 1e6:.3g} MB of gradients are in one bucket"
-        smaller = f"set bucket_mb={bucket_bytes[0] / MIB / 4:.2g} to divide them"
+        size = f"all {float(f'{bucket_bytes[0] / 1e6:.3g}'):g} MB of gradients are in one bucket"
+        quarter = float(f"{bucket_bytes[0] / MIB / 4:.2g}")
+        smaller = f"set bucket_mb={quarter:g} to divide them"
         if in_backward:
             lines = [
                 f"overlap=true: nothing overlaps, because {size}, which is full only when backward "

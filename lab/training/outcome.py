@@ -112,7 +112,7 @@ def write_steps(loop: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.nda
     if world.rank == 0:
         ranks, steps = step_s.shape
         first, before_s = loop.first_step, loop.progress.seconds
-        counts = _counted(loop, steps, warmup_in(loop, step_s).num_steps)
+        counts = _timed(loop, steps, warmup_in(loop, step_s).num_steps)
         columns = {
             "rank": np.repeat(np.arange(ranks, dtype=np.int32), steps),
             "step": np.tile(np.arange(first, first + steps, dtype=np.int64), ranks),
@@ -240,15 +240,21 @@ def warmup_in(loop: Loop, step_s: np.ndarray) -> Warmup:
 
 
 def _after_warmup(loop: Loop, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
-    """Return the `values` [ranks, steps, ...] that statistics count, the number of the first step,
-    and steps per round.
+    """Return the `values` [ranks, steps, ...] after warm-up, the number of the first step, and
+    steps per round.
     """
     counted = values[:, _counted(loop, values.shape[1], warmup)]
     return counted, loop.first_step + warmup, loop.sync.every
 
 
+def _timed(loop: Loop, num_steps: int, warmup: int) -> np.ndarray:
+    """Tell which steps statistics count, [steps]: those of whole rounds."""
+    places = np.arange(num_steps)
+    return np.isin(places, whole_rounds(*_after_warmup(loop, places[None], warmup)))
+
+
 def _counted(loop: Loop, num_steps: int, warmup: int) -> np.ndarray:
-    """Tell which steps statistics count, [steps]."""
+    """Tell which steps are no warm-up, [steps]."""
     return loop.turns.counted(num_steps) if loop.turns else np.arange(num_steps) >= warmup
 
 

@@ -405,8 +405,8 @@ def _observed_lines(record: Record) -> Iterator[str]:
             yield f"gradient noise  unknown: too few steps ({noise['num_steps']})"
         else:
             yield (
-                f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
-                f"{noise['hi']:.0f}]: larger batches need fewer steps up to about this size"
+                f"gradient noise  {noise['samples']:z.0f} {record.unit}s [{noise['lo']:z.0f}, "
+                f"{noise['hi']:z.0f}]: larger batches need fewer steps up to about this size"
             )
     if record.drift is not None:
         alarms = [window for window in record.drift if window["alarm"]]

@@ -194,7 +194,8 @@ def _timelines(study: Study, prefix: str, left_out: list[str]) -> list[Drawing]:
     cells = [c for c in study.cells if c.repeat == 0 and (c.folder / TIMELINE).is_file()]
     charts = list[Drawing]()
     for number, cell in enumerate(cells[:MOST_TIMELINES]):
-        title = f"{cell.series} on {cell.world_size} ranks, batch {cell.batch_size}"
+        ranks = number_of(cell.world_size, "rank")
+        title = f"{cell.series} on {ranks}, batch {cell.batch_size}"
         try:
             chart = timeline_of_run(read_trace(cell.folder / TIMELINE), title, WIDTH)
             charts.append(drawing(f"{prefix}timeline-{number}", chart))

@@ -13,13 +13,13 @@ from typing import Any
 
 from vl_convert import javascript_bundle
 
-from lab.analysis.points import Point, leaders, together
+from lab.analysis.points import Point, has_ranking, leaders, together
 from lab.analysis.summary import runs_text, unit_of
 from lab.benchmarks.present import chart_of, is_result, text_of
 from lab.codec.build import cache_folder
 from lab.draw.chart import CLIP, VL_VERSION, Chart, drawn
 from lab.draw.text import UNKNOWN_TEXT, number_text, sentence
-from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_level
+from lab.measure.statistics import Interval, of_level
 from lab.settings.errors import one_line
 from lab.settings.storage import DamagedFile, read_json, write_text
 from lab.task import heading, main_metric
@@ -68,7 +68,7 @@ def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
     first = {
         each.place
         for group in together(points)
-        if max(point.num_repeats for point in group) >= ENOUGH_REPEATS
+        if has_ranking(group)
         for each in group
         if each.series in leaders(group, floor)
     }
@@ -92,8 +92,9 @@ def points_table(points: Sequence[Point], floor: float, name: str) -> Table:
         "emulated": [some[point] for point in points],
     }
     note = (
-        "Brackets give 95 % intervals over n repeats, computed for each value separately. A row is "
-        "marked as fastest if no other row with the same batch and ranks is significantly faster."
+        "Brackets give 95 % intervals over n repeats, or for comparisons over the repeats that "
+        "both points have. They are computed for each value separately. A row is marked as fastest "
+        "if no other row with the same batch and ranks is significantly faster."
     )
     return _table(name, "Every point", note, columns)
 
@@ -135,10 +136,10 @@ def interval_text(value: Interval, scale: float = 1.0) -> str:
 
 def percent_text(ratio: Interval) -> str:
     """Write a ratio above or below 1 as a difference: +12 % [+9, +15]."""
-    middle = f"{100 * (ratio.mid - 1):+.1f} %"
+    middle = f"{100 * (ratio.mid - 1):+z.1f} %"
     if math.isnan(ratio.lo):
         return middle
-    return f"{middle} [{100 * (ratio.lo - 1):+.1f}, {100 * (ratio.hi - 1):+.1f}]"
+    return f"{middle} [{100 * (ratio.lo - 1):+z.1f}, {100 * (ratio.hi - 1):+z.1f}]"
 
 
 @dataclass(frozen=True)

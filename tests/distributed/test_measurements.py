@@ -81,7 +81,7 @@ def test_wall_clock_and_memory_are_those_of_steady_steps(tmp_path: Path) -> None
     assert record.peak_memory_bytes and record.peak_memory_bytes[0] > 2**20
     assert record.reserved_memory_bytes is None and record.device_memory_bytes is None
     text = recording.summary(record, tmp_path)
-    assert f"speed           {record.wall_samples_per_s:.0f} images/s, wall clock" in text
+    assert f"speed           {record.rates(record.wall_samples_per_s)}, wall clock" in text
 
 
 def test_on_a_gpu_the_peak_is_that_of_steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:

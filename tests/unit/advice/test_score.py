@@ -77,6 +77,8 @@ def test_skill_is_over_the_best_strategy_to_take_everywhere() -> None:
     assert "(skill -2.00)" in verdict("advice", constant_of([0.1, 0.1, 0.1], regrets))
     for alone in ([{"a": 0.0}], [{"a": 0.0}, {"b": 0.0}]):  # no constant choice to speak of
         assert "cannot be compared" in verdict("advice", constant_of([0.0] * len(alone), alone))
+    only = constant_of([0.0, 0.0], [{"a": 0.0, "b": 0.1}, {"a": 0.1, "c": 0.0}])
+    assert "No other strategy appears in all 2 scenarios." in verdict("advice", only)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from lab.analysis.records import load_study
 from lab.draw.chart import looks_of
 from lab.record.schema import Emulation
 from lab.settings.storage import write_json
+from lab.web.elements import points_table
 from tests.support.records import leave, make_record
 
 
@@ -45,6 +46,22 @@ def test_weak_speedup_counts_the_larger_batch(folder: Path) -> None:
     write_cell(folder, "tree", 4, 2.0, scaling="weak")
     row = one(table(load_study(folder)), "tree", 4)
     assert (row.one.per_rank_batch_size, row.speedup.mid, row.efficiency.mid) == (64, 2.0, 0.5)
+
+
+def test_a_strategy_that_needs_more_steps_has_the_baseline_of_the_others(folder: Path) -> None:
+    for strategy, ranks, seconds, steps in (
+        ("none", 1, 1.0, "40"), ("none", 2, 0.5, "40"), ("local_sgd", 2, 0.6, "400"),
+        ("tree", 2, 0.8, "40"),
+    ):  # fmt: skip
+        write_cell(folder, strategy, ranks, seconds, variant={"steps": steps})
+    row = one(table(load_study(folder)), "local_sgd", 2)
+    assert row.speedup.mid == pytest.approx(1 / 0.6)
+    assert row.exposed_exchange_s.mid == pytest.approx(0.1)
+    for ranks, seconds in ((1, 2.0), (2, 0.3)):  # of as many steps, which share one setting more
+        write_cell(folder, "none", ranks, seconds, variant={"steps": "400"})
+    row = one(table(load_study(folder)), "local_sgd steps=400", 2)
+    assert row.speedup.mid == pytest.approx(2 / 0.6)
+    assert row.exposed_exchange_s.mid == pytest.approx(0.3)
 
 
 def test_strong_and_weak_do_not_share_a_baseline(folder: Path) -> None:
@@ -121,6 +138,16 @@ def test_a_table_leaves_out_columns_rather_than_be_too_wide(folder: Path) -> Non
 def test_single_repeats_are_not_ranked(folder: Path) -> None:
     rows = strategies_with_times(folder, {"none": [1.0], "overlap": [0.5], "tree": [0.9]})
     assert leaders(rows, math.nan) == ["tree", "overlap"]
+
+
+def test_repeats_of_the_ceiling_alone_rank_nobody(folder: Path) -> None:
+    for repeat in range(3):
+        write_cell(folder, "none", 2, 0.1 + 0.01 * repeat, repeat=repeat)
+    for strategy in ("tree", "overlap"):
+        write_cell(folder, strategy, 2, 0.5)
+    study = load_study(folder)
+    assert "leader" not in summary.text(table(study), study)
+    assert "fastest" not in points_table(table(study), math.nan, "points").header
 
 
 def test_the_ceiling_is_no_leader(folder: Path) -> None:
@@ -233,6 +260,19 @@ def test_looks_are_fixed_by_strategy_and_all_differ() -> None:
     assert given["onebit bucket_mb=0"] == looks_of(["onebit"])["onebit"]
     assert len({(look.colour, look.line) for look in given.values()}) == len(many)
     assert list(given)[:3] == ["none", "overlap", "onebit bucket_mb=0"]
+
+
+def test_a_seed_counts_once_in_a_mean_also_if_a_breakdown_repeats_it(tmp_path: Path) -> None:
+    for name, repeat, measure, accuracy in (
+        ("a", 0, "throughput", 0.9),
+        ("b", 1, "throughput", 0.8),
+        ("c", 0, "breakdown", 0.9),
+        ("d", 2, "breakdown", 0.7),
+    ):
+        about = {"repeat": repeat, "measure": measure, "final": {"accuracy": accuracy}}
+        leave(tmp_path / name, make_record("tree", 2, 0.5, **about))
+    (point,) = table(load_study(tmp_path))
+    assert point.final == {"accuracy": pytest.approx(0.8)}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from lab.analysis.charts import CHARTS, NothingToDraw
 from lab.draw.chart import DASHES, LOOKS, WIDTH, Chart, drawn, looks_of, pixels_of, spread
 from lab.draw.plots import bars
+from lab.measure import PHASES
 from tests.conftest import ROOT
 from tests.support.cases import ALL_STRATEGIES
 from tests.support.slow import some_of
@@ -174,6 +175,31 @@ def test_the_title_is_the_message() -> None:
     assert "1 repeat per point, so no intervals" in made.about[0]
     sent = "A rank sends 16 times as many bytes with allreduce as with powersgd"
     assert chart("payload", summary).message == sent
+
+
+def test_titles_write_large_and_small_numbers_in_full() -> None:
+    summary = summary_of(("none", "allreduce"), (32,))
+    large = summary.assign(payload_max_bytes=1e3 * summary["payload_max_bytes"])
+    assert chart("payload", large).message == "A rank sends 25000 MB per step with allreduce"
+    slow = {f"samples_per_s_{end}": 1e-3 * summary[f"samples_per_s_{end}"] for end in ("lo", "mid")}
+    message = chart("throughput", summary.assign(**slow, leads=True)).message
+    assert message == "With allreduce, 8 ranks train 0.529 images per second"
+
+
+def test_the_most_ranks_whose_exposed_exchange_is_known_are_told() -> None:
+    summary = summary_of(("none", "onebit"), (32,)).query("strategy != 'none' or world_size < 8")
+    unknown = summary["world_size"] == 8
+    summary["exposed_exchange_s_mid"] = summary["exposed_exchange_s_mid"].mask(unknown)
+    assert chart("step_time", summary).message.startswith("On 4 ranks, exposed exchange is ")
+    alone = summary.query("strategy != 'none' or world_size == 1")
+    alone = alone.assign(exposed_exchange_s_mid=math.nan)
+    assert chart("step_time", alone).message == "The exposed exchange of these steps is not known"
+
+
+def test_breakdowns_per_point_are_told_as_a_range() -> None:
+    points = summary_of(("none", "onebit", "tree"), (32,)).query("world_size == 2")
+    points = points.assign(**{f"{name}_s": 0.01 for name in PHASES}, num_breakdowns=[1, 2, 5])
+    assert "Medians of 1 to 5 breakdown runs per point" in chart("step_time", points).about[0]
 
 
 def test_a_chart_without_data_says_what_is_missing() -> None:

@@ -71,6 +71,15 @@ def test_neither_none_nor_auto_leads() -> None:
     assert [*behind(one)] == ["none", "auto", "onebit", "overlap"]
 
 
+def test_strategies_of_different_starts_are_compared_by_their_means() -> None:
+    apart = {"overlap": {("a", 0): 2.0, ("a", 1): 2.0}, "auto": {("b", 0): 3.0}, "tree": {0: 1.0}}
+    one = Place(HERE, apart)
+    ratio = one.ratio("auto", "overlap")
+    assert ratio.mid == pytest.approx(1.5) and math.isnan(ratio.lo)
+    assert [*behind(one)] == ["tree", "overlap", "auto"]
+    assert math.isnan(one.ratio("priority", "overlap").mid)
+
+
 def test_what_noise_hides_is_named() -> None:
     near = {"onebit": [2.0, 2.2, 2.1], "overlap": [2.1, 2.1, 2.2], "tree": [9.0, 9.1, 9.0]}
     assert place(**near).lead(math.nan).others == ("overlap",)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from lab.analysis.runs import WAIT, own_work
 from lab.measure import OWN
 from lab.plot import main
 from lab.record.schema import Emulation
@@ -128,6 +129,15 @@ def test_a_cells_own_work_is_a_bar_a_rank(study: Path, tmp_path: Path) -> None:
     drawn = (tmp_path / "own/ranks.svg").read_text()
     assert "Rank 1 works 310 ms per step, the median of the others 110 ms" in drawn
     assert overlapping(drawn) == outside(drawn) == []
+
+
+def test_the_work_of_an_exchange_is_shared_by_all_steps_of_its_round() -> None:
+    steps = pd.DataFrame({"rank": 0, "step": range(4), "timed": True, "step_s": 1.0})
+    steps = steps.assign(**{f"own_{name}_s": 0.0 for name in OWN}).assign(own_input_s=np.nan)
+    steps["own_exchange_s"] = [np.nan, 0.4, np.nan, 0.8]
+    own = own_work(steps)
+    assert own["exchange"].item() == pytest.approx(0.3)
+    assert own[WAIT].item() == pytest.approx(0.7) and "input" not in own
 
 
 def test_weak_and_strong_are_drawn_apart(study: Path) -> None:

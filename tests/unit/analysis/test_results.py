@@ -79,11 +79,12 @@ def test_a_notebook_shows_a_table(results: Results) -> None:
 
 
 def test_a_run_that_cannot_be_read_is_counted(tmp_path: Path) -> None:
-    leave(tmp_path / "right", make_record("tree", 1, 0.1))
+    leave(tmp_path / "right", make_record("tree", 1, 1.2345))
     (tmp_path / "killed").mkdir()
     results = lab.load(tmp_path)
     assert repr(results).endswith("1 run, 1 unreadable, 1 point)")
-    assert "1 run, 1 unreadable" in results._repr_html_()
+    html = results._repr_html_()
+    assert "1 run, 1 unreadable" in html and ">1234<" in html  # milliseconds of a step
 
 
 def test_loading_imports_no_torch(results: Results) -> None:

@@ -25,7 +25,7 @@ from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Int8
 from lab.measure.memory import peak_bytes, reset_peak
-from lab.measure.statistics import of_ratio
+from lab.measure.statistics import of_level, of_ratio
 from lab.settings.config import ConfigError, build, load
 from lab.training import assemble
 from tests.support import refusing
@@ -380,6 +380,14 @@ def test_equal_candidates_are_called_different_as_often_as_their_level_says() ->
     assert between["num_different"] == 4_000 - round(4_000 * between["covered"][3]["median"])
     assert wall["covered"] == between["covered"] and within["num_pairs"] == 12_000
     assert within["covered"][0]["median"] < 0.1  # resampled rounds know nothing of other starts
+
+
+def test_a_half_width_is_that_of_the_ratio_and_not_of_its_logarithm() -> None:
+    pairs = [{"ratio": [r], "wall_ratio": [r], "low": [None], "high": [None]} for r in (1, 2, 4)]
+    starts = [{"order_seed": 0, "pairs": {"overlap": each}} for each in pairs]
+    between, *_ = aa._judged(starts)["rows"]
+    ratio = of_level([1.0, 2.0, 4.0])
+    assert between["half_width"] == pytest.approx((ratio.hi - ratio.lo) / 2)
 
 
 def test_pairs_of_equal_candidates_are_measured() -> None:

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab.analysis.results import load as load_results
-from lab.diagnosis.evidence import Evidence, gather
+from lab.diagnosis.evidence import Evidence, gather, own_times
 from lab.diagnosis.rules import judge, remedies
 from lab.explain import main
 from lab.measure import OWN, PHASES, Span
@@ -259,6 +259,15 @@ def test_two_losses_of_about_the_same_size_are_both_named(tmp_path: Path) -> Non
     assert switches[:2] == ["strategy=onebit", "batch_size=256"]
 
 
+def test_more_ranks_are_advised_only_if_compute_is_known_to_shrink(tmp_path: Path) -> None:
+    write(tmp_path / "demo", "none", 4, 0.1)
+    verdict, evidence = explain(write(tmp_path / "demo", "overlap", 4, 0.101))
+    assert verdict == "compute-bound" and remedies(evidence, judge(evidence)) == []
+    write(tmp_path / "demo", "none", 1, 0.4)
+    assert explain(tmp_path / "demo" / "overlap-4-1")[1].fixed_s == 0.0
+    assert first_remedy(explain(tmp_path / "demo" / "overlap-4-1")[1]) == "8 ranks"
+
+
 def test_without_a_reference_or_phases_nothing_is_decided(tmp_path: Path) -> None:
     run = write(tmp_path / "demo", "overlap", 4, 0.3)
     verdict, evidence = explain(run)
@@ -298,9 +307,14 @@ def test_a_round_of_several_steps_counts_as_a_whole(tmp_path: Path) -> None:
     steps = pd.read_parquet(run / "steps.parquet")
     steps.loc[steps["step"] % 2 == 1, "exchange_s"] = 0.1
     steps.to_parquet(run / "steps.parquet")
+    # The timeline holds a part of a round, which exchanged, and a whole one.
+    traced = [Span(0, "step", f"step {at}", 0.15 * at, 0.15 * (at + 1)) for at in (3, 4, 5)]
+    coded = [Span(0, "codec", "fc", 0.15 * at + 0.1, 0.15 * at + 0.12) for at in (3, 5)]
+    write_trace(run / "timeline.json", [*traced, *coded])
     verdict, evidence = explain(run)
     assert verdict == "bandwidth-bound"
     assert evidence.exposed_s == pytest.approx(0.05)
+    assert evidence.codec_s == pytest.approx(0.01)
     assert "sync.every=4" in [remedy.switch for remedy in remedies(evidence, judge(evidence))]
 
 
@@ -333,6 +347,30 @@ def test_the_text_has_verdict_evidence_and_remedy(study: Path) -> None:
     )
     assert re.search(r"try +strategy=onebit: .* \(up to 193\.[78] ms less\)", text)
     assert "strategy=overlap world_size=4 batch_size=128 model=mlp measure=breakdown" in text
+
+
+def test_a_message_is_one_and_numbers_are_written_in_full(study: Path) -> None:
+    run = write(study, "overlap", 4, 0.102, messages_per_step=[1.0] * 4)
+    text = said(main, str(run))
+    assert "12 MB in 1 message from the busiest rank: 6000 MB/s in the time that is" in text
+    short = write(study, "onebit", 4, 0.10047)
+    assert "exchange    0.47 ms (0 %) not hidden" in said(main, str(short))
+    hidden = write(study, "tree", 4, 0.1 + 1e-9)
+    assert "12 MB in 4 messages from the busiest rank\n" in said(main, str(hidden))
+
+
+def test_own_times_are_those_of_each_rank_in_whatever_order_their_rows_are() -> None:
+    """A run that was resumed by an earlier version has the rows of each start apart."""
+    columns = {f"own_{name}_s": 0.0 for name in OWN}
+    rows = pd.DataFrame(
+        {"rank": rank, "step": step, "timed": True, **columns, "own_forward_s": rank + 0.1 * step}
+        for start in (range(2), range(2, 4))
+        for rank in range(2)
+        for step in start
+    )
+    found = own_times(rows, 1)[:, :, OWN.index("forward")]
+    assert found.tolist() == [[0.0, 0.1, 0.2, pytest.approx(0.3)], [1.0, 1.1, 1.2, 1.3]]
+    assert own_times(rows.assign(timed=False), 2).shape == (0, 0, len(OWN))
 
 
 def test_what_did_nothing_is_told(study: Path) -> None:
@@ -388,14 +426,24 @@ def test_damaged_and_failed_runs_are_told(study: Path) -> None:
     assert "not JSON" in refusal(main, str(damaged))
 
 
+def test_a_run_with_a_noise_scale_hides_no_other_point(study: Path) -> None:
+    write(study, "ring", 4, 0.3, measure="noise")
+    write(study, "tree", 4, None, status="done")
+    write(study, "tree", 4, 0.3, repeat=1)
+    told = said(main, str(study))
+    assert "tree on 4 ranks" in told and "ring" not in told
+
+
 def test_what_cannot_be_explained_is_refused(study: Path, tmp_path: Path) -> None:
     failed = write(study, "tree", 4, None, status="oom", error="rank 0: out of memory")
     single = write(study, "overlap", 1, 0.4)
     untimed = write(study, "ring", 4, None)
+    noise = write(study, "ddp", 4, 0.3, measure="noise")
     reasons = {
         failed: "status=oom: rank 0: out of memory",
         single: "world_size=1: a single rank exchanges nothing",
         untimed: "step_s=null: no step was timed",
+        noise: "measure=noise: slows steps down; only runs with measure=throughput or ",
         tmp_path / "nothing": "no such folder",
         tmp_path: "contains no <cell>/record.json",
     }

@@ -95,7 +95,7 @@ def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Pat
         pytest.param(
             {**CLEAR, ("overlap", 2): (90, 91, 90)},
             "With overlap, 4 ranks train 3.50 times as fast as one, ",
-            "Fewer ranks are faster: with overlap, 2 ranks reach a speedup of 4.45.",
+            "Fewer ranks are faster: with overlap, 2 ranks train 1.27 times as fast.",
             id="fewer are faster",
         ),
         pytest.param(
@@ -125,9 +125,47 @@ def test_of_unlike_repeats_pairs_decide_and_not_means(tmp_path: Path) -> None:
     ]
 
 
+def test_fewer_ranks_are_faster_only_if_they_train_more_samples_per_second(tmp_path: Path) -> None:
+    """Without `none`, speedups are over each series' own run: onebit's is large, as it is slow."""
+    own: Times = {
+        **{("allreduce", 1): (100, 101, 102), ("allreduce", 4): (55, 56, 57)},
+        **{
+            ("onebit", 1): (200, 201, 202),
+            ("onebit", 2): (62, 63, 64),
+            ("onebit", 4): (60, 61, 62),
+        },
+    }
+    found = found_in(tmp_path / "made", own)
+    assert found.more == ["The next fastest, onebit, takes 8.9 % longer, a significant difference."]
+    faster = {**own, ("onebit", 2): (50, 51, 52)}
+    (_, told) = found_in(tmp_path / "faster", faster).more
+    assert told == "Fewer ranks are faster: with onebit, 2 ranks train 1.10 times as fast."
+
+
+def test_fewer_ranks_of_weak_scaling_train_fewer_samples_a_step(tmp_path: Path) -> None:
+    for size, ms in ((2, 100), (4, 150)):
+        for repeat in range(3):
+            cell = f"overlap-n{size}-r{repeat}"
+            seconds = 1e-3 * (ms + repeat)
+            record = make_record("overlap", size, seconds, scaling="weak", repeat=repeat, cell=cell)
+            leave(tmp_path / cell, record)
+    found = finding(load(tmp_path).points, float("nan"), {})
+    assert not any("Fewer ranks" in line for line in found.more)  # 2 / 100 ms is less than 4 / 150
+
+
+def test_one_more_of_many_that_are_tied_is_one_other(tmp_path: Path) -> None:
+    alike = ("allreduce", "overlap", "onebit", "int8", "topk", "ring")
+    times = {(name, 4): (115, 114 + at, 116) for at, name in enumerate(alike)}
+    (told, *_) = found_in(tmp_path / "made", times).more
+    assert told.endswith(" and 1 other.")
+
+
 def test_an_interval_is_lacking_for_the_true_reason(tmp_path: Path) -> None:
     found = found_in(tmp_path / "made", {("none", 1): (400, 404), ("overlap", 4): (115, 114)})
     assert found.figures[1].note == "fewer than 3 repeats, so no interval; ideal is 4"
+    found = found_in(tmp_path / "few", {("none", 1): (400,), ("overlap", 4): (115, 114, 116)})
+    expected = "fewer than 3 repeats have a one-rank run, so no interval; ideal is 4"
+    assert found.figures[1].note == expected
 
 
 def test_without_an_exchange_there_is_nothing_to_judge(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lab.draw.chart import Chart
-from lab.draw.text import aligned, markdown, plain, sentence
+from lab.draw.text import aligned, markdown, plain, sentence, short_text
 
 
 def test_markdown_is_plain_and_no_wider_than_a_terminal() -> None:
@@ -25,6 +25,14 @@ def test_tables_are_aligned_and_written_in_markdown() -> None:
     table = [["", "step"], ["ring", "1.5"], ["tree_double", "12.5"]]
     assert aligned(table) == ["             step", "ring          1.5", "tree_double  12.5"]
     assert markdown(["a", "b"], [["1", "2"]]) == ["| a | b |", "| --- | --- |", "| 1 | 2 |"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0.25, "0.25"), (2.0, "2"), (12.345, "12.3"), (99.96, "100"), (12345.6, "12346"), (0, "0")],
+)
+def test_large_numbers_are_written_without_an_exponent(value: float, expected: str) -> None:
+    assert short_text(value) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from lab.analysis import summary
 from lab.analysis.points import table
-from lab.analysis.records import load_study
+from lab.analysis.records import load_study, read_steps
 from lab.record.schema import (
     SCHEMA,
     Bucket,
@@ -26,6 +26,7 @@ from lab.record.schema import (
     stretches_of,
     worded,
 )
+from lab.record.steps import write_rows
 from tests.support.records import leave, make_record
 
 BEFORE = Path(__file__).parents[2] / "data" / "study_schema_1"
@@ -108,6 +109,7 @@ def test_a_wrong_value_is_refused_by_its_key(change: dict[str, Any], message: st
 def test_a_rate_is_in_samples_and_in_predictions_if_there_are_several() -> None:
     tokens = {"unit": "sequence", "prediction": "token", "predictions_per_sample": 128}
     assert make_record("none", 1, 0.5).rates(93.4) == "93 images/s"
+    assert make_record("none", 1, 0.5).rates(0.04) == "0.04 images/s"
     assert make_record("none", 1, 0.5, **tokens).rates(93.5) == "94 sequences/s, 11968 tokens/s"
 
 
@@ -195,7 +197,21 @@ def test_steps_of_another_cell_settings_ranks_and_commit_are_told() -> None:
     then = made(0, 5, settings={"lr": 1, "seed": 3, **moved[0]}, world_size=1, commit=None)
     now = made(5, 9, cell="s/b", settings={"lr": 2, **moved[1]})
     first, second = stretches_of(append_stretch([then], now))
-    assert (first.steps, second.steps) == ("0-4", "5-8")
+    assert (first.steps, second.steps, made(3, 4).steps) == ("0-4", "5-8", "3")
     assert first.settings == {"lr": 1, "seed": 3} and second.settings == {}
     assert first.made_by == "s/a on 1 rank, batch_size=8, commit unknown; lr=1, seed=3"
     assert second.made_by == "s/b on 2 ranks, batch_size=8, commit abc"
+
+
+def test_steps_before_a_resume_are_kept_but_timed_no_more(tmp_path: Path) -> None:
+    """The statistics are of the last start, which may have had other ranks."""
+    path = tmp_path / "steps.parquet"
+    columns = {"rank": [0, 0, 0, 1, 1, 1], "step": [0, 1, 2] * 2, "timed": [False, True, True] * 2}
+    write_rows(path, 0, columns)
+    write_rows(path, 2, {"rank": [0, 0], "step": [2, 3], "timed": [False, True]})
+    rows = read_steps(path)
+    assert rows["step"].tolist() == [0, 1, 0, 1, 2, 3]
+    assert rows["timed"].tolist() == [False] * 5 + [True]
+    rows.drop(columns="timed").to_parquet(path)  # as an early version left it
+    write_rows(path, 3, {"rank": [0], "step": [3], "timed": [True]})
+    assert read_steps(path)["timed"].tolist() == [False] * 5 + [True]

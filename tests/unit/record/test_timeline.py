@@ -206,7 +206,9 @@ KINDS = ("", " transfers", " transfers 2")
 def test_the_figure_names_ranks_and_buckets_and_says_what_is_emulated() -> None:
     spans = tuple(span for rank in range(10) for span in step(rank, 0.0))
     chart = timeline_of_step(Timeline(spans, {**ABOUT, "emulation": "10 ranks share 2 cores"}))
-    assert chart.message == "A step of overlap on 2 ranks: 1e+03 ms, of which 10 % is waiting"
+    assert chart.message == "A step of overlap on 2 ranks: 1000 ms, of which 10 % is waiting"
+    alone = timeline_of_step(Timeline(tuple(step(0, 0.0)), {**ABOUT, "world_size": 1}))
+    assert alone.message.startswith("A step of overlap on 1 rank: ")
     assert "Pale: emulated (10 ranks share 2 cores)." in chart.about
     assert "The first 8 of 10 ranks." in chart.about
     svg = drawn(chart.spec(), "svg").decode()

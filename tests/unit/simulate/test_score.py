@@ -58,7 +58,18 @@ def test_overlapped_steps_have_a_sign() -> None:
 
 def test_only_held_out_cells_with_an_exchange_count() -> None:
     none, fitted = replace(CELL, strategy="none"), replace(CELL, evidence="fitted")
-    assert held_out([none, fitted, CELL]) == [CELL]
+    alone = replace(CELL, strategy="fsdp", world_size=1)  # which no fit uses, and sends nothing
+    assert held_out([none, fitted, alone, CELL]) == [CELL]
+
+
+def test_an_error_that_rounds_to_zero_has_no_minus() -> None:
+    near = replace(CELL, overlaps=True, predicted_s=0.19999)
+    assert "overlapped steps +0.0 % on average" in str(score([near]))
+
+
+def test_a_single_cell_is_singular() -> None:
+    text = score([replace(CELL, linear_s=0.1)]).in_sentences()
+    assert "For the 1 held-out cell with" in text and "For the 1 cell, linear scaling" in text
 
 
 @pytest.mark.slow

@@ -92,6 +92,14 @@ def test_a_tree_over_nodes_crosses_the_fabric_as_often_as_nodes_halve() -> None:
     assert Network(hardware, 4).tree(1e6).seconds == pytest.approx(2 * 2 * inside)
 
 
+def test_a_tree_over_nodes_of_three_ranks_crosses_the_fabric_in_its_first_hop() -> None:
+    """Rank 3, of the second node, sends to rank 2, and this to rank 0; then rank 4 to rank 0."""
+    node, fabric = Link(1e-5, 1e10), Link(1e-4, 1e8)
+    hardware = replace(FLAT, ranks_per_node=3, intra=node, inter=fabric)
+    inside, across = node.seconds(1e6), fabric.seconds(1e6)
+    assert Network(hardware, 6).tree(1e6).seconds == pytest.approx(2 * (2 * across + inside))
+
+
 def test_nccl_is_as_fast_as_the_slowest_stretch_of_its_ring() -> None:
     hardware = replace(
         FLAT, library="nccl", ranks_per_node=8, intra=Link(0, 1e10), inter=Link(0, 1e8, 4)

@@ -106,6 +106,16 @@ def test_a_dry_run_estimates_by_the_most_similar_cell_that_is_done(tmp_path: Pat
     assert total.startswith("would run 2 of 4 cells: about 3.5 min, 5 MB")
 
 
+def test_cells_that_took_turns_share_the_time_of_their_start(tmp_path: Path) -> None:
+    study = read([*GRID, f"runs_dir={tmp_path}"])
+    for cell in study.cells[:2]:
+        record = leave(tmp_path / "s", cell, "done", 120)
+        together = replace(record, turns_s=[0.1], started_at="2026-11-01T10:00:00+00:00")
+        together.write(tmp_path / "s" / cell.name / "record.json")
+    *_, total = dry_run.lines(study)
+    assert total.startswith("would run 2 of 4 cells: about 2 min")
+
+
 def test_a_dry_run_knows_nothing_of_other_work(tmp_path: Path) -> None:
     root = tmp_path / "s"
     leave(root, read(GRID).cells[0], "done", 60)

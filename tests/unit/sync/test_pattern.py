@@ -177,6 +177,12 @@ ACCUMULATE = "accumulate=4: exchanges overlap only the backward of the last micr
             "backward ends; set bucket_mb=0.077 to divide them",
         ),
         (
+            gradsync(True),
+            {"bucket_bytes": [1_234_000_000]},
+            "overlap=true: nothing overlaps, because all 1230 MB of gradients are in one bucket, "
+            "which is full only when backward ends; set bucket_mb=290 to divide them",
+        ),
+        (
             gradsync(False),
             {"bucket_bytes": [TOTAL]},
             f"bucket_mb=25: divides nothing, because {ONE_BUCKET}",

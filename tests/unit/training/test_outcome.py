@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +102,13 @@ def test_ranks_that_share_gpus_do_not_multiply_their_peak(monkeypatch: pytest.Mo
         assert peak and peak.flops_per_s["fp32"] == num_gpus * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another")
     assert peak_of(world(2, "cuda")) is None
+
+
+def test_timed_steps_are_those_of_whole_rounds() -> None:
+    loop: Any = SimpleNamespace(turns=None, first_step=3, sync=SimpleNamespace(every=4))
+    timed = outcome._timed(loop, num_steps=13, warmup=3)  # numbers 3 to 15, from 6 on
+    assert np.flatnonzero(timed).tolist() == [*range(5, 13)]  # numbers 8 to 15
+    assert not outcome._timed(loop, num_steps=8, warmup=3).any()  # numbers 8 to 10: no round
 
 
 def noise_of(norms: list[tuple[float, float]]) -> dict[str, float | None] | None:

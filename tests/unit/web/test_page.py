@@ -17,8 +17,9 @@ import pytest
 
 from lab.draw.chart import Chart
 from lab.draw.plots import bars
+from lab.measure.statistics import Interval
 from lab.web.contents import compare, contents_of
-from lab.web.elements import bundle, drawing
+from lab.web.elements import bundle, drawing, percent_text
 from lab.web.page import parts_of, render
 from tests.support.records import leave, make_record
 from tests.support.studies import HOSTILE, make_study, name_by
@@ -171,6 +172,10 @@ def test_a_drawing_keeps_the_digits_of_its_texts() -> None:
     body, width = bars(data, "MB", {"sent": "#0072B2"})
     svg = drawing("one", Chart("payload", "message", [], body, width)).svg()
     assert ">0.00667 MB<" in svg and not re.search(r"\.\d{5}[^<>]*>", svg.replace(".00667", ""))
+
+
+def test_a_difference_that_rounds_to_zero_has_no_minus() -> None:
+    assert percent_text(Interval(0.9, 0.9999, 1.1)) == "+0.0 % [-10.0, +10.0]"
 
 
 def test_two_studies_of_one_thing_do_not_differ(study: Path, tmp_path: Path) -> None:
