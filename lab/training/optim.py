@@ -104,6 +104,7 @@ class Optim:
                 f"optim={self.target}: evaluates the loss several times in a step; use an "
                 "optimizer whose step() needs no closure"
             )
+        optimizer.register_step_pre_hook(_first_momentum)
         own = {*self._own, *self._settings}
         self._groups = [{k: v for k, v in g.items() if k in own} for g in optimizer.param_groups]
         if self._capturable:
@@ -141,6 +142,19 @@ class Optim:
             except RuntimeError:  # not on this device
                 pass
         return self._make(groups, **self._settings)
+
+
+def _first_momentum(optimizer: Optimizer, *_: object) -> None:
+    """Let no fused step of SGD meet parameters that get their first gradient later than others.
+
+    It makes the momentum of all of a group's parameters at once, and raises an internal error where
+    some have it already.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        if group["momentum"] and group["fused"]:
+            states = (optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None)
+            has = {state.get("momentum_buffer") is not None for state in states}
+            group["fused"] = len(has) < 2  # only for this step: `prepare` sets it again
 
 
 def _must_be_set(parameters: Mapping[str, Parameter]) -> list[str]:
