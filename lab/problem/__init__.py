@@ -100,7 +100,18 @@ def build_task(node: DictConfig) -> Task:
         settings = {str(key): value for key, value in node.items() if key != "_target_"}
         return OwnLoss(node._target_, functools.partial(target, **settings))
     made = build(node)
-    return made if isinstance(made, Task) else OwnLoss(node._target_, made)
+    if isinstance(made, nn.Module):
+        trained = [name for name, p in made.named_parameters() if p.requires_grad]
+        if trained:
+            raise ConfigError(
+                f"task={node._target_}: has parameters that would not be trained "
+                f"({', '.join(trained[:3])}); make them part of the model"
+            )
+    if not isinstance(made, Task):
+        return OwnLoss(node._target_, made)
+    if lacking := [name for name in ("name", "num_sums", "loss") if not hasattr(made, name)]:
+        raise ConfigError(f"task={node._target_}: its class must set {', '.join(lacking)}")
+    return made
 
 
 def output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:

@@ -104,13 +104,13 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     model, sizes = _build_model(config, data, shapes[0][-1], world)
     sample = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=world.device)
     _check_outputs(task, model, data, shapes, sample)  # lazy modules get their weights here
-    sizes |= count(model)
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
     optim = Optim(config.optim, batch_size, config.graph)
     exchange: Exchange = build(config.exchange)
     with as_config_error():
         admit(model, exchange)
+    sizes |= count(model)
     if world.size > 1:
         require_alike(world, {**data_facts(data), **parameters(model)})
     replicas.broadcast_state(model, world)
@@ -207,6 +207,7 @@ def _check_outputs(
     try:
         for shape in shapes:
             task.check_outputs(outputs, shape)
+        task.require_mean(outputs, data.targets()[0][:1].to(inputs.device))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -228,8 +229,8 @@ def _build_model(
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
         transform = build(config.transform)
-        sizes = {"transform": type(transform).__name__, "untransformed": count(model)}
         try:
+            sizes = {"transform": type(transform).__name__, "untransformed": count(model)}
             model = transform(model)
         except ValueError as error:
             raise ConfigError(f"strategy={config.strategy}: {error}") from error
