@@ -141,6 +141,21 @@ def test_weights_are_the_bits_of_the_blocking_run(
         assert all(torch.equal(weights[name], blocking[0][name]) for name in weights)
 
 
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_parameter_may_be_frozen_before_buckets_are_planned_anew(step: int) -> None:
+    def run(sync: PrioritySync) -> dict[str, Tensor]:
+        def freeze(module: nn.Module, _: object) -> None:
+            if sync.step == step:
+                module.requires_grad_(False)
+
+        sync.module.get_submodule("first").register_forward_pre_hook(freeze)
+        return train(sync, sgd(sync), range(NUM_STEPS))
+
+    ours, blocking = on_ranks(2, run, worker=THREAD, trials=1), on_ranks(2, run, **BLOCKING)
+    for weights in ours:
+        assert all(torch.equal(weights[name], blocking[0][name]) for name in weights)
+
+
 def test_both_schedules_of_a_trial_carry_weights_of_two_bytes_as_float32() -> None:
     model = Net().bfloat16()
     own: dict[str, Any] = {"chunk_mb": CHUNK_MB, "trials": 1, "overlap": True, "bucket_mb": 25.0}
