@@ -99,6 +99,11 @@ class Optim:
             raise ConfigError(
                 f"optim={self.target}: returns type {kind}; it must return a torch.optim.Optimizer"
             )
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as torch marks it
+            raise ConfigError(
+                f"optim={self.target}: has a learning-rate scheduler, which nothing would step; "
+                "leave it out, and set optim.schedule"
+            )
         if _must_be_set(inspect.signature(optimizer.step).parameters):
             raise ConfigError(
                 f"optim={self.target}: evaluates the loss several times in a step; use an "
@@ -292,8 +297,17 @@ def _trained(
     config: DictConfig, model: nn.Module, batch_size: int, piecewise: bool
 ) -> list[Tensor]:
     """Return copies' weights after some steps of random gradients, the same for both ways."""
+    copies, optimizer = trial(config, model, batch_size)
+    for seed in range(NUM_STEPS):
+        step_at_random(copies, optimizer, seed, piecewise)
+    return list(copies.parameters())
+
+
+def trial(config: DictConfig, model: nn.Module, batch_size: int) -> tuple[nn.Module, Optimizer]:
+    """Return small copies of the first two parameters of each number of dimensions, and a run's
+    optimizer of them.
+    """
     torch.manual_seed(0)
-    # Small copies of the first two parameters of each number of dimensions.
     trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.dim())
     copies = nn.ParameterList(
         torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
@@ -303,13 +317,19 @@ def _trained(
     optimizer = Optim(config.optim, batch_size).optimizer(copies)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] or 0.01  # at 0 any two ways agree
-    for _ in range(NUM_STEPS):
-        for parameter in copies.parameters():
-            parameter.grad = torch.randn(parameter.shape).to(parameter.device)
-        if not piecewise:
-            optimizer.step()
-            optimizer.zero_grad()
-            continue
-        for parameter in reversed(list(copies.parameters())):
-            update_some(optimizer, [parameter])
-    return list(copies.parameters())
+    return copies, optimizer
+
+
+def step_at_random(
+    copies: nn.Module, optimizer: Optimizer, seed: int, piecewise: bool = False
+) -> None:
+    """Update copies by random gradients, all at once or one by one."""
+    torch.manual_seed(seed)
+    for parameter in copies.parameters():
+        parameter.grad = torch.randn(parameter.shape).to(parameter.device)
+    if not piecewise:
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+    for parameter in reversed(list(copies.parameters())):
+        update_some(optimizer, [parameter])

@@ -209,6 +209,7 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("nowhere.Adam", {}, r"optim=nowhere\.Adam: no module nowhere in "),
         (f"{MINE}.MINE", {}, r"tests\.support\.optimizers has no MINE"),
         (f"{MINE}.not_one", {}, r"not_one: returns type list; it must return"),
+        (f"{MINE}.with_a_scheduler", {}, r"with_a_scheduler: has a learning-rate scheduler"),
         (f"{MINE}.SignDescent", {}, r"optim\.lr: must be set; .*SignDescent has no default for it"),
     ],
 )
