@@ -66,6 +66,10 @@ CURES = {  # by what DDP says, in many lines
         "strategy=overlap"
     ),
     "finished reduction in the prior iteration": UNUSED,
+    "storage of SparseTensorImpl": (
+        "a gradient is sparse, as of torch.nn.functional.embedding(sparse=True); use sparse=False "
+        "or strategy=overlap"
+    ),
 }
 HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
 

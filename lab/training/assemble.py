@@ -229,11 +229,22 @@ def _build_model(
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
         transform = build(config.transform)
+        target = config.transform._target_
+        if not callable(transform):
+            raise ConfigError(
+                f"transform={target}: its instances must take a model, as functions do"
+            )
         try:
             sizes = {"transform": type(transform).__name__, "untransformed": count(model)}
-            model = transform(model)
+            made = cast(object, transform(model))
         except ValueError as error:
             raise ConfigError(f"strategy={config.strategy}: {error}") from error
+        if not isinstance(made, nn.Module):
+            raise ConfigError(
+                f"transform={target}: returns type {type(made).__name__}; it must return a "
+                "torch.nn.Module"
+            )
+        model = made
     with as_config_error(f"model={config.model._target_}: "):
         require_values(model)
     model = model.to(world.device)
