@@ -23,7 +23,7 @@ from lab.distributed.world import Disagreement, Facts, World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
-from lab.problem import build_data, build_model, build_task, output_shapes
+from lab.problem import build_data, build_model, build_task, output_shapes, transformed
 from lab.settings.config import ConfigError, Settings, build, global_batch_size
 from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts
@@ -228,23 +228,14 @@ def _build_model(
     model: nn.Module = build_model(config.model, data, output_size)
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
-        transform = build(config.transform)
-        target = config.transform._target_
-        if not callable(transform):
-            raise ConfigError(
-                f"transform={target}: its instances must take a model, as functions do"
-            )
         try:
-            sizes = {"transform": type(transform).__name__, "untransformed": count(model)}
-            made = cast(object, transform(model))
+            untransformed = count(model)
+            model, name = transformed(config.transform, model)
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(f"strategy={config.strategy}: {error}") from error
-        if not isinstance(made, nn.Module):
-            raise ConfigError(
-                f"transform={target}: returns type {type(made).__name__}; it must return a "
-                "torch.nn.Module"
-            )
-        model = made
+        sizes = {"transform": name, "untransformed": untransformed}
     with as_config_error(f"model={config.model._target_}: "):
         require_values(model)
     model = model.to(world.device)

@@ -16,12 +16,14 @@ from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import InlineWorker, Job
 from lab.exchange.allreduce import AllReduce
 from lab.measure.environment import environment
+from lab.problem import blueprint
 from lab.settings.config import ConfigError, load
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.training import assemble
 from lab.training import assemble as compiling
 from lab.training.assemble import compiled, compiled_as, set_arithmetic
+from tests.support import refusing
 from tests.support.ranks import told, train
 
 
@@ -235,12 +237,15 @@ def test_parts_of_the_users_that_cannot_train_are_refused_before_the_first_step(
         "model=MadeInInference": "weight: was made in torch.inference_mode(), so it cannot be",
         "model=StillLazy": "unused.weight: has no values yet (a lazy module); run one batch",
         "transform=Nothing": f"transform={__name__}.Nothing: returns type NoneType; it must",
-        "transform=NoFunction": f"transform={__name__}.NoFunction: its instances must take a",
+        "transform=NoFunction": f"transform={__name__}.NoFunction: its instances must take a model",
     }
     plain = f"model={__name__}.Scores"
     runs = [(plain, word.replace("=", f"={__name__}."), *ONE_STEP) for word in lines]
     for found, line in zip(told(*runs), lines.values(), strict=True):
         assert found.startswith(line)
+    for word, line in list(lines.items())[2:]:  # predictions say the same
+        with refusing(line):
+            blueprint(load([plain, word.replace("=", f"={__name__}."), *ONE_STEP]))
 
 
 def test_sparse_gradients_are_updated_without_an_exchange_too(tmp_path: Path) -> None:
