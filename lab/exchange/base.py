@@ -310,7 +310,14 @@ class Staged(Exchange):
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         stages = type(self)._inherited or type(self).stages
-        for collective in stages(self, bucket, comm):
+        begun: Any = stages(self, bucket, comm) or [None]  # a user's may return nothing
+        for collective in begun:
+            if not hasattr(collective, "wait"):
+                found = type(collective).__name__
+                raise TypeError(
+                    f"exchange={type(self).__name__}: stages yields {found}; it must yield each "
+                    "collective that it begins, as comm.iall_gather returns it"
+                )
             collective.wait()
 
     @abstractmethod

@@ -30,8 +30,8 @@ from lab.exchange.compressed import Coded, TwoStage
 from lab.exchange.cost import Shape
 from lab.exchange.scatter import GATHERED, gather_bytes, scatter_of
 from lab.exchange.scatter import Layout as Columns
-from lab.settings.errors import ConfigError, one_line
-from lab.settings.own_code import blame, is_labs
+from lab.settings.errors import ConfigError
+from lab.settings.own_code import is_labs
 from lab.simulate.costs import Load, Stage
 
 META = torch.device("meta")
@@ -133,11 +133,8 @@ def _events(
             recorder.events.clear()
             with Passes(recorder.events):
                 _run(own, bucket, recorder, part)
-    # TypeError: of copies, numpy; AttributeError: of stages that yield no collectives
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-        if isinstance(error, AttributeError) and blame(error):
-            raise
-        why = one_line(error)
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # TypeError: of copies, numpy
+        why = str(error).splitlines()[0]
         raise ConfigError(
             f"exchange={type(exchange).__name__}: cannot be predicted from its code, which "
             f"cannot run on tensors without values ({why}); implement add_cost"

@@ -207,6 +207,24 @@ def test_state_is_lost_neither_on_a_resume_nor_when_saved() -> None:
             kept_state(Keeps(wrong))
 
 
+class YieldsNone(Vote):
+    def stages(self, bucket: GradBucket, comm: Comm) -> Any:
+        yield None
+
+
+class NeverYields(Vote):
+    def stages(self, bucket: GradBucket, comm: Comm) -> Any:
+        bucket.flat.zero_()
+
+
+@pytest.mark.parametrize("make", [YieldsNone, NeverYields])
+def test_stages_that_yield_no_collective_are_named(make: type[Exchange]) -> None:
+    bucket = GradBucket(SHAPES, torch.ones(306), step=0)
+    line = f"^exchange={make.__name__}: stages yields NoneType; it must yield each collective"
+    with pytest.raises(TypeError, match=line):
+        run_ranks(2, lambda comm: make().average(bucket, comm))
+
+
 def test_what_is_no_exchange_is_refused() -> None:
     other: Any = object()
     with pytest.raises(ValueError, match=r"^exchange=object: must be a subclass of lab.exchange"):
