@@ -58,6 +58,16 @@ class Exchange(ABC):
     steady_from: int | None = None
     total_steps: int | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have a user's own `average` or `stages` take gradients as they are, unless it asks.
+
+        It leaves their mean, as documented, where the class that it extends may only add.
+        """
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if not cls.__module__.startswith("lab.") and not {"average", "stages"}.isdisjoint(own):
+            cls.takes_divided = own.get("takes_divided", False)
+
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         """Replace `bucket.flat` by what this exchange delivers: its mean over the ranks of `comm`.

@@ -55,6 +55,8 @@ class Net(nn.Module):
 class Noting(AllReduce):
     """An all-reduce that notes the names in each bucket, and the optimizer step it belongs to."""
 
+    takes_divided = True
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, list[str]]] = []
