@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -266,6 +266,9 @@ class Examination:
             self._fail_gradients(first, verdict, near)
         if self.verdict is None:  # the first one reads all values
             self.verdict = verdict
+        elif math.isinf(bound):  # later ones may be anything, so they must be right by themselves
+            proven = self.verdict.proven & (verdict.proven | verdict.unused)
+            self.verdict = replace(self.verdict, proven=proven)
         self._last = seen.row(-1).sent.mean(dim=0)
 
     def _fail_gradients(self, seen: Seen, verdict: Verdict, near: float) -> None:

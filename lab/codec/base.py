@@ -81,8 +81,22 @@ class Codec(ABC):
 
     def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
         """Lay out a bucket of parameters for messages of `parts` lines."""
-        rows = list(self.rows(shapes))
+        rows = [Rows(*each) for each in self.rows(shapes)]
+        self._require_rows(rows, num_values)
         return lay_out(rows, num_values, parts, self.row_bytes, cuts_rows=not self.block_size)
+
+    def _require_rows(self, rows: Sequence[Rows], num_values: int) -> None:
+        """Refuse rows of a user's codec that no layout has: they would be sent twice, or never."""
+        end = 0
+        for each in rows:
+            start, stop, columns = each
+            if not end <= start < stop <= num_values or columns < 1:
+                raise ValueError(
+                    f"codec={type(self).__qualname__}: rows yields {(*each,)} after value {end}; "
+                    "must yield Rows(start, stop, columns) in their order, without overlap, each "
+                    f"of 1 or more of the {num_values} values, in rows of 1 or more columns"
+                )
+            end = stop
 
     def layout_of_parts(self, num_values: int, parts: int) -> Layout:
         """Lay out a bucket whose parts are given: `num_values` each."""

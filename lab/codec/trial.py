@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ def require_sound(codec: Codec, keeps: bool) -> None:
         return
     with suppress(TypeError):  # of what no copy can be made of, such as a file
         codec = deepcopy(codec)  # it may count its calls
+    if fault := _fault_of_sizes(NUM_VALUES, [codec.row_bytes(NUM_VALUES)] * 2):
+        raise ValueError(f"codec={kind.__qualname__}: {fault}")  # a layout needs sizes
     values = torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(0), device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for piece in codec.layout(SHAPES, NUM_VALUES, parts=1).pieces:
@@ -46,15 +48,13 @@ def require_sound(codec: Codec, keeps: bool) -> None:
 def _fault(codec: Codec, rows: Tensor) -> str:
     """Return which rule a codec breaks with `rows`; empty: none."""
     number, columns = rows.shape
-    sizes = [tuple(codec.row_bytes(columns)) for _ in range(2)]
-    if sizes[0] != sizes[1] or not all(map(checks.is_whole, sizes[0])):
-        found = " and then ".join(map(str, dict.fromkeys(sizes)))
-        return (
-            f"row_bytes({columns}) returns {found}; must be two whole numbers that depend only "
-            "on its argument and the settings"
-        )
+    sizes: list[Any] = [codec.row_bytes(columns) for _ in range(2)]
+    if fault := _fault_of_sizes(columns, sizes):
+        return fault
     given = rows.clone()
     once, again = _decoded(codec, given, *sizes[0])
+    if fault := _fault_of_sizes(columns, [sizes[0], codec.row_bytes(columns)]):
+        return fault
     found = f"{once.dtype} {[*once.shape]}" if isinstance(once, Tensor) else type(once).__name__
     if found != (must := f"{torch.float32} {[number, columns]}"):
         return f"read returns {found}; must return {must}"
@@ -72,6 +72,20 @@ def _fault(codec: Codec, rows: Tensor) -> str:
                 "finite, so that all ranks skip the step"
             )
     return ""
+
+
+def _fault_of_sizes(columns: int, sizes: list[Any]) -> str:
+    """Return that calls of row_bytes gave no sizes, or several; empty: they did not."""
+    sizes = [tuple(each) if isinstance(each, tuple) else each for each in sizes]
+    first = sizes[0]
+    is_pair = isinstance(first, tuple) and len(first) == 2
+    if is_pair and first == sizes[1] and all(checks.is_whole(n) and n >= 0 for n in first):
+        return ""
+    found = " and then ".join(dict.fromkeys(map(str, sizes)))
+    return (
+        f"row_bytes({columns}) returns {found}; must be two whole numbers of at least 0 that "
+        "depend only on its argument and the settings"
+    )
 
 
 def _growth(codec: Codec, rows: Tensor) -> str:

@@ -8,12 +8,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from lab.data import Data, GlobalSampler, TensorData, rank_batches
+from lab.settings.errors import one_line
 
 HOLD_OUT = 10  # without a test part, one sample in this many is for testing
 CHECKED = 64  # targets to look at where they cannot tell the number of classes anyway
+KINDS = "biufc"  # of NumPy's numbers
+# What Data has that is never None.
+NEEDED = ("unit", "input_shape", "input_dtype", "num_train", "num_test", "targets", "test_batches")
 Pair = tuple[Tensor, Tensor]
 
 
@@ -24,7 +28,7 @@ def as_data(value: Any, device: torch.device, setting: str) -> Data:
         value: an object with the members of lab.data.Data, which is returned unchanged; inputs and
             targets, as tensors or arrays [samples, ...]; a torch data set whose samples are such
             pairs; or two of either, to train and to test on. Of one alone, every tenth sample is
-            held out for testing. float64 becomes float32, and int32 int64.
+            held out for testing. float64 becomes float32; int32 and uint16 to uint64 become int64.
         device: where batches go.
         setting: names the data in errors, as "data=mydata.Digits".
 
@@ -32,6 +36,8 @@ def as_data(value: Any, device: torch.device, setting: str) -> Data:
         ValueError: it is none of these, or has too few samples for two parts.
     """
     if hasattr(value, "train_batches"):
+        if lacking := [name for name in NEEDED if getattr(value, name, None) is None]:
+            raise ValueError(f"{setting}: lacks {', '.join(lacking)} (see lab.data.Data)")
         return value
     parts = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
     if all(_is_array(part) for part in parts):
@@ -45,7 +51,7 @@ def as_data(value: Any, device: torch.device, setting: str) -> Data:
         _require_samples(setting, *map(len, parts))
         for part in parts:
             _require_pair(setting, part[0])
-        return DataSetData(train, test, device)
+        return DataSetData(train, test, device, setting)
     raise ValueError(
         f"{setting}: returned {_named(value)}; it must return (inputs, targets) as tensors, a "
         "torch data set of such pairs, or two of these: one to train on and one to test on"
@@ -61,10 +67,11 @@ class DataSetData:
             `classes`, `vocabulary` and `unit` of `train` are used if it has them; without the
             first two, integer targets are all read once to count the classes.
         device: where batches go.
+        setting: names the data in errors.
     """
 
-    def __init__(self, train: Any, test: Any, device: torch.device) -> None:
-        self._parts = (train, train if test is None else test)
+    def __init__(self, train: Any, test: Any, device: torch.device, setting: str) -> None:
+        self._setting, self._parts = setting, (train, train if test is None else test)
         self._places = _places(len(train)) if test is None else (None, None)
         self._device = device
         self.num_train, self.num_test = (
@@ -101,8 +108,15 @@ class DataSetData:
     def _load(self, part: int, indices: Sequence[int] | np.ndarray) -> Pair:
         data, places = self._parts[part], self._places[part]
         chosen = indices if places is None else [places[index] for index in indices]
-        inputs, targets = default_collate([data[int(index)] for index in chosen])
-        return _usual(inputs).to(self._device), _usual(targets).to(self._device)
+        samples = [data[int(index)] for index in chosen]
+        try:
+            inputs, targets = map(_usual, default_collate(samples))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self._setting}: samples do not fit into one batch: {one_line(error)}; all "
+                "inputs must have the same shape and type, and so must all targets"
+            ) from None
+        return inputs.to(self._device), targets.to(self._device)
 
     def _some_targets(self, part: int, count: int | None) -> Tensor:
         """Return the targets of the first `count` samples of a part; None: of all."""
@@ -111,8 +125,13 @@ class DataSetData:
         known = getattr(data, "targets", None)
         if known is not None and count is None:  # as data sets of torchvision have them
             every = _usual(torch.as_tensor(known))
-            return every if places is None else every[torch.as_tensor(places)]
-        return self._load(part, range(number if count is None else min(count, number)))[1]
+            every = every if places is None else every[torch.as_tensor(places)]
+            # Those of a data set with a target_transform are not its samples'.
+            if torch.equal(every[:CHECKED], self._some_targets(part, CHECKED)):
+                return every
+        first = range(number if count is None else min(count, number))
+        batches = (first[start : start + CHECKED] for start in first[::CHECKED])
+        return torch.cat([self._load(part, batch)[1] for batch in batches])  # inputs may be large
 
 
 def _require_samples(setting: str, *counts: int) -> None:
@@ -181,13 +200,17 @@ def _pair(value: Any) -> Pair:
 
 def _usual(tensor: Any) -> Tensor:
     """Convert numbers to the types that models and losses take."""
-    tensor = torch.as_tensor(tensor)
-    usual = {torch.float64: torch.float32, torch.int32: torch.int64}
+    tensor = torch.as_tensor(tensor).detach().to_dense()
+    usual = dict.fromkeys((torch.int32, torch.uint16, torch.uint32, torch.uint64), torch.int64)
+    usual[torch.float64] = torch.float32
     return tensor.to(usual.get(tensor.dtype, tensor.dtype))
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray)
+    """Return whether a value is a tensor, or an array of numbers."""
+    return isinstance(value, Tensor) or (
+        isinstance(value, np.ndarray) and value.dtype.kind in KINDS
+    )
 
 
 def _is_pair(value: Any) -> bool:
@@ -197,12 +220,16 @@ def _is_pair(value: Any) -> bool:
 
 
 def _is_data_set(value: Any) -> bool:
-    listed = isinstance(value, tuple | list | str | dict) or _is_array(value)
+    others = tuple | list | str | dict | Tensor | np.ndarray | IterableDataset
+    listed = isinstance(value, others)
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not listed
 
 
 def _named(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"type {type(value).__name__}" + (
-        f" of shape {list(shape)}" if shape is not None else ""
-    )
+    """Name the type of a value, and the shape of an array or the types in a short tuple."""
+    shape, name = getattr(value, "shape", None), f"type {type(value).__name__}"
+    if shape is not None:
+        return f"{name} of shape {list(shape)}"
+    if isinstance(value, tuple) and len(value) < 5:
+        return f"{name} ({', '.join(type(each).__name__ for each in value)})"
+    return name

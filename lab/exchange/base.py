@@ -58,6 +58,16 @@ class Exchange(ABC):
     steady_from: int | None = None
     total_steps: int | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have a user's own `average` or `stages` take gradients as they are, unless it asks.
+
+        It leaves their mean, as documented, where the class that it extends may only add.
+        """
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if not cls.__module__.startswith("lab.") and not {"average", "stages"}.isdisjoint(own):
+            cls.takes_divided = own.get("takes_divided", False)
+
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         """Replace `bucket.flat` by what this exchange delivers: its mean over the ranks of `comm`.
@@ -310,7 +320,14 @@ class Staged(Exchange):
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         stages = type(self)._inherited or type(self).stages
-        for collective in stages(self, bucket, comm):
+        begun: Any = stages(self, bucket, comm) or [None]  # a user's may return nothing
+        for collective in begun:
+            if not hasattr(collective, "wait"):
+                found = type(collective).__name__
+                raise TypeError(
+                    f"exchange={type(self).__name__}: stages yields {found}; it must yield each "
+                    "collective that it begins, as comm.iall_gather returns it"
+                )
             collective.wait()
 
     @abstractmethod

@@ -112,6 +112,10 @@ def _problem(parameter: nn.Parameter, exchange: Exchange) -> str:
     kind = str(parameter.dtype).removeprefix("torch.")
     if is_lazy(parameter):
         return "has no values yet (a lazy module); run one batch through the model first"
+    if parameter.is_inference():
+        return (
+            "was made in torch.inference_mode(), so it cannot be trained; build the model outside"
+        )
     if "DTensor" in {each.__name__ for each in type(parameter).__mro__}:
         return "is a DTensor, sharded by another library; pass the plain module instead"
     if parameter.layout != torch.strided:

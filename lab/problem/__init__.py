@@ -62,15 +62,17 @@ def blueprint(config: DictConfig) -> Blueprint:
         model = build_model(config.model, data, shape[-1])
     if "_target_" in config.transform:
         with as_config_error():
-            model = build(config.transform)(model)
+            model, _ = transformed(config.transform, model)
     return Blueprint(data, task, model)
 
 
 def require_float32(model: nn.Module) -> None:
     """Refuse to predict a model of other dtypes: a profile counts 4 bytes for each gradient value.
 
-    Raises: ConfigError: names a trainable parameter, its dtype, and what to do.
+    Raises: ConfigError: names a trainable parameter, its dtype, and what to do; or there is none.
     """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("model has no trainable parameters, so there is nothing to predict")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -100,7 +102,37 @@ def build_task(node: DictConfig) -> Task:
         settings = {str(key): value for key, value in node.items() if key != "_target_"}
         return OwnLoss(node._target_, functools.partial(target, **settings))
     made = build(node)
-    return made if isinstance(made, Task) else OwnLoss(node._target_, made)
+    if isinstance(made, nn.Module):
+        trained = [name for name, p in made.named_parameters() if p.requires_grad]
+        if trained:
+            raise ConfigError(
+                f"task={node._target_}: has parameters that would not be trained "
+                f"({', '.join(trained[:3])}); make them part of the model"
+            )
+    if not isinstance(made, Task):
+        return OwnLoss(node._target_, made)
+    if lacking := [name for name in ("name", "num_sums", "loss") if not hasattr(made, name)]:
+        raise ConfigError(f"task={node._target_}: its class must set {', '.join(lacking)}")
+    return made
+
+
+def transformed(node: DictConfig, model: nn.Module) -> tuple[nn.Module, str]:
+    """Return a model after its transform, and the name of the transform's class.
+
+    Raises:
+        ConfigError: a setting is wrong, or a user's transform does not take or return a module.
+        ValueError: the transform refuses the model.
+    """
+    transform = build(node)
+    if not callable(transform):
+        raise ConfigError(f"transform={node._target_}: its instances must take a model to return")
+    made = transform(model)
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"transform={node._target_}: returns type {type(made).__name__}; it must return a "
+            "torch.nn.Module"
+        )
+    return made, type(transform).__name__
 
 
 def output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -219,23 +219,26 @@ def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictC
     which may be a stranger's, so that Hydra never sees it.
     """
     own = [o for o in overrides if o.key_or_group in OFFERED and names_code(_text(o))]
-    code = {o.key_or_group: _text(o) for o in own}
+    code = {_place(o): _text(o) for o in own}
     data = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in DATA}
     apart = {*code, *data}
-    rest = [o for o in overrides if _root(o) not in apart]
-    chosen = {o.key_or_group: _text(o) for o in rest if o.key_or_group in GROUPS}
-    files = {group: file for group, file in chosen.items() if is_file(file)}
+    rest = [o for o in overrides if o not in own and not _lies_in(o, apart)]
+    by_file = [o for o in rest if o.key_or_group in GROUPS and is_file(_text(o))]
+    files = tuple(dict.fromkeys((o.key_or_group, _text(o)) for o in by_file))
     _check(files, rest, config_dir)
     # Additions and removals depend on the order of overrides, so all of these stay together.
     ordered = any(str(o.input_line)[0] in "+~" for o in rest)
-    plain = [] if ordered else [o for o in rest if not _names_group(o, config_dir, files)]
+    named = (o for o in rest if o in by_file or _names_group(o, config_dir))
+    chosen = rest if ordered else [*named]
+    plain = [o for o in rest if o not in chosen]
     lines = tuple(
-        f"{key}={_name(files[key])}" if (key := o.key_or_group) in files else str(o.input_line)
-        for o in rest
-        if o not in plain
+        f"{str(o.input_line).partition('=')[0]}={_name(_text(o))}"
+        if o in by_file
+        else str(o.input_line)
+        for o in chosen
     )
-    changed = tuple(file_at(group, file).stat().st_mtime_ns for group, file in files.items())
-    config = copy.deepcopy(_composed(lines, config_dir, tuple(files.items()), changed))
+    changed = tuple(file_at(group, file).stat().st_mtime_ns for group, file in files)
+    config = copy.deepcopy(_composed(lines, config_dir, files, changed))
     _refuse_resolvers(OmegaConf.to_container(config), lines)
     for group, name in data.items():
         content = read_file(group, name, config_dir)
@@ -245,11 +248,18 @@ def _with_groups(overrides: Sequence[Override], config_dir: str | None) -> DictC
                 f"{group}={name}: {call}: keys that begin with _ are not allowed in a {group}"
             )
         config[group] = escaped(content)
-    for group, path in code.items():
-        config[group] = {"_target_": path.replace(":", ".")}
-        OmegaConf.set_struct(config[group], False)
+    for place, path in sorted(code.items()):  # a whole choice before a part of it
+        target = {"_target_": path.replace(":", ".")}
+        OmegaConf.update(config, place, target, merge=False)
+        OmegaConf.set_struct(OmegaConf.select(config, place), False)
     for override in overrides:
-        if override in plain or (_root(override) in apart and override.key_or_group not in apart):
+        inside = _lies_in(override, apart) and _place(override) not in apart
+        if inside and override.package and override not in own:
+            raise ConfigError(
+                f"{override.input_line}: {_root(override)} is your own code, which has no choices "
+                "in it; leave this setting out"
+            )
+        if override in plain or (inside and override not in own):
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
     return config
 
@@ -263,14 +273,23 @@ def _root(override: Override) -> str:
     return override.key_or_group.partition(".")[0]
 
 
-def _names_group(override: Override, config_dir: str | None, files: Mapping[str, str]) -> bool:
-    key = override.key_or_group
-    return override.package is not None or key in files or bool(choices_of(key, config_dir))
+def _place(override: Override) -> str:
+    """Return where a choice goes: exchange.inter of exchange@exchange.inter=mine.Vote."""
+    return str(override.package or override.key_or_group)
 
 
-def _check(files: Mapping[str, str], overrides: Sequence[Override], config_dir: str | None) -> None:
+def _lies_in(override: Override, places: Collection[str]) -> bool:
+    """Return whether an override sets one of `places`, or a value in it."""
+    return any(f"{_place(override)}.".startswith(f"{place}.") for place in places)
+
+
+def _names_group(override: Override, config_dir: str | None) -> bool:
+    return override.package is not None or bool(choices_of(override.key_or_group, config_dir))
+
+
+def _check(files: Files, overrides: Sequence[Override], config_dir: str | None) -> None:
     """Refuse files that are no YAML, which Hydra might read for minutes, or set other groups."""
-    for group, file in files.items():
+    for group, file in files:
         with as_config_error(f"{group}="):
             read_yaml(file_at(group, file))
         if group != "strategy" and PACKAGE.search(Path(file).read_text(encoding="utf-8")):

@@ -300,7 +300,8 @@ def on_gradient(
 class NoSync(Sync):
     """A sync that leaves each rank its own gradients, without copying them into buckets.
 
-    (`strategy=overlap exchange=none` has buckets and hooks, and shows what they cost.)
+    (`strategy=overlap exchange=none` has buckets and hooks, and shows what they cost.) Sparse
+    gradients become dense, as buckets make them: few optimizers take others.
 
     Raises:
         ValueError: an exchange is set, which would be ignored.
@@ -313,11 +314,20 @@ class NoSync(Sync):
                 f"exchange={name}: strategy=none exchanges nothing; use strategy=allreduce"
             )
         super().__init__(parts, none())
+        self._parameters = list(parts.model.parameters())
+        self._sparse: list[nn.Parameter] | None = None  # those with such gradients, once known
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def finish(self) -> None:
+        if self._sparse is None:
+            dense = (None, torch.strided)
+            layouts = ((p, getattr(p.grad, "layout", None)) for p in self._parameters)
+            self._sparse = [p for p, layout in layouts if layout not in dense]
+        for parameter in self._sparse:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_dense()
         self._unscale()
         self.step += 1
 

@@ -55,15 +55,21 @@ from lab.sync.library import LibrarySync, library_bound
 from lab.sync.owner import NonfiniteGuard
 from lab.sync.pattern import ddp
 
+UNUSED = (
+    "some parameters had no gradient in the last step; use sync.find_unused_parameters=true or "
+    "strategy=overlap"
+)
+CHECKED_STEPS = 3  # the certificate's, which would show that DDP has not averaged, and not why
 CURES = {  # by what DDP says, in many lines
     "mark a variable ready only once": (
         "a gradient was completed twice in one backward pass, as when a module is used twice under "
         "reentrant checkpointing; use checkpoint(use_reentrant=False), sync.static_graph=true or "
         "strategy=overlap"
     ),
-    "finished reduction in the prior iteration": (
-        "some parameters had no gradient in the last step; use "
-        "sync.find_unused_parameters=true or strategy=overlap"
+    "finished reduction in the prior iteration": UNUSED,
+    "storage of SparseTensorImpl": (
+        "a gradient is sparse, as of torch.nn.functional.embedding(sparse=True); use sparse=False "
+        "or strategy=overlap"
     ),
 }
 HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
@@ -327,7 +333,9 @@ class DDPSync(LibrarySync):
         self._sent = 0  # values, by PowerSGD since it began
         self._last: LastGradient | None = None
         self._model = parts.model
-        self._outside = Outside(parts.model, trainable(parts.model))
+        self._trainable = trainable(parts.model)
+        self._outside = Outside(parts.model, self._trainable)
+        self._takes_unused = find_unused_parameters or static_graph
         self._register(hook, parts, parts.comm.group)
 
     def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
@@ -399,9 +407,13 @@ class DDPSync(LibrarySync):
     def finish(self) -> Tensor | None:
         """Count what DDP sent; backward has exchanged the gradients.
 
-        Raises: RuntimeError: a parameter has a gradient that DDP does not know.
+        Raises: RuntimeError: a parameter has a gradient that DDP does not know, or lacks one.
         """
         self._outside.refuse_trained()
+        if self.step < CHECKED_STEPS and not self._takes_unused:
+            for name, parameter in self._trainable.items():
+                if parameter.grad is None and parameter.numel():
+                    raise RuntimeError(f"strategy=ddp: {name}: {UNUSED}")
         if self._power is not None:
             sent = int(self._power.compression_stats()[2])
             if sent:  # the first steps are exact, and not in its count

@@ -167,6 +167,8 @@ class Arrivals:
             for place, bucket in enumerate(self._buckets)
         ]
         for index, name in enumerate(self._names if self._is_open else ()):
+            if not self._parameters[name].requires_grad:  # frozen since the sync was made
+                continue
             if all(self._lasts.get(place, name) == name for place in self._filled[index]):
                 node = accumulator(self._parameters[name])
                 handle: Any = node.register_hook(self._counter(name, index))

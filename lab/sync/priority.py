@@ -256,7 +256,8 @@ class PrioritySync(GradSync):
         groups: Sequence[int] = range(len(self._groups))
         if names is not None:
             self.worker.advance()
-            groups = [self._group_of[name] for name in names]
+            # A parameter that was frozen before buckets were planned anew is in none.
+            groups = [self._group_of[name] for name in names if name in self._group_of]
         self._drop_nowhere(name for group in groups for name in self._groups[group].parameters)
         self._deferred.apply(groups, self.clock)
         if not self._deferred:

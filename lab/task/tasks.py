@@ -136,9 +136,8 @@ class OwnLoss(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Raises ValueError: the function returned something else than one number."""
         loss = self._function(outputs, targets)
-        if not isinstance(loss, Tensor) or loss.ndim:
-            is_tensor = isinstance(loss, Tensor)
-            found = f"shape {list(loss.shape)}" if is_tensor else f"type {type(loss).__name__}"
+        if not isinstance(loss, Tensor) or loss.ndim or loss.is_complex():
+            found = describe(loss) if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise ValueError(
                 f"task={self.name}: returned {found}; it must return one number, the mean loss, as "
                 "a tensor"

@@ -23,7 +23,7 @@ from lab.distributed.world import Disagreement, Facts, World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
-from lab.problem import build_data, build_model, build_task, output_shapes
+from lab.problem import build_data, build_model, build_task, output_shapes, transformed
 from lab.settings.config import ConfigError, Settings, build, global_batch_size
 from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts
@@ -104,13 +104,13 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     model, sizes = _build_model(config, data, shapes[0][-1], world)
     sample = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=world.device)
     _check_outputs(task, model, data, shapes, sample)  # lazy modules get their weights here
-    sizes |= count(model)
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
     optim = Optim(config.optim, batch_size, config.graph)
     exchange: Exchange = build(config.exchange)
     with as_config_error():
         admit(model, exchange)
+    sizes |= count(model)
     if world.size > 1:
         require_alike(world, {**data_facts(data), **parameters(model)})
     replicas.broadcast_state(model, world)
@@ -207,6 +207,7 @@ def _check_outputs(
     try:
         for shape in shapes:
             task.check_outputs(outputs, shape)
+        task.require_mean(outputs, data.targets()[0][:1].to(inputs.device))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -227,12 +228,14 @@ def _build_model(
     model: nn.Module = build_model(config.model, data, output_size)
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
-        transform = build(config.transform)
-        sizes = {"transform": type(transform).__name__, "untransformed": count(model)}
         try:
-            model = transform(model)
+            untransformed = count(model)
+            model, name = transformed(config.transform, model)
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(f"strategy={config.strategy}: {error}") from error
+        sizes = {"transform": name, "untransformed": untransformed}
     with as_config_error(f"model={config.model._target_}: "):
         require_values(model)
     model = model.to(world.device)

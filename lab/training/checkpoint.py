@@ -16,7 +16,9 @@ steps, is equal on all ranks.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,9 +38,11 @@ from lab.exchange.base import kept_state
 from lab.exchange.layout import named
 from lab.record.schema import decode
 from lab.settings.config import Settings
+from lab.settings.errors import ConfigError, one_line
 from lab.settings.names import by_class
 from lab.settings.storage import read_json, write_atomically, write_json
 from lab.sync.base import Shard
+from lab.training.optim import step_at_random, trial
 from lab.training.trainer import Progress, Trainer, overflow, total_steps
 
 KEEP = 2  # newest checkpoints that stay on disk: if the last one is damaged, there is another
@@ -408,12 +412,60 @@ def _load_placed(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: State
 ) -> None:
     """Load a `state_dict` of whole tensors, each sharded if its parameter is."""
+    names = dict(enumerate(names_of(optimizer, parameters.items())))
     placed = {
-        number: {key: like(v, parameters[name]) for key, v in saved["state"][number].items()}
-        for number, name in enumerate(names_of(optimizer, parameters.items()))
-        if number in saved["state"]
+        number: {key: like(v, parameters[names[number]]) for key, v in state.items()}
+        if number in names
+        else state  # of no parameter: a user's optimizer keeps it under a key of its own
+        for number, state in saved["state"].items()
     }
     optimizer.load_state_dict({**saved, "state": placed})
+    for number, name in names.items():
+        own = optimizer.state.get(parameters[name], {})
+        for key, value in placed.get(number, {}).items():
+            # torch converts a state to the dtype of its parameter.
+            if isinstance(value, Tensor) and own[key].dtype != value.dtype:
+                own[key] = value.to(own[key].device)
+
+
+def require_resumable(config: DictConfig, model: nn.Module, batch_size: int) -> None:
+    """Refuse a user's optimizer that would not go on as before from what a checkpoint holds.
+
+    It updates small copies of some parameters, is saved, loaded, and updates them once more.
+
+    Raises: ConfigError: its state cannot be loaded, or the weights differ.
+    """
+    target = config.optim["_target_"]
+    if target.startswith("torch.optim."):
+        return
+    with torch.random.fork_rng(devices=[]):
+        try:
+            copies, optimizer = trial(config, model, batch_size)
+            for seed in (0, 1):
+                step_at_random(copies, optimizer, seed)
+            again, other = trial(config, model, batch_size)
+            again.load_state_dict(copies.state_dict())
+        except ConfigError:
+            raise
+        except Exception:  # of a user's optimizer that small copies do not suit
+            return
+        torch.save(optimizer.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        try:
+            state = torch.load(file, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                f"optim={target}: a checkpoint cannot be read, because the optimizer's state has "
+                f"more than tensors, numbers and text: {one_line(error):.200}"
+            ) from None
+        load_optimizer(other, named(again).items(), {}, {"optimizer": state}, [{}])
+        for each, its in ((copies, optimizer), (again, other)):
+            step_at_random(each, its, seed=2)
+    if not all(map(torch.equal, copies.parameters(), again.parameters())):
+        raise ConfigError(
+            f"optim={target}: goes on differently after a resume, because state_dict lacks some of "
+            "its state; keep all of it in self.state or in param_groups"
+        )
 
 
 def _joined(ranks: list[State]) -> dict[str, State]:

@@ -99,11 +99,17 @@ class Optim:
             raise ConfigError(
                 f"optim={self.target}: returns type {kind}; it must return a torch.optim.Optimizer"
             )
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as torch marks it
+            raise ConfigError(
+                f"optim={self.target}: has a learning-rate scheduler, which nothing would step; "
+                "leave it out, and set optim.schedule"
+            )
         if _must_be_set(inspect.signature(optimizer.step).parameters):
             raise ConfigError(
                 f"optim={self.target}: evaluates the loss several times in a step; use an "
                 "optimizer whose step() needs no closure"
             )
+        optimizer.register_step_pre_hook(_first_momentum)
         own = {*self._own, *self._settings}
         self._groups = [{k: v for k, v in g.items() if k in own} for g in optimizer.param_groups]
         if self._capturable:
@@ -141,6 +147,19 @@ class Optim:
             except RuntimeError:  # not on this device
                 pass
         return self._make(groups, **self._settings)
+
+
+def _first_momentum(optimizer: Optimizer, *_: object) -> None:
+    """Let no fused step of SGD meet parameters that get their first gradient later than others.
+
+    It makes the momentum of all of a group's parameters at once, and raises an internal error where
+    some have it already.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        if group["momentum"] and group["fused"]:
+            states = (optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None)
+            has = {state.get("momentum_buffer") is not None for state in states}
+            group["fused"] = len(has) < 2  # only for this step: `prepare` sets it again
 
 
 def _must_be_set(parameters: Mapping[str, Parameter]) -> list[str]:
@@ -278,8 +297,17 @@ def _trained(
     config: DictConfig, model: nn.Module, batch_size: int, piecewise: bool
 ) -> list[Tensor]:
     """Return copies' weights after some steps of random gradients, the same for both ways."""
+    copies, optimizer = trial(config, model, batch_size)
+    for seed in range(NUM_STEPS):
+        step_at_random(copies, optimizer, seed, piecewise)
+    return list(copies.parameters())
+
+
+def trial(config: DictConfig, model: nn.Module, batch_size: int) -> tuple[nn.Module, Optimizer]:
+    """Return small copies of the first two parameters of each number of dimensions, and a run's
+    optimizer of them.
+    """
     torch.manual_seed(0)
-    # Small copies of the first two parameters of each number of dimensions.
     trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.dim())
     copies = nn.ParameterList(
         torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
@@ -289,13 +317,19 @@ def _trained(
     optimizer = Optim(config.optim, batch_size).optimizer(copies)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] or 0.01  # at 0 any two ways agree
-    for _ in range(NUM_STEPS):
-        for parameter in copies.parameters():
-            parameter.grad = torch.randn(parameter.shape).to(parameter.device)
-        if not piecewise:
-            optimizer.step()
-            optimizer.zero_grad()
-            continue
-        for parameter in reversed(list(copies.parameters())):
-            update_some(optimizer, [parameter])
-    return list(copies.parameters())
+    return copies, optimizer
+
+
+def step_at_random(
+    copies: nn.Module, optimizer: Optimizer, seed: int, piecewise: bool = False
+) -> None:
+    """Update copies by random gradients, all at once or one by one."""
+    torch.manual_seed(seed)
+    for parameter in copies.parameters():
+        parameter.grad = torch.randn(parameter.shape).to(parameter.device)
+    if not piecewise:
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+    for parameter in reversed(list(copies.parameters())):
+        update_some(optimizer, [parameter])

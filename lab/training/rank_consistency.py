@@ -96,7 +96,7 @@ def _digest(data: Data) -> str:
     test = data.test_batches(0, max(1, data.num_test // NUM_SAMPLES), NUM_SAMPLES)
     hashed = hashlib.sha256()
     for part in (data.train_batches(_Spread(data.num_train)), test):
-        for tensor in next(part, ()):
+        for tensor in filter(torch.is_tensor, next(part, ())):
             values = tensor.detach().cpu().contiguous()
             hashed.update(f"{tuple(values.shape)} {values.dtype}".encode())
             hashed.update(values.reshape(-1).view(torch.uint8).numpy().data)

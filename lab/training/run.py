@@ -104,6 +104,8 @@ class Run(Recording):
             record.compute = compute_of(self.config, trainer, self.world)
         if "_target_" in self.config.recorder:  # a wrong one is an error of all ranks
             self.curves = Curves(build(self.config.recorder))
+        if resumed or self.config.checkpoint_every:
+            checkpoint.require_resumable(self.config, trainer.model, trainer.batch_size)
         if resumed:
             self._restore(trainer, resumed)
         self.open()

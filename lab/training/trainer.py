@@ -9,10 +9,11 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lab.certificate.check import Check
 from lab.cluster.settings import Straggler
@@ -27,7 +28,7 @@ from lab.measure.statistics import Turns, least_warmup
 from lab.record.schema import Certificate
 from lab.settings.config import Settings, global_batch_size
 from lab.sync.base import Exchanging, Sync
-from lab.task.base import Task
+from lab.task.base import Task, describe
 from lab.training.graph import StepGraph
 from lab.training.optim import Optim
 
@@ -219,11 +220,11 @@ class Trainer(Measured[Sync]):
                 inputs, targets = batch
                 with self._autocast():
                     outputs = self.model(self._layout(inputs))
-                sums += self.task.sums(outputs, targets)
+                sums += self.task.counted(outputs, targets)
         self.model.train()
-        metrics = self.task.metrics(self.world.gather(sums).sum(dim=0))
+        metrics = self.task.evaluation(self.world.gather(sums).sum(dim=0))
         if not math.isfinite(metrics["loss"]):
-            raise self._overflow()
+            raise self._diverged(metrics["loss"])
         when = {"step": self.progress.step, "seconds": self.training_seconds()}
         self.progress.evaluations.append(when | metrics)
         return self.progress.evaluations[-1]
@@ -253,9 +254,25 @@ class Trainer(Measured[Sync]):
 
     def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         with self.clock.phase("data"):
-            inputs, targets = next(batches)
+            inputs, targets = self._batch(batches)
         step = self.train if self.graph is None else self.graph.step
         self.losses.append(step(inputs, targets))
+
+    def _batch(self, batches: Iterator[Any]) -> tuple[Tensor, Tensor]:
+        """Return the next batch, of as many samples as all ranks have: a mean of means is theirs.
+
+        Raises: RuntimeError: data of the user's own has none or another.
+        """
+        batch: Any = next(batches, ())
+        found = [len(part) if isinstance(part, Tensor) else part for part in batch]
+        if found != 2 * [per_rank := self.batch_size // self.world.size]:
+            kinds = (str(n) if isinstance(n, int) else type(n).__name__ for n in found)
+            raise RuntimeError(
+                f"data={self.config.data['_target_']}: train_batches yields "
+                f"({', '.join(kinds)}) samples; it must yield tensors of {per_rank} inputs and "
+                f"{per_rank} targets, without end"
+            )
+        return cast(tuple[Tensor, Tensor], batch)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Update the weights by a batch; return its loss, float32 [], NaN if a value is not finite.
@@ -272,9 +289,10 @@ class Trainer(Measured[Sync]):
             with sync.micro_batch(last=number == parts):
                 with clock.phase("forward"), self._autocast():
                     outputs = sync.module(self._layout(inputs))
-                    loss = self.task.loss(outputs, targets) / parts
-                if not loss.requires_grad:
-                    raise self._no_gradient(outputs)
+                    mean: Any = self.task.loss(outputs, targets)
+                if not isinstance(mean, Tensor) or mean.ndim or not mean.requires_grad:
+                    raise self._no_loss(outputs, mean)
+                loss = mean / parts
                 with clock.phase("backward"):  # overlapped exchanges start here
                     loss.backward(torch.full_like(loss, sync.loss_factor))
             total += loss.detach()
@@ -294,9 +312,16 @@ class Trainer(Measured[Sync]):
             self.check.after_weights()
         return total if self.loss_scale else marked(total, finite, late)
 
-    def _no_gradient(self, outputs: Tensor) -> RuntimeError:
-        """Return the error of a loss that no weight has a part in; it names whose code lost it."""
-        key, what = ("task", "loss") if outputs.requires_grad else ("model", "output")
+    def _no_loss(self, outputs: Any, loss: object) -> RuntimeError:
+        """Return the error of a loss that is no number, or has no gradient; name whose it is."""
+        if not isinstance(loss, Tensor) or loss.ndim:
+            found = describe(loss) if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            return RuntimeError(
+                f"task={self.config.task['_target_']}: loss returns {found}; it must return one "
+                "number, the mean loss, as a tensor"
+            )
+        parts = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        key, what = ("task", "loss") if any(o.requires_grad for o in parts) else ("model", "output")
         target = getattr(self.config, key)["_target_"]
         return RuntimeError(
             f"{key}={target}: its {what} has no gradient, so nothing can be trained; compute it "
@@ -347,6 +372,15 @@ class Trainer(Measured[Sync]):
         loss = self.losses.read_last()
         if loss is not None and self.loss_scale is None and not math.isfinite(loss):
             raise self._overflow()
+
+    def _diverged(self, loss: float) -> FloatingPointError:
+        """Return the error of an evaluation whose loss is not finite."""
+        if not all(local(p).isfinite().all() for p in self.model.parameters()):
+            return self._overflow()
+        return FloatingPointError(
+            f"test loss is {loss} after {self.progress.step} steps, with finite weights; check the "
+            "test samples, the task's sums and metrics, and the model in eval mode"
+        )
 
     def _overflow(self) -> FloatingPointError:
         return overflow(self.progress.step - 1, self.model.named_parameters())

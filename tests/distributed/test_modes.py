@@ -169,3 +169,24 @@ def test_a_layer_that_replaces_one_under_a_library_is_refused(
     for line in spawn(2, replaced, make):
         assert line.startswith("0.weight: was frozen or missing when the exchange was set up")
         assert "add or replace layers, and set requires_grad=True, before" in line
+
+
+def skipped() -> str:
+    """Return why a step fails in which ranks skip a layer."""
+    dist.init_process_group("gloo")
+    comm = world_of(None, torch.device("cpu")).comm
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sync = ddp(SyncParts(model, model, NoExchange(), comm, InlineWorker(), True, 25.0))
+    model[0].register_forward_hook(lambda _layer, given, _made: given[0])
+    with sync, pytest.raises(RuntimeError) as caught:
+        with sync.micro_batch(last=True):
+            sync.module(torch.ones(1, 4)).sum().backward()
+        sync.finish()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_ddp_names_the_parameter_without_a_gradient_and_the_cure() -> None:
+    for line in spawn(2, skipped):
+        assert line.startswith("strategy=ddp: 0.weight: some parameters had no gradient in the ")
+        assert line.endswith("use sync.find_unused_parameters=true or strategy=overlap")

@@ -81,6 +81,22 @@ class Stale(Mean):
         self.last[name] = mean
 
 
+class Momentum(Mean):
+    """The mean at first, and momentum later; it states no bound on what it leaves out."""
+
+    exact = False
+
+    def __init__(self) -> None:
+        self.last: dict[str, Tensor] = {}
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        super().average(bucket, comm)
+        for name, start, stop in bucket.spans():
+            own = bucket.flat[start:stop]
+            own += self.last.get(name, 0.0)
+            self.last[name] = own.clone()
+
+
 class Unwritten(Mean):
     """A buffer that nothing was written to."""
 

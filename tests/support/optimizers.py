@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 
 class SignDescent(Optimizer):
@@ -30,6 +31,51 @@ class SignDescent(Optimizer):
                     weight.sub_(group["lr"] * weight.grad.sign())
 
 
+class InFloat64(SGD):
+    """SGD by the sum of all gradients so far, in float64."""
+
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["total"] = state.get("total", 0.0) + parameter.grad.double()
+            parameter.grad = state["total"].float()
+        super().step()
+
+
+class Scaled(SGD):
+    """SGD over the norm of all gradients so far, which it keeps for all parameters."""
+
+    def step(self, closure: None = None) -> None:
+        gradients = [p.grad for p in self.param_groups[0]["params"]]
+        shared: Any = self.state
+        total = shared["all"] = dict(shared["all"])
+        total["total"] = total.get("total", 0.0) + nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient /= total["total"]
+        super().step()
+
+
+class Forgets(SGD):
+    """SGD whose rate falls with a number of steps that no state holds."""
+
+    count = 0
+
+    def step(self, closure: None = None) -> None:
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= self.count
+        super().step()
+
+
+class WithArrays(SGD):
+    """SGD that keeps what a checkpoint does not hold."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["array"] = parameter.detach().numpy().copy()
+
+
 class Broken(SGD):
     """SGD whose constructor has a bug."""
 
@@ -45,6 +91,13 @@ def two_rates(params: Iterable[Tensor], lr: float = 0.1, **others: Any) -> Optim
         {"params": [p for p in every if p.dim() < 2], "lr": lr / 2},
     ]
     return AdamW(groups, lr=lr, **others)
+
+
+def with_a_scheduler(params: Iterable[Tensor], lr: float = 0.1) -> Optimizer:
+    """Make SGD whose rate a scheduler of torch would change."""
+    optimizer = SGD(params, lr=lr)
+    StepLR(optimizer, step_size=1)
+    return optimizer
 
 
 def not_one(params: Iterable[Tensor], lr: float = 0.1) -> list[Tensor]:

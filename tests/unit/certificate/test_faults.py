@@ -163,6 +163,10 @@ def right(settings: str) -> Case:
             right("strategy=onebit exchange.error_feedback=false"),
             "1 of 3 parameters (exchange=OneBit states no bound on its error: 0.weight and 1 more)",
         ),
+        (  # right in the first exchange only
+            wrong("Momentum", size=2),
+            "no gradients checked, because exchange=Momentum states no bound on its error",
+        ),
         (  # forward leaves parameters out
             Case(("strategy=onebit",), "tied"),
             "8 of 10 parameters (unused: never.weight and 1 more)",

@@ -79,6 +79,15 @@ def test_kernels_are_of_the_labs_own_codecs() -> None:
             "a second call of read returns different values",
         ),
         ({"row_bytes": lambda s, c: (0, 4.0 * c)}, r"row_bytes\(6464\) returns \(0, 25856.0\)"),
+        ({"row_bytes": lambda s, c: (-4, 4 * c)}, r"row_bytes\(6464\) returns \(-4, 25856\)"),
+        ({"row_bytes": lambda s, c: (0, 4 * c, 1)}, r"row_bytes\(6464\) returns \(0, 25856, 1\)"),
+        ({"row_bytes": lambda s, c: None}, r"row_bytes\(6464\) returns None; must be two whole"),
+        ({"rows": lambda s, shapes: [(0, 6465, 5)]}, r"rows yields \(0, 6465, 5\) after value 0;"),
+        ({"rows": lambda s, shapes: [(0, 9, 0)]}, r"rows yields \(0, 9, 0\) after value 0;"),
+        (
+            {"rows": lambda s, shapes: [(0, 9, 3), (8, 16, 4)]},
+            r"rows yields \(8, 16, 4\) after value 9; must yield .* without overlap",
+        ),
         (
             {"write": lambda s, v, h, p: floats(p).copy_(v.clamp_(-0.1, 0.1))},
             "write changes the values",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from lab.exchange.scatter import scatter_of
 from lab.exchange.schedule import Schedule
 from lab.simulate.costs import Load
 from lab.simulate.network import Network
+from lab.sync.gradsync import GradSync
 from tests.support.cases import LINKS
+from tests.support.steps import made
 
 SHAPES = {"w": torch.Size((6, 50)), "b": torch.Size((6,))}
 NODES = ((0, 1), (2, 3))
@@ -173,6 +176,22 @@ def test_own_stages_take_turns_with_those_of_other_buckets_only_if_they_say_so()
     assert type("Again", (VoteAtOnce,), again)().staged and AllReduce().staged
 
 
+def test_an_own_average_gets_no_gradients_that_are_divided_for_a_sum() -> None:
+    def gradient(make: type[Exchange], comm: Comm) -> Tensor:
+        model = nn.Linear(3, 1, bias=False)
+        sync = made(GradSync, model, comm, make())
+        with sync, sync.micro_batch(last=True):
+            model(torch.ones(1, 3)).sum().backward(torch.tensor(sync.loss_factor))
+        sync.finish()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    for make in (AllReduce, Gathered, VoteAtOnce):
+        assert make.takes_divided == (make is AllReduce)
+    for make in (AllReduce, Gathered):
+        assert all(g.eq(1).all() for g in run_ranks(4, partial(gradient, make)))
+
+
 def test_own_average_takes_the_place_of_inherited_stages() -> None:
     assert not Gathered().staged
     first, second = run_ranks(2, lambda comm: steps(Gathered, comm))
@@ -205,6 +224,24 @@ def test_state_is_lost_neither_on_a_resume_nor_when_saved() -> None:
     for wrong in ({"left": torch.ones(3)}, {"left": {"w": 1}}, [torch.ones(3)]):
         with pytest.raises(ValueError, match=r"^exchange=Keeps: state_dict must return tensors by"):
             kept_state(Keeps(wrong))
+
+
+class YieldsNone(Vote):
+    def stages(self, bucket: GradBucket, comm: Comm) -> Any:
+        yield None
+
+
+class NeverYields(Vote):
+    def stages(self, bucket: GradBucket, comm: Comm) -> Any:
+        bucket.flat.zero_()
+
+
+@pytest.mark.parametrize("make", [YieldsNone, NeverYields])
+def test_stages_that_yield_no_collective_are_named(make: type[Exchange]) -> None:
+    bucket = GradBucket(SHAPES, torch.ones(306), step=0)
+    line = f"^exchange={make.__name__}: stages yields NoneType; it must yield each collective"
+    with pytest.raises(TypeError, match=line):
+        run_ranks(2, lambda comm: make().average(bucket, comm))
 
 
 def test_what_is_no_exchange_is_refused() -> None:

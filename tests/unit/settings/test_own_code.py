@@ -183,6 +183,27 @@ def test_files_are_choices_of_groups_and_studies(project: Path) -> None:
     assert study.cells[0].config.exchange._target_.endswith("Tree")
 
 
+@pytest.mark.parametrize("inner", ["parts.Mine", "./mine.yaml"])
+def test_code_is_found_in_an_exchange_of_the_labs(project: Path, inner: str) -> None:
+    (project / "parts.py").write_text(
+        "from lab.exchange.allreduce import AllReduce\n"
+        "class Mine(AllReduce):\n    def __init__(self, k=1): super().__init__()\n"
+    )
+    (project / "mine.yaml").write_text("_target_: parts.Mine\nk: 2\n")
+    one = ["strategy=hierarchical", f"exchange@exchange.inter={inner}", "exchange.inter.k=3"]
+    config = load(one)
+    assert config.exchange._target_.endswith("Hierarchical")
+    assert config.exchange.inter == {"_target_": "parts.Mine", "k": 3}
+    assert list(config.code) == ["parts_py"]
+    both = [f"exchange@exchange.{place}={inner}" for place in ("first", "third")]
+    phases = load(["exchange=schedule", *both, "exchange.until=[0.1,0.2]"]).exchange
+    assert [phases[each]._target_ for each in ("first", "third")] == 2 * ["parts.Mine"]
+    assert phases._target_.endswith("Schedule") and phases.second._target_.startswith("lab.")
+    line = "exchange@exchange.inter=topk"
+    with refusing(f"{line}: exchange is your own code, which has no choices in it; leave"):
+        load(["exchange=parts.Mine", line])
+
+
 def test_additions_work_together_with_code(project: Path) -> None:
     config = load(
         ["model=nets.Open", "+model.colour=red", "exchange=onebit", "~exchange.threshold"]

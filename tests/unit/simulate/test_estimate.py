@@ -254,9 +254,14 @@ def low_bits(*, output_size: int) -> nn.Module:
     return nn.Linear(4, output_size, dtype=torch.bfloat16)
 
 
+def frozen(*, output_size: int) -> nn.Module:
+    return nn.Linear(4, output_size).requires_grad_(False)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ((f"model={__name__}.frozen",), "model has no trainable parameters, so there is nothing"),
         (("model=lenet", "hardware=wan100m"), "hardware=wan100m has no device for estimates"),
         (("model=lenet", "precision=bf16"), "precision=bf16: device.peak_flops_per_s of GeForce"),
         (("model=alexnet",), "model=alexnet: images of 32x32 px are too small"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lab.codec.layout import RowBytes
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Exchange, Staged
 from lab.exchange.bucket import GradBucket
-from lab.exchange.compressed import TwoStage
+from lab.exchange.compressed import Lossy, TwoStage
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.memory import Memory
 from lab.exchange.paths import Star, Tree
@@ -153,11 +154,22 @@ def test_links_inside_nodes_carry_what_stays_there() -> None:
     assert seconds(OwnStar(), 4, inside) < seconds(OwnStar(), 4) / 100
 
 
+class YieldsNothing(Lossy):
+    """An exchange whose stages yield no collectives."""
+
+    def __init__(self) -> None:
+        super().__init__(Memory())
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Any:
+        yield None
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (Peeking, "exchange=Peeking: cannot be predicted from its code, which cannot run"),
         (InNumpy, "exchange=InNumpy: cannot be predicted .*numpy.*implement add_cost"),
+        (YieldsNothing, "exchange=YieldsNothing: cannot be predicted .* stages yields NoneType"),
         (Logging, "exchange=Logging: cannot be predicted .*pickle.*implement add_cost"),
         (Deaf, "exchange=.*Deaf: a rank waits for a message that no rank sends"),
     ],

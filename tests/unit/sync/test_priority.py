@@ -55,6 +55,8 @@ class Net(nn.Module):
 class Noting(AllReduce):
     """An all-reduce that notes the names in each bucket, and the optimizer step it belongs to."""
 
+    takes_divided = True
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, list[str]]] = []
@@ -137,6 +139,21 @@ def test_weights_are_the_bits_of_the_blocking_run(
 
     ours = on_ranks(3, run, worker=worker, exchange=exchange)
     blocking = on_ranks(3, run, exchange=exchange, **BLOCKING)
+    for weights in ours:
+        assert all(torch.equal(weights[name], blocking[0][name]) for name in weights)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_parameter_may_be_frozen_before_buckets_are_planned_anew(step: int) -> None:
+    def run(sync: PrioritySync) -> dict[str, Tensor]:
+        def freeze(module: nn.Module, _: object) -> None:
+            if sync.step == step:
+                module.requires_grad_(False)
+
+        sync.module.get_submodule("first").register_forward_pre_hook(freeze)
+        return train(sync, sgd(sync), range(NUM_STEPS))
+
+    ours, blocking = on_ranks(2, run, worker=THREAD, trials=1), on_ranks(2, run, **BLOCKING)
     for weights in ours:
         assert all(torch.equal(weights[name], blocking[0][name]) for name in weights)
 

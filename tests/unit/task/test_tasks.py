@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from omegaconf import OmegaConf
+from torch import Tensor, nn
 from torch.nn.functional import l1_loss
 
-from lab.settings.config import build, choices_of, load
+from lab.problem import build_task
+from lab.settings.config import ConfigError, build, choices_of, load
 from lab.task import axis, heading, metrics_of, shown
 from lab.task.base import Task
 from lab.task.tasks import Classification, LanguageModelling, OwnLoss, Regression
@@ -170,8 +174,110 @@ def test_its_metric_is_the_mean_over_samples_of_all_batches() -> None:
 
 def test_a_loss_that_is_no_number_is_refused_by_one_line() -> None:
     task = OwnLoss("mine.each", lambda outputs, targets: (outputs - targets).abs())
-    with pytest.raises(ValueError, match=r"^task=mine.each: returned shape \[3\]; it must return"):
+    with pytest.raises(ValueError, match=r"^task=mine.each: returned float32 \[3\]; it must"):
         task.loss(torch.rand(3), torch.rand(3))
+
+
+def test_a_loss_that_is_a_sum_over_samples_is_refused(task: Task) -> None:
+    outputs, targets = (part[:1] for part in batch(task))
+    task.require_mean(outputs, targets)
+    line = r"^task=mine.total: its loss is a sum over the samples .*; it must be their mean$"
+    with pytest.raises(ValueError, match=line):
+        OwnLoss("mine.total", lambda o, t: SAMPLES * len(o) * task.loss(o, t)).require_mean(
+            outputs, targets
+        )
+    needs_two = OwnLoss("mine.pairs", lambda o, t: task.loss(o, t) / (len(o) - 1))
+    needs_two.require_mean(outputs, targets)
+
+
+class Own(Regression):
+    """A task of the user's, whose metrics and sums are given."""
+
+    def __init__(self, metrics: Any = None, sums: Any = None) -> None:
+        self.given, self.own_sums = metrics, sums
+
+    def metrics(self, sums: Tensor) -> Any:
+        return self.given
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Any:
+        return self.own_sums
+
+
+def test_metrics_of_a_users_task_become_pythons_numbers() -> None:
+    own = Own({"loss": torch.tensor(0.5), "r2": np.float32(0.25), "right": True, "odd": math.nan})
+    found = own.evaluation(torch.zeros(3))
+    assert {name: type(value) for name, value in found.items()} == dict.fromkeys(found, float)
+    assert (found["loss"], found["r2"], found["right"]) == (0.5, 0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        (0.5, "0.5"),
+        ({"mse": 0.5}, "{'mse': 0.5}"),
+        ({"loss": 0.5, "verdict": "good"}, "'verdict': 'good'"),
+        ({"loss": 0.5, "each": torch.zeros(2)}, r"'each': tensor\(\[0., 0.\]\)"),
+        ({"loss": None}, "'loss': None"),
+        ({"loss": 0.5, 5: 1.0}, "5: 1.0"),
+        ({"loss": 0.5, "step": 1.0}, "'step': 1.0"),  # of an evaluation
+    ],
+)
+def test_metrics_that_no_record_holds_are_refused(metrics: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=f"^task=regression: metrics returns {found}; it must"):
+        Own(metrics).evaluation(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("sums", "found"),
+    [
+        (torch.tensor(1.0), r"float32 \[\]"),  # which would be added to each of them
+        (torch.zeros(2), r"float32 \[2\]"),
+        ([0.0, 0.0, 0.0], "type list"),
+    ],
+)
+def test_sums_that_do_not_add_up_are_refused(sums: Any, found: str) -> None:
+    line = rf"^task=regression: sums returns {found}; it must return a tensor \[3\]"
+    with pytest.raises(ValueError, match=line):
+        Own(sums=sums).counted(torch.zeros(1), torch.zeros(1))
+
+
+class Nameless(Task):
+    """A task of the user's that lacks what its class must set."""
+
+    num_sums = 1
+
+    def output_shape(self, targets: Tensor, num_classes: int | None) -> tuple[int, ...]:
+        return ()
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs
+
+    def metrics(self, sums: Tensor) -> dict[str, float]:
+        return {}
+
+
+class Learned(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=not frozen)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.scale * l1_loss(outputs, targets)
+
+
+def test_a_loss_whose_weights_nobody_would_train_is_refused() -> None:
+    target = f"{__name__}.Learned"
+    with pytest.raises(ConfigError, match=rf"^task={target}: has parameters .* \(scale\); make"):
+        build_task(OmegaConf.create({"_target_": target, "frozen": False}))
+    assert isinstance(build_task(OmegaConf.create({"_target_": target, "frozen": True})), OwnLoss)
+
+
+def test_what_a_task_lacks_is_named() -> None:
+    target = f"{__name__}.Nameless"
+    with pytest.raises(ConfigError, match=f"^task={target}: its class must set name, loss$"):
+        build_task(OmegaConf.create({"_target_": target}))
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lab.distributed.comm import Comm, run_ranks
 from lab.distributed.worker import InlineWorker, Job
 from lab.exchange.allreduce import AllReduce
 from lab.measure.environment import environment
+from lab.problem import blueprint
 from lab.settings.config import ConfigError, load
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.training import assemble
 from lab.training import assemble as compiling
 from lab.training.assemble import compiled, compiled_as, set_arithmetic
+from tests.support import refusing
+from tests.support.ranks import told, train
 
 
 @pytest.fixture(autouse=True)
@@ -180,3 +185,74 @@ def test_ddp_gets_a_model_that_it_can_cut_itself(monkeypatch: pytest.MonkeyPatch
     compiled(layers(), load(["strategy=ddp", "compile=true"]))
     compiled(layers(), load(["strategy=overlap", "compile=true"]))
     assert given[0] == "inductor" and callable(given[1])
+
+
+class Scores(nn.Linear):
+    """A linear model of images."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
+        super().__init__(math.prod(input_shape), output_size)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(1))
+
+
+class MadeInInference(Scores):
+    def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
+        with torch.inference_mode():
+            super().__init__(input_shape=input_shape, output_size=output_size)
+
+
+class StillLazy(Scores):
+    def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
+        super().__init__(input_shape=input_shape, output_size=output_size)
+        self.unused = nn.LazyLinear(3)
+
+
+class SparseTable(Scores):
+    """A model whose table gets a sparse gradient, without a module that says so."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
+        super().__init__(input_shape=input_shape, output_size=output_size)
+        self.table = nn.Parameter(torch.zeros(1, output_size))
+
+    def forward(self, input: Tensor) -> Tensor:
+        row = torch.zeros(len(input), dtype=torch.int64)
+        scores = super().forward(input)
+        return scores + nn.functional.embedding(row, self.table, sparse=True)
+
+
+class Nothing:
+    def __call__(self, model: nn.Module) -> None: ...
+
+
+class NoFunction: ...
+
+
+ONE_STEP = ("data=synthetic", "data.num_images=8", "batch_size=4", "steps=1", "strategy=none")
+
+
+def test_parts_of_the_users_that_cannot_train_are_refused_before_the_first_step() -> None:
+    lines = {
+        "model=MadeInInference": "weight: was made in torch.inference_mode(), so it cannot be",
+        "model=StillLazy": "unused.weight: has no values yet (a lazy module); run one batch",
+        "transform=Nothing": f"transform={__name__}.Nothing: returns type NoneType; it must",
+        "transform=NoFunction": f"transform={__name__}.NoFunction: its instances must take a model",
+    }
+    plain = f"model={__name__}.Scores"
+    runs = [(plain, word.replace("=", f"={__name__}."), *ONE_STEP) for word in lines]
+    for found, line in zip(told(*runs), lines.values(), strict=True):
+        assert found.startswith(line)
+    for word, line in list(lines.items())[2:]:  # predictions say the same
+        with refusing(line):
+            blueprint(load([plain, word.replace("=", f"={__name__}."), *ONE_STEP]))
+
+
+def test_sparse_gradients_are_updated_without_an_exchange_too(tmp_path: Path) -> None:
+    model = f"model={__name__}.SparseTable"
+    ours, reference = (
+        train(1, model, *ONE_STEP, f"strategy={strategy}", f"runs_dir={tmp_path}")[0].weights
+        for strategy in ("none", "overlap")
+    )
+    torch.testing.assert_close(ours, reference)
+    assert ours["table"].any()

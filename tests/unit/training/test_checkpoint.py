@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from torch import nn
 
+from lab.settings.errors import ConfigError
 from lab.training import checkpoint
-from lab.training.checkpoint import check_fit
+from lab.training.checkpoint import check_fit, load_optimizer, names_of, require_resumable
+from tests.support.optimizers import Forgets, InFloat64, Scaled, WithArrays
 
 
 class Alone:
@@ -85,3 +89,40 @@ def test_a_checkpoint_names_its_exchange_by_class() -> None:
     for other in ("lab.exchange.a.Tree", "mine.Ring"):
         with pytest.raises(ValueError, match=f"residuals of exchange=.*{other.split('.')[-1]}"):
             check_fit(config, saved(other), ranks)
+
+
+def of(kind: type[torch.optim.SGD]) -> Any:
+    target = f"{kind.__module__}.{kind.__name__}"
+    return OmegaConf.create({"optim": {"_target_": target, "lr": 0.1}})
+
+
+@pytest.mark.parametrize("kind", [InFloat64, Scaled])
+def test_a_state_in_float64_or_of_all_parameters_is_loaded_as_it_was(
+    kind: type[torch.optim.SGD],
+) -> None:
+    model = nn.Linear(2, 3)
+    before, after = (kind(model.parameters(), lr=0.1) for _ in range(2))
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    before.step()
+    saved = before.state_dict()
+    whole = {"optimizer": saved, "names": names_of(before, model.named_parameters())}
+    load_optimizer(after, model.named_parameters(), {}, whole, [{}])
+    loaded = after.state_dict()["state"]
+    assert str(loaded) == str(saved["state"]) and "total" in str(loaded)
+    require_resumable(of(kind), model, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Forgets, "goes on differently after a resume, because state_dict lacks some"),
+        (WithArrays, "a checkpoint cannot be read, because the optimizer's state has more than"),
+    ],
+)
+def test_an_optimizer_that_does_not_go_on_as_before_is_refused(
+    kind: type[torch.optim.SGD], line: str
+) -> None:
+    target = of(kind).optim["_target_"]
+    with pytest.raises(ConfigError, match=f"^optim={target}: {line}"):
+        require_resumable(of(kind), nn.Linear(2, 3), batch_size=8)

@@ -54,6 +54,25 @@ def test_any_optimizer_of_torch_updates_as_torch_alone(name: str) -> None:
     torch.testing.assert_close(weights(ours), weights(theirs))
 
 
+def test_a_parameter_may_get_its_first_gradient_later_than_others() -> None:
+    """Torch's fused SGD fails then, as in a model that skips layers at random."""
+    ours, theirs = model(), model()
+    settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}
+    mine = optim("torch.optim.SGD", schedule="constant", warmup_steps=0, **settings)
+    both = mine.optimizer(ours), torch.optim.SGD(theirs.parameters(), **settings)
+    fused = []
+    for step in range(3):
+        for net in (ours, theirs):
+            for place, parameter in enumerate(net.parameters()):
+                parameter.grad = torch.ones_like(parameter) if place <= step else None
+        mine.prepare(both[0], step, total_steps=3)
+        for optimizer in both:
+            optimizer.step()
+        fused.append(both[0].param_groups[0]["fused"])
+    torch.testing.assert_close(weights(ours), weights(theirs))
+    assert fused == [True, False, False]
+
+
 def test_torch_fuses_the_update_where_it_can_unless_told_otherwise() -> None:
     def fused(target: str, **settings: Any) -> bool | None:
         return optim(target, **settings).optimizer(model()).param_groups[0].get("fused")
@@ -190,6 +209,7 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("nowhere.Adam", {}, r"optim=nowhere\.Adam: no module nowhere in "),
         (f"{MINE}.MINE", {}, r"tests\.support\.optimizers has no MINE"),
         (f"{MINE}.not_one", {}, r"not_one: returns type list; it must return"),
+        (f"{MINE}.with_a_scheduler", {}, r"with_a_scheduler: has a learning-rate scheduler"),
         (f"{MINE}.SignDescent", {}, r"optim\.lr: must be set; .*SignDescent has no default for it"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lab.distributed import world as worlds
 from lab.distributed.worker import Watchdog
 from lab.settings.command import EXIT_INTERRUPTED
 from lab.settings.config import load
+from lab.task.tasks import Classification
 from lab.training import in_turns
 from lab.training.assemble import assembled, join
 from lab.training.run import Run, failure_of, start
@@ -106,24 +109,49 @@ def loss_as_a_number(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.tensor(float(outputs.square().mean()))
 
 
-def with_a_lost_gradient(keeps: bool) -> str:
-    words = [f"model={__name__}.Detached", f"model.keeps={str(keeps).lower()}", "device=cpu"]
-    if keeps:
-        words.append(f"task={__name__}.loss_as_a_number")
+class Each(Classification):
+    """Its loss is one number for each sample."""
+
+    name = "each"
+    loss = staticmethod(partial(cross_entropy, reduction="none"))
+
+
+class Blind(Detached):
+    """Gives no numbers when it is evaluated."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if self.training else super().forward(input) * math.nan
+
+
+def run_one_step(model: str, keeps: bool, *more: str) -> str:
+    """Return the error of a run of one step, and its evaluation."""
+    words = [f"model={__name__}.{model}", f"model.keeps={str(keeps).lower()}", "device=cpu", *more]
     config = load([*words, "data=synthetic", "data.num_images=8", "batch_size=4", "steps=1"])
     try:
-        with assembled(config, join(config)) as parts, pytest.raises(RuntimeError) as caught:
+        with assembled(config, join(config)) as parts, pytest.raises(Exception) as caught:
             next(parts.trainer.steps())
+            parts.trainer.evaluate()
     finally:
         worlds.stop()
     return str(caught.value)
 
 
 def test_a_gradient_that_is_lost_on_its_way_to_the_loss_is_named() -> None:
-    (of_model,) = CREW.call(1, with_a_lost_gradient, False)
+    (of_model,) = CREW.call(1, run_one_step, "Detached", False)
     assert of_model.startswith(f"model={__name__}.Detached: its output has no gradient")
-    (of_task,) = CREW.call(1, with_a_lost_gradient, True)
-    assert of_task.startswith(f"task={__name__}.loss_as_a_number: its loss has no gradient")
+    task = f"task={__name__}.loss_as_a_number"
+    (of_task,) = CREW.call(1, run_one_step, "Detached", True, task)
+    assert of_task.startswith(f"{task}: its loss has no gradient")
+
+
+def test_a_loss_of_several_numbers_is_named() -> None:
+    (error,) = CREW.call(1, run_one_step, "Detached", True, task := f"task={__name__}.Each")
+    assert error.startswith(f"{task}: loss returns float32 [4]; it must return one number")
+
+
+def test_an_evaluation_without_a_number_does_not_blame_gradients() -> None:
+    (error,) = CREW.call(1, run_one_step, "Blind", True)
+    assert error.startswith("test loss is nan after 1 steps, with finite weights; check the test")
 
 
 RUN = (

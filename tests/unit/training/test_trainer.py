@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from lab.training.trainer import Losses, clip_gradients, marked
+from lab.training.trainer import Losses, Trainer, clip_gradients, marked
 
 
 class OnGpu:
@@ -85,3 +88,29 @@ def test_clipping_spreads_nothing_that_is_not_finite(bad: float) -> None:
 
 def test_a_rank_without_gradients_has_nothing_to_clip() -> None:
     clip_gradients(nn.Linear(4, 3), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [
+        ([], r"\(\)"),
+        ([(torch.zeros(3), torch.zeros(3))], r"\(3, 3\)"),
+        ([(torch.zeros(4), torch.zeros(3))], r"\(4, 3\)"),
+        ([([0.0], torch.zeros(4))], r"\(list, 4\)"),
+        ([(torch.zeros(4), torch.zeros(4), torch.zeros(4))], r"\(4, 4, 4\)"),
+    ],
+)
+def test_batches_of_other_sizes_would_weigh_samples_unequally(
+    batches: list[Any], found: str
+) -> None:
+    config = {"_target_": "mine.Data"}
+    trainer: Any = SimpleNamespace(
+        batch_size=8, world=SimpleNamespace(size=2), config=SimpleNamespace(data=config)
+    )
+    line = (
+        rf"^data=mine.Data: train_batches yields {found} samples; it must yield .* 4 inputs and 4"
+    )
+    with pytest.raises(RuntimeError, match=line):
+        Trainer._batch(trainer, iter(batches))
+    good = torch.zeros(4), torch.zeros(4)
+    assert Trainer._batch(trainer, iter([good])) is good
