@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -54,6 +54,7 @@ from lab.settings.files import (
     no_choice,
     read_file,
 )
+from lab.settings.optim import schedule_of
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_number
 from lab.settings.own_code import OFFERED, OWN, check_choices, names_code
 from lab.settings.storage import escaped, nested, read_yaml
@@ -174,6 +175,8 @@ def _validate(config: DictConfig) -> None:
         raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set only one of the two")
     for name in ("study", "cell"):
         check_name(name, config[name])
+    if "_target_" in config.optim:
+        schedule_of(cast(Any, OmegaConf.to_container(config.optim, resolve=True)))
 
 
 def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None) -> str:

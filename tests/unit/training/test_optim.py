@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.settings.config import ConfigError, load
-from lab.training.optim import Optim, Schedule, require_piecewise
+from lab.settings.optim import Schedule
+from lab.training.optim import Optim, require_piecewise
 
 MINE = "tests.support.optimizers"
 
@@ -169,9 +170,9 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("SGD", {"lr": -0.1}, r"optim\.lr=-0.1: must be a number of at least 0"),
         ("SGD", {"lr": "fast"}, r"optim\.lr=fast: must be a number"),
         ("SGD", {"momentum": float("nan")}, r"optim\.momentum=nan: must be a number"),
-        ("SGD", {"momentum": -1}, r"optim=torch\.optim\.SGD: Invalid momentum value: -1"),
+        ("SGD", {"momentum": -1}, r"optim\.momentum=-1: must be a number of at least 0"),
         ("SGD", {"nesterov": "maybe"}, r"optim\.nesterov=maybe: must be true or false"),
-        ("SGD", {"nesterov": True}, r"optim=torch\.optim\.SGD: Nesterov momentum requires"),
+        ("SGD", {"nesterov": True}, r"optim\.nesterov=true: needs optim\.momentum above 0"),
         (
             "SGD",
             {"beta": 1},
@@ -179,8 +180,8 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ),
         ("SGD", {"decay_vectors": 1}, r"optim\.decay_vectors=1: must be true or false"),
         ("Rprop", {"decay_vectors": False}, r"optim\.decay_vectors=false: .*Rprop has no weight"),
-        ("AdamW", {"betas": 3}, r"optim\.betas=3: must be a list of 2 values"),
-        ("AdamW", {"betas": [2, 0]}, r"optim=torch\.optim\.AdamW: Invalid beta .* 2"),
+        ("AdamW", {"betas": 3}, r"optim\.betas=3: must be a list of 2 numbers"),
+        ("AdamW", {"betas": [2, 0]}, r"optim\.betas=2: must be a number of at least 0 and below 1"),
         ("LBFGS", {}, r"optim=torch\.optim\.LBFGS: evaluates the loss several times in a step"),
         ("SparseAdam", {}, r"optim=torch\.optim\.SparseAdam: accepts only sparse gradients"),
         ("Optimizer", {}, r"optim\.defaults: must be set"),
