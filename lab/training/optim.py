@@ -1,11 +1,10 @@
-"""Any optimizer of torch's kind, with its hyperparameters, and whether it may update parts."""
+"""Any optimizer of torch's kind, with its hyperparameters."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from inspect import Parameter
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,12 +18,7 @@ from lab.settings import checks
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.optim import OF_SCHEDULE, schedule_of
 from lab.settings.own_code import blame, callable_at
-from lab.sync.priority import update_some
 from lab.sync.update import way_of
-
-# Of the trials that tell whether parts may be updated by themselves:
-NUM_STEPS = 3  # the first may differ from later ones, which have momentum
-LONGEST = 4  # of a copy's dimensions
 
 
 class Optim:
@@ -166,61 +160,3 @@ def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter
     for name in _must_be_set(own):
         if name not in settings:
             raise ConfigError(f"optim.{name}: must be set; {target} has no default for it")
-
-
-def require_piecewise(config: DictConfig, model: nn.Module, batch_size: int) -> None:
-    """Refuse settings under which the parameters of `model` cannot be updated one by one.
-
-    The optimizer updates small copies of some parameters, of each number of dimensions, both ways.
-
-    Raises: ConfigError: the weights differ, or gradients are clipped by the norm of all of them.
-    """
-    name = f"strategy={config.strategy}"
-    if config.clip_grad_norm is not None:
-        raise ConfigError(
-            f"clip_grad_norm={config.clip_grad_norm}: needs all gradients at once, but {name} "
-            "updates each layer when its gradient arrives; must be null"
-        )
-    target = config.optim["_target_"]
-    with torch.random.fork_rng(devices=[]):
-        try:
-            whole, pieces = (_trained(config, model, batch_size, way) for way in (False, True))
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"optim={target}: fails when it updates parameters one by one, as {name} does: "
-                f"{one_line(error)}"
-            ) from error
-    if not all(map(torch.equal, whole, pieces)):
-        raise ConfigError(
-            f"optim={target}: gives different weights when it updates parameters one by one, as "
-            f"{name} does; use an optimizer that treats each parameter separately"
-        )
-
-
-def _trained(
-    config: DictConfig, model: nn.Module, batch_size: int, piecewise: bool
-) -> list[Tensor]:
-    """Return copies' weights after some steps of random gradients, the same for both ways."""
-    torch.manual_seed(0)
-    # Small copies of the first two parameters of each number of dimensions.
-    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.dim())
-    copies = nn.ParameterList(
-        torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
-        for _, alike in groupby(trained, key=lambda p: p.dim())
-        for p in list(alike)[:2]
-    )
-    optimizer = Optim(config.optim, batch_size).optimizer(copies)
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] or 0.01  # at 0 any two ways agree
-    for _ in range(NUM_STEPS):
-        for parameter in copies.parameters():
-            parameter.grad = torch.randn(parameter.shape).to(parameter.device)
-        if not piecewise:
-            optimizer.step()
-            optimizer.zero_grad()
-            continue
-        for parameter in reversed(list(copies.parameters())):
-            update_some(optimizer, [parameter])
-    return list(copies.parameters())

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from lab.settings.config import ConfigError, load
 from lab.settings.optim import Schedule
-from lab.training.optim import Optim, require_piecewise
+from lab.sync.refusals import require_piecewise
+from lab.training.optim import Optim
 
 MINE = "tests.support.optimizers"
 
@@ -202,6 +203,11 @@ def test_what_is_refused_is_named(name: str, settings: dict[str, Any], message: 
         optim(target, **settings).optimizer(model())
 
 
+def piecewise(net: nn.Module, *words: str) -> None:
+    config: Any = load(["strategy=priority", *words])
+    require_piecewise(config, Optim(config.optim, 32).optimizer, net.parameters())
+
+
 def convnet() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 4))
 
@@ -219,7 +225,7 @@ def convnet() -> nn.Module:
 )
 def test_optimizers_that_treat_each_parameter_by_itself(optim: tuple[str, ...]) -> None:
     ours, state = convnet(), torch.get_rng_state()
-    require_piecewise(load(["strategy=priority", *optim]), ours, 32)
+    piecewise(ours, *optim)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -235,7 +241,7 @@ def test_optimizers_that_treat_each_parameter_by_itself(optim: tuple[str, ...]) 
 def test_others_are_refused_in_a_line(settings: tuple[str, ...], message: str) -> None:
     lr = ("optim.lr=0.1",) if settings[0].startswith("optim") else ()
     with pytest.raises(ConfigError) as refused:
-        require_piecewise(load(["strategy=priority", *settings, *lr]), convnet(), 32)
+        piecewise(convnet(), *settings, *lr)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
