@@ -21,7 +21,7 @@ T = TypeVar("T")
 Parser = Callable[[str, str], Any]
 OF_RUNS = ("record.json", "attempts.json", "timeline.json", "study.json")
 ENDLESS = 1e6  # a range that ends there or later only keeps nonsense out, and help leaves that out
-INTEGER = re.compile(r"[-+]?\d+(_\d+)*")  # digits may be grouped, as in 25_000_000
+INTEGER = re.compile(r"(?!.{4300})[-+]?\d+(_\d+)*")  # as in 25_000_000; Python reads no more
 
 
 def setting(

@@ -70,6 +70,11 @@ MISTAKES = [
     ("sweep", "optim=torch.optim.RMSprop optim.lr=-1", "optim.lr=-1: must be a number of at lea"),
     ("sweep", "optim.schedule=poly", "optim.schedule=poly: allowed: constant, cosine, linear"),
     ("advise", "optim.eps=-1 optim=adamw", "optim.eps=-1: must be a number of at least 0"),
+    ("train", "optim.lr=" + "1" * 400, "1: must be a number of at least 0"),  # no float is so large
+    ("train", "optim.lr=" + "1" * 5000, "1… has too many digits"),
+    ("train", "batch_size=" + "1" * 5000, "1: must be an integer"),
+    ("sweep", "repeats=" + "1" * 5000, "1: must be an integer from 1 to 10000"),
+    ("train", "runs_dir=jösé", "quote values that contain commas, brackets, '=' or other letters"),
     ("train", "overlap=maybe", "overlap=maybe: must be true or false"),
     ("train", "device=gpu", "allowed: auto, cpu, cuda"),
     ("train", "sync=${x}", "sync=${x}: Error resolving interpolation"),
