@@ -263,7 +263,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     What earlier writers of the same file left as they were killed is removed.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError: the file cannot be written; it has the file's name, which Python's may not have.
     """
     host = socket.gethostname().replace(".", "-")  # several may share the directory
     prefix = f".{path.name}.{host}-"
@@ -275,6 +275,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise (OSError(error.errno, error.strerror, str(path)) if error.errno else error) from None
     finally:
         temporary.unlink(missing_ok=True)
 
