@@ -159,7 +159,9 @@ def read_yaml(path: Path) -> Any:
         raise DamagedFile(f"{path}: not YAML: nested too deeply") from None
     # OSError: OmegaConf's word on numbers that stand alone.
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError) as error:
-        raise DamagedFile(f"{path}: not YAML: {one_line(error)}") from None
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f"line {mark.line + 1}: {why}" if mark and why else one_line(error)
+        raise DamagedFile(f"{path}: not YAML: {where}") from None
 
 
 def escaped(value: Any) -> Any:
