@@ -9,6 +9,7 @@ from pathlib import Path
 from lab.settings.command import Command, CommandLine, answers
 from lab.settings.errors import as_config_error
 from lab.settings.fields import file_setting, own_settings
+from lab.settings.storage import write_atomically
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def main(line: CommandLine) -> int:
         _, text = explained(Path(line.word))
     print(text)
     if out:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_atomically(out, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
         print(f"wrote {out}")
     return 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lab.device.profile_request import profile_file, read
 from lab.settings.command import Command, CommandLine, answers, show
-from lab.settings.errors import ConfigError
+from lab.settings.errors import as_config_error
 from lab.settings.fields import fields_of, parsed, setting, split
 
 
@@ -57,10 +57,8 @@ def main(line: CommandLine) -> int:
     from lab.device.profile import measure, present
 
     profile, notes = measure(configs, out.stem if out else "measured", settings)
-    try:
+    with as_config_error(f"out={out}: cannot be written: ", OSError):
         present(profile, notes, out)
-    except OSError as error:
-        raise ConfigError(f"out={out}: cannot be written: {error.strerror}") from None
     return 0
 
 

@@ -184,6 +184,12 @@ def commits_of(cells: Iterable[Cell]) -> tuple[str, ...]:
     return () if "" in commits else tuple(sorted(commits))
 
 
+def refuse_same(folders: Sequence[Path]) -> None:
+    """Refuse a folder that is given twice. ValueError: names all."""
+    if len({*map(realpath, folders)}) < len(folders):  # resolve() raises where links go round
+        raise ValueError(f"{' '.join(map(str, folders))}: the same folder is given twice")
+
+
 def load_study(folder: Path, *more: Path) -> Study:
     """Read every `record.json` one level below each folder, as one study.
 
@@ -196,8 +202,7 @@ def load_study(folder: Path, *more: Path) -> Study:
             finished runs of the same cell and repeat.
     """
     folders = (folder, *more)
-    if len({*map(realpath, folders)}) < len(folders):  # resolve() raises where links go round
-        raise ValueError(f"{' '.join(map(str, folders))}: the same folder is given twice")
+    refuse_same(folders)
     labels = dict(zip(folders, labels_of(folders), strict=True)) if more else {}
     found = {path: record for each in folders for path, record in _records_below(each).items()}
     records = {path: record for path, record in found.items() if isinstance(record, Record)}

@@ -9,6 +9,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lab.analysis.records import Cell, Study
 from lab.draw.text import short_text
 from lab.measure.statistics import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
 from lab.settings.names import flat
+from lab.settings.storage import write_atomically
 from lab.task import PERCENT, heading, main_metric, metrics_of
 from lab.task import shown as shown_value
 
@@ -49,7 +51,8 @@ def write_csv(points: Iterable[Point], path: Path) -> None:
     An interval has three columns, `<name>_lo`, `<name>_mid` and `<name>_hi`; a phase one,
     `<name>_s`; a status one, `num_<status>`, which counts throughput and breakdown runs.
     """
-    without_formulas(frame_of(points)).to_csv(path, index=False)
+    table = without_formulas(frame_of(points))
+    write_atomically(path, partial(table.to_csv, index=False))
 
 
 def write_records(table: pd.DataFrame, out: Path) -> None:
@@ -58,8 +61,8 @@ def write_records(table: pd.DataFrame, out: Path) -> None:
     Raises:
         OSError: a file cannot be written.
     """
-    without_formulas(table).to_csv(out / "records.csv", index=False)
-    table.to_parquet(out / "records.parquet", index=False)
+    write_atomically(out / "records.csv", partial(without_formulas(table).to_csv, index=False))
+    write_atomically(out / "records.parquet", partial(table.to_parquet, index=False))
 
 
 def records_table(study: Study) -> pd.DataFrame:

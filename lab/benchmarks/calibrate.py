@@ -36,7 +36,13 @@ from omegaconf import DictConfig
 
 from lab.benchmarks import compute, host
 from lab.benchmarks.catalogue import NUM_RANKS
-from lab.benchmarks.collective import LIBRARY, axis_of, make_candidates, measure_size
+from lab.benchmarks.collective import (
+    LIBRARY,
+    Candidate,
+    axis_of,
+    make_candidates,
+    measure_size,
+)
 from lab.benchmarks.harness import joined
 from lab.benchmarks.present import (
     Column,
@@ -60,7 +66,6 @@ from lab.distributed.world import World, check_gpus
 from lab.draw.chart import looks_of
 from lab.draw.plots import Axis, lines
 from lab.draw.text import markdown, number_of
-from lab.exchange.base import Exchange
 from lab.measure.environment import num_cores
 from lab.measure.statistics import order
 from lab.model.profile import Profile
@@ -114,7 +119,9 @@ def measure(request: Request) -> dict[str, Any] | None:
         on_gpu = check_gpus(configs[0].device, 1)
         for config in configs:  # refused now, and not after minutes
             Strategy.of(plain(config))
-    # In a process group of its own, before the ranks join.
+    with joined(configs[0]) as world:  # what only ranks together can refuse
+        _candidates(request, world)
+    # In a process group of its own, before the ranks join again.
     host_s = _host_seconds("cuda" if on_gpu else "cpu") if is_first_rank() else {}
     with joined(configs[0]) as world:
         found = _measured(request, world, 60 * request.own["minutes"])
@@ -126,9 +133,8 @@ def measure(request: Request) -> dict[str, Any] | None:
 def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
     """Measure everything that takes all ranks."""
     groups = groups_of(world.comm.nodes)
-    exchanges = {each.label: build(each.config.exchange) for each in request.variants}
     share_s = COLLECTIVES_SHARE * seconds / len(groups)
-    measure = partial(_collectives, exchanges, share_s)
+    measure = partial(_collectives, request, share_s)
     places = [
         Place(link, len(members), _among(members, world, measure) or []) for link, members in groups
     ]
@@ -209,11 +215,15 @@ def part_of(world: World, members: Sequence[int]) -> World | None:
     return replace(world, place=place, comm=comm, control=control, store=store)
 
 
-def _collectives(
-    exchanges: dict[str, Exchange], seconds: float, world: World
-) -> list[dict[str, Any]]:
+def _candidates(request: Request, world: World) -> list[Candidate]:
+    """Make what is measured. ConfigError: an exchange does not average, or cannot run here."""
+    exchanges = {each.label: build(each.config.exchange) for each in request.variants}
+    return make_candidates(exchanges, world.comm)
+
+
+def _collectives(request: Request, seconds: float, world: World) -> list[dict[str, Any]]:
     """Measure collectives of growing size until the time is over, at least of FEWEST_SIZES."""
-    candidates = make_candidates(exchanges, world.comm)
+    candidates = _candidates(request, world)
     sizes, until = SIZES[world.device.type], time.perf_counter() + seconds
     rows = list[dict[str, Any]]()
     for place, size in enumerate(sizes, start=1):

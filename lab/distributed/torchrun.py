@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
@@ -57,6 +58,8 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         run.main([*own, *arguments])
+    except SignalException as error:  # it has ended its ranks
+        sys.exit(128 + error.sigval)
     except UnicodeError:  # it looks up the host's name, which Linux lets be longer than DNS does
         _refuse(f"the host's name, {socket.gethostname()}, has more than 63 characters; shorten it")
     except (AssertionError, OSError, ValueError) as error:  # no rank has begun

@@ -80,7 +80,7 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
                 f"{key}={value}: not allowed in your own loop; allowed: {', '.join(allowed)}"
             )
     folder = overrides.get("config_dir")
-    words = [f"{key}={_text_of(value)}" for key, value in overrides.items()]
+    words = [_word(key, value) for key, value in overrides.items()]
     exchanges = [name for name in choices_of("exchange", folder) if name != "none"]
     reason = "there is no such strategy or exchange"
     chosen: list[str] = []
@@ -103,11 +103,20 @@ def _refusal(config: DictConfig) -> str:
     return "exchanges nothing" if class_name(config.exchange._target_) == "NoExchange" else ""
 
 
-def _text_of(value: Any) -> str:
-    """Write a Python value in the grammar of the command line."""
-    if not isinstance(value, str):
-        return json.dumps(value)
-    return value if re.fullmatch(r"[\w./:+-]+", value) else quoted(value)
+def _word(key: str, value: Any) -> str:
+    """Write a setting in the grammar of the command line. ConfigError: it has no such value."""
+    if isinstance(value, Mapping):
+        name = next(iter(cast(Mapping[str, Any], value)), "KEY")
+        raise ConfigError(f"{key}={value}: must be no dict; set each key, as in {key}.{name}")
+    if isinstance(value, os.PathLike):
+        value = os.fspath(cast("os.PathLike[str]", value))
+    if isinstance(value, str):
+        return f"{key}=" + (value if re.fullmatch(r"[\w./:+-]+", value) else quoted(value))
+    try:
+        return f"{key}={json.dumps(value)}"
+    except TypeError:
+        given = f"{key}={value}: has type {type(value).__name__}"
+        raise ConfigError(f"{given}; must be a number, text, or a list of them") from None
 
 
 def settings_of_run(
@@ -143,7 +152,7 @@ def settings_of_run(
         raise ConfigError(f"settings: {min(taken)} is a name that the lab uses; choose another")
     known = strategy in choices_of("strategy")
     words = [f"strategy={strategy}"] if known else []
-    checked = load([*words, *(f"{key}={_text_of(value)}" for key, value in scalars.items())])
+    checked = load([*words, *(_word(key, value) for key, value in scalars.items())])
     check_batch(checked, world_size)
     settings: Any = OmegaConf.to_container(checked, resolve=True)
     source = composed or (settings if known else {})

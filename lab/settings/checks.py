@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, partial
@@ -101,8 +101,8 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number. True and False are none."""
-    return (is_whole(value) or isinstance(value, float)) and math.isfinite(value)
+    """Return whether a value is a finite number, which a float can hold. True, False are none."""
+    return (is_whole(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
 
 
 def as_text(value: Any) -> str:

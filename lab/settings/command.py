@@ -298,8 +298,8 @@ def report_error(command: str, error: Exception) -> None:
         print(without_secrets(found.traceback), file=sys.stderr)
         if found.error is error:
             line = f"{type(error).__name__}: {one_line(error)} ({found.place})"
-    if len(line) > LONGEST_ERROR:  # a file's value is in it
-        line = f"{line[:LONGEST_ERROR]}…"
+    if len(line) > LONGEST_ERROR:  # a file's value is in it, and after it the reason
+        line = f"{line[: LONGEST_ERROR // 2]}…{line[-LONGEST_ERROR // 2 :]}"
     say_error(f"{command}: error: {line}")
 
 

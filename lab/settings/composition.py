@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -54,6 +54,7 @@ from lab.settings.files import (
     no_choice,
     read_file,
 )
+from lab.settings.optim import schedule_of
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted, with_number
 from lab.settings.own_code import OFFERED, OWN, check_choices, names_code
 from lab.settings.storage import escaped, nested, read_yaml
@@ -61,6 +62,7 @@ from lab.settings.storage import escaped, nested, read_yaml
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
 OF_INSTANTIATE = ("_args_", "_convert_", "_partial_", "_recursive_")  # which the lab itself sets
+BUILT = ("comm", "data", "task", "model", "optim", "exchange", "sync")  # by every run
 PACKAGE = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 Files = tuple[tuple[str, str], ...]  # a group and the file that is its choice
 
@@ -174,6 +176,10 @@ def _validate(config: DictConfig) -> None:
         raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set only one of the two")
     for name in ("study", "cell"):
         check_name(name, config[name])
+    for group in BUILT:
+        if "_target_" not in config[group]:
+            raise ConfigError(f"{group}._target_: is missing")
+    schedule_of(cast(Any, OmegaConf.to_container(config.optim, resolve=True)))
 
 
 def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lab.settings import checks
 from lab.settings.checks import Limits, as_text
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.files import NAMED, is_folder
 from lab.settings.hints import nearest, number
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 Parser = Callable[[str, str], Any]
 OF_RUNS = ("record.json", "attempts.json", "timeline.json", "study.json")
 ENDLESS = 1e6  # a range that ends there or later only keeps nonsense out, and help leaves that out
-INTEGER = re.compile(r"[-+]?\d+(_\d+)*")  # digits may be grouped, as in 25_000_000
+INTEGER = re.compile(r"(?!.{4300})[-+]?\d+(_\d+)*")  # as in 25_000_000; Python reads no more
 
 
 def setting(
@@ -154,7 +154,8 @@ def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
     if path.suffix not in suffixes or not path.stem or not path.parent.is_dir():
         names = " or ".join(f"FILE{suffix}" for suffix in suffixes)
         raise ConfigError(f"{key}={text}: must name {names} in an existing folder")
-    target = path if path.exists() else path.parent
+    with as_config_error(f"{key}={text}: ", OSError):  # too long a name
+        target = path if path.exists() else path.parent
     if path.is_dir() or not os.access(target, os.W_OK):
         raise ConfigError(f"{key}={text}: cannot write {target.absolute()}")
     return path

@@ -9,9 +9,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lab.settings.errors import ConfigError
+from lab.settings.fields import INTEGER
 from lab.settings.files import choices_of, is_folder
 from lab.settings.hints import OF_HYDRA, lonely_hint, number
 from lab.settings.secrets import kept_words
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # Whole, and not one of those that `handed_over` makes, whose types it knows.
 OF_ENVIRONMENT = re.compile(r"\$\{oc\.env:(?!LAB_)[^{}$]+\}")
+MOST_VALUES = 10**4  # of a range, which one digit too many makes endless
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -39,6 +41,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
             overrides.append(parser.parse_override(argument))
         except RecursionError:
             raise ConfigError(f"{argument:.80}… is nested too deeply") from None
+        except ValueError:  # Python's, of an integer
+            raise ConfigError(f"{argument:.80}… has too many digits") from None
         except HydraException:
             hint = _hint(arguments, index)
             raise ConfigError(f"{argument!r} is not a setting: {hint}") from None
@@ -54,8 +58,8 @@ def _hint(arguments: Sequence[str], index: int) -> str:
         return f"only a grid accepts conditional settings: python -m lab.sweep {argument}"
     meant = None if "=" in argument else lonely_hint(arguments, index, choices_of("strategy"))
     return meant or (
-        "write key=value, and quote values that contain commas, brackets or '=', as in "
-        "'cell=\"a=b\"'"
+        "write key=value, and quote values that contain commas, brackets, '=' or other letters "
+        "than English ones, as in 'cell=\"a=b\"'"
     )
 
 
@@ -149,29 +153,44 @@ def expanded(arguments: Sequence[str]) -> dict[str, list[str]]:
         if override.is_discrete_sweep():
             key = override.get_key_element()
             settings = [f"{key}={value}" for value in listed(override, config_dir)]
-        if len(set(settings)) < len(settings):
+        if len({_as_number(each.partition("=")[2]) for each in settings}) < len(settings):
             raise ConfigError(f"{override.input_line}: a value is listed twice")
         lists[override.key_or_group] = settings
     return lists
 
 
+def _as_number(text: str) -> float | str:
+    """Return the number that a text is, so that 4 and 4.0 are one value; any other text as it is.
+
+    An integer may have more digits than a float.
+    """
+    value = number(text)
+    return text if value is None else int(text) if INTEGER.fullmatch(text) else value
+
+
 def one_value(key: str, texts: Mapping[str, str]) -> str:
     """Return the value of a key that takes no list. ConfigError: it has several."""
-    values = expanded([f"{key}={texts[key]}"])[key]
-    if len(values) > 1:
+    (override,) = parse_overrides([f"{key}={texts[key]}"])
+    if override.is_sweep_override():
         raise ConfigError(f"{key}={texts[key]}: must be one value")
-    return values[0].partition("=")[2]
+    value = override.value()
+    return value if isinstance(value, str) else texts[key]  # 1_0 is a name too
 
 
 def listed(override: Override, config_dir: str | None) -> list[str]:
     """Return the values of a list: a,b,c, range(1,9,2), or the choices that glob(a*) matches.
 
     Raises:
-        ConfigError: a glob that matches no choice.
+        ConfigError: a glob that matches no choice, or a range of no values or too many.
     """
-    from hydra.core.override_parser.types import Glob
+    from hydra.core.override_parser.types import Glob, RangeSweep
 
     found = override.value()
+    if isinstance(found, RangeSweep):
+        ends: Any = (found.start, found.stop)
+        length = (ends[1] - ends[0]) * (1 if found.step > 0 else -1)
+        if not 0 < length <= abs(found.step) * MOST_VALUES:
+            raise ConfigError(f"{override.input_line}: must list from 1 to {MOST_VALUES} values")
     if not isinstance(found, Glob):
         return list(map(str, override.sweep_string_iterator()))
     choices = choices_of(override.key_or_group, config_dir)

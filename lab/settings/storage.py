@@ -159,7 +159,9 @@ def read_yaml(path: Path) -> Any:
         raise DamagedFile(f"{path}: not YAML: nested too deeply") from None
     # OSError: OmegaConf's word on numbers that stand alone.
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError) as error:
-        raise DamagedFile(f"{path}: not YAML: {one_line(error)}") from None
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f"line {mark.line + 1}: {why}" if mark and why else one_line(error)
+        raise DamagedFile(f"{path}: not YAML: {where}") from None
 
 
 def escaped(value: Any) -> Any:
@@ -267,7 +269,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     What earlier writers of the same file left as they were killed is removed.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError: the file cannot be written; it has the file's name, which Python's may not have.
     """
     host = socket.gethostname().replace(".", "-")  # several may share the directory
     prefix = f".{path.name}.{host}-"
@@ -279,6 +281,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise (OSError(error.errno, error.strerror, str(path)) if error.errno else error) from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ from lab.settings.fields import default_text, fields_of
 from lab.settings.files import choices_of, is_file, read_file
 from lab.settings.hints import choice_hint
 from lab.settings.names import root_of
+from lab.settings.optim import OF_SCHEDULE
 from lab.study.grid import OF_SWEEP, SweepSettings
 
 MEASURED = "give a profile that lab.profile_layers measured with it"
@@ -32,11 +33,7 @@ OF_TRAINING = (
     *("checkpoint_every", "exchange_timeout_s", "runs_dir", "recorder", "steps", "epochs"),
 )
 # Keys of optim that change no pass over memory.
-SCHEDULE = (
-    *("lr", "betas", "eps", "decay_vectors", "schedule", "warmup_steps", "final_share"),
-    *("step_every", "step_factor", "linear_scaling", "base_batch_size"),
-)
-OF_OPTIM = tuple(f"optim.{key}" for key in SCHEDULE)
+OF_OPTIM = tuple(f"optim.{k}" for k in ("lr", "betas", "eps", "decay_vectors", *OF_SCHEDULE))
 INSTEAD |= dict.fromkeys((*OF_TRAINING, *OF_OPTIM), "leave it to lab.train or lab.sweep")
 INSTEAD |= dict.fromkeys(OF_SWEEP - {"world_size"}, "leave it to lab.sweep")
 # Commands of lab.train, which advice prints, differ by these.

@@ -362,7 +362,12 @@ def note_of_update(cell: Cell, source: Source, strategy: Strategy, hardware: Har
 def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
     """Refuse a cell that lab.train would refuse, or with an idle exchange. ValueError: says why."""
     # Imported here, with torch: a wrong setting is answered before.
-    from lab.sync.refusals import refuse_exchange, refuse_optimizer, require_elementwise
+    from lab.sync.refusals import (
+        refuse_exchange,
+        refuse_optimizer,
+        require_elementwise,
+        require_piecewise,
+    )
     from lab.sync.update import maker_of
 
     optim, pattern = cell.config.optim, strategy.pattern
@@ -378,12 +383,12 @@ def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
         exchange = exchange_of(way)
         refuse_exchange(pattern, exchange)
         refuse_optimizer(pattern, exchange.delivers, settings, momentum)
-    if (
-        (why := pattern.only_elementwise)
-        and strategy.update
-        and (make := maker_of(settings["optim"]))
-    ):
+    if not (strategy.update and (make := maker_of(settings["optim"]))):
+        return
+    if why := pattern.only_elementwise:
         require_elementwise(optim["_target_"], why, lambda weights: make(weights.parameters()))
+    if pattern.waits_in_forward:
+        require_piecewise(settings, lambda weights: make(weights.parameters()))
 
 
 def groups_of(request: Request) -> tuple[Group, ...]:

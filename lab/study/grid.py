@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ DEFAULTS = {"study": "default", "runs_dir": "runs"}
 # Keys that say how a sweep runs, not which cells it has; and those of a cell that it sets.
 NOT_OF_GRID = ("study", "runs_dir", "launcher", "cell_timeout_s", "retry", "report", "dry_run")
 SET_BY_SWEEP = ("cell", "repeat", "resume")
+MOST_CELLS = 10**5  # of a repeat; each is composed before the first one runs
 CEILING = "none"  # the strategy over whose run of one rank speedup is computed, if there is one
 # Outside quotes, no value of Hydra's grammar has an equals sign.
 UNDER = re.compile(r"(?P<given>[\w.]+=[^:=,\s'\"\[{]+):(?P<setting>[~+]*(?P<key>[\w.@]+)=.*)")
@@ -216,6 +218,12 @@ def _points(
     for key in SET_BY_SWEEP:
         if key in lists:
             raise ConfigError(f"{' '.join(lists[key])} is set by the sweep itself; leave it out")
+    num_cells = math.prod(map(len, [*lists.values(), sizes]))
+    if num_cells > MOST_CELLS:
+        given = " ".join(sorted(key for key, values in lists.items() if len(values) > 1))
+        raise ConfigError(
+            f"{given}: these lists span {num_cells:,} cells; at most {MOST_CELLS:,} are allowed"
+        )
     strategies = lists.pop("strategy", ["strategy=allreduce"])
     plain = [
         ((strategy, *settings), size)

@@ -17,6 +17,7 @@ from lab.distributed.launcher import end_with_parent
 from lab.record.run_directory import OUTPUT
 from lab.record.schema import Record, Status, read_record
 from lab.settings.errors import ConfigError, as_config_error
+from lab.settings.overrides import quoted
 from lab.settings.secrets import without_secrets
 from lab.study.grid import Cell
 
@@ -141,8 +142,9 @@ def hide_secrets(log: Path) -> None:
 
 def settings_of(root: Path, cell: Cell) -> list[str]:
     """List the settings of `lab.train` that run `cell` in `root`."""
-    place = [f"runs_dir={root.parent}", f"study={root.name}", f"cell={cell.name}"]
-    return [*cell.arguments, *place, f"repeat={cell.repeat}"]
+    place = {"runs_dir": str(root.parent), "study": root.name, "cell": cell.name}
+    words = [f"{key}={quoted(text)}" for key, text in place.items()]
+    return [*cell.arguments, *words, f"repeat={cell.repeat}"]
 
 
 def starter(world_size: int, over_horovod: bool, cluster: Cluster | None) -> list[str]:

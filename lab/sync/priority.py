@@ -25,6 +25,7 @@ from lab.sync.base import SyncParts, SyncState, all_finite
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import priority, send_order
 from lab.sync.reads import FirstReads, after, before
+from lab.sync.update import update_some
 
 COLD = 2  # first steps of each schedule in a trial, up to 40 % slower: buffers are new
 GAIN = 0.02  # share of a step by which the second schedule has to be faster
@@ -478,25 +479,3 @@ class DeferredUpdates:
         yield
         for parameter in gradients:
             parameter.grad = None
-
-
-def update_some(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Let `optimizer` update `parameters` alone, and drop their gradients.
-
-    For the time of its step the optimizer's groups hold nothing else, so it costs what these
-    parameters cost. The results are those of one step for all only if the optimizer treats each
-    parameter by itself: see lab.training.optim.require_piecewise.
-    """
-    wanted = {id(parameter) for parameter in parameters}
-    groups = optimizer.param_groups
-    everything = [group["params"] for group in groups]
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) in wanted]
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        optimizer.step()
-        optimizer.zero_grad()
-    finally:
-        optimizer.param_groups = groups
-        for group, all_of_it in zip(groups, everything, strict=True):
-            group["params"] = all_of_it

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 
 from lab.exchange.auto import Auto
 from lab.exchange.base import Exchange, iter_nested, require_mean
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, one_line
 from lab.sync.pattern import Pattern
+from lab.sync.update import update_some
 
-# Of the trials that tell whether slices may be updated by themselves:
+# Of the trials that tell whether slices, or whole parameters, may be updated by themselves:
 NUM_STEPS = 3  # the first may differ from later ones, which have momentum
+LONGEST = 4  # of the dimensions of a parameter's copy
 SHAPE = (6, 8)
+MATRIX = torch.empty(SHAPE)
 TOLERANCE = 1e-3  # of the largest change; rounding differs by the length of a vector register
 
 
@@ -115,3 +118,85 @@ def require_elementwise(
             "differently from the whole parameter; use an elementwise optimizer such as SGD, "
             "AdamW or RMSprop"
         )
+
+
+def require_piecewise(
+    settings: Mapping[str, Any],
+    make: Callable[[nn.ParameterList], Optimizer],
+    parameters: Iterable[Tensor] = (MATRIX, MATRIX),
+) -> None:
+    """Refuse settings under which a model's parameters cannot be updated one by one.
+
+    The optimizer updates small copies of some parameters, of each number of dimensions, both ways.
+
+    Args:
+        settings: of the run; `strategy`, `optim` and `clip_grad_norm` are read.
+        parameters: the model's; a prediction has none.
+
+    Raises: ConfigError: the weights differ, or gradients are clipped by the norm of all of them.
+    """
+    name, clip = f"strategy={settings['strategy']}", settings["clip_grad_norm"]
+    if clip is not None:
+        raise ConfigError(
+            f"clip_grad_norm={clip}: needs all gradients at once, but {name} updates each layer "
+            "when its gradient arrives; must be null"
+        )
+    target, parameters = settings["optim"]["_target_"], [*parameters]
+    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        try:
+            whole, pieces = (_trained(make, parameters, way) for way in (False, True))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"optim={target}: fails when it updates parameters one by one, as {name} does: "
+                f"{one_line(error)}"
+            ) from error
+    if not all(map(torch.equal, whole, pieces)):
+        raise ConfigError(
+            f"optim={target}: gives different weights when it updates parameters one by one, as "
+            f"{name} does; use an optimizer that treats each parameter separately"
+        )
+
+
+def _trained(
+    make: Callable[[nn.ParameterList], Optimizer], parameters: Sequence[Tensor], piecewise: bool
+) -> list[Tensor]:
+    """Return copies' weights after some steps of random gradients, the same for both ways."""
+    copies, optimizer = trial(make, parameters)
+    for seed in range(NUM_STEPS):
+        step_at_random(copies, optimizer, seed, piecewise)
+    return list(copies.parameters())
+
+
+def trial(
+    make: Callable[[nn.ParameterList], Optimizer], parameters: Iterable[Tensor]
+) -> tuple[nn.ParameterList, Optimizer]:
+    """Return small copies of the first two parameters of each number of dimensions, and a run's
+    optimizer of them.
+    """
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    copies = nn.ParameterList(
+        torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
+        for _, alike in groupby(sorted(parameters, key=Tensor.dim), key=Tensor.dim)
+        for p in list(alike)[:2]
+    )
+    optimizer = make(copies)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] or 0.01  # at 0 any two ways agree
+    return copies, optimizer
+
+
+def step_at_random(
+    copies: nn.Module, optimizer: Optimizer, seed: int, piecewise: bool = False
+) -> None:
+    """Update copies by random gradients, all at once or one by one."""
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    for parameter in copies.parameters():
+        parameter.grad = torch.randn(parameter.shape).to(parameter.device)
+    if not piecewise:
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+    for parameter in reversed(list(copies.parameters())):
+        update_some(optimizer, [parameter])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache, partial
 from inspect import isfunction, signature
 from typing import Any, cast
@@ -40,6 +40,28 @@ def way_of(
     if not is_torchs or not {*WAYS}.isdisjoint(settings):
         return None
     return "foreach" if sharded and target not in FUSED_ON_SHARDS else "fused"
+
+
+def update_some(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Let `optimizer` update `parameters` alone, and drop their gradients.
+
+    For the time of its step the optimizer's groups hold nothing else, so it costs what these
+    parameters cost. The results are those of one step for all only if the optimizer treats each
+    parameter by itself: see lab.sync.refusals.require_piecewise.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    groups = optimizer.param_groups
+    everything = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) in wanted]
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        optimizer.step()
+        optimizer.zero_grad()
+    finally:
+        optimizer.param_groups = groups
+        for group, all_of_it in zip(groups, everything, strict=True):
+            group["params"] = all_of_it
 
 
 def update_of(optim: Mapping[str, Any]) -> Update | None:

@@ -23,6 +23,7 @@ from lab.distributed.world import Disagreement, Facts, World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
+from lab.exchange.layout import trainable
 from lab.problem import build_data, build_model, build_task, output_shapes, transformed
 from lab.settings.config import ConfigError, Settings, build, global_batch_size
 from lab.settings.errors import SharedError, as_config_error, one_line
@@ -30,10 +31,10 @@ from lab.sync.base import Sync, SyncParts
 from lab.sync.drift import GradientNoise
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import pattern_of
-from lab.sync.refusals import refuse_optimizer, require_elementwise
+from lab.sync.refusals import refuse_optimizer, require_elementwise, require_piecewise
 from lab.task.base import Task
 from lab.training import graph
-from lab.training.optim import Optim, require_piecewise
+from lab.training.optim import Optim
 from lab.training.rank_consistency import data_facts, parameters, settings_and_software
 from lab.training.trainer import Delay, Trainer
 
@@ -136,7 +137,11 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
             "__init__ takes `parts` and passes it to super().__init__"
         )
     if sync.pattern.waits_in_forward:
-        require_piecewise(config, model, batch_size)
+        require_piecewise(
+            cast(Mapping[str, Any], config),
+            Optim(config.optim, batch_size).optimizer,
+            trainable(model).values(),
+        )
     if why := sync.pattern.only_elementwise:
         require_elementwise(optim.target, why, optim.optimizer, optim.prepare)
     require_like_gpus(world, exchange, sync)

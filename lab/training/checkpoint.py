@@ -35,14 +35,15 @@ from torch.optim import Optimizer
 from lab.distributed.replicas import broadcast_buffers, like, local, whole
 from lab.distributed.world import World
 from lab.exchange.base import kept_state
-from lab.exchange.layout import named
+from lab.exchange.layout import named, trainable
 from lab.record.schema import decode
 from lab.settings.config import Settings
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.names import by_class
 from lab.settings.storage import read_json, write_atomically, write_json
 from lab.sync.base import Shard
-from lab.training.optim import step_at_random, trial
+from lab.sync.refusals import step_at_random, trial
+from lab.training.optim import Optim
 from lab.training.trainer import Progress, Trainer, overflow, total_steps
 
 KEEP = 2  # newest checkpoints that stay on disk: if the last one is damaged, there is another
@@ -440,10 +441,11 @@ def require_resumable(config: DictConfig, model: nn.Module, batch_size: int) -> 
         return
     with torch.random.fork_rng(devices=[]):
         try:
-            copies, optimizer = trial(config, model, batch_size)
+            make = Optim(config.optim, batch_size).optimizer
+            copies, optimizer = trial(make, trainable(model).values())
             for seed in (0, 1):
                 step_at_random(copies, optimizer, seed)
-            again, other = trial(config, model, batch_size)
+            again, other = trial(make, trainable(model).values())
             again.load_state_dict(copies.state_dict())
         except ConfigError:
             raise

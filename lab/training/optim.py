@@ -1,13 +1,10 @@
-"""Any optimizer of torch's kind, with its hyperparameters, and whether it may update parts."""
+"""Any optimizer of torch's kind, with its hyperparameters."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from inspect import Parameter
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,16 +16,9 @@ from lab.distributed.replicas import is_sharded
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.settings.errors import ConfigError, one_line
+from lab.settings.optim import OF_SCHEDULE, schedule_of
 from lab.settings.own_code import blame, callable_at
-from lab.sync.priority import update_some
 from lab.sync.update import way_of
-
-NOT_NEGATIVE = ("lr", "weight_decay")
-SCHEDULES = ("constant", "cosine", "linear", "step")
-WITH_AN_END = ("cosine", "linear")
-# Of the trials that tell whether parts may be updated by themselves:
-NUM_STEPS = 3  # the first may differ from later ones, which have momentum
-LONGEST = 4  # of a copy's dimensions
 
 
 class Optim:
@@ -50,11 +40,10 @@ class Optim:
 
     def __init__(self, node: DictConfig, batch_size: int, capturable: bool = False) -> None:
         settings: Any = OmegaConf.to_container(node, resolve=True)
+        self.schedule = schedule_of(settings)
+        settings = {name: value for name, value in settings.items() if name not in OF_SCHEDULE}
         self.target = target = str(settings.pop("_target_"))
-        of_schedule = {field.name for field in fields(Schedule)} & settings.keys()
-        self.schedule = Schedule(**{name: settings.pop(name) for name in of_schedule})
-        decay_vectors = settings.pop("decay_vectors", True)
-        self.decay_vectors = checks.truth("optim.decay_vectors", decay_vectors)
+        self.decay_vectors: bool = settings.pop("decay_vectors", True)
         self._make: Callable[..., Any] = callable_at(target, f"optim={target}")
         if target == "torch.optim.SparseAdam":
             raise ConfigError(
@@ -174,16 +163,14 @@ def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter
     for name, value in settings.items():
         key, default = f"optim.{name}", own[name].default if name in named else None
         if name not in named and not takes_any:
-            others = ["decay_vectors", *(field.name for field in fields(Schedule))]
+            others = ["decay_vectors", *OF_SCHEDULE]
             raise ConfigError(
                 f"{key}={value}: no such setting; {target} has {', '.join(named)}; the lab "
                 f"adds {', '.join(others)}"
             )
         if isinstance(default, bool):
             checks.truth(key, value)
-        if name in NOT_NEGATIVE:
-            checks.number(key, value, at_least=0)
-        elif checks.is_number(default):
+        if checks.is_number(default):
             checks.number(key, value)
         if isinstance(default, tuple):
             length = len(tuple[Any](default))
@@ -192,144 +179,3 @@ def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter
     for name in _must_be_set(own):
         if name not in settings:
             raise ConfigError(f"optim.{name}: must be set; {target} has no default for it")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A warm-up, and the course of the learning rate after it. Steps are the optimizer's.
-
-    Attributes:
-        schedule: "constant"; "cosine" (Loshchilov and Hutter 2017, equation 5, without restarts);
-            "linear" (Devlin et al. 2019, appendix A.2); or "step", which multiplies the rate by
-            `step_factor` every `step_every` steps, counted from the run's first (He et al. 2016,
-            section 3.4).
-        warmup_steps: steps of linear growth to the peak (Goyal et al. 2017, section 2.2).
-        final_share: rate after the last step, as a share of the peak; of "cosine" and "linear".
-        linear_scaling: multiply the peak by batch_size / base_batch_size (Goyal et al. 2017,
-            section 2.1).
-        base_batch_size: the global batch for which the peak was chosen.
-
-    Raises: ConfigError: a value out of range, or one that the schedule does not use.
-    """
-
-    schedule: str = "cosine"
-    warmup_steps: int = 20
-    final_share: float = 0.0
-    step_every: int | None = None
-    step_factor: float = 0.1
-    linear_scaling: bool = False
-    base_batch_size: int = 128
-
-    def __post_init__(self) -> None:
-        checks.one_of("optim.schedule", self.schedule, SCHEDULES)
-        checks.whole("optim.warmup_steps", self.warmup_steps, 0)
-        checks.whole("optim.base_batch_size", self.base_batch_size, 1)
-        checks.number("optim.final_share", self.final_share, at_least=0, at_most=1)
-        checks.number("optim.step_factor", self.step_factor, at_least=0, at_most=1)
-        checks.truth("optim.linear_scaling", self.linear_scaling)
-        if self.final_share and self.schedule not in WITH_AN_END:
-            raise ConfigError(
-                f"optim.final_share={self.final_share}: needs optim.schedule=cosine or linear"
-            )
-        if self.schedule == "step":
-            checks.whole("optim.step_every", self.step_every, 1)
-        else:
-            self._refuse_set("optim.schedule=step", "step_every", "step_factor")
-        if not self.linear_scaling:
-            self._refuse_set("optim.linear_scaling=true", "base_batch_size")
-
-    def _refuse_set(self, needed: str, *names: str) -> None:
-        """Refuse values other than the defaults, which would have no effect."""
-        for name in names:
-            if (value := getattr(self, name)) != getattr(Schedule, name):
-                raise ConfigError(f"optim.{name}={value}: needs {needed}")
-
-    def peak(self, lr: float, batch_size: int) -> float:
-        """Return the largest rate of a run with this global batch."""
-        return lr * batch_size / self.base_batch_size if self.linear_scaling else lr
-
-    def rate(self, peak: float, step: int, total_steps: int) -> float:
-        """Return the rate of step `step` of `total_steps`, counted from 0."""
-        if step < self.warmup_steps:
-            return peak * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return peak
-        if self.schedule == "step":
-            assert self.step_every is not None
-            return peak * self.step_factor ** (step // self.step_every)
-        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
-        return peak * (self.final_share + (1 - self.final_share) * left)
-
-
-def require_piecewise(config: DictConfig, model: nn.Module, batch_size: int) -> None:
-    """Refuse settings under which the parameters of `model` cannot be updated one by one.
-
-    The optimizer updates small copies of some parameters, of each number of dimensions, both ways.
-
-    Raises: ConfigError: the weights differ, or gradients are clipped by the norm of all of them.
-    """
-    name = f"strategy={config.strategy}"
-    if config.clip_grad_norm is not None:
-        raise ConfigError(
-            f"clip_grad_norm={config.clip_grad_norm}: needs all gradients at once, but {name} "
-            "updates each layer when its gradient arrives; must be null"
-        )
-    target = config.optim["_target_"]
-    with torch.random.fork_rng(devices=[]):
-        try:
-            whole, pieces = (_trained(config, model, batch_size, way) for way in (False, True))
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"optim={target}: fails when it updates parameters one by one, as {name} does: "
-                f"{one_line(error)}"
-            ) from error
-    if not all(map(torch.equal, whole, pieces)):
-        raise ConfigError(
-            f"optim={target}: gives different weights when it updates parameters one by one, as "
-            f"{name} does; use an optimizer that treats each parameter separately"
-        )
-
-
-def _trained(
-    config: DictConfig, model: nn.Module, batch_size: int, piecewise: bool
-) -> list[Tensor]:
-    """Return copies' weights after some steps of random gradients, the same for both ways."""
-    copies, optimizer = trial(config, model, batch_size)
-    for seed in range(NUM_STEPS):
-        step_at_random(copies, optimizer, seed, piecewise)
-    return list(copies.parameters())
-
-
-def trial(config: DictConfig, model: nn.Module, batch_size: int) -> tuple[nn.Module, Optimizer]:
-    """Return small copies of the first two parameters of each number of dimensions, and a run's
-    optimizer of them.
-    """
-    torch.manual_seed(0)
-    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.dim())
-    copies = nn.ParameterList(
-        torch.randn([min(size, LONGEST) for size in p.shape]).to(p.device)
-        for _, alike in groupby(trained, key=lambda p: p.dim())
-        for p in list(alike)[:2]
-    )
-    optimizer = Optim(config.optim, batch_size).optimizer(copies)
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] or 0.01  # at 0 any two ways agree
-    return copies, optimizer
-
-
-def step_at_random(
-    copies: nn.Module, optimizer: Optimizer, seed: int, piecewise: bool = False
-) -> None:
-    """Update copies by random gradients, all at once or one by one."""
-    torch.manual_seed(seed)
-    for parameter in copies.parameters():
-        parameter.grad = torch.randn(parameter.shape).to(parameter.device)
-    if not piecewise:
-        optimizer.step()
-        optimizer.zero_grad()
-        return
-    for parameter in reversed(list(copies.parameters())):
-        update_some(optimizer, [parameter])

@@ -20,6 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from lab.analysis.records import refuse_same
 from lab.settings.files import conf_dir
 from lab.settings.secrets import HIDDEN, is_secret, without_secrets
 from lab.settings.storage import read_json, write_text
@@ -57,11 +58,12 @@ def parts_of(paths: Sequence[Path], command: str) -> Parts:
     Results that lie in a study's folder belong to it, and are read too.
 
     Raises:
-        ValueError: one cannot be read.
-        OSError: likewise.
+        ValueError: one cannot be read, or a study is given twice.
+        OSError: one cannot be read.
     """
     results = [path for path in paths if path.suffix == ".json"]
     folders = [path for path in paths if path not in results]
+    refuse_same(folders)
     studies = [contents_of(path, f"s{at}-") for at, path in enumerate(folders, start=1)]
     names = [each.study.folder.name for each in studies] or [path.stem for path in paths]
     compared = compare(*studies[:2]) if len(studies) > 1 else None

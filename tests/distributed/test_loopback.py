@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,3 +73,17 @@ def test_options_that_torchrun_refuses_take_one_line(command: Callable[..., Fini
     refused = "--nproc-per-node=0: torchrun does not accept this number"
     assert (done.code, done.out) == (2, "")
     assert done.err == f"lab.distributed.torchrun: error: {refused}\n"
+
+
+def test_a_signal_ends_it_and_its_ranks_without_a_traceback(tmp_path: Path) -> None:
+    script, began = tmp_path / "rank.py", tmp_path / "began"
+    script.write_text(f"import os, time\nopen({str(began)!r}, 'w').close()\ntime.sleep({HANG_S})\n")
+    line = [sys.executable, "-m", "lab.distributed.torchrun", "--nproc-per-node=1", str(script)]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE)
+    try:
+        wait_for(began.exists)
+        process.terminate()
+        _, error = process.communicate(timeout=HANG_S)  # until the rank has closed it too
+        assert process.returncode == 128 + signal.SIGTERM and b"Traceback" not in error
+    finally:
+        process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,22 @@ def test_values_of_several_types_are_text(study: Path) -> None:
     table = records_table(load_study(study)).set_index("folder")
     assert table["settings.optim.lr"].to_dict() == {"a": "x", "b": "1"}
     assert table["settings.bucket_mb"].to_dict() == {"a": "true", "b": "25"}
+
+
+@pytest.mark.parametrize("name", ["to_csv", "to_parquet"])
+def test_a_full_disk_leaves_the_tables_that_were_there(
+    study: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def write(_: pd.DataFrame, path: Path, index: bool) -> None:
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = study / f"records.{name.removeprefix('to_')}"
+    path.write_text("old")
+    monkeypatch.setattr(pd.DataFrame, name, write)
+    with pytest.raises(OSError, match=f"No space left on device: .*{path.name}'"):
+        write_records(records_table(load_study(study)), study)
+    assert path.read_text() == "old"
 
 
 def test_both_files_hold_the_same(study: Path, tmp_path: Path) -> None:

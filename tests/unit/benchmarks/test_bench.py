@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab import bench
-from lab.benchmarks import aa, codec, collective, compressors, host, step
+from lab.benchmarks import aa, calibrate, codec, collective, compressors, host, step
 from lab.benchmarks.catalogue import size_name
 from lab.benchmarks.harness import Sent, places
 from lab.benchmarks.present import chart_of, text_of
@@ -247,6 +247,27 @@ class OnItsOwn(Int8):
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         super().average(bucket, comm)
         bucket.flat[7] += comm.rank
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ("exchange=none", "exchange=none does not average gradients"),
+        ("exchange.threshold=foo", "exchange.threshold=foo: allowed:"),
+        ("comm.nccl_algo=Ring", "comm.nccl_algo=Ring has an effect only with NCCL"),
+    ],
+)
+def test_calibration_refuses_settings_before_it_measures(
+    wrong: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(_device: str) -> None:
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr(calibrate, "_host_seconds", measured)
+    chosen = [wrong] if wrong.startswith("exchange=") else ["exchange=onebit", wrong]
+    with pytest.raises(ConfigError) as refused:
+        calibrate.measure(read(["calibrate", *chosen, "device=cpu", "world_size=1"]))
+    assert str(refused.value).startswith(line)
 
 
 def test_ranks_must_agree_on_what_a_lossy_exchange_delivers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 from pathlib import Path
@@ -386,8 +387,23 @@ def test_out_holds_what_is_printed(study: Path, tmp_path: Path, ending: str) -> 
     assert printed == f"{text}wrote {out}\n"
 
 
+def test_out_stays_as_it_was_if_the_disk_is_full(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_text(path: Path, text: str, **_: str) -> None:
+        path.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run, out = write(study, "overlap", 4, 0.3), tmp_path / "why.txt"
+    out.write_bytes(b"old")
+    monkeypatch.setattr(Path, "write_text", write_text)
+    assert main([str(run), f"out={out}"]) == 1
+    assert capsys.readouterr().err.endswith(f"No space left on device: '{out}'\n")
+    assert out.read_bytes() == b"old"
+
+
 def test_out_is_refused_before_anything_is_read(study: Path, tmp_path: Path) -> None:
-    for name in ("why.pdf", "absent/why.txt"):
+    for name in ("why.pdf", "absent/why.txt", f"{'y' * 300}.txt"):
         assert refusal(main, str(study), f"out={tmp_path / name}").startswith("out=")
     assert refusal(main, str(tmp_path / "nothing"), f"out={tmp_path / 'why.txt'}")
     assert not (tmp_path / "why.txt").exists()

@@ -35,6 +35,18 @@ ANY: Any = lab  # misused, which pyright would see
             "scaler=True: must be a torch.amp.GradScaler, or None",
         ),
         (
+            lambda: ANY.grad_sync(NET, "hierarchical", **{"exchange.inter": {"_target_": "Int8"}}),
+            "exchange.inter={'_target_': 'Int8'}: must be no dict; set each key, as in exchange.i",
+        ),
+        (
+            lambda: ANY.grad_sync(NET, **{"exchange.threshold": b"mean"}),
+            "exchange.threshold=b'mean': has type bytes; must be a number, text, or a list of t",
+        ),
+        (
+            lambda: ANY.grad_sync(NET, config_dir=Path("nowhere")),
+            "config_dir=nowhere: there is no such folder",
+        ),
+        (
             lambda: ANY.attach(NET),
             "lab.attach: missing a required argument: 'strategy'; arguments: ddp, strategy, sc",
         ),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from lab import profile_layers
-from lab.device import clock
+from lab.device import clock, profile
 from lab.device.clock import LayerClock
 from lab.device.profile import clocked, held_to_step
 from lab.measure import layers
@@ -25,6 +25,7 @@ from lab.measure.layers import kernels_ms
 from lab.model.inception import googlenet
 from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
+from lab.settings import command
 from lab.settings.files import choices_of
 from lab.simulate.estimate import fixed_part
 from tests.support.commands import refusal
@@ -248,3 +249,13 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 )
 def test_refuses_in_one_line(setting: str, message: str) -> None:
     assert refusal(profile_layers.main, setting) == message
+
+
+def test_output_that_nobody_reads_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def present(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(profile, "measure", lambda *_: (None, []))
+    monkeypatch.setattr(profile, "present", present)
+    monkeypatch.setattr(command, "drop_output", lambda: None)  # would be the tests' own
+    assert profile_layers.main(["model=mlp"]) == command.EXIT_UNREAD

@@ -60,6 +60,19 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         write_atomically(tmp_path / "nowhere" / "a", lambda temporary: temporary.write_text(""))
 
 
+def test_a_full_disk_names_the_file_which_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("old")
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device: .*table.csv'"):
+        write_atomically(path, write)
+    assert (names(tmp_path), path.read_text()) == (["table.csv"], "old")
+
+
 def test_a_lock_is_waited_for_and_not_asked_of_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

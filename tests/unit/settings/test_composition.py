@@ -68,6 +68,13 @@ def test_a_profile_in_a_folder_of_choices_is_data_too(tmp_path: Path) -> None:
         load([f"config_dir={tmp_path}", "profile=theirs"])
 
 
+@pytest.mark.parametrize("group", ["model", "optim", "sync", "exchange"])
+def test_a_choice_of_what_every_run_builds_says_what_to_build(tmp_path: Path, group: str) -> None:
+    (tmp_path / "mine.yaml").write_text("lr: 1\n")
+    with pytest.raises(ConfigError, match=f"^{group}._target_: is missing$"):
+        load([f"{group}={tmp_path / 'mine.yaml'}"])
+
+
 def test_a_file_sets_its_own_group_alone(tmp_path: Path) -> None:
     path = tmp_path / "link.yaml"
     path.write_text("# @package _global_\nmodel:\n  _target_: os.system\n")

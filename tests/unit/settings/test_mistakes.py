@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lab import predict, sweep, train
+from lab import advise, predict, sweep, train
 from lab.settings import hints
 from lab.settings.config import FIELDS, GROUPS
 from lab.settings.files import choices_of, keys_of
 from lab.study import grid
 from tests.support.commands import refusal
 
-COMMANDS = {"train": train, "sweep": sweep, "predict": predict}
+COMMANDS = {"advise": advise, "train": train, "sweep": sweep, "predict": predict}
 MISTAKES = [
     # Names that other programs use.
     ("train", "lr=0.1", "lr=0.1: no such setting; write optim.lr=0.1"),
@@ -62,6 +62,19 @@ MISTAKES = [
     ("train", "batch_size=many", "batch_size=many: must be an integer"),
     ("train", "epochs=-1", "must be a number above 0 and at most 1000000"),
     ("train", "optim.lr=", "optim.lr=: must be a number"),
+    ("train", "optim.lr=abc", "optim.lr=abc: must be a number of at least 0"),
+    ("sweep", "optim.lr=0.1,-5", "optim.lr=-5: must be a number of at least 0"),
+    ("sweep", "optim.momentum=high dry_run=true", "optim.momentum=high: must be a number of at"),
+    ("sweep", "optim=adamw optim.betas=[0.9,1]", "optim.betas=1: must be a number of at least 0"),
+    ("sweep", "optim=adamw optim.betas=0.9", "optim.betas=0.9: must be a list of 2 numbers"),
+    ("sweep", "optim=torch.optim.RMSprop optim.lr=-1", "optim.lr=-1: must be a number of at lea"),
+    ("sweep", "optim.schedule=poly", "optim.schedule=poly: allowed: constant, cosine, linear"),
+    ("advise", "optim.eps=-1 optim=adamw", "optim.eps=-1: must be a number of at least 0"),
+    ("train", "optim.lr=" + "1" * 400, "1: must be a number of at least 0"),  # no float is so large
+    ("train", "optim.lr=" + "1" * 5000, "1… has too many digits"),
+    ("train", "batch_size=" + "1" * 5000, "1: must be an integer"),
+    ("sweep", "repeats=" + "1" * 5000, "1: must be an integer from 1 to 10000"),
+    ("train", "runs_dir=jösé", "quote values that contain commas, brackets, '=' or other letters"),
     ("train", "overlap=maybe", "overlap=maybe: must be true or false"),
     ("train", "device=gpu", "allowed: auto, cpu, cuda"),
     ("train", "sync=${x}", "sync=${x}: Error resolving interpolation"),

@@ -488,6 +488,10 @@ def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
             "optim=torch.optim.Adafactor: each rank updates slices of parameters, but this opt",
         ),
         (
+            ["strategy=priority", "optim=tests.support.optimizers.TrustAll"],
+            "TrustAll: gives different weights when it updates parameters one by one, as strategy=",
+        ),
+        (
             ["strategy=local_sgd", "precision=fp16", "model=mlp", "hardware=h100_x8"],
             "precision=fp16: skips steps that overflow, but each rank would skip different steps",
         ),

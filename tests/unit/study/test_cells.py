@@ -9,7 +9,8 @@ import pytest
 
 from lab import sweep
 from lab.record.schema import Record, Status, read_record
-from lab.settings.overrides import handed_over
+from lab.settings.config import load
+from lab.settings.overrides import handed_over, quoted
 from lab.study import dry_run, launch
 from lab.study.grid import Cell, read
 from lab.study.launch import make_directory, recorded
@@ -135,6 +136,15 @@ def test_a_finished_sweep_names_its_folder_as_one_would_type_it(
     assert said(sweep.main, *settings).endswith(
         "1 of 1 cells done; figures: python -m lab.plot runs/s\n"
     )
+
+
+@pytest.mark.parametrize("folder", ["jösé", "a b, [c=1] $d", "it's (mine)"])
+def test_a_cell_is_told_its_folder_whatever_the_folders_name(tmp_path: Path, folder: str) -> None:
+    study = read([f"runs_dir={quoted(str(tmp_path / folder))}", "study='x,y=1'", *GRID[1:]])
+    assert (study.runs_dir, study.name) == (str(tmp_path / folder), "x,y=1")
+    (cell, *_) = study.cells
+    config = load(launch.settings_of(Path(study.runs_dir) / study.name, cell))
+    assert [config.runs_dir, config.study, config.cell] == [study.runs_dir, study.name, cell.name]
 
 
 @pytest.mark.parametrize("turns", ["null", "4"])

@@ -79,6 +79,13 @@ def test_a_study_file_has_conditions(tmp_path: Path) -> None:
         ("strategy=onebit:exchange.tresh=1", "did you mean exchange.threshold?"),
         ("strategy=onebit:bucket_mb=1,1", "bucket_mb=1,1: a value is listed twice"),
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
+        ("bucket_mb=4,4.0", "bucket_mb=4,4.0: a value is listed twice"),
+        ("seed=1,01", "seed=1,01: a value is listed twice"),
+        ("batch_size=range(8,1)", "batch_size=range(8,1): must list from 1 to 10000 values"),
+        ("world_size=range(8,1)", "world_size=range(8,1): must list from 1 to 10000 values"),
+        ("batch_size=range(1,8,0)", "range(1,8,0): must list from 1 to 10000 values"),
+        ("seed=range(0,1e9)", "seed=range(0,1e9): must list from 1 to 10000 values"),
+        ("batch_size=range(0,inf)", "range(0,inf): must list from 1 to 10000 values"),
         ("batch_size=glob(8*)", "glob(8*) matches no choice; write the values as a list, a,b,c"),
         ("optim=glob(zz*)", "optim=glob(zz*) matches no choice; allowed: adam"),
         ("optim.lr=interval(0,1)", "interval(0,1): a grid needs values: a,b,c or range(1,9,2)"),
@@ -88,6 +95,13 @@ def test_wrong_conditions_and_lists_are_named(argument: str, message: str) -> No
     with pytest.raises(ConfigError) as error:
         cells("strategy=none,onebit", argument)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_grid_that_would_never_end_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="^seed steps strategy: these lists span 2,000,000 cells"):
+        cells("strategy=none,onebit", "seed=range(0,1000)", "steps=range(1,1001)")
+    assert len(cells("seed=9007199254740992,9007199254740993")) == 2  # one, as floats
+    assert len(cells("steps=range(9,1,-4)")) == 2
 
 
 def test_a_glob_lists_the_choices_of_a_group(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.settings.config import ConfigError, load
-from lab.training.optim import Optim, Schedule, require_piecewise
+from lab.settings.optim import Schedule
+from lab.sync.refusals import require_piecewise
+from lab.training.optim import Optim
 
 MINE = "tests.support.optimizers"
 
@@ -188,9 +190,9 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("SGD", {"lr": -0.1}, r"optim\.lr=-0.1: must be a number of at least 0"),
         ("SGD", {"lr": "fast"}, r"optim\.lr=fast: must be a number"),
         ("SGD", {"momentum": float("nan")}, r"optim\.momentum=nan: must be a number"),
-        ("SGD", {"momentum": -1}, r"optim=torch\.optim\.SGD: Invalid momentum value: -1"),
+        ("SGD", {"momentum": -1}, r"optim\.momentum=-1: must be a number of at least 0"),
         ("SGD", {"nesterov": "maybe"}, r"optim\.nesterov=maybe: must be true or false"),
-        ("SGD", {"nesterov": True}, r"optim=torch\.optim\.SGD: Nesterov momentum requires"),
+        ("SGD", {"nesterov": True}, r"optim\.nesterov=true: needs optim\.momentum above 0"),
         (
             "SGD",
             {"beta": 1},
@@ -198,8 +200,8 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ),
         ("SGD", {"decay_vectors": 1}, r"optim\.decay_vectors=1: must be true or false"),
         ("Rprop", {"decay_vectors": False}, r"optim\.decay_vectors=false: .*Rprop has no weight"),
-        ("AdamW", {"betas": 3}, r"optim\.betas=3: must be a list of 2 values"),
-        ("AdamW", {"betas": [2, 0]}, r"optim=torch\.optim\.AdamW: Invalid beta .* 2"),
+        ("AdamW", {"betas": 3}, r"optim\.betas=3: must be a list of 2 numbers"),
+        ("AdamW", {"betas": [2, 0]}, r"optim\.betas=2: must be a number of at least 0 and below 1"),
         ("LBFGS", {}, r"optim=torch\.optim\.LBFGS: evaluates the loss several times in a step"),
         ("SparseAdam", {}, r"optim=torch\.optim\.SparseAdam: accepts only sparse gradients"),
         ("Optimizer", {}, r"optim\.defaults: must be set"),
@@ -221,6 +223,11 @@ def test_what_is_refused_is_named(name: str, settings: dict[str, Any], message: 
         optim(target, **settings).optimizer(model())
 
 
+def piecewise(net: nn.Module, *words: str) -> None:
+    config: Any = load(["strategy=priority", *words])
+    require_piecewise(config, Optim(config.optim, 32).optimizer, net.parameters())
+
+
 def convnet() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 4))
 
@@ -238,7 +245,7 @@ def convnet() -> nn.Module:
 )
 def test_optimizers_that_treat_each_parameter_by_itself(optim: tuple[str, ...]) -> None:
     ours, state = convnet(), torch.get_rng_state()
-    require_piecewise(load(["strategy=priority", *optim]), ours, 32)
+    piecewise(ours, *optim)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -254,7 +261,7 @@ def test_optimizers_that_treat_each_parameter_by_itself(optim: tuple[str, ...]) 
 def test_others_are_refused_in_a_line(settings: tuple[str, ...], message: str) -> None:
     lr = ("optim.lr=0.1",) if settings[0].startswith("optim") else ()
     with pytest.raises(ConfigError) as refused:
-        require_piecewise(load(["strategy=priority", *settings, *lr]), convnet(), 32)
+        piecewise(convnet(), *settings, *lr)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -57,6 +57,11 @@ def page_of(*folders: Path) -> str:
     return render(parts_of(folders, "python -m lab.report made"))
 
 
+def test_a_study_is_not_compared_with_itself(study: Path) -> None:
+    with pytest.raises(ValueError, match="the same folder is given twice"):
+        parts_of([study, study / ".." / study.name], "python -m lab.report")
+
+
 def packed(read: Reader, name: str) -> dict[str, Any] | list[Any]:
     """Return the charts or the records that a page holds."""
     return json.loads(gzip.decompress(base64.b64decode(json.loads(read.scripts[0])[name])))
