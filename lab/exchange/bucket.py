@@ -395,7 +395,8 @@ class Outside:
         self._model, self._admitted = model, admitted
         self._parameters = self._found()
         self._has_trained = False
-        self._has_changed = False  # perhaps: torch tells of the registrations of all modules
+        # Perhaps: torch tells of the registrations of all modules.
+        self._has_changed = self._is_parametrized = False
         for register in (
             register_module_parameter_registration_hook,
             register_module_module_registration_hook,
@@ -404,8 +405,7 @@ class Outside:
 
     def refuse_at_updates(self) -> None:
         """Call `refuse_trained` with each optimizer that takes a step, and `refuse_converted`."""
-        self._probe = next(p for p in self._admitted.values() if p.numel())
-        self._node = get_gradient_edge(self._probe).node
+        self._nodes = [(p, get_gradient_edge(p).node) for p in self._admitted.values() if p.numel()]
         hook = register_optimizer_step_pre_hook(partial(_before_update, weakref.ref(self)))
         self._unhook = weakref.finalize(self, hook.remove)
 
@@ -423,9 +423,16 @@ class Outside:
         Raises:
             RuntimeError: the model was converted, or a layer parametrized.
         """
-        if not self._probe.requires_grad or get_gradient_edge(self._probe).node is self._node:
-            return
-        if any(p is self._probe for group in optimizer.param_groups for p in group["params"]):
+        looked_at = self._nodes if self._is_parametrized else self._nodes[:1]
+        self._is_parametrized = False
+        changed = {
+            id(p)
+            for p, node in looked_at
+            if p.requires_grad and get_gradient_edge(p).node is not node
+        }
+        if changed and not changed.isdisjoint(
+            id(p) for group in optimizer.param_groups for p in group["params"]
+        ):
             raise RuntimeError(
                 "the model was converted to another dtype, or a layer parametrized, after "
                 "DistributedDataParallel was made, which therefore does not see its gradients; "
@@ -473,7 +480,7 @@ class Outside:
 
 def _note_change(outside: weakref.ref[Outside], *_: object) -> None:
     if (found := outside()) is not None:
-        found._has_changed = True
+        found._has_changed = found._is_parametrized = True
 
 
 def _before_update(outside: weakref.ref[Outside], optimizer: Optimizer, *_: object) -> None:

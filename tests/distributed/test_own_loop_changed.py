@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
@@ -162,19 +164,47 @@ def test_a_model_whose_conversion_gives_it_other_parameters_is_refused(way: str)
     assert all(line.startswith(UNKNOWN) for line in spawn(2, converted_to_other_parameters, way))
 
 
-def parametrized() -> str:
+def parametrized(layer: int, finds_unused: bool) -> str:
     with joined():
         model = nn.Sequential(net(), nn.Tanh(), net())
-        lab.attach(module := DistributedDataParallel(model), "allreduce", check=None)
-        parametrizations.spectral_norm(model[0])
+        module = DistributedDataParallel(model, find_unused_parameters=finds_unused)
+        lab.attach(module, "allreduce", check=None)
+        train(module, lambda: None, range(1))
+        parametrizations.spectral_norm(model[layer])
         with pytest.raises(RuntimeError) as caught:
             train(module, lambda: None, range(1))
         return str(caught.value)
 
 
-def test_a_layer_that_is_parametrized_after_ddp_was_made_is_refused() -> None:
-    for line in spawn(2, parametrized):
+@pytest.mark.parametrize(("layer", "finds_unused"), [(0, False), (2, True)])
+def test_a_layer_that_is_parametrized_after_ddp_was_made_is_refused(
+    layer: int, finds_unused: bool
+) -> None:
+    for line in spawn(2, parametrized, layer, finds_unused):
         assert line.startswith(CONVERTED)
+
+
+def frozen_at_first(when: str) -> tuple[Tensor, str]:
+    """Freeze a layer before the first step, and train it from the third step on."""
+    with joined():
+        model = nn.Sequential(net(), nn.Tanh(), net())
+        sync = lab.grad_sync(model, "topk", overlap=True, **SETTINGS)
+        model[0].requires_grad_(when != "before")
+        with sync:
+            model[0].requires_grad_(False)
+            train(model, sync.finish, range(2))
+            start = weight(model)
+            model[0].requires_grad_(True)
+            train(model, sync.finish, range(2, 5))
+        assert sync.certificate
+        return weight(model) - start, sync.certificate.line
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_layer_may_be_frozen_before_the_first_step(when: str) -> None:
+    (first, line), (second, _) = CREW.call(2, frozen_at_first, when)
+    assert torch.equal(first, second) and first.any()
+    assert "for 2 of 4 parameters (unused: 0.weight and 1 more)" in line
 
 
 def divided_by_those_left() -> str:
@@ -315,3 +345,18 @@ def state_of_another_order() -> str:
 def test_residuals_of_another_memory_order_are_refused() -> None:
     for line in CREW.call(2, state_of_another_order):
         assert line.startswith("state_dict: first.weight was in another memory order")
+
+
+def divided_otherwise() -> str:
+    with joined() as rank:
+        fully_shard(model := net(), mesh=init_device_mesh("cpu", (2,)))
+        lab.fsdp_reduce_scatter(model, "allreduce")
+        cast(Any, model).set_gradient_divide_factor(3.0)
+        with pytest.raises(ValueError, match="FSDP asks") as caught:
+            model(batch(0, rank)).square().mean().backward()
+        return str(caught.value)
+
+
+def test_another_reduction_than_fsdps_own_is_refused() -> None:
+    for line in spawn(2, divided_otherwise):
+        assert line.startswith("FSDP asks for neither a sum nor a mean, as after set_gradient_div")
