@@ -152,6 +152,8 @@ class BucketPlan:
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
         self._places: list[int] = []  # their addresses
+        # One that Module.to lays out anew for all others, as in channels-last, and its values.
+        self._image: tuple[Tensor, Tensor] | None = None
         self._dtypes = [p.dtype for p in self._ordered]
         self._strides: list[tuple[int, ...]] = []  # of the values, as they travelled last
         self.reordered = ""
@@ -184,7 +186,11 @@ class BucketPlan:
         if self.in_place and (flat := self._in_place()) is not None:
             return GradBucket(self.shapes, flat, step, divided, plans=self._plans)
         bucket = GradBucket(self.shapes, self._allocated(), step, divided, plans=self._plans)
-        if [*map(Tensor.data_ptr, self._values)] != self._places:
+        if (image := self._image) and image[0].stride() != image[1].stride():
+            for parameter in self._ordered:  # gradients may lie where the new views will
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            self._make_views(bucket.flat)
+        elif [*map(Tensor.data_ptr, self._values)] != self._places:
             self._make_views(bucket.flat)
         if not self.has_views or not self._copied_at_once():
             self._pack_each(bucket)
@@ -304,6 +310,8 @@ class BucketPlan:
         ]
         self._places = [values.data_ptr() for values in self._values]
         self._note_order(self._values)
+        rows = zip(self._ordered, self._values, self._are_views, strict=True)
+        self._image = next(((p, v) for p, v, is_view in rows if is_view and p.dim() > 3), None)
 
     def _note_order(self, laid_out: list[Tensor]) -> None:
         """Note the order in which values travel, and whether it is another than before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -327,6 +328,34 @@ def test_values_that_come_to_lie_in_another_order_are_not_mixed_up(
     for said in spawn(2, reordered, way, strategy, bucket_mb):
         assert said.startswith(line)
         assert bool(said) == bool(line)
+
+
+def updated_in_another_order(to_none: bool) -> float:
+    """Train by a fused optimizer, and in one process; return how far weights are apart."""
+    with joined() as rank, lab.grad_sync(model := Images(), "allreduce") as sync:
+        alone = copy.deepcopy(model)
+        for step in range(6):
+            for each, ranks in ((model, [rank]), (alone, [0, 1])):
+                each.zero_grad(set_to_none=to_none)
+                if step == 3:
+                    for p in each.first.parameters():
+                        kind = torch.channels_last if p.dim() == 4 else torch.contiguous_format
+                        p.data = p.data.contiguous(memory_format=kind)
+                for other in ranks:
+                    (each(images(step, other)).square().mean() / len(ranks)).backward()
+                if each is model:
+                    sync.finish()
+                torch.optim.SGD(each.parameters(), lr=0.1, fused=each is model).step()
+        off = [
+            (a - b).abs().max() for a, b in zip(model.parameters(), alone.parameters(), strict=True)
+        ]
+        return float(torch.stack(off).max())
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_follow_the_memory_order_of_their_parameters(to_none: bool) -> None:
+    for off in CREW.call(2, updated_in_another_order, to_none):
+        assert off < 1e-6
 
 
 def state_of_another_order() -> str:
