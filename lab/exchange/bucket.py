@@ -303,15 +303,15 @@ class BucketPlan:
         parts = buffer[: self.num_values].split(sizes)
         # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
         self._values = [
-            (part.as_strided(p.shape, p.stride()) if is_view else part.view(shape)).data
-            for part, p, shape, is_view in zip(
-                parts, self._in_flat.values(), self.shapes.values(), self._are_views, strict=True
-            )
+            (part.as_strided(p.shape, p.stride()) if is_rows_first(p) else part.view(shape)).data
+            for part, p, shape in zip(parts, self._ordered, self.shapes.values(), strict=True)
         ]
         self._places = [values.data_ptr() for values in self._values]
         self._note_order(self._values)
-        rows = zip(self._ordered, self._values, self._are_views, strict=True)
-        self._image = next(((p, v) for p, v, is_view in rows if is_view and p.dim() > 3), None)
+        rows = zip(self._ordered, self._values, strict=True)
+        self._image = next(
+            (row for row in rows if row[0].dim() > 3 and is_rows_first(row[0])), None
+        )
 
     def _note_order(self, laid_out: list[Tensor]) -> None:
         """Note the order in which values travel, and whether it is another than before."""

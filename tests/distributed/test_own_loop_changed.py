@@ -20,6 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import lab
+from lab.distributed.comm import Comm
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import GradBucket
 from tests.distributed.test_own_loop import Images
 from tests.distributed.test_own_loop_misused import (
     CONVERTED,
@@ -389,3 +392,55 @@ def divided_otherwise() -> str:
 def test_another_reduction_than_fsdps_own_is_refused() -> None:
     for line in spawn(2, divided_otherwise):
         assert line.startswith("FSDP asks for neither a sum nor a mean, as after set_gradient_div")
+
+
+def in_own_orders(way: str, dtype: torch.dtype) -> str:
+    """Train a channels-last layer and a column-major one; return the certificate."""
+    with joined() as rank, ExitStack() as stack:
+        model: Any = to_channels_last(Images().to(dtype))
+        model.last.weight.data = model.last.weight.data.t().contiguous().t()
+        sync: Any = None
+        if way == "attach":
+            state = lab.attach(module := DistributedDataParallel(model), "topk")
+        else:
+            state = sync = stack.enter_context(lab.grad_sync(module := model, "topk"))
+        for step in range(4):
+            module(images(step, rank).to(dtype)).float().square().mean().backward()
+            if sync:
+                sync.finish()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        assert state.certificate
+        return state.certificate.line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["attach", "grad_sync"])
+def test_a_model_may_mix_memory_orders(way: str, dtype: torch.dtype) -> None:
+    for line in spawn(2, in_own_orders, way, dtype):
+        assert "gradients averaged once over 2 of 2 ranks" in line
+
+
+class Mean(Exchange):
+    """An exchange without stages, which therefore runs on a thread."""
+
+    exact = True
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        comm.all_reduce(bucket.flat)
+        bucket.divide(bucket.flat, comm.size)
+
+
+def finished_after_its_end() -> str:
+    with joined() as rank:
+        with lab.grad_sync(model := net(), f"{__name__}.Mean", overlap=True) as sync:
+            train(model, sync.finish, range(3))
+        model(batch(3, rank)).square().mean().backward()
+        with pytest.raises(RuntimeError) as caught:
+            sync.finish()
+        return str(caught.value)
+
+
+def test_finish_after_the_end_of_its_block_is_refused() -> None:
+    for line in CREW.call(2, finished_after_its_end, timeout_s=60):
+        assert line.startswith("grad_sync: finish() outside `with`")
