@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lab.certificate.examination import About, CertificateError, Examination, unchecked
 from lab.certificate.traffic import Bucket, ByteCounter
 from lab.certificate.watch import Seen, Watch, norm
+from lab.exchange.layout import trainable
 from lab.record.schema import Certificate
 from lab.sync.base import Exchanging, Sync
 from lab.sync.ddp import HookState
@@ -35,7 +36,8 @@ class Observer:
     def __init__(self, model: nn.Module, sync: Exchanging, about: About) -> None:
         self._sync = sync
         self._tells = sync if isinstance(sync, GradSync | HookState) else None
-        self.watch = watch = Watch(model, None if self._tells else self.begin)
+        trained = sync.parameters if isinstance(sync, GradSync) else trainable(model)
+        self.watch = watch = Watch(model, trained, None if self._tells else self.begin)
         if self._tells:
             self._tells.before_exchange = self._leave
         watch.bounded = 0 < about.error_bound(1.0, about.size) < math.inf

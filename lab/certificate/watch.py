@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
-from lab.exchange.layout import trainable, travel_shape, travelling
+from lab.exchange.layout import travel_shape, travelling
 from lab.sync.gradsync import accumulator
 
 NUM_IMAGES = 8
@@ -143,8 +143,8 @@ class Watch:
     noted then; of a library it is noted by hooks, which run before the library's.
 
     Args:
-        model: names its parameters. Those without values, and those that DDP is told to ignore,
-            are left out.
+        model: has the buffers. Parameters that it tells DDP to ignore are left out.
+        trained: parameters by name, also those frozen for now. Those without values are left out.
         on_first: called when the first gradient since `reset` grows; from then on all are noted as
             they grow. None: `note` is called.
 
@@ -155,11 +155,16 @@ class Watch:
         bounded: also find the largest gradient, which some exchanges' error bounds need.
     """
 
-    def __init__(self, model: nn.Module, on_first: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: Mapping[str, nn.Parameter],
+        on_first: Callable[[], None] | None,
+    ) -> None:
         self._on_first = on_first
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters = {
-            name: p for name, p in trainable(model).items() if p.numel() and name not in ignored
+            name: p for name, p in trained.items() if p.numel() and name not in ignored
         }
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._device = next(iter(self.parameters.values())).device

@@ -137,6 +137,8 @@ class BucketPlan:
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
         self._places: list[int] = []  # their addresses
+        # One that Module.to lays out anew for all others, as in channels-last, and its values.
+        self._image: tuple[Tensor, Tensor] | None = None
         self._dtypes = [p.dtype for p in self._ordered]
         self._strides: list[tuple[int, ...]] = []  # of the values, as they travelled last
         self.reordered = ""
@@ -169,7 +171,11 @@ class BucketPlan:
         if self.in_place and (flat := self._in_place()) is not None:
             return GradBucket(self.shapes, flat, step, divided, plans=self._plans)
         bucket = GradBucket(self.shapes, self._allocated(), step, divided, plans=self._plans)
-        if [*map(Tensor.data_ptr, self._values)] != self._places:
+        if (image := self._image) and image[0].stride() != image[1].stride():
+            for parameter in self._ordered:  # gradients may lie where the new views will
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            self._make_views(bucket.flat)
+        elif [*map(Tensor.data_ptr, self._values)] != self._places:
             self._make_views(bucket.flat)
         if not self.has_views or not self._copied_at_once():
             self._pack_each(bucket)
@@ -282,13 +288,15 @@ class BucketPlan:
         parts = buffer[: self.num_values].split(sizes)
         # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
         self._values = [
-            (part.as_strided(p.shape, p.stride()) if is_view else part.view(shape)).data
-            for part, p, shape, is_view in zip(
-                parts, self._in_flat.values(), self.shapes.values(), self._are_views, strict=True
-            )
+            (part.as_strided(p.shape, p.stride()) if is_rows_first(p) else part.view(shape)).data
+            for part, p, shape in zip(parts, self._ordered, self.shapes.values(), strict=True)
         ]
         self._places = [values.data_ptr() for values in self._values]
         self._note_order(self._values)
+        rows = zip(self._ordered, self._values, strict=True)
+        self._image = next(
+            (row for row in rows if row[0].dim() > 3 and is_rows_first(row[0])), None
+        )
 
     def _note_order(self, laid_out: list[Tensor]) -> None:
         """Note the order in which values travel, and whether it is another than before."""

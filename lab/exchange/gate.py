@@ -240,13 +240,13 @@ class Outside:
         self._model, self._admitted = model, admitted
         self._parameters = self._found()
         self._has_trained = False
-        self._has_changed = False  # perhaps: torch tells of the registrations of all modules
+        # Perhaps: torch tells of the registrations of all modules.
+        self._has_changed = self._is_parametrized = False
         REGISTRATIONS.add(self._note_change)
 
     def refuse_at_updates(self) -> None:
         """Call `refuse_trained` and `refuse_converted` before each optimizer's step."""
-        self._probe = next(p for p in self._admitted.values() if p.numel())
-        self._node = get_gradient_edge(self._probe).node
+        self._nodes = [(p, get_gradient_edge(p).node) for p in self._admitted.values() if p.numel()]
         BEFORE_UPDATES.add(self._before_update)
 
     def close(self) -> None:
@@ -263,9 +263,16 @@ class Outside:
         Raises:
             RuntimeError: the model was converted, or a layer parametrized.
         """
-        if not self._probe.requires_grad or get_gradient_edge(self._probe).node is self._node:
-            return
-        if any(p is self._probe for group in optimizer.param_groups for p in group["params"]):
+        looked_at = self._nodes if self._is_parametrized else self._nodes[:1]
+        self._is_parametrized = False
+        changed = {
+            id(p)
+            for p, node in looked_at
+            if p.requires_grad and get_gradient_edge(p).node is not node
+        }
+        if changed and not changed.isdisjoint(
+            id(p) for group in optimizer.param_groups for p in group["params"]
+        ):
             raise RuntimeError(
                 "the model was converted to another dtype, or a layer parametrized, after "
                 "DistributedDataParallel was made, which therefore does not see its gradients; "
@@ -304,7 +311,7 @@ class Outside:
             )
 
     def _note_change(self, *_: object) -> None:
-        self._has_changed = True
+        self._has_changed = self._is_parametrized = True
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         self.refuse_trained(optimizer)

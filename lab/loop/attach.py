@@ -287,7 +287,7 @@ class LoopSync(Checked, GradSync):
     ) -> None:
         super().__init__(parts)
         self.divides_loss = False  # the loop's loss is what it is
-        self._has_begun = self._is_open = False
+        self._is_open = False
         self.settings = settings
         self._model, self.world = parts.model, world
         self._guard = NonfiniteGuard(self.exchange, scaler, self.parameters.values())
@@ -295,7 +295,7 @@ class LoopSync(Checked, GradSync):
 
     def __enter__(self) -> Self:
         self._refuse_shared()
-        self._has_begun = self._is_open = True
+        self._is_open = True
         replicas.broadcast_state(self._model, self.world)
         super().__enter__()
         self._arrivals.armed = True
@@ -348,7 +348,7 @@ class LoopSync(Checked, GradSync):
             CertificateError: check="first" has found a fault.
             Exception: the first error that an exchange raised.
         """
-        if not self._has_begun:
+        if not self._is_open:
             raise RuntimeError(
                 "grad_sync: finish() outside `with`; use `with grad_sync(...) as s:`"
             )

@@ -216,7 +216,10 @@ class HookState(Exchanging):
         sizes = [shape.numel() for shape in shapes.values()]
         flat = plans.scratch("flat", buffer.new_empty(0, dtype=dtype), sum(sizes))
         parts = torch.split(flat, sizes)
-        values = [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
+        values = [  # in the order in which they travel
+            part.as_strided(p.shape, p.stride()) if is_rows_first(p) else part.view(shape)
+            for part, p, shape in zip(parts, present.values(), shapes.values(), strict=True)
+        ]
         torch._foreach_copy_(values, views)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         copied = [*zip(views, values, strict=True)]
         return GradBucket(shapes, flat, self.step, plans=plans, copied=copied)

@@ -431,7 +431,10 @@ class UnitReduceScatter(UnitHook):
             ValueError: `op` is neither of these.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"{op}: the lab's reduce-scatter supports only SUM and AVG")
+            raise ValueError(
+                "FSDP asks for neither a sum nor a mean, as after set_gradient_divide_factor(); "
+                "lab.fsdp_reduce_scatter supports only these"
+            )
         if self._comm is None:
             self._comm = TorchComm(group, group, input_tensor.device)
             self._comm.traffic = self._traffic

@@ -238,9 +238,13 @@ class Arrivals:
 def accumulator(parameter: nn.Parameter) -> Node:
     """Return autograd's node that adds to `grad`: hooks of the user's own run before it.
 
-    Unlike a hook on the tensor, one on this node is not called by torch.autograd.grad.
+    Unlike a hook on the tensor, one on this node is not called by torch.autograd.grad. A parameter
+    that is frozen for now has one, too, as long as somebody holds it.
     """
-    return get_gradient_edge(parameter).node
+    is_trained = parameter.requires_grad
+    node = get_gradient_edge(parameter.requires_grad_()).node
+    parameter.requires_grad_(is_trained)
+    return node
 
 
 def _refuse(name: str, times: str, due: int) -> NoReturn:

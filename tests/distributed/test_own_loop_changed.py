@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -13,10 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import lab
+from lab.distributed.comm import Comm
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import GradBucket
 from tests.distributed.test_own_loop import Images
 from tests.distributed.test_own_loop_misused import (
     CONVERTED,
@@ -165,19 +171,47 @@ def test_a_model_whose_conversion_gives_it_other_parameters_is_refused(way: str)
     assert all(line.startswith(UNKNOWN) for line in spawn(2, converted_to_other_parameters, way))
 
 
-def parametrized() -> str:
+def parametrized(layer: int, finds_unused: bool) -> str:
     with joined():
         model = nn.Sequential(net(), nn.Tanh(), net())
-        lab.attach(module := DistributedDataParallel(model), "allreduce", check=None)
-        parametrizations.spectral_norm(model[0])
+        module = DistributedDataParallel(model, find_unused_parameters=finds_unused)
+        lab.attach(module, "allreduce", check=None)
+        train(module, lambda: None, range(1))
+        parametrizations.spectral_norm(model[layer])
         with pytest.raises(RuntimeError) as caught:
             train(module, lambda: None, range(1))
         return str(caught.value)
 
 
-def test_a_layer_that_is_parametrized_after_ddp_was_made_is_refused() -> None:
-    for line in spawn(2, parametrized):
+@pytest.mark.parametrize(("layer", "finds_unused"), [(0, False), (2, True)])
+def test_a_layer_that_is_parametrized_after_ddp_was_made_is_refused(
+    layer: int, finds_unused: bool
+) -> None:
+    for line in spawn(2, parametrized, layer, finds_unused):
         assert line.startswith(CONVERTED)
+
+
+def frozen_at_first(when: str) -> tuple[Tensor, str]:
+    """Freeze a layer before the first step, and train it from the third step on."""
+    with joined():
+        model = nn.Sequential(net(), nn.Tanh(), net())
+        sync = lab.grad_sync(model, "topk", overlap=True, **SETTINGS)
+        model[0].requires_grad_(when != "before")
+        with sync:
+            model[0].requires_grad_(False)
+            train(model, sync.finish, range(2))
+            start = weight(model)
+            model[0].requires_grad_(True)
+            train(model, sync.finish, range(2, 5))
+        assert sync.certificate
+        return weight(model) - start, sync.certificate.line
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_layer_may_be_frozen_before_the_first_step(when: str) -> None:
+    (first, line), (second, _) = CREW.call(2, frozen_at_first, when)
+    assert torch.equal(first, second) and first.any()
+    assert "for 2 of 4 parameters (unused: 0.weight and 1 more)" in line
 
 
 def divided_by_those_left() -> str:
@@ -302,6 +336,34 @@ def test_values_that_come_to_lie_in_another_order_are_not_mixed_up(
         assert bool(said) == bool(line)
 
 
+def updated_in_another_order(to_none: bool) -> float:
+    """Train by a fused optimizer, and in one process; return how far weights are apart."""
+    with joined() as rank, lab.grad_sync(model := Images(), "allreduce") as sync:
+        alone = copy.deepcopy(model)
+        for step in range(6):
+            for each, ranks in ((model, [rank]), (alone, [0, 1])):
+                each.zero_grad(set_to_none=to_none)
+                if step == 3:
+                    for p in each.first.parameters():
+                        kind = torch.channels_last if p.dim() == 4 else torch.contiguous_format
+                        p.data = p.data.contiguous(memory_format=kind)
+                for other in ranks:
+                    (each(images(step, other)).square().mean() / len(ranks)).backward()
+                if each is model:
+                    sync.finish()
+                torch.optim.SGD(each.parameters(), lr=0.1, fused=each is model).step()
+        off = [
+            (a - b).abs().max() for a, b in zip(model.parameters(), alone.parameters(), strict=True)
+        ]
+        return float(torch.stack(off).max())
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_follow_the_memory_order_of_their_parameters(to_none: bool) -> None:
+    for off in CREW.call(2, updated_in_another_order, to_none):
+        assert off < 1e-6
+
+
 def state_of_another_order() -> str:
     with joined() as rank:
         states: list[Any] = []
@@ -318,3 +380,70 @@ def state_of_another_order() -> str:
 def test_residuals_of_another_memory_order_are_refused() -> None:
     for line in CREW.call(2, state_of_another_order):
         assert line.startswith("state_dict: first.weight was in another memory order")
+
+
+def divided_otherwise() -> str:
+    with joined() as rank:
+        fully_shard(model := net(), mesh=init_device_mesh("cpu", (2,)))
+        lab.fsdp_reduce_scatter(model, "allreduce")
+        cast(Any, model).set_gradient_divide_factor(3.0)
+        with pytest.raises(ValueError, match="FSDP asks") as caught:
+            model(batch(0, rank)).square().mean().backward()
+        return str(caught.value)
+
+
+def test_another_reduction_than_fsdps_own_is_refused() -> None:
+    for line in spawn(2, divided_otherwise):
+        assert line.startswith("FSDP asks for neither a sum nor a mean, as after set_gradient_div")
+
+
+def in_own_orders(way: str, dtype: torch.dtype) -> str:
+    """Train a channels-last layer and a column-major one; return the certificate."""
+    with joined() as rank, ExitStack() as stack:
+        model: Any = to_channels_last(Images().to(dtype))
+        model.last.weight.data = model.last.weight.data.t().contiguous().t()
+        sync: Any = None
+        if way == "attach":
+            state = lab.attach(module := DistributedDataParallel(model), "topk")
+        else:
+            state = sync = stack.enter_context(lab.grad_sync(module := model, "topk"))
+        for step in range(4):
+            module(images(step, rank).to(dtype)).float().square().mean().backward()
+            if sync:
+                sync.finish()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        assert state.certificate
+        return state.certificate.line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["attach", "grad_sync"])
+def test_a_model_may_mix_memory_orders(way: str, dtype: torch.dtype) -> None:
+    for line in spawn(2, in_own_orders, way, dtype):
+        assert "gradients averaged once over 2 of 2 ranks" in line
+
+
+class Mean(Exchange):
+    """An exchange without stages, which therefore runs on a thread."""
+
+    exact = True
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        comm.all_reduce(bucket.flat)
+        bucket.divide(bucket.flat, comm.size)
+
+
+def finished_after_its_end() -> str:
+    with joined() as rank:
+        with lab.grad_sync(model := net(), f"{__name__}.Mean", overlap=True) as sync:
+            train(model, sync.finish, range(3))
+        model(batch(3, rank)).square().mean().backward()
+        with pytest.raises(RuntimeError) as caught:
+            sync.finish()
+        return str(caught.value)
+
+
+def test_finish_after_the_end_of_its_block_is_refused() -> None:
+    for line in CREW.call(2, finished_after_its_end, timeout_s=60):
+        assert line.startswith("grad_sync: finish() outside `with`")
