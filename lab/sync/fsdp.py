@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.optim import Optimizer
 
 from lab.distributed import launcher
 from lab.distributed.comm import Comm, Traffic
@@ -33,6 +34,7 @@ from lab.exchange.scatter import (
     require_no_residuals,
     scatter_of,
 )
+from lab.settings.errors import one_line
 from lab.sync.base import SyncParts
 from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
 from lab.sync.fsdp_units import (
@@ -145,6 +147,18 @@ class FSDPSync(LibrarySync):
         with self._first_reads:
             yield
         self._first_reads = nullcontext()
+
+    def update(self, optimizer: Optimizer) -> None:
+        try:
+            super().update(optimizer)
+        except (RuntimeError, NotImplementedError) as error:
+            if "placement" not in str(error) and "DTensor" not in str(error):
+                raise
+            raise RuntimeError(
+                f"strategy=fsdp: {type(optimizer).__name__} cannot update sharded weights "
+                f"({one_line(error)[:120]}); use an elementwise optimizer such as AdamW, or "
+                "another strategy"
+            ) from error
 
     def finish(self) -> Tensor | None:
         """Count what torch sent; backward has exchanged the gradients."""

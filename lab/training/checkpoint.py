@@ -340,10 +340,15 @@ def _to(state: State, device: torch.device) -> State:
 
 
 def mean_state(states: list[Any]) -> Any:
-    """Merge the `states` of several ranks: average tensors, keep the first's other values."""
+    """Merge the `states` of several ranks: average tensors, keep the first's other values.
+
+    A rank has no state of a parameter that it never used; then the mean is over the others.
+    """
+    states = [state for state in states if state is not None] or states
     first = states[0]
     if isinstance(first, dict):
-        return {key: mean_state([state[key] for state in states]) for key in first}
+        keys = dict.fromkeys(key for state in states for key in state)
+        return {key: mean_state([state[key] for state in states if key in state]) for key in keys}
     if isinstance(first, Tensor):
         return torch.empty_like(first).copy_(torch.stack(states).double().mean(dim=0))
     return first

@@ -126,3 +126,12 @@ def test_an_optimizer_that_does_not_go_on_as_before_is_refused(
     target = of(kind).optim["_target_"]
     with pytest.raises(ConfigError, match=f"^optim={target}: {line}"):
         require_resumable(of(kind), nn.Linear(2, 3), batch_size=8)
+
+
+def test_a_state_that_only_some_ranks_have_is_their_mean() -> None:
+    one, other, third = (
+        {"state": {0: {"sum": torch.tensor([number]), "step": 1}}} for number in (1.0, 2.0, 6.0)
+    )
+    other["state"][1], third["state"][1] = {"sum": torch.tensor([4.0])}, {"sum": None}
+    merged = checkpoint.mean_state([one, other, third])["state"]
+    assert merged == {0: {"sum": torch.tensor([3.0]), "step": 1}, 1: {"sum": torch.tensor([4.0])}}

@@ -149,6 +149,12 @@ def test_a_loss_of_several_numbers_is_named() -> None:
     assert error.startswith(f"{task}: loss returns float32 [4]; it must return one number")
 
 
+def test_an_optimizer_that_cannot_update_shards_is_named() -> None:
+    rprop = ("strategy=fsdp", "optim=torch.optim.Rprop", "optim.lr=0.01")
+    (error,) = CREW.call(1, run_one_step, "Detached", True, *rprop)
+    assert error.startswith("strategy=fsdp: Rprop cannot update sharded weights (aten.")
+
+
 def test_an_evaluation_without_a_number_does_not_blame_gradients() -> None:
     (error,) = CREW.call(1, run_one_step, "Blind", True)
     assert error.startswith("test loss is nan after 1 steps, with finite weights; check the test")
