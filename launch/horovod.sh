@@ -26,7 +26,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 [ -n "$ranks" ] || fail "--ranks is missing (--help)"
-[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks: must be a number of at least 1"
+[[ $ranks =~ ^[1-9][0-9]{0,3}$ ]] || fail "--ranks $ranks: must be a number from 1 to 9999"
 for setting in "$@"; do
   [[ $setting != -* ]] || fail "$setting: options come before settings"
 done

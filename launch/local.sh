@@ -33,7 +33,7 @@ if [ -z "$ranks" ]; then
   ranks=$(num_gpus)
   [ "$ranks" != 0 ] || fail "torch sees no GPU here; say how many ranks: --ranks N"
 fi
-[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks: must be a number of at least 1"
+[[ $ranks =~ ^[1-9][0-9]{0,3}$ ]] || fail "--ranks $ranks: must be a number from 1 to 9999"
 
 # shellcheck disable=SC2046  # options, or none
 exec python -m lab.distributed.torchrun --nproc-per-node "$ranks" $(numa_options "$ranks" "$@") \

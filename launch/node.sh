@@ -42,10 +42,11 @@ done
 for option in rendezvous job nodes ranks; do
   [ -n "${!option}" ] || fail "--$option is missing (--help)"
 done
-[[ $rendezvous =~ ^.+:[0-9]+$ ]] || fail "--rendezvous $rendezvous: must be HOST:PORT"
+[[ $rendezvous =~ ^.+:([1-9][0-9]{0,4})$ && ${BASH_REMATCH[1]} -lt 65536 ]] ||
+  fail "--rendezvous $rendezvous: must be HOST:PORT, with a port from 1 to 65535"
 [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${nodes%:*} -le ${nodes#*:} ]] ||
   fail "--nodes $nodes: must be N or MIN:MAX"
-[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks: must be a number of at least 1"
+[[ $ranks =~ ^[1-9][0-9]{0,3}$ ]] || fail "--ranks $ranks: must be a number from 1 to 9999"
 for option in restarts wait; do
   [[ ${!option} =~ ^[0-9]+$ ]] || fail "--$option ${!option}: must be a number"
 done

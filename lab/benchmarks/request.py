@@ -329,7 +329,12 @@ def _compared(bench: Bench, settings: list[str]) -> tuple[list[str], list[list[s
 
 def _set(text: str) -> list[str]:
     """Split the settings in `a='...'`; other text is a single setting."""
-    return shlex.split(text[2:]) if LETTERED.match(text) else [text]
+    if not LETTERED.match(text):
+        return [text]
+    try:
+        return shlex.split(text[2:])
+    except ValueError as error:
+        raise ConfigError(f"{text}: {error}; write settings as in a='overlap=true'") from None
 
 
 def measure(request: Request) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.cluster.settings import Cluster, cluster_of, straggler_of
+from lab.settings.checks import as_text
 from lab.settings.config import check_batch, check_name, global_batch_size, load, settings_of
 from lab.settings.errors import ConfigError
 from lab.settings.fields import fields_of, parsed, setting, split
@@ -279,7 +280,8 @@ def _with_study_file(arguments: Sequence[str]) -> list[str]:
 
 
 def _settings_of(name: str, config_dir: str | None) -> list[str]:
-    return [f"{key}={value}" for key, value in read_file("study", name, config_dir).items()]
+    content = read_file("study", name, config_dir)
+    return [f"{key}={as_text(value)}" for key, value in content.items()]
 
 
 @dataclass(frozen=True)

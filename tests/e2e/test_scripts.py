@@ -42,6 +42,7 @@ SKYPILOT_TASK = {
         "api_server_access": {"type": "boolean"},
     },
 }
+PLACE = "must be HOST:PORT, with a port from 1 to 65535"
 NODE = ("node.sh", "--rendezvous", "a:1", "--job", "a", "--nodes", "1", "--ranks", "1")
 
 
@@ -75,22 +76,24 @@ def put(folder: Path, name: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (("local.sh", "--ranks", "abc"), "--ranks abc: must be a number of at least 1"),
-        (("local.sh", "--ranks", "0"), "--ranks 0: must be a number of at least 1"),
+        (("local.sh", "--ranks", "abc"), "--ranks abc: must be a number from 1 to 9999"),
+        (("local.sh", "--ranks", "0"), "--ranks 0: must be a number from 1 to 9999"),
         (("local.sh", "--rank", "2"), "--rank: no such option (--help)"),
         (("local.sh", "steps=2", "--ranks", "2"), "--ranks: options come before settings"),
         (("node.sh", "--nodes", "1"), "--rendezvous is missing (--help)"),
         ((*NODE, "--nodes", "2:1"), "--nodes 2:1: must be N or MIN:MAX"),
         ((*NODE, "--nodes", "0"), "--nodes 0: must be N or MIN:MAX"),
-        ((*NODE, "--ranks", "x"), "--ranks x: must be a number of at least 1"),
-        ((*NODE, "--rendezvous", "a:b"), "--rendezvous a:b: must be HOST:PORT"),
+        ((*NODE, "--ranks", "x"), "--ranks x: must be a number from 1 to 9999"),
+        ((*NODE, "--rendezvous", "a:b"), f"--rendezvous a:b: {PLACE}"),
+        ((*NODE, "--rendezvous", "a:99999"), f"--rendezvous a:99999: {PLACE}"),
+        (("local.sh", "--ranks", "10000"), "--ranks 10000: must be a number from 1 to 9999"),
         ((*NODE, "--wait", "x"), "--wait x: must be a number"),
         ((*NODE, "--restarts", "-1"), "--restarts -1: must be a number"),
         ((*NODE, "--job"), "--job needs a value"),
         (("local.sh", "steps=2"), "torch sees no GPU here; say how many ranks: --ranks N"),
         (("horovod.sh", "steps=2"), "--ranks is missing (--help)"),
         (("horovod.sh", "--ranks", "2", "--hosts", ""), "--hosts needs a list"),
-        (("horovod.sh", "--ranks", "0"), "--ranks 0: must be a number of at least 1"),
+        (("horovod.sh", "--ranks", "0"), "--ranks 0: must be a number from 1 to 9999"),
     ],
 )
 def test_wrong_options(launchers: str, line: tuple[str, ...], message: str) -> None:

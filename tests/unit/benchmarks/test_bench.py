@@ -90,6 +90,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
             for name in ("fsdp", "local_sgd", "zero1", "caffe", "priority", "streaming_diloco")
         ),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "only one setting can have a list"),
+        (["step", "a=strategy=ddp", "b='strategy=tree"], "b='strategy=tree: No closing quotation;"),
         (["step", "strategy=tree,ddp", "world_size=3"], "such as 126 or 129"),
         (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
         (["step", "strategy=tree,ddp", "out=absent/a.json"], "out=absent/a.json: must name"),

@@ -115,6 +115,13 @@ def test_a_glob_lists_the_choices_of_a_group(tmp_path: Path) -> None:
     assert [cell.strategy for cell in found] == names
 
 
+def test_a_file_may_set_null_and_truths_as_yaml_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("strategy: overlap\nbucket_mb: null\noverlap: true\nsteps: 3,4\n")
+    found = [cell.config for cell in read([f"study={path}"]).cells]
+    assert [(c.bucket_mb, c.overlap, c.steps) for c in found] == [(None, True, 3), (None, True, 4)]
+
+
 def alone(*arguments: str) -> list[str]:
     """The names of the cells of one rank."""
     study = read(["study=s", "world_size=1,2", *arguments])
