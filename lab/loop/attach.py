@@ -120,8 +120,16 @@ class LoopState(Checked, HookState):
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
 
+    def make_way(self, model: nn.Module) -> None:
+        """Refuse no more updates of what another sync or hook exchanges now, as part of `model`."""
+        if self._model is model:
+            self.retire()
+        trained = {*map(id, trainable(model).values())}
+        if not trained.isdisjoint(map(id, self._model.parameters())):
+            self._outside.close()
+
     def retire(self) -> None:
-        """Refuse no more updates of the model: its DDP is gone, or another exchange has begun."""
+        """Refuse no more updates."""
         if self.check:
             self.check.abandon()
         self._outside.close()
@@ -229,8 +237,8 @@ def _join(
     require_alike(world, settings_and_software(config) | parameters(model))
     require_like_gpus(world, exchange)
     for earlier in syncs():
-        if isinstance(earlier, LoopState) and earlier._model is model:
-            earlier.retire()
+        if isinstance(earlier, LoopState):
+            earlier.make_way(model)
     return world, settings
 
 

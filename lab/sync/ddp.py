@@ -155,7 +155,13 @@ class HookState(Exchanging):
     def submit(self, bucket: DDPBucket) -> Future[Tensor]:
         """Begin to exchange one of DDP's buckets; the result is its buffer, with the mean."""
         buffer, parameters = bucket.buffer(), cast(list[nn.Parameter], bucket.parameters())
-        names = {self._names[id(parameter)] for parameter in parameters}
+        try:
+            names = {self._names[id(parameter)] for parameter in parameters}
+        except KeyError:
+            raise RuntimeError(
+                "the hook was made for another model than the one that it is registered on; pass "
+                "this DistributedDataParallel to lab.ddp_comm_hook"
+            ) from None
         # DDP's numbers do not tell: with static_graph all buckets of the first step have the same.
         begins = len(self._to_come) == len(self._trained)
         if begins or not self._to_come >= names & self._trained:  # or the last step was broken off

@@ -23,12 +23,11 @@ import lab
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from tests.distributed.test_own_loop import Images
+from tests.distributed.test_own_loop import Images, joined
 from tests.distributed.test_own_loop_misused import (
     CONVERTED,
     UNKNOWN,
     batch,
-    joined,
     net,
     train,
     weight,
@@ -123,6 +122,38 @@ def test_a_model_that_was_changed_may_be_wrapped_again(
 ) -> None:
     for line in CREW.call(2, wrapped_again, change, steps, again):
         assert again == "ddp" or "averaged once over 2 of 2 ranks, for 4 of 4 parameters" in line
+
+
+def part_of_another() -> str:
+    """Train a head on a frozen encoder, and then both with another head; keep all objects."""
+    with joined():
+        encoder = net().requires_grad_(False)
+        kept: list[Any] = []
+        for _ in range(2):
+            kept.append(DistributedDataParallel(nn.Sequential(encoder, nn.Tanh(), net())))
+            kept.append(lab.attach(kept[-1], "topk", **SETTINGS))
+            train(kept[-2], lambda: None, range(4))
+            encoder.requires_grad_(True)
+        return kept[-1].certificate.line
+
+
+def test_a_part_of_a_model_may_be_trained_in_another() -> None:
+    for line in CREW.call(2, part_of_another):
+        assert "averaged once over 2 of 2 ranks, for 4 of 4 parameters" in line
+
+
+def on_another_model() -> str:
+    with joined() as rank:
+        one, other = (DistributedDataParallel(net()) for _ in range(2))
+        other.register_comm_hook(*lab.ddp_comm_hook("allreduce", one))
+        with pytest.raises(RuntimeError) as caught:
+            other(batch(0, rank)).square().mean().backward()
+        return str(caught.value)
+
+
+def test_a_hook_on_another_model_than_its_own_is_refused() -> None:
+    for line in spawn(2, on_another_model):
+        assert line.startswith("the hook was made for another model than the one that it is reg")
 
 
 def left_behind() -> bool:
