@@ -98,7 +98,8 @@ class Optim:
                 f"optim={self.target}: evaluates the loss several times in a step; use an "
                 "optimizer whose step() needs no closure"
             )
-        optimizer.register_step_pre_hook(_first_momentum)
+        if isinstance(optimizer, torch.optim.SGD):
+            optimizer.register_step_pre_hook(_first_momentum)
         own = {*self._own, *self._settings}
         self._groups = [{k: v for k, v in g.items() if k in own} for g in optimizer.param_groups]
         if self._capturable:
@@ -144,7 +145,9 @@ def _first_momentum(optimizer: Optimizer, *_: object) -> None:
     It makes the momentum of all of a group's parameters at once, and raises an internal error where
     some have it already.
     """
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return  # all have it, as in most steps: to look at each would take longer
+    for group in optimizer.param_groups:
         if group["momentum"] and group["fused"]:
             states = (optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None)
             has = {state.get("momentum_buffer") is not None for state in states}
