@@ -88,6 +88,7 @@ class TorchComm(Comm):
         self.group = group
         self._second = second
         self._down: dist.ProcessGroup | None = None  # connections to lower ranks, for all_to_all
+        self._made: list[dist.ProcessGroup] = []  # that one, and those of `split`
         self.device = device
         self._limit = limit
         self.backend = dist.get_backend(group)
@@ -99,6 +100,11 @@ class TorchComm(Comm):
         self._in_stream = self.backend == "nccl"
         if self.backend == "gloo" and device.type == "cuda":
             self.no_send_recv = "Gloo cannot send tensors on GPUs; use backend=nccl"
+
+    def leave(self) -> None:
+        """Leave its process groups, and those made of their ranks, as all of these do."""
+        for group in dict.fromkeys([self.group, self._second, *self._made]):
+            dist.destroy_process_group(group)
 
     def _begin(self, call: Callable[..., Any], *arguments: Any) -> Collective:
         """Begin a collective, and keep the last two for `_let_go`."""
@@ -216,7 +222,8 @@ class TorchComm(Comm):
 
     def _group_of(self, members: list[int]) -> dist.ProcessGroup:
         ranks = [dist.get_global_rank(self.group, rank) for rank in members]
-        return group_of(ranks, self.backend, self._limit)
+        self._made.append(group := group_of(ranks, self.backend, self._limit))
+        return group
 
     def _connections(self, source: int, to: int) -> dist.ProcessGroup:
         """Give each direction its own connection: Gloo locks one while it reads or writes."""

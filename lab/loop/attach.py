@@ -85,6 +85,10 @@ class LoopState(Checked, HookState):
     ddp: Callable[[], DistributedDataParallel | None]
 
     def submit(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        if self.is_closed:
+            raise RuntimeError(
+                "close() has ended this hook; wrap the model in a new DistributedDataParallel"
+            )
         ddp: Any = self.ddp()
         if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
             raise RuntimeError(
@@ -135,8 +139,14 @@ class LoopState(Checked, HookState):
         self._outside.close()
 
     def close(self) -> None:
+        """Exchange no more, and leave the process groups that this hook has made.
+
+        All ranks must call this. DistributedDataParallel cannot forget a hook, so the module cannot
+        run backward any more.
+        """
         self.retire()
-        super().close()
+        HookState.close(self)  # its worker ends before the groups
+        Checked.close(self)
 
 
 @refuses_misuse
@@ -302,6 +312,8 @@ class LoopSync(Checked, GradSync):
         self._copies = CopyWatch(self, self.parameters.values())
 
     def __enter__(self) -> Self:
+        if self.is_closed:
+            raise RuntimeError("grad_sync: close() has ended it; make another one")
         self._refuse_shared()
         self._is_open = True
         replicas.broadcast_state(self._model, self.world)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lab.certificate.check import Observer
 from lab.certificate.examination import About, CertificateError, unchecked
+from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import World
 from lab.exchange.gate import AFTER_UPDATES, BEFORE_UPDATES
 from lab.exchange.layout import travelling
@@ -53,6 +54,7 @@ class Checked(Exchanging):
         world: the ranks, in process groups of its own.
         settings: the composed settings that made it.
         check: examines the first exchanges; None: nothing does. Set before the loop.
+        is_closed: its process groups are no more.
         num_loads: states loaded so far.
     """
 
@@ -60,12 +62,27 @@ class Checked(Exchanging):
     settings: Mapping[str, Any]
     check: LoopCheck | None = None
     num_loads = 0
+    is_closed = False
     _model: nn.Module
 
     @property
     def certificate(self) -> Certificate | None:
         """The finding of check="first"; None: nothing yet, or it is off."""
         return self.check.certificate if self.check else None
+
+    def close(self) -> None:
+        """Exchange no more, and leave the process groups that this exchange has made.
+
+        All ranks must call this. Otherwise, the groups last until the program ends, which matters
+        if it makes many exchanges in turn.
+        """
+        if self.check:
+            self.check.abandon()
+        is_open, self.is_closed = not self.is_closed, True
+        if is_open and dist.is_initialized():  # else the program has left all groups
+            assert isinstance(self.world.comm, TorchComm)
+            self.world.comm.leave()
+            dist.destroy_process_group(self.world.control)
 
     @property
     def _owner(self) -> Owner:

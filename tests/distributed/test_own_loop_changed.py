@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -478,3 +479,38 @@ def finished_after_its_end() -> str:
 def test_finish_after_the_end_of_its_block_is_refused() -> None:
     for line in CREW.call(2, finished_after_its_end, timeout_s=60):
         assert line.startswith("grad_sync: finish() outside `with`")
+
+
+def closed(strategy: str) -> list[str]:
+    """Train a model with a hook and one with a sync; return what using them once more says."""
+    state = lab.attach(module := DistributedDataParallel(net()), strategy)
+    train(module, lambda: None, range(4))
+    with lab.grad_sync(model := net(), strategy) as sync:
+        train(model, sync.finish, range(4))
+    for each in (state, sync, state):  # a second time changes nothing
+        each.close()
+    with pytest.raises(RuntimeError) as hook:
+        train(module, lambda: None, range(1))
+    with pytest.raises(RuntimeError) as block, sync:
+        pass
+    return [str(hook.value), str(block.value)]
+
+
+def closed_in_turn(strategy: str) -> tuple[list[str], list[int]]:
+    """Return what `closed` says, and the number of open files after each of several calls."""
+    with joined():
+        num_open: list[int] = []
+        lines: list[str] = []
+        for _ in range(3):
+            lines = closed(strategy)
+            gc.collect()
+            num_open.append(len(list(Path("/proc/self/fd").iterdir())))
+        return lines, num_open
+
+
+@pytest.mark.parametrize("strategy", ["topk", "hierarchical"])
+def test_models_in_turn_keep_no_connections_once_closed(strategy: str) -> None:
+    for (hook, block), num_open in spawn(2, closed_in_turn, strategy):
+        assert hook.startswith("close() has ended this hook; ")
+        assert block.startswith("grad_sync: close() has ended it; ")
+        assert num_open[-1] == num_open[0]
