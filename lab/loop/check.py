@@ -22,12 +22,11 @@ from lab.certificate.check import Observer
 from lab.certificate.examination import About, CertificateError, unchecked
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import World
-from lab.exchange.gate import AFTER_UPDATES, BEFORE_UPDATES
 from lab.exchange.layout import travelling
 from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
 from lab.settings.storage import write_json
-from lab.sync.base import Exchanging
+from lab.sync.base import AFTER_UPDATES, BEFORE_UPDATES, Exchanging
 from lab.sync.ddp import HookState
 from lab.sync.gradsync import GradSync
 from lab.sync.owner import Owner

@@ -1,8 +1,7 @@
-"""Settings of the group `optim` that need no torch to check, and the learning rate over time."""
+"""Settings of the group `optim` that need no torch to check."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -69,19 +68,6 @@ class Schedule:
     def peak(self, lr: float, batch_size: int) -> float:
         """Return the largest rate of a run with this global batch."""
         return lr * batch_size / self.base_batch_size if self.linear_scaling else lr
-
-    def rate(self, peak: float, step: int, total_steps: int) -> float:
-        """Return the rate of step `step` of `total_steps`, counted from 0."""
-        if step < self.warmup_steps:
-            return peak * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return peak
-        if self.schedule == "step":
-            assert self.step_every is not None
-            return peak * self.step_factor ** (step // self.step_every)
-        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
-        return peak * (self.final_share + (1 - self.final_share) * left)
 
 
 OF_SCHEDULE = tuple(field.name for field in fields(Schedule))

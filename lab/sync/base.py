@@ -12,13 +12,23 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Collective, Comm, Done, Sent
 from lab.distributed.worker import Job, Worker, record_stream
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange, Staged
+from lab.exchange.layout import named
 from lab.measure.clock import Clock
 from lab.sync.pattern import Pattern, none, refuse
 from lab.sync.refusals import refuse_exchange
@@ -420,3 +430,142 @@ class Reached:
             before = {name: t for name, t in kept.get(kind, {}).items() if name in names}
             restored[kind] = others | before
         self._exchange.load_state_dict(restored)
+
+
+class Listeners:
+    """Methods that torch calls for all modules or optimizers, each as long as its object lives.
+
+    Torch has one hook for all of them, and for good. It fails if a hook is removed while it goes
+    through its hooks, which a garbage collection may do at any moment.
+
+    Args:
+        registers: of torch: each adds a global hook.
+    """
+
+    def __init__(self, *registers: Callable[[Callable[..., Any]], object]) -> None:
+        self._registers = registers
+        self._methods: list[WeakMethod[Callable[..., Any]]] = []
+
+    def add(self, method: Callable[..., Any]) -> None:
+        """Call a bound method with what torch gives its hooks; it may return other arguments."""
+        for register in self._registers:
+            register(self._call)
+        self._registers = ()
+        alive = [known for known in self._methods if known() is not None]
+        self._methods = [*alive, WeakMethod(method)]
+
+    def remove(self, method: Callable[..., Any]) -> None:
+        """Call it no more."""
+        self._methods = [known for known in self._methods if known() != method]
+
+    def _call(self, of: nn.Module | Optimizer, *given: Any) -> tuple[Any, ...] | None:
+        changed = None
+        for known in self._methods:
+            if (method := known()) is not None:
+                changed = method(of, *(changed or given)) or changed
+        return changed
+
+
+REGISTRATIONS = Listeners(
+    register_module_parameter_registration_hook, register_module_module_registration_hook
+)
+BEFORE_UPDATES = Listeners(register_optimizer_step_pre_hook)
+AFTER_UPDATES = Listeners(register_optimizer_step_post_hook)
+
+
+class Outside:
+    """The parameters of a model that no exchange was set up for: frozen ones, and any to come.
+
+    Args:
+        admitted: the others, a result of lab.exchange.gate.admit.
+    """
+
+    def __init__(self, model: nn.Module, admitted: Mapping[str, nn.Parameter]) -> None:
+        self._model, self._admitted = model, admitted
+        self._parameters = self._found()
+        self._has_trained = False
+        # Perhaps: torch tells of the registrations of all modules.
+        self._has_changed = self._is_parametrized = False
+        REGISTRATIONS.add(self._note_change)
+
+    def refuse_at_updates(self) -> None:
+        """Call `refuse_trained` and `refuse_converted` before each optimizer's step."""
+        self._nodes = [(p, get_gradient_edge(p).node) for p in self._admitted.values() if p.numel()]
+        BEFORE_UPDATES.add(self._before_update)
+
+    def close(self) -> None:
+        """Look at no more updates."""
+        BEFORE_UPDATES.remove(self._before_update)
+
+    def refuse_converted(self, optimizer: Optimizer) -> None:
+        """Refuse an update of a model whose gradients DDP does not see any more.
+
+        If a parameter's dtype changes, torch makes a new node for its gradient, which has none of
+        DDP's hooks, even if the dtype changes back. A parametrization that sets a parameter's
+        values does the same.
+
+        Raises:
+            RuntimeError: the model was converted, or a layer parametrized.
+        """
+        looked_at = self._nodes if self._is_parametrized else self._nodes[:1]
+        self._is_parametrized = False
+        changed = {
+            id(p)
+            for p, node in looked_at
+            if p.requires_grad and get_gradient_edge(p).node is not node
+        }
+        if changed and not changed.isdisjoint(
+            id(p) for group in optimizer.param_groups for p in group["params"]
+        ):
+            raise RuntimeError(
+                "the model was converted to another dtype, or a layer parametrized, after "
+                "DistributedDataParallel was made, which therefore does not see its gradients; "
+                "convert a copy, or wrap the changed model"
+            )
+
+    def refuse_trained(self, optimizer: Optimizer | None = None) -> None:
+        """Refuse a model in which one of them trains; call this in each step, after backward.
+
+        Parameters that a model registered by itself are looked for until a backward has been seen,
+        and later ones, added or in the place of others, once any module has registered something,
+        or once one has another parameter, as Module.to gives all of them if torch.__future__ says
+        so.
+
+        Args:
+            optimizer: only parameters that it updates count; None: all do.
+
+        Raises:
+            RuntimeError: names one that has a gradient, which no other rank would get.
+        """
+        is_replaced = self._place and self._place[0].get(self._place[1]) is not self._place[2]
+        if self._has_changed or is_replaced or not self._has_trained:
+            self._has_changed = False
+            self._parameters = self._found()
+            self._has_trained |= any(p.grad is not None for p in self._admitted.values())
+        if not (found := self._parameters):
+            return
+        trained = [(n, p) for n, p in found.items() if p.requires_grad and p.grad is not None]
+        if trained and optimizer:
+            updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = [(n, p) for n, p in trained if id(p) in updated]
+        if trained:
+            raise RuntimeError(
+                f"{trained[0][0]}: was frozen or missing when the exchange was set up, so its "
+                "gradient reaches no other rank; add or replace layers, and set "
+                "requires_grad=True, before that (you can freeze parameters at any time)"
+            )
+
+    def _note_change(self, *_: object) -> None:
+        self._has_changed = self._is_parametrized = True
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        self.refuse_trained(optimizer)
+        if not torch.compiler.is_compiling():
+            self.refuse_converted(optimizer)
+
+    def _found(self) -> dict[str, nn.Parameter]:
+        admitted = {id(p) for p in self._admitted.values()}
+        held = ((m._parameters, n) for m in self._model.modules() for n in m._parameters)  # pyright: ignore[reportPrivateUsage]
+        # One for all: to look at each in every step would cost more than the rest.
+        self._place = next(((d, n, d[n]) for d, n in held if id(d[n]) in admitted), None)
+        return {n: p for n, p in named(self._model).items() if id(p) not in admitted}

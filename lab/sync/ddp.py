@@ -27,7 +27,7 @@ from lab.distributed.worker import Worker
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, Plans
-from lab.exchange.gate import Outside, admit, carrier
+from lab.exchange.gate import admit, carrier
 from lab.exchange.grouping import MIB
 from lab.exchange.layout import (
     COMPILED,
@@ -45,6 +45,7 @@ from lab.sync.base import (
     BeforeExchange,
     Buckets,
     Exchanging,
+    Outside,
     Reached,
     SyncParts,
     all_finite,

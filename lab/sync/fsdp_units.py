@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lab.exchange.base import Exchange
-from lab.exchange.gate import Outside, sharing
+from lab.exchange.gate import sharing
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.exchange.layout import named
+from lab.sync.base import Outside
 from lab.sync.reads import NO_FORWARD, Reads
 
 MODEL = "(the model's own)"  # name of the last unit

@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.comm import Collective, Sent
 from lab.exchange.base import require_known_residuals
 from lab.exchange.bucket import BucketPlan, GradBucket, in_one_memory, plan
-from lab.exchange.gate import Outside, admit, carrier, is_linear
+from lab.exchange.gate import admit, carrier, is_linear
 from lab.sync import pattern
 from lab.sync.base import (
     BeforeExchange,
     Buckets,
+    Outside,
     Reached,
     Sync,
     SyncParts,
@@ -238,8 +239,8 @@ class Arrivals:
 def accumulator(parameter: nn.Parameter) -> Node:
     """Return autograd's node that adds to `grad`: hooks of the user's own run before it.
 
-    Unlike a hook on the tensor, one on this node is not called by torch.autograd.grad. A parameter
-    that is frozen for now has one, too, as long as somebody holds it.
+    Unlike a hook on the tensor, one on this node is not called by torch.autograd.grad. A frozen
+    parameter has one, too.
     """
     is_trained = parameter.requires_grad
     node = get_gradient_edge(parameter.requires_grad_()).node
@@ -277,8 +278,7 @@ class GradSync(Sync):
         nowhere: after `finish`, the parameters that backward reached on no rank: they have no
             gradient.
 
-    Raises:
-        ValueError: the exchange cannot run over this comm, or does not take a parameter.
+    Raises: ValueError: the exchange cannot run over this comm, or does not take a parameter.
     """
 
     asks_who_reached = True  # of the ranks; not if all have something to send for each parameter
@@ -500,9 +500,8 @@ class GradSync(Sync):
             bucket = planned.pack(self.step, self.divides_loss)
             if planned.reordered and self.exchange.state_dict():
                 raise RuntimeError(
-                    f"{planned.reordered}: lies in another memory order than before, unlike what "
-                    f"exchange={type(self.exchange).__name__} keeps of it; convert the model (as "
-                    "to torch.channels_last) before you set up the exchange"
+                    f"{planned.reordered}: lies in another memory order than before, unlike its "
+                    "residuals; convert it (as to torch.channels_last) before you make the sync"
                 )
             if planned.in_place:
                 self._in_place[bucket.flat.data_ptr()] = planned.label

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from lab.distributed.worker import HostCopy
 from lab.exchange.base import Exchange
-from lab.exchange.gate import AFTER_UPDATES, BEFORE_UPDATES
 from lab.exchange.layout import is_rows_first, named, order_of
 from lab.settings.names import by_class
+from lab.sync.base import AFTER_UPDATES, BEFORE_UPDATES
 
 KEY = "of"  # of a state, for whose it is
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import Parameter
 from typing import Any
 
@@ -16,7 +18,7 @@ from lab.distributed.replicas import is_sharded
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.optim import OF_SCHEDULE, schedule_of
+from lab.settings.optim import OF_SCHEDULE, Schedule, schedule_of
 from lab.settings.own_code import blame, callable_at
 from lab.sync.update import way_of
 
@@ -99,7 +101,8 @@ class Optim:
                 "optimizer whose step() needs no closure"
             )
         if isinstance(optimizer, torch.optim.SGD):
-            optimizer.register_step_pre_hook(_first_momentum)
+            number = sum(len(group["params"]) for group in optimizer.param_groups)
+            optimizer.register_step_pre_hook(partial(_first_momentum, number))
         own = {*self._own, *self._settings}
         self._groups = [{k: v for k, v in g.items() if k in own} for g in optimizer.param_groups]
         if self._capturable:
@@ -111,9 +114,9 @@ class Optim:
         """Set the hyperparameters of `step`. This run's settings hold after a resume too."""
         for group, own in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(own)
-            group["lr"] = self.schedule.rate(own["lr"], step, total_steps)
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate.fill_(group["lr"])
+            group["lr"] = rate(self.schedule, own["lr"], step, total_steps)
+        for group, on_device in zip(optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = on_device.fill_(group["lr"])
 
     def _parameter_groups(self, model: nn.Module) -> list[Any]:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -139,13 +142,30 @@ class Optim:
         return self._make(groups, **self._settings)
 
 
-def _first_momentum(optimizer: Optimizer, *_: object) -> None:
+def rate(schedule: Schedule, peak: float, step: int, total_steps: int) -> float:
+    """Return the learning rate of step `step` of `total_steps`, counted from 0."""
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule.schedule == "constant":
+        return peak
+    if schedule.schedule == "step":
+        assert schedule.step_every is not None
+        return peak * schedule.step_factor ** (step // schedule.step_every)
+    done = (step - warmup) / max(1, total_steps - warmup)
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule.schedule == "cosine" else 1 - done
+    return peak * (schedule.final_share + (1 - schedule.final_share) * left)
+
+
+def _first_momentum(number: int, optimizer: Optimizer, *_: object) -> None:
     """Let no fused step of SGD meet parameters that get their first gradient later than others.
 
     It makes the momentum of all of a group's parameters at once, and raises an internal error where
     some have it already.
+
+    Args: number: of the optimizer's parameters.
     """
-    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+    if len(optimizer.state) == number:
         return  # all have it, as in most steps: to look at each would take longer
     for group in optimizer.param_groups:
         if group["momentum"] and group["fused"]:

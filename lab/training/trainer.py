@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +170,7 @@ class Trainer(Measured[Sync]):
         clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
         super().__init__(config, world, model, sync, clock)
         self.progress.total_steps = total_steps(config, data.num_train, self.batch_size)
+        self._samples = (self.batch_size // world.size,)  # of a batch
         self.watch, self.data, self.task, self.optim, self.check = watch, data, task, optim, check
         self.optimized = sync.optimized(model)
         self.optimizer = optim.optimizer(self.optimized)
@@ -252,27 +253,31 @@ class Trainer(Measured[Sync]):
         """Return the seconds spent in steps so far, including those before a resume."""
         return self.progress.seconds + self.clock.total_seconds()
 
-    def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def _step(self, batches: Iterator[Any]) -> None:
         with self.clock.phase("data"):
-            inputs, targets = self._batch(batches)
+            batch: Any = next(batches, ())
+            is_pair = (
+                len(batch) == 2 and isinstance(batch[0], Tensor) and isinstance(batch[1], Tensor)
+            )
+            samples = self._samples  # the mean over ranks of a mean is that of all their samples
+            if not is_pair or not batch[0].shape[:1] == batch[1].shape[:1] == samples:
+                self._refuse_batch(batch)
+            inputs, targets = batch
         step = self.train if self.graph is None else self.graph.step
         self.losses.append(step(inputs, targets))
 
-    def _batch(self, batches: Iterator[Any]) -> tuple[Tensor, Tensor]:
-        """Return the next batch, of as many samples as all ranks have: a mean of means is theirs.
+    def _refuse_batch(self, batch: Iterable[Any]) -> NoReturn:
+        """Refuse a batch of the user's own data: it is none, or of other samples than it must be.
 
-        Raises: RuntimeError: data of the user's own has none or another.
+        Raises: RuntimeError: says what it is.
         """
-        batch: Any = next(batches, ())
-        found = [len(part) if isinstance(part, Tensor) else part for part in batch]
-        if found != 2 * [per_rank := self.batch_size // self.world.size]:
-            kinds = (str(n) if isinstance(n, int) else type(n).__name__ for n in found)
-            raise RuntimeError(
-                f"data={self.config.data['_target_']}: train_batches yields "
-                f"({', '.join(kinds)}) samples; it must yield tensors of {per_rank} inputs and "
-                f"{per_rank} targets, without end"
-            )
-        return cast(tuple[Tensor, Tensor], batch)
+        found = (str(len(p)) if isinstance(p, Tensor) else type(p).__name__ for p in batch)
+        (per_rank,) = self._samples
+        raise RuntimeError(
+            f"data={self.config.data['_target_']}: train_batches yields ({', '.join(found)}) "
+            f"samples; it must yield tensors of {per_rank} inputs and {per_rank} targets, without "
+            "end"
+        )
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Update the weights by a batch; return its loss, float32 [], NaN if a value is not finite.

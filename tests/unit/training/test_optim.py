@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lab.settings.config import ConfigError, load
 from lab.settings.optim import Schedule
 from lab.sync.refusals import require_piecewise
-from lab.training.optim import Optim
+from lab.training.optim import Optim, rate
 
 MINE = "tests.support.optimizers"
 
@@ -268,7 +268,7 @@ def test_others_are_refused_in_a_line(settings: tuple[str, ...], message: str) -
 
 def rates(steps: int = 104, **settings: Any) -> list[float]:
     schedule = Schedule(warmup_steps=4, **settings)
-    return [schedule.rate(0.1, step, total_steps=104) for step in range(steps + 1)]
+    return [rate(schedule, 0.1, step, total_steps=104) for step in range(steps + 1)]
 
 
 @pytest.mark.parametrize(

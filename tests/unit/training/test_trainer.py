@@ -1,7 +1,9 @@
-"""Losses on their way from a fake GPU to the host; clipping."""
+"""Losses on their way from a fake GPU to the host; clipping; batches."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,14 +105,20 @@ def test_a_rank_without_gradients_has_nothing_to_clip() -> None:
 def test_batches_of_other_sizes_would_weigh_samples_unequally(
     batches: list[Any], found: str
 ) -> None:
-    config = {"_target_": "mine.Data"}
     trainer: Any = SimpleNamespace(
-        batch_size=8, world=SimpleNamespace(size=2), config=SimpleNamespace(data=config)
+        config=SimpleNamespace(data={"_target_": "mine.Data"}),
+        clock=SimpleNamespace(phase=lambda _: nullcontext()),
+        graph=None,
+        train=lambda inputs, _targets: inputs,
+        losses=[],
+        _samples=(4,),
     )
+    trainer._refuse_batch = partial(Trainer._refuse_batch, trainer)
     line = (
         rf"^data=mine.Data: train_batches yields {found} samples; it must yield .* 4 inputs and 4"
     )
     with pytest.raises(RuntimeError, match=line):
-        Trainer._batch(trainer, iter(batches))
+        Trainer._step(trainer, iter(batches))
     good = torch.zeros(4), torch.zeros(4)
-    assert Trainer._batch(trainer, iter([good])) is good
+    Trainer._step(trainer, iter([good]))
+    assert trainer.losses == [good[0]]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lab.exchange.gate import BEFORE_UPDATES
+from lab.sync.base import BEFORE_UPDATES
 
 
 class Watching:
