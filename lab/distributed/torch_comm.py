@@ -6,12 +6,14 @@ import hashlib
 import mmap
 import os
 import tempfile
+import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +38,8 @@ REDUCE_SCATTER = "_reduce_scatter_base" if _OLD else "reduce_scatter_single"
 IN_MEMORY = "/dev/shm"  # files there are in memory alone
 TEXT_BYTES = 512  # of what a rank tells others
 CPU = torch.device("cpu")
-_made = Counter[tuple[int, ...]]()  # groups of these ranks, each of which has made as many
+_made = Counter[tuple[int, ...]]()  # groups, by this rank and the ranks in them
+_naming = threading.local()
 
 
 class Works(list[dist.Work]):
@@ -239,18 +242,30 @@ def group_of(
     in more or fewer, and ranks with unlike names wait for each other in vain. After
     destroy_process_group, a name would come again, with addresses of before in the store.
     """
-    _made[tuple(ranks)] += 1
-    name = f"lab-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}-{_made[tuple(ranks)]}"
-    c10d = cast(Any, distributed_c10d)  # private, as new_group takes no name
-    naming, c10d._process_group_name = c10d._process_group_name, lambda *_, **__: name
+    _let_threads_name_groups()
+    made = dist.get_rank(), *ranks
+    _made[made] += 1
+    _naming.name = f"lab-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}-{_made[made]}"
     try:
         group = dist.new_group(
             ranks, limit, backend, pg_options=options, use_local_synchronization=True
         )
     finally:
-        c10d._process_group_name = naming
+        _naming.name = ""
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
     return group
+
+
+@cache
+def _let_threads_name_groups() -> None:
+    """Have torch name a group by `_naming.name` in a thread that sets it: new_group takes none."""
+    c10d = cast(Any, distributed_c10d)
+    torchs = c10d._process_group_name
+
+    def name(*given: Any, **settings: Any) -> str:
+        return getattr(_naming, "name", "") or torchs(*given, **settings)
+
+    c10d._process_group_name = name
 
 
 def connect(
