@@ -38,7 +38,7 @@ REDUCE_SCATTER = "_reduce_scatter_base" if _OLD else "reduce_scatter_single"
 IN_MEMORY = "/dev/shm"  # files there are in memory alone
 TEXT_BYTES = 512  # of what a rank tells others
 CPU = torch.device("cpu")
-_made = Counter[tuple[int, ...]]()  # groups, by this rank and the ranks in them
+_num_groups = Counter[tuple[int, ...]]()  # that were made, by this rank and the ranks in them
 _naming = threading.local()
 
 
@@ -243,9 +243,10 @@ def group_of(
     destroy_process_group, a name would come again, with addresses of before in the store.
     """
     _let_threads_name_groups()
-    made = dist.get_rank(), *ranks
-    _made[made] += 1
-    _naming.name = f"lab-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}-{_made[made]}"
+    members = dist.get_rank(), *ranks
+    _num_groups[members] += 1
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    _naming.name = f"lab-{digest}-{_num_groups[members]}"
     try:
         group = dist.new_group(
             ranks, limit, backend, pg_options=options, use_local_synchronization=True

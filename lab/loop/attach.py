@@ -90,7 +90,7 @@ class LoopState(Checked, HookState):
                 "close() has ended this hook; wrap the model in a new DistributedDataParallel"
             )
         ddp: Any = self.ddp()
-        if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+        if ddp and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
             raise RuntimeError(
                 "ddp.join(divide_by_initial_world_size=False): gradients are divided by the number "
                 "of all ranks, also of those that have no more inputs; must be True"
@@ -144,7 +144,7 @@ class LoopState(Checked, HookState):
         All ranks must call this. DistributedDataParallel cannot forget a hook, so the module cannot
         run backward any more.
         """
-        self.retire()
+        self._outside.close()
         HookState.close(self)  # its worker ends before the groups
         Checked.close(self)
 
