@@ -152,7 +152,7 @@ class FSDPSync(LibrarySync):
         try:
             super().update(optimizer)
         except (RuntimeError, NotImplementedError) as error:
-            if "placement" not in str(error) and "DTensor" not in str(error):
+            if not any(word in str(error) for word in ("placement", "DTensor", "sharding")):
                 raise
             raise RuntimeError(
                 f"strategy=fsdp: {type(optimizer).__name__} cannot update sharded weights "

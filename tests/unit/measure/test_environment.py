@@ -88,6 +88,7 @@ def test_one_process_of_a_host_asks_nvidia_smi(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     monkeypatch.setattr(nvidia, "_smi", lambda *_: asked.append("once") or "")
     assert environment(1, asks_tools=False)["host_gpus"] is None and not asked
     assert environment(1)["host_gpus"] == [] and asked == ["once", "once"]

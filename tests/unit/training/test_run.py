@@ -152,7 +152,8 @@ def test_a_loss_of_several_numbers_is_named() -> None:
 def test_an_optimizer_that_cannot_update_shards_is_named() -> None:
     rprop = ("strategy=fsdp", "optim=torch.optim.Rprop", "optim.lr=0.01")
     (error,) = CREW.call(1, run_one_step, "Detached", True, *rprop)
-    assert error.startswith("strategy=fsdp: Rprop cannot update sharded weights (aten.")
+    assert error.startswith("strategy=fsdp: Rprop cannot update sharded weights (")
+    assert "aten." in error
 
 
 def test_an_evaluation_without_a_number_does_not_blame_gradients() -> None:
