@@ -45,6 +45,7 @@ class Form(NamedTuple):
     Attributes:
         reading: the place in READINGS of how a value is read.
         per_unit, unit_bytes: values of a unit of the payload, and its bytes.
+        even_bytes: of 16 values of a payload; a program of even rows begins at a multiple.
         num_levels: of the reading "levels".
         scales: float32 numbers in the header of a row.
         rows, units, width: of a tile; `width` values of a row are `units` of its payload.
@@ -56,6 +57,7 @@ class Form(NamedTuple):
     reading: int
     per_unit: int
     unit_bytes: int
+    even_bytes: int  # a field, because kernels of Triton 3.8 see no properties
     num_levels: int
     scales: int
     rows: int = 1
@@ -81,11 +83,6 @@ class Form(NamedTuple):
         registers = REGISTERS - SPARED * sums
         most = registers // (warps * WARP) if warps > 4 else None  # few threads need no limit
         return {"num_warps": warps, "maxnreg": most, "enable_fp_fusion": False}
-
-    @property
-    def even_bytes(self) -> int:
-        """Bytes of 16 values of a payload, of which a program of even rows begins at a multiple."""
-        return min(16, 16 // self.per_unit * self.unit_bytes)
 
     @property
     def shares_rows(self) -> bool:
@@ -117,7 +114,8 @@ class Triton:
 
     def __init__(self, reading: Reading) -> None:
         at = READINGS.index(reading.kind)
-        units = reading.per_unit, reading.unit_bytes
+        even_bytes = min(16, 16 // reading.per_unit * reading.unit_bytes)
+        units = reading.per_unit, reading.unit_bytes, even_bytes
         self._block = reading.block
         self._form = Form(at, *units, reading.num_levels, NUM_SCALES[at], span=SPAN)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from itertools import product
@@ -44,6 +46,13 @@ EVERY = [(name, arch, ()) for name in CASES for arch in ARCHITECTURES]
 WIDE = (("onebit", 90), ("int8", 90))  # those whose moves of wide words are counted
 # Of rows of 64, two scales are read for so few values that decoding them takes more instructions.
 LOOSER = {("onebit, short rows", DECODE): 30, ("float8", DECODE): 26}
+
+
+def test_constants_that_kernels_read_are_fields() -> None:
+    """Triton 3.8 turns a NamedTuple into a tuple of its own, which has no properties."""
+    gpu, gpu_kernels = (importlib.import_module(f"lab.codec.{x}") for x in ("gpu", "gpu_kernels"))
+    read = set(re.findall(r"FORM\.(\w+)", inspect.getsource(gpu_kernels)))
+    assert "per_unit" in read and read <= set(gpu.Form._fields)
 
 
 @pytest.mark.parametrize(
