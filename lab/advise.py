@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lab.advice.request import OF_PREDICTION, OwnSettings, read
+from lab.advice.request import OF_PREDICTION, AdviseSettings, read
 from lab.settings.command import Command, CommandLine, answers, show
 from lab.study.grid import WORLD_SIZE
 
@@ -23,7 +23,7 @@ cost model and work with the other settings, and numbers of ranks up to the hard
         "python -m lab.advise hardware=eth10g target=cost price_per_hour=12 price_of=node",
         "python -m lab.advise study=links fit=runs/links hardware=emulated_1gbit world_size=4",
     ),
-    OwnSettings,
+    AdviseSettings,
     runs=True,
     grid=(*OF_PREDICTION.values(), WORLD_SIZE),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lab.benchmarks.catalogue import BENCHES
-from lab.benchmarks.request import REFUSED, OwnSettings, hand_over, measure, read, was_asked
+from lab.benchmarks.request import REFUSED, BenchSettings, hand_over, measure, read, was_asked
 from lab.distributed.launcher import let_first_rank_report, run_as_process
 from lab.settings.command import Command, CommandLine, answers, show
 from lab.settings.errors import ConfigError, Failed
@@ -24,7 +24,7 @@ A benchmark compares the listed values of one setting, or sets of settings: a='.
         "python -m lab.bench footprint model=lenet optim=sgd,adamw memory_gb=12",
         "torchrun --nproc-per-node 2 -m lab.bench step strategy=onebit,bf16 model=alexnet_small",
     ),
-    OwnSettings,
+    BenchSettings,
     word="|".join(BENCHES),
     runs=True,
 )

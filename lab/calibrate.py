@@ -12,7 +12,7 @@ from lab.settings.fields import file_setting, parsed, setting, split
 
 
 @dataclass(frozen=True)
-class OwnSettings:
+class CalibrateSettings:
     """The settings of lab.calibrate beside a run's."""
 
     out: Path | None = file_setting(
@@ -36,7 +36,7 @@ exchange=A,B, the command measures its codec and checks the predicted times of i
         "python -m lab.calibrate world_size=4 cluster=emulated cluster.rate=1gbit out=gbit.yaml",
         "python -m lab.predict hardware=./mycluster.yaml world_size=16,64 strategy=overlap",
     ),
-    OwnSettings,
+    CalibrateSettings,
     runs=True,
 )
 
@@ -49,7 +49,7 @@ def main(line: CommandLine) -> int:
         0; 1 if a rank failed; 2 for a wrong setting; 130 after Ctrl-C.
     """
     texts, words = split(line.settings, ("out",))
-    out = parsed(OwnSettings, texts).out
+    out = parsed(CalibrateSettings, texts).out
     request = read(["calibrate", *words])
     if line.shows_settings:
         return show((variant.config for variant in request.variants), line.flags)

@@ -13,7 +13,7 @@ from lab.settings.storage import write_atomically
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExplainSettings:
     out: Path | None = file_setting(
         "FILE.txt or FILE.md for the text; null: no file", ".txt", ".md"
     )
@@ -29,7 +29,7 @@ Rules and thresholds: lab/diagnosis/rules.py and docs/slow_steps.md.""",
         "python -m lab.explain runs/demo",
         "python -m lab.explain runs/demo out=why.txt",
     ),
-    Settings,
+    ExplainSettings,
     word="STUDY[/CELL]",
 )
 
@@ -41,7 +41,7 @@ def main(line: CommandLine) -> int:
     Returns:
         0, or 2 after one line on stderr for a run that cannot be explained.
     """
-    out = own_settings(Settings, line.settings).out
+    out = own_settings(ExplainSettings, line.settings).out
     # Imported here: help and a wrong setting are answered before pandas loads.
     from lab.diagnosis.view import explained
 

@@ -12,7 +12,7 @@ from lab.settings.fields import own_settings, setting
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlotSettings:
     out: Path | None = setting(
         None, "folder to write to; null: STUDY/figures, or A+B for several studies"
     )
@@ -57,7 +57,7 @@ shown as one.""",
         "python -m lab.plot runs/demo target=0.9            time to 90 % accuracy",
         "WANDB_MODE=online python -m lab.plot runs/demo recorder=wandb",
     ),
-    Settings,
+    PlotSettings,
     word="STUDY[/CELL]",
     several=True,
 )
@@ -66,7 +66,7 @@ shown as one.""",
 @answers(COMMAND)
 def main(line: CommandLine) -> int:
     """Plot studies; the exit code is 2 for an input that cannot be plotted."""
-    own = own_settings(Settings, line.settings)
+    own = own_settings(PlotSettings, line.settings)
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.analysis.results import Sink, report
 

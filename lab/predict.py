@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lab.settings.command import Command, CommandLine, answers, show
-from lab.simulate.predict import OwnSettings, predicted, read
+from lab.simulate.predict import PredictSettings, predicted, read
 from lab.study.grid import WORLD_SIZE
 
 COMMAND = Command(
@@ -27,7 +27,7 @@ is used. hardware.KEY=... and profile.KEY=... change individual values.""",
         "python -m lab.predict study=kim2017 hardware=emulated_1gbit fit=runs/kim2017",
         "python -m lab.predict strategy=overlap world_size=4 batch_size=512 trace=step.json",
     ),
-    OwnSettings,
+    PredictSettings,
     runs=True,
     grid=(WORLD_SIZE,),
 )

@@ -13,7 +13,7 @@ from lab.settings.fields import fields_of, parsed, setting, split
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     """The settings of lab.profile_layers beside a run's."""
 
     out: Path | None = setting(
@@ -36,7 +36,7 @@ batch_size=16,32,64. A single batch size is measured together with a quarter of 
         "python -m lab.profile_layers model=alexnet data=synthetic 'data.shape=[3,224,224]' "
         "batch_size=256 precision=bf16",
     ),
-    Settings,
+    ProfileSettings,
     runs=True,
 )
 
@@ -48,8 +48,8 @@ def main(line: CommandLine) -> int:
     Returns:
         0; 2 for a wrong setting; 130 after Ctrl-C.
     """
-    texts, settings = split(line.settings, fields_of(Settings))
-    out = parsed(Settings, texts).out
+    texts, settings = split(line.settings, fields_of(ProfileSettings))
+    out = parsed(ProfileSettings, texts).out
     configs = read(settings)
     if line.shows_settings:
         return show(configs[:1], line.flags)

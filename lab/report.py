@@ -12,7 +12,7 @@ from lab.settings.fields import file_setting, own_settings
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReportSettings:
     out: Path | None = file_setting("FILE.html; null: report.html of the first study", ".html")
 
 
@@ -28,7 +28,7 @@ studies, it shows the differences. It also shows results of lab.bench (FILE.json
         "python -m lab.report runs/before runs/after out=change.html",
         "python -m lab.report runs/demo layers.json",
     ),
-    Settings,
+    ReportSettings,
     word="STUDY|FILE.json",
     several=True,
 )
@@ -37,7 +37,7 @@ studies, it shows the differences. It also shows results of lab.bench (FILE.json
 @answers(COMMAND)
 def main(line: CommandLine) -> int:
     """Write the page; the exit code is 2 for an input that cannot be shown."""
-    out = own_settings(Settings, line.settings).out
+    out = own_settings(ReportSettings, line.settings).out
     # Imported here: help and a wrong setting are answered before pandas and Altair load.
     from lab.web.page import parts_of, render, write
 

@@ -13,7 +13,7 @@ from lab.settings.files import read_file
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScoreSettings:
     hardware: str = setting("emulated_1gbit", "a file in conf/hardware, from which the fit starts")
     profile: str = setting("alexnet_titanx", "a file in conf/profile, for cells of a real model")
     config_dir: str | None = folder_setting("folder with further hardware/ and profile/ files")
@@ -34,7 +34,7 @@ the predictions for each source, with terms that are fitted only to the other so
         "python -m lab.score runs/links out=links.md           a page with every cell and a figure",
         "python -m lab.score published out=page.md             published speedups (a few minutes)",
     ),
-    Settings,
+    ScoreSettings,
     word="runs/STUDY|published",
 )
 
@@ -42,7 +42,7 @@ the predictions for each source, with terms that are fitted only to the other so
 @answers(COMMAND)
 def main(line: CommandLine) -> int:
     """Print the scores; write the page to `out=`. The exit code is 2 for bad input."""
-    own = own_settings(Settings, line.settings)
+    own = own_settings(ScoreSettings, line.settings)
     if line.word == "published":
         for word in line.settings:
             if word.partition("=")[0] in ("hardware", "profile", "config_dir"):

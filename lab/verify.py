@@ -15,7 +15,7 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class Settings:
+class VerifySettings:
     runs: Path | None = setting(
         None, "the study with the measured cells; with all, a folder of studies"
     )
@@ -34,7 +34,7 @@ COMMAND = Command(
         "python -m lab.verify zhao2016 benches=results         one device: results of lab.bench",
         "python -m lab.verify mlperf nccl_tests out=page.md    several papers on one page",
     ),
-    Settings,
+    VerifySettings,
     word="|".join([*choices_of("claims"), "FILE.yaml", ALL]),
     several=True,
 )
@@ -46,7 +46,7 @@ def main(line: CommandLine) -> int:
 
     Returns: 0 if no claim fails, by measurements or else predictions; 1; 2 for a wrong setting.
     """
-    own, words = own_settings(Settings, line.settings), line.words
+    own, words = own_settings(VerifySettings, line.settings), line.words
     out, folder = own.out, own.config_dir
     if ALL in words and (out or len(words) > 1):
         why = "it allows neither other papers nor out=; name the papers instead"

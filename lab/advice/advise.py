@@ -370,7 +370,7 @@ def limit(
 
 
 @dataclass(frozen=True)
-class Trial:
+class AccuracyTrial:
     """Test accuracy on digits, on two ranks and with default settings.
 
     Attributes:
@@ -388,22 +388,30 @@ class Trial:
         return f"{self.model} {self.percent} (allreduce {self.reference}, {seeds})"
 
 
-def _codec(mlp: float, lenet: float) -> tuple[Trial, ...]:
-    return Trial("MLP", 3, mlp, 96.39, CODECS), Trial("LeNet", 1, lenet, 97.22, CODECS)
+def _codec(mlp: float, lenet: float) -> tuple[AccuracyTrial, ...]:
+    return AccuracyTrial("MLP", 3, mlp, 96.39, CODECS), AccuracyTrial(
+        "LeNet", 1, lenet, 97.22, CODECS
+    )
 
 
 CHANGES = {"exchange", "sync", *PARTS}  # settings with which a strategy is another one
 # By strategy; a strategy that is not here has no recorded trial.
-TRIALS: dict[str, tuple[Trial, ...]] = {
-    "fp16": (Trial("LeNet", 1, 97.22, 97.22, CODECS),),
+TRIALS: dict[str, tuple[AccuracyTrial, ...]] = {
+    "fp16": (AccuracyTrial("LeNet", 1, 97.22, 97.22, CODECS),),
     "int8": _codec(96.39, 97.22),
-    "onebit": (Trial("MLP", 5, 96.56, 96.5, FEEDBACK),),
+    "onebit": (AccuracyTrial("MLP", 5, 96.56, 96.5, FEEDBACK),),
     "signsgd_ef": _codec(96.85, 96.39),
     "topk": _codec(95.74, 97.22),
     "randomk": _codec(95.0, 96.94),
     "powersgd": _codec(96.3, 97.22),
-    "local_sgd": (Trial("LeNet", 1, 97.2, 97.2, ROUNDS), Trial("MLP", 1, 96.4, 96.7, ROUNDS)),
-    "diloco": (Trial("LeNet", 1, 97.5, 97.2, ROUNDS), Trial("MLP", 1, 96.7, 96.7, ROUNDS)),
+    "local_sgd": (
+        AccuracyTrial("LeNet", 1, 97.2, 97.2, ROUNDS),
+        AccuracyTrial("MLP", 1, 96.4, 96.7, ROUNDS),
+    ),
+    "diloco": (
+        AccuracyTrial("LeNet", 1, 97.5, 97.2, ROUNDS),
+        AccuracyTrial("MLP", 1, 96.7, 96.7, ROUNDS),
+    ),
 }
 
 

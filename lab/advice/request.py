@@ -20,14 +20,14 @@ from lab.simulate import predict as prediction
 from lab.simulate.fsdp import Groups
 from lab.simulate.idle import OF_COMMANDS
 from lab.simulate.network import Network
-from lab.simulate.predict import Request, plain
+from lab.simulate.predict import PredictRequest, plain
 from lab.simulate.strategy import Strategy
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 from lab.sync.pattern import class_of
 
 # Settings of lab.predict that advice takes too.
-OF_PREDICTION = fields_of(prediction.OwnSettings)
+OF_PREDICTION = fields_of(prediction.PredictSettings)
 del OF_PREDICTION["trace"]
 UNITS = ("device", "node")
 BOUND = re.compile(r"efficiency>=(.+)")
@@ -39,7 +39,7 @@ FRAMEWORKS = ("RootUpdate", "DoubleBuffer")
 
 
 @dataclass(frozen=True)
-class OwnSettings:
+class AdviseSettings:
     """The settings of lab.advise beside those of lab.predict."""
 
     target: str = setting(
@@ -81,7 +81,7 @@ class Target:
     unit: str = "device"
 
     @classmethod
-    def of(cls, own: OwnSettings) -> Target:
+    def of(cls, own: AdviseSettings) -> Target:
         """Read a target as it is typed.
 
         Raises:
@@ -145,7 +145,7 @@ class Advice:
         knee, top: see OwnSettings.
     """
 
-    prediction: Request
+    prediction: PredictRequest
     target: Target
     knee: float
     top: int
@@ -161,14 +161,14 @@ def read(arguments: Sequence[str]) -> Advice:
     Raises:
         ConfigError: a setting is wrong.
     """
-    texts, run = split(arguments, fields_of(OwnSettings))
+    texts, run = split(arguments, fields_of(AdviseSettings))
     for argument in run:
         if argument.startswith("trace="):
             raise ConfigError(
                 f"{argument} has no effect in lab.advise; use lab.predict to write the "
                 "timeline of a cell"
             )
-    own = parsed(OwnSettings, texts)
+    own = parsed(AdviseSettings, texts)
     target, request = Target.of(own), _with_grid(run)
     keeps = _trains_together if "strategy" in _texts(run) else _divides_ranks
     kept = [keeps(request, cell) for cell in request.cells]
@@ -189,12 +189,12 @@ def read(arguments: Sequence[str]) -> Advice:
     return Advice(request, target, own.knee, own.top)
 
 
-def _read(run: Sequence[str]) -> Request:
+def _read(run: Sequence[str]) -> PredictRequest:
     """Read predictions; the commands that advice prints have settings of a training too."""
     return prediction.read(run, (*OF_COMMANDS, "precision=fp16"))  # which some strategies refuse
 
 
-def _with_grid(run: list[str]) -> Request:
+def _with_grid(run: list[str]) -> PredictRequest:
     given = _texts(run)
     if {"strategy", "world_size", "batch_size"} <= given.keys():
         return _read(run)
@@ -237,7 +237,7 @@ def _divides_batch(size: int, cell: Cell) -> bool:
     return weak or cell.config.batch_size % (size * cell.config.accumulate) == 0
 
 
-def _divides_ranks(request: Request, cell: Cell) -> bool:
+def _divides_ranks(request: PredictRequest, cell: Cell) -> bool:
     """Tell whether a cell's strategy can divide so many ranks among nodes as it wants."""
     strategy = Strategy.of(plain(cell.config))
     with suppress(ValueError):
@@ -247,7 +247,7 @@ def _divides_ranks(request: Request, cell: Cell) -> bool:
     return False
 
 
-def _trains_together(_: Request, cell: Cell) -> bool:
+def _trains_together(_: PredictRequest, cell: Cell) -> bool:
     """Tell whether a cell's ranks exchange anything: otherwise they train a model each."""
     try:
         return cell.world_size == 1 or Strategy.of(plain(cell.config)).exchanges
@@ -307,7 +307,7 @@ def _may_be_chosen(cell: Cell) -> bool:
     return class_of(settings) not in FRAMEWORKS and bool(strategy.pattern.legs)
 
 
-def _batches(first: Request, sizes: Sequence[int], accumulate: int) -> list[int]:
+def _batches(first: PredictRequest, sizes: Sequence[int], accumulate: int) -> list[int]:
     """Choose three batches: the profile's, that of all ranks together, and one in between.
 
     An estimated model has no batch of its own: ESTIMATED_BATCH stands for it.

@@ -20,9 +20,9 @@ from lab.analysis.places import (
     NOTE,
     REFERENCE,
     Lead,
+    MapPlace,
     Place,
     Summary,
-    Where,
     behind,
     columns_of,
     on_most_ranks,
@@ -166,7 +166,7 @@ def _forecast(group: Group, cell: Observation, name: str) -> Forecast:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LeadAnswer:
     """The lead at a place, as measured and as predicted.
 
     Attributes:
@@ -202,7 +202,7 @@ class Map:
         summaries: see lab.analysis.places.
     """
 
-    answers: tuple[Answer, ...]
+    answers: tuple[LeadAnswer, ...]
     floor: float
     summaries: dict[str, Summary]
 
@@ -214,11 +214,11 @@ def map_of(places: Sequence[Place], groups: Iterable[Group], floor: float) -> Ma
         places: of the study that the groups were read from.
         floor: its noise floor; NaN if unknown.
     """
-    cells: dict[Where, tuple[Group, list[Observation]]] = {}
+    cells: dict[MapPlace, tuple[Group, list[Observation]]] = {}
     for group in groups:
         for observed in scenarios(group):
             one = observed[0]
-            where = Where(one.profile.name, group.conditions, one.world_size, one.batch_size)
+            where = MapPlace(one.profile.name, group.conditions, one.world_size, one.batch_size)
             cells[where] = group, observed
     answers = []
     for place in places:
@@ -226,7 +226,7 @@ def map_of(places: Sequence[Place], groups: Iterable[Group], floor: float) -> Ma
         # Comparable are fixed strategies that were measured with one setting.
         comparable = [cell for cell in _single(observed) if cell.name in place.fixed()]
         if group and len(comparable) > 1:
-            answers.append(Answer(place, place.lead(floor), _predicted(group, comparable)))
+            answers.append(LeadAnswer(place, place.lead(floor), _predicted(group, comparable)))
     return Map(tuple(answers), floor, summaries([one.place for one in answers], floor))
 
 
@@ -246,7 +246,7 @@ def section(found: Map) -> list[str]:
         return []
     links = columns_of(one.place.where for one in found.answers)
 
-    def place_in_table(answer: Answer) -> tuple[str, int, int, int]:
+    def place_in_table(answer: LeadAnswer) -> tuple[str, int, int, int]:
         where = answer.place.where
         return where.model, where.world_size, where.batch_size, links.index(where.links)
 
@@ -367,7 +367,7 @@ def _summary_line(name: str, found: Summary) -> str:
     )
 
 
-def _agreement(answers: Sequence[Answer]) -> str:
+def _agreement(answers: Sequence[LeadAnswer]) -> str:
     best, agrees = (
         Interval.read(wilson(sum(flags), len(answers)))
         for flags in ([one.is_best for one in answers], [one.agrees for one in answers])
@@ -382,7 +382,7 @@ def _agreement(answers: Sequence[Answer]) -> str:
     )
 
 
-def _constant_lines(answers: Sequence[Answer]) -> list[str]:
+def _constant_lines(answers: Sequence[LeadAnswer]) -> list[str]:
     """Hold the predicted strategies, and those that choose as they run, to constant choices."""
     regrets = [
         {name: each.mid - 1 for name, each in behind(answer.place).items()} for answer in answers
@@ -398,7 +398,7 @@ def _constant_lines(answers: Sequence[Answer]) -> list[str]:
     return [f"- {verdict(who, constant_of(own, fixed))}" for who, own in taken.items()]
 
 
-def _map_row(found: Map, answer: Answer) -> list[str]:
+def _map_row(found: Map, answer: LeadAnswer) -> list[str]:
     place, measured, predicted = answer.place, answer.measured, answer.predicted
     least = 0.0 if math.isnan(found.floor) else found.floor
     return [
@@ -411,11 +411,11 @@ def _map_row(found: Map, answer: Answer) -> list[str]:
     ]
 
 
-def _where(where: Where) -> list[str]:
+def _where(where: MapPlace) -> list[str]:
     return [where.model, str(where.world_size), str(where.batch_size), where.links]
 
 
-def _place_text(where: Where) -> str:
+def _place_text(where: MapPlace) -> str:
     links = f" and {where.links}" if where.links else ""
     return f"{where.model} at batch size {where.batch_size}{links}"
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
 from lab.analysis.points import CEILING, Times, leaders_of, paired
-from lab.analysis.records import Cell
+from lab.analysis.records import RecordedCell
 from lab.cluster.settings import RATE, bits_per_s
 from lab.draw.chart import INK, LABEL_PX, LETTER, PALE_INK, WIDTH, Chart, alt, looks_of, order
 from lab.draw.text import in_words
@@ -41,7 +41,7 @@ WORDS = "split(replace(datum.label, regexp('cluster[.]|rate=', 'g'), ''), ' ')" 
 
 
 @dataclass(frozen=True)
-class Where:
+class MapPlace:
     """A place of the map.
 
     Attributes:
@@ -77,7 +77,7 @@ class Place:
     A strategy that was measured with several settings is as many: `priority sync.chunk_mb=4`.
     """
 
-    where: Where
+    where: MapPlace
     steps_s: Mapping[str, Times]
 
     def fixed(self) -> dict[str, Times]:
@@ -128,13 +128,13 @@ class Place:
         return UNKNOWN if is_noise or min(*first, *second) <= 0 else of_ratio(first, second)
 
 
-def places_of(cells: Iterable[Cell]) -> list[Place]:
+def places_of(cells: Iterable[RecordedCell]) -> list[Place]:
     """Collect the places at which several fixed strategies were measured, with any exchange.
 
     Runs with a transform train another model, and weak scaling has other batches on other numbers
     of ranks: both are left out.
     """
-    found: defaultdict[Where, dict[str, dict[Hashable, float]]] = defaultdict(dict)
+    found: defaultdict[MapPlace, dict[str, dict[Hashable, float]]] = defaultdict(dict)
     counted = [cell for cell in cells if _counts(cell)]
     for cell in sorted(counted, key=lambda cell: order(cell.series)):
         found[_where(cell)].setdefault(cell.series, {}).update(cell.paired_s)
@@ -142,16 +142,18 @@ def places_of(cells: Iterable[Cell]) -> list[Place]:
     return [place for place in places if len(place.fixed()) > 1]
 
 
-def _counts(cell: Cell) -> bool:
+def _counts(cell: RecordedCell) -> bool:
     timed = cell.status == "done" and cell.measure == "throughput" and cell.world_size > 1
     alike = cell.scaling == "strong" and not cell.transform
     return timed and alike and not math.isnan(cell.step_s)
 
 
-def _where(cell: Cell) -> Where:
+def _where(cell: RecordedCell) -> MapPlace:
     scaled = [f"{k}={v}" for k, v in cell.conditions.items() if k.startswith("model.")]
     model = cell.profile or cell.settings.get("model", "")
-    return Where(" ".join([model, *scaled]), cell.circumstances, cell.world_size, cell.batch_size)
+    return MapPlace(
+        " ".join([model, *scaled]), cell.circumstances, cell.world_size, cell.batch_size
+    )
 
 
 def _named(steps_s: Mapping[str, Times]) -> dict[str, Times]:
@@ -168,7 +170,7 @@ def on_most_ranks(places: Iterable[Place]) -> list[Place]:
     return [place for place in known if place.where.world_size == most]
 
 
-def columns_of(leads: Iterable[Where]) -> list[str]:
+def columns_of(leads: Iterable[MapPlace]) -> list[str]:
     """List the links of a map, slow ones first."""
     return sorted({where.links for where in leads}, key=lambda links: (_rate(links), links))
 
@@ -179,14 +181,14 @@ def _rate(links: str) -> float:
 
 
 @dataclass(frozen=True)
-class Compared:
+class StrategyPair:
     """Two strategies at one place.
 
     Attributes:
         step: ratio of their steps, paired by repeat. exposed: of their exposed exchange.
     """
 
-    where: Where
+    where: MapPlace
     names: tuple[str, str]
     step: Interval
     exposed: Interval
@@ -208,7 +210,7 @@ class Summary:
     exposed: Interval
     limit: float
     beyond: Interval
-    worst: Compared
+    worst: StrategyPair
 
 
 def behind(place: Place) -> dict[str, Interval]:
@@ -218,22 +220,24 @@ def behind(place: Place) -> dict[str, Interval]:
     return dict(sorted(found.items(), key=lambda item: item[1].mid))
 
 
-def against(places: Sequence[Place], name: str, other: str | None, floor: float) -> list[Compared]:
+def against(
+    places: Sequence[Place], name: str, other: str | None, floor: float
+) -> list[StrategyPair]:
     """Compare two strategies at each place where both were measured.
 
     Args:
         other: None: the fastest fixed one of each place.
     """
-    least, found = 0.0 if math.isnan(floor) else floor, list[Compared]()
+    least, found = 0.0 if math.isnan(floor) else floor, list[StrategyPair]()
     for place in places:
         names = name, other or place.fastest()
         if place.steps_s.keys() >= {*names}:
             exposed = place.exposed_ratio(*names, least)
-            found.append(Compared(place.where, names, place.ratio(*names), exposed))
+            found.append(StrategyPair(place.where, names, place.ratio(*names), exposed))
     return found
 
 
-def summary(compared: Sequence[Compared], limit: float) -> Summary | None:
+def summary(compared: Sequence[StrategyPair], limit: float) -> Summary | None:
     """Summarise over places; None without any."""
     if not compared:
         return None
@@ -260,7 +264,7 @@ def summaries(places: Sequence[Place], floor: float) -> dict[str, Summary]:
     return {name: each for name, each in found.items() if each}
 
 
-def map_of_strategies(cells: Iterable[Cell], floor: float, width: int = WIDTH) -> Chart:
+def map_of_strategies(cells: Iterable[RecordedCell], floor: float, width: int = WIDTH) -> Chart:
     """Chart which fixed strategy was the fastest, at a study's largest number of ranks.
 
     Raises:
@@ -281,8 +285,8 @@ def map_of_strategies(cells: Iterable[Cell], floor: float, width: int = WIDTH) -
 
 
 def map_of(
-    maps: Mapping[str, Mapping[Where, Lead]],
-    marked: Collection[tuple[str, Where]] = (),
+    maps: Mapping[str, Mapping[MapPlace, Lead]],
+    marked: Collection[tuple[str, MapPlace]] = (),
     width: int = 0,
 ) -> tuple[Any, int]:
     """Draw a place for each model, batch and links, in the colour of its fastest strategy.

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lab.analysis.records import CONTEXT, LENGTHS, Cell, Study, number
+from lab.analysis.records import CONTEXT, LENGTHS, RecordedCell, RecordedStudy, number
 from lab.draw.chart import order
 from lab.measure import PHASES
 from lab.measure.statistics import (
@@ -63,13 +63,13 @@ class Point:
         ceiling: the point that does the same work without any exchange.
     """
 
-    cells: tuple[Cell, ...]
+    cells: tuple[RecordedCell, ...]
     base: Point | None = None
     alone: Point | None = None
     ceiling: Point | None = None
 
     @property
-    def one(self) -> Cell:
+    def one(self) -> RecordedCell:
         """One cell, for properties that all share; a failed cell may lack some."""
         return self.cells[0]
 
@@ -113,7 +113,7 @@ class Point:
         work = one.scaling, one.fixed_batch_size, one.transform, one.profile
         return *work, *kept, *one.hosts.items()
 
-    def done(self, measure: str) -> dict[int, Cell]:
+    def done(self, measure: str) -> dict[int, RecordedCell]:
         """Map repeats to finished runs."""
         return {c.repeat: c for c in self.cells if c.status == "done" and c.measure == measure}
 
@@ -203,7 +203,7 @@ class Point:
         return other.steps_s if other else {}
 
     @property
-    def _every(self) -> list[Cell]:
+    def _every(self) -> list[RecordedCell]:
         return [*self.done("throughput").values(), *self.done("breakdown").values()]
 
     @property
@@ -245,7 +245,7 @@ class Point:
         }
 
 
-def table(study: Study, baseline: str | None = None) -> list[Point]:
+def table(study: RecordedStudy, baseline: str | None = None) -> list[Point]:
     """Return the points of a study, each with those that it is compared with, in reading order.
 
     Args:
@@ -280,9 +280,9 @@ def table(study: Study, baseline: str | None = None) -> list[Point]:
     ]
 
 
-def points_of(cells: Iterable[Cell]) -> list[Point]:
+def points_of(cells: Iterable[RecordedCell]) -> list[Point]:
     """Group cells by series, scaling, world size and batch, in reading order."""
-    groups: defaultdict[tuple[str, int, int, str], list[Cell]] = defaultdict(list)
+    groups: defaultdict[tuple[str, int, int, str], list[RecordedCell]] = defaultdict(list)
     for cell in cells:
         if cell.world_size and cell.fixed_batch_size:  # a run may fail before these are known
             key = (cell.scaling, cell.fixed_batch_size, cell.world_size, cell.series)

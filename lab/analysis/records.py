@@ -1,4 +1,4 @@
-"""Read the run directories of a study into one `Cell` per run, and tell its series apart."""
+"""Read the run directories of a study into one `RecordedCell` per run, and tell its series apart."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Differing = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Cell:
+class RecordedCell:
     """One run: its record, what tells it from others, and those of its values that many need.
 
     Of these, values that a run did not measure are NaN or empty, and `step_s` is the median alone.
@@ -131,7 +131,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Study:
+class RecordedStudy:
     """All cells of a study folder, or of several, and those whose record cannot be read.
 
     Attributes:
@@ -144,7 +144,7 @@ class Study:
 
     folder: Path
     name: str
-    cells: tuple[Cell, ...]
+    cells: tuple[RecordedCell, ...]
     missing: Mapping[str, str]
     labels: Mapping[Path, str] = field(default_factory=dict)
     machines: Mapping[str, str] = field(default_factory=dict)
@@ -178,7 +178,7 @@ def read_steps(path: Path) -> pd.DataFrame:
     return steps
 
 
-def commits_of(cells: Iterable[Cell]) -> tuple[str, ...]:
+def commits_of(cells: Iterable[RecordedCell]) -> tuple[str, ...]:
     """List the lab's commits that measured the finished cells; empty if one is not known."""
     commits = {cell.commit for cell in cells if cell.status == "done"}
     return () if "" in commits else tuple(sorted(commits))
@@ -190,7 +190,7 @@ def refuse_same(folders: Sequence[Path]) -> None:
         raise ValueError(f"{' '.join(map(str, folders))}: the same folder is given twice")
 
 
-def load_study(folder: Path, *more: Path) -> Study:
+def load_study(folder: Path, *more: Path) -> RecordedStudy:
     """Read every `record.json` one level below each folder, as one study.
 
     A sub-folder that holds neither a record nor the tables this package writes is a cell that
@@ -217,7 +217,7 @@ def load_study(folder: Path, *more: Path) -> Study:
     each_cell = zip(records.items(), identities, differing, strict=True)
     cells = tuple(_cell(*read, who, values, short) for read, who, values in each_cell)
     names = sorted({record.study or path.parent.name for path, record in records.items()})
-    study = Study(folder, ", ".join(names), cells, {}, labels, machines, usual)
+    study = RecordedStudy(folder, ", ".join(names), cells, {}, labels, machines, usual)
     _refuse_copies(study)
     return replace(study, missing={study.name_of(path): why for path, why in missing.items()})
 
@@ -260,9 +260,9 @@ def _flaw(record: Record) -> str:
     return next((f"{key}={values[key]:g}: must be above 0 and finite" for key in wrong), "")
 
 
-def _refuse_copies(study: Study) -> None:
+def _refuse_copies(study: RecordedStudy) -> None:
     """Refuse runs that cannot be told apart: which of them counts would be chance."""
-    seen: dict[tuple[Any, ...], Cell] = {}
+    seen: dict[tuple[Any, ...], RecordedCell] = {}
     for cell in (cell for cell in study.cells if cell.status == "done"):
         point = cell.series, cell.scaling, cell.batch_size, cell.world_size
         other = seen.setdefault((*point, cell.measure, cell.repeat), cell)
@@ -280,9 +280,9 @@ def _cell(
     who: Identity,
     differing: Mapping[str, str],
     labels: Mapping[tuple[str, ...], str],
-) -> Cell:
+) -> RecordedCell:
     series = series_of(record.strategy, differing)
-    return Cell(
+    return RecordedCell(
         folder=folder,
         record=record,
         commit="" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",

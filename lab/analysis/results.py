@@ -23,7 +23,7 @@ from lab.analysis.points import (
     table,
     together,
 )
-from lab.analysis.records import Study, load_study, read_steps
+from lab.analysis.records import RecordedStudy, load_study, read_steps
 from lab.analysis.runs import convergence, own_work, own_work_of_ranks, timeline_of_step
 from lab.analysis.summary import (
     records_table,
@@ -62,7 +62,7 @@ class Results:
         study: the runs, and the reasons why other runs cannot be read.
     """
 
-    def __init__(self, study: Study, baseline: str | None = None) -> None:
+    def __init__(self, study: RecordedStudy, baseline: str | None = None) -> None:
         self.study, self._baseline = study, baseline
 
     @cached_property
@@ -358,7 +358,7 @@ def _timeline(cell: Path, width: int) -> Chart:
     return timeline_of_step(read_trace(cell / TIMELINE).typical_step(), width)
 
 
-def _folder_of(study: Study) -> Path:
+def _folder_of(study: RecordedStudy) -> Path:
     """Return the folder for figures; those of several studies must not replace those of one."""
     if not study.labels:
         return study.folder / "figures"

@@ -12,7 +12,7 @@ import pandas as pd
 
 from lab.analysis.charts import PHASE_LOOKS, Frame, Looks, NothingToDraw, batch_name
 from lab.analysis.points import CEILING
-from lab.analysis.records import Cell
+from lab.analysis.records import RecordedCell
 from lab.draw.chart import INK, LABEL_PX, LETTER, ORANGE, WIDTH, Chart, alt
 from lab.draw.plots import Axis, bars, fitted, joined, legend_columns, lines, round_values
 from lab.draw.text import number_of, short_text
@@ -50,7 +50,9 @@ OWN_COLOURS = {
 }
 
 
-def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = WIDTH) -> Chart:
+def convergence(
+    cells: Iterable[RecordedCell], scaling: str, looks: Looks, width: int = WIDTH
+) -> Chart:
     """Chart training loss and a test metric against steps and seconds, one run per series.
 
     The point is the one with the most ranks, and of those the largest batch; the run is its
@@ -99,7 +101,9 @@ def convergence(cells: Iterable[Cell], scaling: str, looks: Looks, width: int = 
     )
 
 
-def _representatives(cells: Sequence[Cell], scaling: str, looks: Looks) -> list[Cell]:
+def _representatives(
+    cells: Sequence[RecordedCell], scaling: str, looks: Looks
+) -> list[RecordedCell]:
     done = [
         cell
         for cell in cells
@@ -117,7 +121,7 @@ def _representatives(cells: Sequence[Cell], scaling: str, looks: Looks) -> list[
     return [first[name] for name in looks if name in first]
 
 
-def _losses(cell: Cell) -> Frame:
+def _losses(cell: RecordedCell) -> Frame:
     """Average over ranks, smooth by a running mean, and thin to at most `NUM_DRAWN` points."""
     steps = cell.steps()
     if steps is None or bool(np.isnan(steps["loss"].to_numpy(float)).all()):
@@ -129,7 +133,7 @@ def _losses(cell: Cell) -> Frame:
     return thin.rename(columns={"end_s": "seconds", "loss": "value"})
 
 
-def _evaluated(cell: Cell, metric: str, factor: float) -> Frame:
+def _evaluated(cell: RecordedCell, metric: str, factor: float) -> Frame:
     rows = [e for e in cell.record.evaluations if e.get(metric) is not None]
     table = pd.DataFrame(rows, columns=["step", "seconds", metric])
     return table.assign(value=factor * table[metric].astype(float))

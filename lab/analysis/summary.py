@@ -26,7 +26,7 @@ from lab.analysis.points import (
     leaders,
     together,
 )
-from lab.analysis.records import Cell, Study
+from lab.analysis.records import RecordedCell, RecordedStudy
 from lab.draw.text import short_text
 from lab.measure.statistics import ENOUGH_REPEATS, UNKNOWN, Interval, of_level, student
 from lab.settings.names import flat
@@ -65,7 +65,7 @@ def write_records(table: pd.DataFrame, out: Path) -> None:
     write_atomically(out / "records.parquet", partial(table.to_parquet, index=False))
 
 
-def records_table(study: Study) -> pd.DataFrame:
+def records_table(study: RecordedStudy) -> pd.DataFrame:
     """Return a row per cell: its folder, its series, and each value of its record.
 
     A column is named by the value's dotted key (`step_s.median`, `settings.optim.lr`). Lists, such
@@ -107,7 +107,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def text(points: Sequence[Point], study: Study, floor: float = math.nan) -> str:
+def text(points: Sequence[Point], study: RecordedStudy, floor: float = math.nan) -> str:
     """Write the table, the leaders at each point, and the failures.
 
     Args:
@@ -205,7 +205,7 @@ def target_table(points: Iterable[Point], target: float) -> str:
     return "\n".join([title, pd.DataFrame(lines).to_string(index=False)]) if lines else ""
 
 
-def _first(run: Cell, metric: str, target: float) -> tuple[float, int] | None:
+def _first(run: RecordedCell, metric: str, target: float) -> tuple[float, int] | None:
     """Return seconds and step of the first evaluation that reached the target."""
     for evaluation in run.record.evaluations:
         value, seconds, step = (evaluation.get(key) for key in (metric, "seconds", "step"))

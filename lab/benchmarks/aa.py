@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from lab.benchmarks import harness, present
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.benchmarks.step import in_order
 from lab.distributed.world import World
 from lab.draw.chart import looks_of
@@ -30,7 +30,7 @@ BESIDE = {STEP: -0.6, WALL: 0.6, WITHIN: 0.0}  # of its level a mark is drawn, i
 
 
 @harness.on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Measure `pairs` pairs of each variant in one start, one pair after another."""
     seed, numbers = request.own["order_seed"], range(request.own["pairs"])
     found: dict[str, Any] = {}

@@ -38,7 +38,7 @@ from lab.benchmarks import compute, host
 from lab.benchmarks.catalogue import NUM_RANKS
 from lab.benchmarks.collective import (
     LIBRARY,
-    Candidate,
+    CollectiveCandidate,
     axis_of,
     make_candidates,
     measure_size,
@@ -57,7 +57,7 @@ from lab.benchmarks.present import (
     text_of,
     write,
 )
-from lab.benchmarks.request import Request, read
+from lab.benchmarks.request import BenchRequest, read
 from lab.benchmarks.straggler import trained
 from lab.cluster.settings import EMULATION
 from lab.distributed.launcher import Nodes, is_first_rank
@@ -74,7 +74,7 @@ from lab.settings.errors import ConfigError, as_config_error
 from lab.settings.files import read_file
 from lab.settings.storage import write_text
 from lab.simulate import calibration
-from lab.simulate.calibration import Place
+from lab.simulate.calibration import CalibratedRanks
 from lab.simulate.costs import stages_of
 from lab.simulate.hardware import parse
 from lab.simulate.network import Network
@@ -108,7 +108,7 @@ TERMS = (  # of the page
 T = TypeVar("T")
 
 
-def measure(request: Request) -> dict[str, Any] | None:
+def measure(request: BenchRequest) -> dict[str, Any] | None:
     """Measure all parts, and return the hardware and the predictions that it makes.
 
     Raises:
@@ -130,13 +130,14 @@ def measure(request: Request) -> dict[str, Any] | None:
         return _concluded(request, world, found, host_s) if world.rank == 0 else None
 
 
-def _measured(request: Request, world: World, seconds: float) -> dict[str, Any]:
+def _measured(request: BenchRequest, world: World, seconds: float) -> dict[str, Any]:
     """Measure everything that takes all ranks."""
     groups = groups_of(world.comm.nodes)
     share_s = COLLECTIVES_SHARE * seconds / len(groups)
     measure = partial(_collectives, request, share_s)
     places = [
-        Place(link, len(members), _among(members, world, measure) or []) for link, members in groups
+        CalibratedRanks(link, len(members), _among(members, world, measure) or [])
+        for link, members in groups
     ]
     size, all_reduce_s = json.loads(world.broadcast_text(json.dumps(largest(places))))
     contended = compute.contention(world, size, all_reduce_s)
@@ -215,13 +216,13 @@ def part_of(world: World, members: Sequence[int]) -> World | None:
     return replace(world, place=place, comm=comm, control=control, store=store)
 
 
-def _candidates(request: Request, world: World) -> list[Candidate]:
+def _candidates(request: BenchRequest, world: World) -> list[CollectiveCandidate]:
     """Make what is measured. ConfigError: an exchange does not average, or cannot run here."""
     exchanges = {each.label: build(each.config.exchange) for each in request.variants}
     return make_candidates(exchanges, world.comm)
 
 
-def _collectives(request: Request, seconds: float, world: World) -> list[dict[str, Any]]:
+def _collectives(request: BenchRequest, seconds: float, world: World) -> list[dict[str, Any]]:
     """Measure collectives of growing size until the time is over, at least of FEWEST_SIZES."""
     candidates = _candidates(request, world)
     sizes, until = SIZES[world.device.type], time.perf_counter() + seconds
@@ -238,7 +239,7 @@ def _collectives(request: Request, seconds: float, world: World) -> list[dict[st
     return rows
 
 
-def largest(places: Sequence[Place]) -> tuple[int, float]:
+def largest(places: Sequence[CalibratedRanks]) -> tuple[int, float]:
     """Return the bytes and the seconds of the largest all-reduce of the library, of most ranks."""
     rows = [row for row in places[-1].rows if row["algorithm"] == LIBRARY]
     return (rows[-1]["size_bytes"], rows[-1]["time_s"]["median"]) if rows else (0, 0.0)
@@ -281,7 +282,7 @@ def _less(first: IntervalJson, second: IntervalJson, count: float) -> IntervalJs
     }
 
 
-def _with_steps(request: Request, num_bytes: float) -> dict[str, DictConfig]:
+def _with_steps(request: BenchRequest, num_bytes: float) -> dict[str, DictConfig]:
     """Return settings of the steps to check by name: `none`, and exchanges after and in backward.
 
     Args:
@@ -325,7 +326,7 @@ def _steps(configs: dict[str, DictConfig], seconds: float, world: World) -> list
 
 
 def _concluded(
-    request: Request, world: World, found: dict[str, Any], host_s: dict[str, IntervalJson]
+    request: BenchRequest, world: World, found: dict[str, Any], host_s: dict[str, IntervalJson]
 ) -> dict[str, Any]:
     """Make the hardware of what was measured, and compare its predictions with the rest."""
     names = {each.label: plain(each.config.exchange) for each in request.variants}

@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 
 from lab.benchmarks import harness
 from lab.benchmarks.present import Column, intervals, medians, on_ranks_of, text
-from lab.benchmarks.request import Request
-from lab.certificate.check import Check
+from lab.benchmarks.request import BenchRequest
+from lab.certificate.check import CertificateCheck
 from lab.certificate.examination import NUM_EXCHANGES
 from lab.distributed.world import World
 from lab.settings.config import ConfigError
@@ -21,7 +21,7 @@ NEVER_ENDS = 10**9  # steps of the run: it ends when the rounds do
 
 
 @harness.on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Time the steps that a check looks at, with it and without it, in turns."""
     rows, num_rounds = [], request.own["rounds"]
     for variant, joined in zip(request.variants, harness.worlds_of(request, world), strict=True):
@@ -58,14 +58,14 @@ def _in_turns(
         align()
         began = time.perf_counter()
         wants = checked and first_check(config, trainer.model, trainer.sync, world)
-        check = wants or Check()
+        check = wants or CertificateCheck()
         _steps(parts, check)
         took_s = time.perf_counter() - began
         if check.certificate:
             said.append(check.certificate.line)
         return took_s
 
-    _steps(parts, Check())  # warms up, and plans the buckets
+    _steps(parts, CertificateCheck())  # warms up, and plans the buckets
     takes = [partial(seconds, False), partial(seconds, True)]
     own_s = harness.take_turns(takes, num_rounds, shows=world.rank == 0)
     if not said or "not checked, because" in said[-1]:
@@ -74,7 +74,7 @@ def _in_turns(
     return plain_s, checked_s, said[-1]
 
 
-def _steps(parts: Assembly, check: Check) -> None:
+def _steps(parts: Assembly, check: CertificateCheck) -> None:
     """Make the steps that a check looks at, and wait for the device."""
     trainer = parts.trainer
     trainer.check = check

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lab.benchmarks import harness, present
 from lab.benchmarks.catalogue import NUM_VALUES, VALUE_BYTES
-from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec, Make, definition_of, maker
-from lab.benchmarks.request import Request
+from lab.benchmarks.compressors import CODECS, IN_TORCH, Compressor, Make, definition_of, maker
+from lab.benchmarks.request import BenchRequest
 from lab.codec import build
 from lab.codec.base import Reference
 from lab.codec.codecs import OneBit
@@ -34,7 +34,7 @@ COLOURS = {"encode, with any residual": BLUE, "reduce": GREEN, "decode": ORANGE}
 
 
 @dataclass
-class Operation:
+class TimedOperation:
     """A timed operation, its times, and those of the memory-bound reference next to it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Operation:
         return self.call_s[-1]
 
 
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: BenchRequest) -> dict[str, Any]:
     settings, wanted = request.own, request.config.device
     names = settings["codec"] or list(CODECS)
     makes = {name: maker(name) for name in names}
@@ -109,9 +109,9 @@ def _measure_all(
         calls = partial(codec.encode, gradient, residual), partial(codec.decode, out)
         for kind, call, passes in zip(("encode", "decode"), calls, codec.passes, strict=True):
             moved = passes * VALUE_BYTES * gradient.numel() + codec.payload_bytes
-            operations.append(Operation(name, kind, call, moved, together))
+            operations.append(TimedOperation(name, kind, call, moved, together))
         if reduction := codec.reduction():
-            operations.insert(-1, Operation(name, "reduce", *reduction, together))
+            operations.insert(-1, TimedOperation(name, "reduce", *reduction, together))
     against, reference_bytes, run = _reference(gradient, residual, out)
     takes = [partial(operation.take_turn, run, device) for operation in operations]
     harness.take_turns(takes, num_rounds, wants=harness.within(BUDGET_S / together, FEWEST_ROUNDS))
@@ -127,7 +127,7 @@ def _measure_all(
 
 
 def count_wrong(
-    codec: Codec, gradient: Tensor, residual: Tensor, definition: Codec | None = None
+    codec: Compressor, gradient: Tensor, residual: Tensor, definition: Compressor | None = None
 ) -> int:
     """Count the values that are wrong after one encode and decode.
 
@@ -169,7 +169,7 @@ def _reference(a: Tensor, b: Tensor, c: Tensor) -> tuple[str, int, Callable[[], 
 
 
 def _row(
-    operation: Operation, reference_bytes: int, payload_bytes: int, num_values: int
+    operation: TimedOperation, reference_bytes: int, payload_bytes: int, num_values: int
 ) -> dict[str, Any]:
     taken, memory = operation.call_s, operation.reference_s
     share = operation.moved_bytes / reference_bytes
@@ -184,7 +184,9 @@ def _row(
     }
 
 
-def _over_torch(operation: Operation, operations: list[Operation]) -> dict[str, Any] | None:
+def _over_torch(
+    operation: TimedOperation, operations: list[TimedOperation]
+) -> dict[str, Any] | None:
     """Return how many times faster an operation is than plain torch's of the same rounds."""
     for other in operations:
         if (other.codec, other.name) == (operation.codec + IN_TORCH, operation.name):

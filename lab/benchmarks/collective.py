@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lab.benchmarks import harness, present
 from lab.benchmarks.catalogue import VALUE_BYTES, size_name
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.distributed.comm import Comm
 from lab.distributed.launcher import Nodes
 from lab.distributed.world import World
@@ -50,7 +50,7 @@ LARGEST_SUM = 256  # whole numbers up to this are exact even in bfloat16
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CollectiveCandidate:
     """An operation on each rank's tensor, float32 [num_values].
 
     Attributes:
@@ -64,7 +64,7 @@ class Candidate:
 
 
 @harness.on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     exchanges = {v.label: build(v.config.exchange) for v in request.variants}
     candidates = make_candidates(exchanges, world.comm)
     found = by_size(request, world, partial(measure_size, candidates=candidates))
@@ -72,7 +72,9 @@ def measure(request: Request, world: World) -> dict[str, Any]:
 
 
 def by_size(
-    request: Request, world: World, measure_size: Callable[[int, World, int], list[dict[str, Any]]]
+    request: BenchRequest,
+    world: World,
+    measure_size: Callable[[int, World, int], list[dict[str, Any]]],
 ) -> dict[str, Any]:
     """Collect the rows of each size; `measure_size` gets it, the world and the rounds."""
     num_rounds = request.own["rounds"]
@@ -81,7 +83,7 @@ def by_size(
     return {"rows": rows, "num_rounds": num_rounds}
 
 
-def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidate]:
+def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[CollectiveCandidate]:
     """List the library's all-reduce, then the others, and a plain send and recv.
 
     Raises:
@@ -98,16 +100,18 @@ def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidat
         except ValueError as error:
             raise ConfigError(f"exchange={label}: {str(error).partition(': ')[2]}") from None
     candidates = [
-        Candidate(label, _averaging(exchange), _result_of(exchange))
+        CollectiveCandidate(label, _averaging(exchange), _result_of(exchange))
         for label, exchange in {LIBRARY: AllReduce(), **exchanges}.items()
     ]
     if not comm.no_send_recv:
-        candidates.append(Candidate(SEND_RECV, _send_recv, partial(_of_sender, comm.nodes)))
+        candidates.append(
+            CollectiveCandidate(SEND_RECV, _send_recv, partial(_of_sender, comm.nodes))
+        )
     return candidates
 
 
 def measure_size(
-    size: int, world: World, num_rounds: int, candidates: list[Candidate]
+    size: int, world: World, num_rounds: int, candidates: list[CollectiveCandidate]
 ) -> list[dict[str, Any]]:
     """Measure a row for each candidate at tensors of `size` bytes; all ranks call it together."""
     flat = torch.empty(size // VALUE_BYTES, device=world.device)
@@ -135,7 +139,7 @@ def calls_together(size: int, world: World) -> int:
     return max(1, min(harness.NUM_CALLS, most))
 
 
-def count_wrong(candidate: Candidate, flat: Tensor, rank: int, comm: Comm) -> int:
+def count_wrong(candidate: CollectiveCandidate, flat: Tensor, rank: int, comm: Comm) -> int:
     """Count the values of this rank that are wrong after one call on fresh values.
 
     Values are whole numbers times the number of ranks, drawn for each rank, so that the mean is

@@ -32,7 +32,7 @@ NUM_MESSAGES = 8  # that a reduction adds up, each of a share of the rows, as on
 IN_TORCH = "_reference"  # ends the name of a codec's definition in plain torch
 
 
-class Codec(ABC):
+class Compressor(ABC):
     """A codec under test. It keeps its message between encode and decode.
 
     Attributes:
@@ -69,7 +69,7 @@ class Codec(ABC):
         return [], []
 
 
-class Messages(Codec):
+class LabCompressor(Compressor):
     """A codec of the lab, by its fastest kernels or by its definition, for one matrix.
 
     Args:
@@ -123,7 +123,7 @@ class Messages(Codec):
         return payloads, headers
 
 
-class TopKMessages(Messages):
+class TopKMessages(LabCompressor):
     """Top-k: which of equal magnitudes are sent is not defined."""
 
     def parts(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -132,11 +132,11 @@ class TopKMessages(Messages):
         return [each.abs().sort().values.view(torch.uint8) for each in values], headers
 
 
-class RandomKCodec(Codec):
+class RandomKCodec(Compressor):
     """The codec of random-k, for one tensor."""
 
     def __init__(self, in_torch: bool, rows: int, columns: int, device: torch.device) -> None:
-        self.kernels = randomk.Reference() if in_torch else randomk.kernels(device)
+        self.kernels = randomk.RandomKReference() if in_torch else randomk.kernels(device)
         sent = num_sent((rows * columns,), RANDOMK_RATIO)
         self.draws = Draws([rows * columns], [sent], [0])
         self.values, self.probe = torch.zeros(sent, device=device), torch.zeros((), device=device)
@@ -153,11 +153,13 @@ class RandomKCodec(Codec):
         return [self.values.view(torch.uint8)], [self.probe]
 
 
-class PowerSGDCodec(Codec):
+class PowerSGDCodec(Compressor):
     """PowerSGD's products on one rank, with the orthogonalisation between them."""
 
     def __init__(self, in_torch: bool, rows: int, columns: int, device: torch.device) -> None:
-        self.kernels = powersgd.Reference() if in_torch else powersgd.factor_kernels(device, RANK)
+        self.kernels = (
+            powersgd.LowRankReference() if in_torch else powersgd.factor_kernels(device, RANK)
+        )
         self.factors = Factors([(0, rows, columns, RANK)])
         self.p = torch.zeros(rows, RANK, device=device)
         generator = torch.Generator().manual_seed(0)
@@ -174,7 +176,7 @@ class PowerSGDCodec(Codec):
         self.kernels.rebuild(self.factors, self.p, self.q, out)
 
 
-class CastCodec(Codec):
+class CastCodec(Compressor):
     """A cast to 16 bits, into memory that is kept as in AllReduce, or into fresh memory."""
 
     passes, feedback = (1, 1), False
@@ -199,7 +201,7 @@ class CastCodec(Codec):
         return [self.wire.view(torch.uint8)], []
 
 
-class GraceLike(Codec):
+class GraceLike(Compressor):
     """GRACE's `onebit` with its residual memory (H. Xu et al., ICDCS 2021; grace_dl, torch).
 
     The sign of each value travels as one uint8, with the means of both sides. (GRACE's decoder for
@@ -233,7 +235,7 @@ def _mean_of(values: Tensor, chosen: Tensor) -> Tensor:
     return total / count if count > 0 else total  # the host waits for the device here
 
 
-class DeepSpeedLike(Codec):
+class DeepSpeedLike(Compressor):
     """The compression of DeepSpeed's 1-bit Adam (H. Tang et al., ICML 2021), one worker's part.
 
     Signs, 0 counted as +, times one scale for the whole tensor: its root mean square. Signs are
@@ -260,15 +262,17 @@ class DeepSpeedLike(Codec):
         out.view(-1).add_(signs * self.scale)
 
 
-Make = Callable[[int, int, torch.device], Codec]  # of rows, columns and device
+Make = Callable[[int, int, torch.device], Compressor]  # of rows, columns and device
 
 
-def _both(name: str, make: Callable[..., Codec], codec: Any, reference: Any) -> dict[str, Make]:
+def _both(
+    name: str, make: Callable[..., Compressor], codec: Any, reference: Any
+) -> dict[str, Make]:
     return {name: partial(make, codec), name + IN_TORCH: partial(make, reference)}
 
 
 def _messages(
-    name: str, codec: RowCodec, make: type[Messages] = Messages, **settings: bool
+    name: str, codec: RowCodec, make: type[LabCompressor] = LabCompressor, **settings: bool
 ) -> dict[str, Make]:
     return _both(name, partial(make, codec, **settings), False, True)
 
@@ -306,7 +310,7 @@ def maker(name: str) -> Make:
     codec = kind()
     with as_config_error():
         require_sound(codec, keeps=False)
-    return partial(Messages, codec, False)
+    return partial(LabCompressor, codec, False)
 
 
 def definition_of(name: str) -> Make | None:

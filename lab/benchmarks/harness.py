@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from lab.benchmarks.present import IntervalJson
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.certificate.traffic import namespace, sent_bytes
 from lab.cluster.network import INTERFACE
 from lab.cluster.settings import EMULATION
@@ -67,8 +67,8 @@ def joined(config: DictConfig, threads: int | None = None) -> Iterator[World]:
 
 
 def on_ranks(
-    measure: Callable[[Request, World], dict[str, Any]], names_ranks: bool = True
-) -> Callable[[Request], dict[str, Any] | None]:
+    measure: Callable[[BenchRequest, World], dict[str, Any]], names_ranks: bool = True
+) -> Callable[[BenchRequest], dict[str, Any] | None]:
     """Let all ranks join the world of the first variant before they measure, and leave afterwards.
 
     Args:
@@ -80,7 +80,7 @@ def on_ranks(
     """
 
     @wraps(measure)
-    def measure_jointly(request: Request) -> dict[str, Any] | None:
+    def measure_jointly(request: BenchRequest) -> dict[str, Any] | None:
         configs = [variant.config for variant in request.variants]
         threads = request.own.get("threads")
         with joined(configs[0], threads) as world, _compiling_each(configs):
@@ -113,7 +113,7 @@ def _compiling_each(configs: Sequence[DictConfig]) -> Iterator[None]:
         yield
 
 
-def worlds_of(request: Request, first: World) -> list[World]:
+def worlds_of(request: BenchRequest, first: World) -> list[World]:
     """Return the world of each variant, `first` and others, perhaps over other comms."""
     return [first, *(join(variant.config) for variant in request.variants[1:])]
 

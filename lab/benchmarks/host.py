@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.benchmarks import harness, present
-from lab.benchmarks.request import Request, Variant
+from lab.benchmarks.request import BenchRequest, Variant
 from lab.codec import kernels
 from lab.distributed.comm import Collective
 from lab.distributed.torch_comm import TorchComm
@@ -50,7 +50,7 @@ DDP, BUCKET_MB = "DDP, gradients as views", 25.0  # torch's own size of a bucket
 Step = Callable[[], None]
 
 
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: BenchRequest) -> dict[str, Any]:
     """Measure all variants in turns, each beside a backward alone, and torch's DDP.
 
     The order in which variants are built is drawn by `order_seed`.

@@ -11,9 +11,9 @@ import torch
 
 from lab.benchmarks.harness import difference, middle, on_ranks, ratio
 from lab.benchmarks.present import Column, intervals, medians, on_ranks_of, text
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.benchmarks.step import in_turns
-from lab.distributed.comm import Done
+from lab.distributed.comm import Completed
 from lab.distributed.world import World
 from lab.draw.text import number_of
 from lab.measure import PHASES
@@ -26,7 +26,7 @@ EMPTY_STEPS = 2000
 
 
 @on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Measure steps with what the host does between them, as the clock also works there.
 
     On GPUs, which the host runs ahead of, steps alone.
@@ -53,9 +53,9 @@ def _empty_step_s(own: bool, num_buckets: int) -> float:
     """Return the seconds of processor time for a step without work, with `num_buckets`."""
     clock = Clock(torch.device("cpu"), breakdown=False, own=own)
 
-    def job() -> Iterator[Done]:
+    def job() -> Iterator[Completed]:
         for _ in range(STAGES):
-            yield Done()
+            yield Completed()
 
     began = time.thread_time()
     for _ in range(EMPTY_STEPS):

@@ -14,7 +14,7 @@ import torch
 
 from lab.benchmarks import present
 from lab.benchmarks.harness import middle, on_ranks
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.benchmarks.step import BASELINE, warm_up
 from lab.distributed.replicas import local
 from lab.distributed.world import World
@@ -34,7 +34,7 @@ MB = 1e-6
 
 
 @on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     if len(request.variants) > 1:
         raise ConfigError(
             "memory: lab.bench must start new ranks for each strategy; leave the launcher out, as "

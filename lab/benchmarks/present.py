@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.catalogue import BENCHES
-from lab.benchmarks.request import Request, module_of
+from lab.benchmarks.request import BenchRequest, module_of
 from lab.draw.chart import Chart
 from lab.draw.text import aligned, number_of, short_text
 from lab.measure.statistics import Interval, jointly
@@ -37,7 +37,7 @@ IntervalJson = dict[str, float | None]  # median, low, high
 Drawn = tuple[str, list[str], tuple[Any, int]]
 
 
-def present(request: Request, measured: Result) -> bool:
+def present(request: BenchRequest, measured: Result) -> bool:
     """Print a result, write it and its figure to `out=`, and tell whether the values are right."""
     command = shlex.join(["python", "-m", "lab.bench", *request.arguments])
     result = {"bench": request.bench, "command": command, **measured}

@@ -9,7 +9,7 @@ import torch
 
 from lab.benchmarks.harness import on_ranks
 from lab.benchmarks.present import Column, number, text
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.distributed.world import World
 from lab.measure import PHASES
 from lab.settings.streams import progress
@@ -19,7 +19,7 @@ STEP_S = 0.05  # seconds of a fast step, for comparison
 
 
 @on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Time the clock's marks, losses, progress and the watchdog's lock, on rank 0."""
     with assembled(request.config, world) as part:
         trainer = part.trainer

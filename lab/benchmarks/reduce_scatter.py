@@ -18,7 +18,7 @@ from lab.benchmarks.catalogue import VALUE_BYTES
 from lab.benchmarks.collective import by_size, calls_together, draw_values
 from lab.benchmarks.harness import middle, on_ranks, ratio, slowest, through_interfaces
 from lab.benchmarks.present import Column, intervals, medians, number, on_ranks_of, text
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.distributed.torch_comm import TorchComm, reduce_scatter_flat
 from lab.distributed.world import World
 from lab.settings.config import ConfigError
@@ -30,7 +30,7 @@ ReduceScatter = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Measure both by size. ConfigError: ranks do not talk over torch."""
     return by_size(request, world, partial(measure_size, calls=calls_over(world)))
 

@@ -63,7 +63,7 @@ def sizes_in_bytes(key: str, text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class OwnSettings:
+class BenchSettings:
     """The settings that are no run's; each benchmark takes some of them."""
 
     out: Path | None = file_setting(
@@ -159,7 +159,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """A benchmark, its variants, and its own settings, parsed.
 
     Attributes:
@@ -182,7 +182,7 @@ class Request:
         return self.variants[0].config
 
 
-def read(arguments: list[str]) -> Request:
+def read(arguments: list[str]) -> BenchRequest:
     """Parse the words after `lab.bench`.
 
     Raises:
@@ -201,7 +201,7 @@ def read(arguments: list[str]) -> Request:
     keys, only = ("out", *bench.own.split()), bench.only.split()
     texts, others = split(settings, keys)
     num_ranks = num_launched() if was_launched() else bench.num_ranks
-    given = parsed(OwnSettings, ({"world_size": str(num_ranks)} if num_ranks else {}) | texts)
+    given = parsed(BenchSettings, ({"world_size": str(num_ranks)} if num_ranks else {}) | texts)
     own = {key: getattr(given, key) for key in keys}
     if "aa" in own:
         if "pairs" in texts and not given.aa:
@@ -221,7 +221,7 @@ def read(arguments: list[str]) -> Request:
     _refuse_unlike(name, bench, variants)
     for variant in () if only else variants:
         check_batch(variant.config, given.world_size or NUM_RANKS)
-    request = Request(bench.runs or name, variants, own, arguments)
+    request = BenchRequest(bench.runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not bench.apart:
         raise ConfigError("cluster: must be the same for all candidates")
     return request
@@ -229,7 +229,7 @@ def read(arguments: list[str]) -> Request:
 
 def _refuse_unused(name: str, settings: list[str], own: Sequence[str], only: list[str]) -> None:
     """Refuse settings that a benchmark does not use, and its own in a set of settings."""
-    of_others = fields_of(OwnSettings).keys() - {*own, *FIELDS, "codec"}  # which runs have too
+    of_others = fields_of(BenchSettings).keys() - {*own, *FIELDS, "codec"}  # which runs have too
     for text in settings:
         key, equals, _ = text.partition("=")
         if equals and key in own:
@@ -337,7 +337,7 @@ def _set(text: str) -> list[str]:
         raise ConfigError(f"{text}: {error}; write settings as in a='overlap=true'") from None
 
 
-def measure(request: Request) -> dict[str, Any] | None:
+def measure(request: BenchRequest) -> dict[str, Any] | None:
     """Measure; return the result on rank 0, or in the process that started the ranks.
 
     Raises:
@@ -364,13 +364,13 @@ def module_of(bench: str) -> ModuleType:
     return importlib.import_module(f"{BENCHES[bench].package}.{bench}")
 
 
-def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:
+def _one_by_one(request: BenchRequest) -> Iterator[dict[str, Any]]:
     for number, variant in enumerate(request.variants, start=1):
         print(f"[{number}/{len(request.variants)}] {variant.label}", file=sys.stderr)
         yield ask_ranks(request, variant)
 
 
-def _again(request: Request, starts: int) -> Iterator[dict[str, Any]]:
+def _again(request: BenchRequest, starts: int) -> Iterator[dict[str, Any]]:
     """Start ranks several times, each time with another order of the candidates."""
     for number in range(starts):
         print(f"start {number + 1} of {starts}", file=sys.stderr)
@@ -388,7 +388,7 @@ def is_rank() -> bool:
     return was_asked() or was_launched()
 
 
-def with_world_size(request: Request) -> Request:
+def with_world_size(request: BenchRequest) -> BenchRequest:
     """Set the number of ranks: as requested, or NUM_RANKS, but no more than GPUs.
 
     Raises:
@@ -407,7 +407,7 @@ def with_world_size(request: Request) -> Request:
 
 
 def ask_ranks(
-    request: Request, alone: Variant | None = None, order_seed: int | None = None
+    request: BenchRequest, alone: Variant | None = None, order_seed: int | None = None
 ) -> dict[str, Any]:
     """Start fresh ranks under their own torchrun or horovodrun, and return their result.
 

@@ -23,11 +23,11 @@ import torch
 from omegaconf import DictConfig
 
 from lab.benchmarks import harness, present
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.distributed.world import World
 from lab.draw.chart import looks_of
 from lab.draw.plots import dots
-from lab.measure.statistics import Turns, least_warmup, round_means
+from lab.measure.statistics import InterleavedSteps, least_warmup, round_means
 from lab.settings.config import ConfigError
 from lab.training.assemble import Assembly, assembled
 from lab.training.trainer import Trainer
@@ -47,7 +47,7 @@ WALL = "by wall clock: all steps and what the host does between them, including 
 
 
 @harness.on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Measure all variants in one start. Turns have whole rounds, of as many steps as strategies'.
 
     The order in which candidates are built and warmed up is drawn by `order_seed`.
@@ -71,7 +71,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
 
 def in_order(
     configs: Sequence[DictConfig], worlds: Sequence[World], seed: int, shows: bool = True
-) -> tuple[list[Assembly], Turns, np.ndarray, np.ndarray]:
+) -> tuple[list[Assembly], InterleavedSteps, np.ndarray, np.ndarray]:
     """Build candidates in an order drawn by `seed`, and train them in turns.
 
     Returns:
@@ -132,7 +132,7 @@ def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def in_turns(
     parts: list[Assembly], world: World, shows: bool = True
-) -> tuple[Turns, np.ndarray, np.ndarray]:
+) -> tuple[InterleavedSteps, np.ndarray, np.ndarray]:
     """Train all parts, first each alone until it is warm, then in turns that all ranks begin.
 
     Args:
@@ -186,7 +186,7 @@ def warm_up(trainer: Trainer, loop: Iterator[object]) -> None:
             )
 
 
-def _planned(trainers: Sequence[Trainer]) -> tuple[int, Turns]:
+def _planned(trainers: Sequence[Trainer]) -> tuple[int, InterleavedSteps]:
     """Return the number of turns, and how all trainers, which are warm, spend their steps.
 
     There are as many turns as intervals need, if that leaves two rounds for each: one that counts.
@@ -201,7 +201,7 @@ def _planned(trainers: Sequence[Trainer]) -> tuple[int, Turns]:
             f"{2 * every} more are needed"
         )
     size = every * min(max(2, num_rounds // harness.ENOUGH_ROUNDS), max(2, TURN // every))
-    return (steps - alone) // size, Turns(alone, size, every)
+    return (steps - alone) // size, InterleavedSteps(alone, size, every)
 
 
 def _advance(loop: Iterator[object], num_steps: int) -> None:

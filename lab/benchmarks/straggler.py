@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.benchmarks.harness import on_ranks
 from lab.benchmarks.present import Column, number, on_ranks_of, text
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.cluster.settings import PHASES, Straggler
 from lab.distributed.world import World
 from lab.measure.statistics import Interval, least_warmup, wilson
@@ -32,7 +32,7 @@ OUTCOMES = ("found", "wrong rank", "wrong phase", "missed")
 
 
 @dataclass(frozen=True)
-class Trial:
+class DelayTrial:
     """One run: the delay that was injected, if any, and the slow ranks that were found."""
 
     planted: Straggler | None
@@ -57,13 +57,13 @@ class Trial:
 
 
 @on_ranks
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     config = request.config
     can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
     phases = [phase for phase in PHASES if phase in can and phase in alike(config)]
     draws = draw(request.own["runs"], world.size, phases)
     trials = [
-        Trial(delay, step_s, stragglers(own_s, step_s, alike(config)))
+        DelayTrial(delay, step_s, stragglers(own_s, step_s, alike(config)))
         for injected in progress(draws, "run", world.rank == 0)
         for delay in (injected, None)
         for own_s, step_s in [_run(_with(config, delay), world)]
@@ -85,7 +85,7 @@ def draw(num_runs: int, num_ranks: int, phases: Sequence[str]) -> list[Straggler
     ]
 
 
-def summary(trials: Sequence[Trial]) -> dict[str, Any]:
+def summary(trials: Sequence[DelayTrial]) -> dict[str, Any]:
     """Count outcomes by phase and in all, and accusations of clean runs."""
     planted = [trial for trial in trials if trial.planted]
     phases = dict.fromkeys(trial.planted.phase for trial in planted if trial.planted)
@@ -103,7 +103,7 @@ def summary(trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _row(name: str, trials: Sequence[Trial]) -> dict[str, Any]:
+def _row(name: str, trials: Sequence[DelayTrial]) -> dict[str, Any]:
     outcomes = [trial.outcome for trial in trials]
     errors = [abs(trial.error) for trial in trials if trial.outcome == "found"]
     return {

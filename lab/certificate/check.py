@@ -1,4 +1,4 @@
-"""Check: what a training loop calls to have its first exchanges examined, by its sync's promise."""
+"""CertificateCheck: what a training loop calls to have its first exchanges examined, by its sync's promise."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Observer:
             self.watch.note(parameter, gradient)
 
 
-class Check:
+class CertificateCheck:
     """Examination of a run whose steps call these methods. This one looks at nothing.
 
     Attributes:
@@ -139,7 +139,7 @@ class Check:
         """Look at weights after they were exchanged, if this sync does so."""
 
 
-class GradientCheck(Check):
+class GradientCheck(CertificateCheck):
     """A check that `finish` leaves the mean of the ranks' gradients on every rank."""
 
     def __init__(self, model: nn.Module, sync: Sync, about: About) -> None:
@@ -280,8 +280,8 @@ class ChangeCheck(GradientCheck):
         self.certificate = self._end().certificate()
 
 
-def _unchecked(reason: str) -> Check:
-    return Check(unchecked(reason))
+def _unchecked(reason: str) -> CertificateCheck:
+    return CertificateCheck(unchecked(reason))
 
 
 def check_of(
@@ -291,7 +291,7 @@ def check_of(
     num_launched: int,
     exchange: Mapping[str, Any],
     strategy: str,
-) -> Check:
+) -> CertificateCheck:
     """Return the check of a run.
 
     Args:
@@ -303,7 +303,7 @@ def check_of(
     """
     pattern = sync.pattern
     if num_launched == 1:
-        return Check()
+        return CertificateCheck()
     name = type(sync.exchange).__name__
     if not pattern.legs or (pattern.takes_exchanges and name == "NoExchange"):
         return _unchecked(f"strategy={strategy} exchanges nothing")

@@ -30,7 +30,7 @@ from lab.distributed.launcher import Nodes
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import left_exact
 from lab.exchange.layout import travel_shape
-from lab.record.schema import Certificate, Finding, Outcome
+from lab.record.schema import Certificate, CertifiedProperty, Outcome
 
 HOW = {
     "equal start": "random projections of weights and buffers are equal on all ranks",
@@ -106,7 +106,7 @@ class Examination:
     parameters: Mapping[str, nn.Parameter]
     names_at_start: list[str]
     num_exchanges: int = 0
-    verdict: Verdict | None = None
+    verdict: StepVerdict | None = None
     bound: float = 0.0
     _last: Tensor | None = None
     ledger: Ledger = field(init=False)
@@ -154,8 +154,10 @@ class Examination:
         Raises: CertificateError: always.
         """
         others = [each for each in PROPERTIES if each != property]
-        findings = [Finding(property, "fails", text)]
-        findings += [Finding(e, "not checked", "another property failed first") for e in others]
+        findings = [CertifiedProperty(property, "fails", text)]
+        findings += [
+            CertifiedProperty(e, "not checked", "another property failed first") for e in others
+        ]
         line = f"certificate: {text}"
         raise CertificateError(
             Certificate(False, line, self.num_exchanges, findings, len(self.names))
@@ -197,14 +199,16 @@ class Examination:
             counted_factor=counted_factor,
         )
 
-    def _findings(self, proven: int) -> Iterator[Finding]:
+    def _findings(self, proven: int) -> Iterator[CertifiedProperty]:
         for name, how in HOW.items():
             outcome: Outcome = "holds" if proven or name == "equal start" else "not checked"
             if name == "fresh" and proven and self.num_exchanges < 2:
                 why = "only one exchange was seen, so no buffer was reused"
-                yield Finding(name, "not checked", why)
+                yield CertifiedProperty(name, "not checked", why)
             else:
-                yield Finding(name, outcome, how if outcome == "holds" else self._why_alike())
+                yield CertifiedProperty(
+                    name, outcome, how if outcome == "holds" else self._why_alike()
+                )
 
     def _why_alike(self) -> str:
         if math.isinf(self.bound):
@@ -214,7 +218,7 @@ class Examination:
             return f"gradients are too similar on all ranks, compared with the error of {name}"
         return "gradients are equal on all ranks"
 
-    def _bytes(self) -> tuple[str, float | None, Finding]:
+    def _bytes(self) -> tuple[str, float | None, CertifiedProperty]:
         """Put the bytes into words, which a formula and, where it can, an interface has checked.
 
         Returns: the words, counted_factor of a Certificate, and the finding.
@@ -222,7 +226,11 @@ class Examination:
         factor = self.ledger.factor
         if factor is None:
             why = f"{self.about.name} does not send through a Comm"
-            return f"bytes not counted, because {why}", None, Finding("bytes", "not checked", why)
+            return (
+                f"bytes not counted, because {why}",
+                None,
+                CertifiedProperty("bytes", "not checked", why),
+            )
         times = f"{1 / factor:.1f}x more bytes than fp32"
         if factor > 1 - TOLERANCE:
             times = "as many bytes as fp32"
@@ -235,11 +243,11 @@ class Examination:
             ratio, where = None, f"other traffic crossed {where}"
         if ratio is None:
             words = f"{times} (not counted: {where})"
-            return words, None, Finding("bytes", "not checked", where)
+            return words, None, CertifiedProperty("bytes", "not checked", where)
         counted = self.ledger.counted_factor or factor  # it counted, since there is a ratio
         detail = f"{where} counted {ratio:.3f} times the bytes handed to the network"
         words = f"{times} (counted on {where}: {max(counted, 1 / counted):.1f}x)"
-        return words, counted, Finding("bytes", "holds", detail)
+        return words, counted, CertifiedProperty("bytes", "holds", detail)
 
     def _check_start(self, start: Tensor) -> None:
         for index, ranks in unequal_at_start(start).items():
@@ -271,7 +279,7 @@ class Examination:
             self.verdict = replace(self.verdict, proven=proven)
         self._last = seen.row(-1).sent.mean(dim=0)
 
-    def _fail_gradients(self, seen: Seen, verdict: Verdict, near: float) -> None:
+    def _fail_gradients(self, seen: Seen, verdict: StepVerdict, near: float) -> None:
         """Name what most of the ranks with wrong gradients hold; `near`: see _of_rank."""
         which, wrong = (verdict.wrong.any(dim=dim).nonzero().flatten().tolist() for dim in (0, 1))
         found = {
@@ -312,7 +320,7 @@ def _eps(parameter: nn.Parameter) -> float:
 
 def unchecked(reason: str) -> Certificate:
     """Return the certificate of a run in which nothing can be checked."""
-    findings = [Finding(each, "not checked", reason) for each in PROPERTIES]
+    findings = [CertifiedProperty(each, "not checked", reason) for each in PROPERTIES]
     return Certificate(True, f"certificate: not checked, because {reason}", 0, findings)
 
 
@@ -321,7 +329,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """Judgement of one step's gradients, by parameter (P) and rank (N).
 
     Attributes:
@@ -342,7 +350,7 @@ class Verdict:
         return ~(self.proven | self.unused | self.wrong.any(dim=0))
 
 
-def judge(seen: Seen, bound: Tensor, eps: Tensor, least: Tensor) -> Verdict:
+def judge(seen: Seen, bound: Tensor, eps: Tensor, least: Tensor) -> StepVerdict:
     """Compare the gradients of all ranks with the mean of their own.
 
     Args:
@@ -367,7 +375,7 @@ def judge(seen: Seen, bound: Tensor, eps: Tensor, least: Tensor) -> Verdict:
     # The mean must differ from each rank's own gradient, and from its multiples.
     apart = torch.minimum(norm(seen.own - mean).amax(dim=0), norm(mean) * (1 - 1 / len(seen.own)))
     proven = ~wrong.any(dim=0) & ~unused & (apart > CLEAR * off)
-    return Verdict(mean, wrong, proven, unused)
+    return StepVerdict(mean, wrong, proven, unused)
 
 
 def _untouched(seen: Seen, mean: Tensor, tolerance: Tensor, bound: Tensor) -> Tensor:

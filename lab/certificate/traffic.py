@@ -47,7 +47,7 @@ class ByteCounter:
 
 
 @dataclass(frozen=True)
-class Moved:
+class ExchangeTraffic:
     """Bytes that one exchange moved.
 
     Attributes:
@@ -61,22 +61,24 @@ class Moved:
     why: str
 
 
-def moved(rows: Tensor, backend: str) -> Moved:
+def moved(rows: Tensor, backend: str) -> ExchangeTraffic:
     """Combine the results of `ByteCounter.stop` of all ranks: [N, 7]."""
     payload = tuple(int(each) for each in rows[:, 0].tolist())
     if backend != "gloo":
-        return Moved(payload, None, f"{backend} does not have to send over a network interface")
+        return ExchangeTraffic(
+            payload, None, f"{backend} does not have to send over a network interface"
+        )
     if len(set(rows[:, 6].tolist())) > 1:
-        return Moved(payload, None, "the hosts' interfaces also carry other traffic")
+        return ExchangeTraffic(payload, None, "the hosts' interfaces also carry other traffic")
     if not COUNTERS.exists():
-        return Moved(payload, None, f"no {COUNTERS} here")
+        return ExchangeTraffic(payload, None, f"no {COUNTERS} here")
     places = rows[:, 5]
     inside = [rows[places == place] for place in places.unique()]
     # All ranks of a namespace read the same counters: the first before, the last after.
     before, after = (1, 3) if len(inside) == 1 else (2, 4)
     counted = sum(float(each[:, after].max() - each[:, before].min()) for each in inside)
     where = "lo" if len(inside) == 1 else "the hosts' interfaces"
-    return Moved(payload, counted, where)
+    return ExchangeTraffic(payload, counted, where)
 
 
 def formula_bytes(
@@ -123,7 +125,7 @@ class Ledger:
     """
 
     num_values: int
-    entries: list[Moved]
+    entries: list[ExchangeTraffic]
 
     def fault(self, formula: float | None, padding: float, uses_comm: bool) -> str | None:
         """Return why the last exchange did not send what it should; None: it did.
@@ -177,7 +179,7 @@ class Ledger:
         return min(ratios), last.why
 
 
-def _ratio(each: Moved) -> float:
+def _ratio(each: ExchangeTraffic) -> float:
     """Return counted bytes over payload, less what control messages may have added."""
     total = sum(each.payload)
     assert each.counted is not None

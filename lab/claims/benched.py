@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lab.claims.device import Device, Quantity, exact, matches, ratio, total
+from lab.claims.device import DevicePaper, Quantity, exact, matches, ratio, total
 from lab.claims.metrics import Missing
 from lab.measure.statistics import Interval
 from lab.settings import checks
@@ -15,13 +15,13 @@ PASSES = ("forward", "backward")
 PRODUCTS = "Conv2d|Linear"
 
 
-def time_share(device: Device, result: str, layers: str) -> Interval:
+def time_share(device: DevicePaper, result: str, layers: str) -> Interval:
     """Divide the time of the layers that match, forward and backward, by that of a step."""
     row = _row(device.result(result))
     return ratio(total(_times(_layers(row, layers))), exact(row["step_s"]["median"]))
 
 
-def bias_and_share(device: Device, result: str, layers: str) -> Interval:
+def bias_and_share(device: DevicePaper, result: str, layers: str) -> Interval:
     """Divide the time of biases, and of the layers that match, by that of all but products.
 
     Products are convolutions and linear layers, without their biases, which count as operations of
@@ -37,14 +37,14 @@ def bias_and_share(device: Device, result: str, layers: str) -> Interval:
     return ratio(total([*biases, *some]), total([*biases, *every]))
 
 
-def backward_ratio(device: Device, result: str, layers: str = ".*") -> Interval:
+def backward_ratio(device: DevicePaper, result: str, layers: str = ".*") -> Interval:
     """Divide backward of the layers that match by their forward."""
     found = _layers(_row(device.result(result)), layers)
     forward, backward = (total(_times(found, way)) for way in PASSES)
     return ratio(backward, forward)
 
 
-def input_grad_share(device: Device, result: str) -> Interval:
+def input_grad_share(device: DevicePaper, result: str) -> Interval:
     """Divide what the gradient of the model's input costs by the step that has it."""
     row = _row(device.result(result))
     if row["input_grad_s"] is None:
@@ -53,7 +53,7 @@ def input_grad_share(device: Device, result: str) -> Interval:
 
 
 def algorithm_time(
-    device: Device, result: str, algorithm: str, layers: str = ".*", direction: str = ".*"
+    device: DevicePaper, result: str, algorithm: str, layers: str = ".*", direction: str = ".*"
 ) -> Interval:
     """Add up the seconds of a model's convolutions by one algorithm, or the best of each pass.
 
@@ -81,14 +81,19 @@ def algorithm_time(
 
 
 def counted_events(
-    device: Device, result: str, event: str, layers: str, direction: str = ".*", batch: str = ".*"
+    device: DevicePaper,
+    result: str,
+    event: str,
+    layers: str,
+    direction: str = ".*",
+    batch: str = ".*",
 ) -> Interval:
     """Add up one of callgrind's counts, such as instructions, over layers and passes."""
     rows = _counted(device, result, layers, direction, batch)
     return exact(sum(row[event] for row in rows))
 
 
-def access_share(device: Device, result: str, layers: str, direction: str = ".*") -> Interval:
+def access_share(device: DevicePaper, result: str, layers: str, direction: str = ".*") -> Interval:
     """Divide loads and stores by instructions."""
     rows = _counted(device, result, layers, direction)
     accesses = sum(row["loads"] + row["stores"] for row in rows)
@@ -96,7 +101,7 @@ def access_share(device: Device, result: str, layers: str, direction: str = ".*"
 
 
 def hit_rate(
-    device: Device,
+    device: DevicePaper,
     result: str,
     level: int,
     layers: str,
@@ -113,17 +118,19 @@ def hit_rate(
     return exact(1 - missed / reached)
 
 
-def slowdown(device: Device, result: str) -> Interval:
+def slowdown(device: DevicePaper, result: str) -> Interval:
     """Return how many times as long a pass takes while its events are counted."""
     return exact(device.result(result)["slowdown"])
 
 
-def bench_samples_per_s(device: Device, result: str, name: str, way: str = "training") -> Interval:
+def bench_samples_per_s(
+    device: DevicePaper, result: str, name: str, way: str = "training"
+) -> Interval:
     """Return the rate of one row of lab.bench throughput, in training or inference."""
     return Interval.read(_named(device.result(result), name)[way])
 
 
-def products_share(device: Device, result: str, name: str) -> Interval:
+def products_share(device: DevicePaper, result: str, name: str) -> Interval:
     """Return the share of a step's time that goes into matrix products and convolutions."""
     share = _named(device.result(result), name)["products_share"]
     if share is None:
@@ -131,13 +138,13 @@ def products_share(device: Device, result: str, name: str) -> Interval:
     return exact(share)
 
 
-def fusable_share(device: Device, result: str) -> Interval:
+def fusable_share(device: DevicePaper, result: str) -> Interval:
     """Divide the bytes that fusing layers would save by all that they move."""
     rows = device.result(result)["rows"]
     return exact(sum(row["loose_bytes"] for row in rows) / sum(row["num_bytes"] for row in rows))
 
 
-def layout_ratio(device: Device, result: str, layout: str) -> Interval:
+def layout_ratio(device: DevicePaper, result: str, layout: str) -> Interval:
     """Divide the time of a step in a layout by that of NCHW."""
     steps = {step["layout"]: step["ratio"] for step in device.result(result)["steps"]}
     return Interval.read(steps[checks.one_of("layout", layout, steps)])
@@ -166,7 +173,7 @@ def _times(layers: Sequence[Mapping[str, Any]], *ways: str) -> list[Interval]:
 
 
 def _counted(
-    device: Device, result: str, layers: str, direction: str, batch: str = ".*"
+    device: DevicePaper, result: str, layers: str, direction: str, batch: str = ".*"
 ) -> list[dict[str, Any]]:
     found = [
         row

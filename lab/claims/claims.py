@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.claims.benched import BENCHED
-from lab.claims.device import COUNTED, SWEPT, Device, Quantity, difference, ratio
-from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
+from lab.claims.device import COUNTED, SWEPT, DevicePaper, Quantity, difference, ratio
+from lab.claims.metrics import QUANTITIES, ClaimPoint, Facts, Missing
 from lab.measure.statistics import Interval
 from lab.record.schema import check_types
 from lab.settings import checks
@@ -28,7 +28,7 @@ OF_DEVICE: Mapping[str, Quantity] = {**COUNTED, **BENCHED, **SWEPT}
 
 
 @dataclass(frozen=True)
-class Check:
+class Condition:
     """A condition on a value: within a share of `about`, `at_least` or `at_most`."""
 
     about: float | None = None
@@ -93,9 +93,9 @@ class Claim:
     says: str
     source: str
     quantity: str
-    check: Check
+    check: Condition
     role: str = "statement"
-    at: Point = field(default_factory=Point)
+    at: ClaimPoint = field(default_factory=ClaimPoint)
     published: float | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     less: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -118,7 +118,7 @@ class Claim:
         """Tell whether the source publishes its figure, and the figure is no input."""
         return self.role == "statement" and self.published is not None
 
-    def found(self, device: Device) -> Interval | None:
+    def found(self, device: DevicePaper) -> Interval | None:
         """Count or measure the quantity of one device; None if nothing gives it.
 
         Raises:
@@ -256,9 +256,9 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     if not isinstance(entry, Mapping):
         raise ValueError(f"claims: {entry}: must have the keys of a claim")
     try:
-        check, at = Check(**entry["check"]), _frozen(entry.get("at", {}))
+        check, at = Condition(**entry["check"]), _frozen(entry.get("at", {}))
         of_device = entry["quantity"] in OF_DEVICE
-        where = {"at": Point(), "arguments": at} if of_device else {"at": Point(**at)}
+        where = {"at": ClaimPoint(), "arguments": at} if of_device else {"at": ClaimPoint(**at)}
         grid = _frozen(entry.get("grid", {}))
         cells = {"grid": Grid(**grid)} if grid else {}
         claim = Claim(**{**entry, "check": check, **where, **cells})
@@ -307,11 +307,11 @@ class Grid:
             pass  # each point is checked as it is made
 
     @property
-    def cells(self) -> Iterator[Point]:
+    def cells(self) -> Iterator[ClaimPoint]:
         """Yield each cell, with the strategy to beat."""
         axes = (self.profiles, self.world_sizes, self.per_rank_batch_sizes, self.rates_gbit)
         for profile, size, batch, rate in itertools.product(*axes):
-            yield Point(self.over, size, size * batch, profile, rate_gbit=rate)
+            yield ClaimPoint(self.over, size, size * batch, profile, rate_gbit=rate)
 
     def gains(self, facts: Facts) -> list[float]:
         """Divide the step of `over` by the fastest strategy's, in each cell.

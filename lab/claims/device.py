@@ -28,12 +28,12 @@ from lab.settings.overrides import own_choices
 from lab.settings.storage import read_json
 
 if TYPE_CHECKING:  # pandas and torch take seconds, and not every paper needs them
-    from lab.analysis.records import Cell
+    from lab.analysis.records import RecordedCell
     from lab.problem import Blueprint
 
 
 @dataclass(frozen=True)
-class Device:
+class DevicePaper:
     """Networks to count, and what was measured.
 
     Attributes:
@@ -47,7 +47,7 @@ class Device:
     networks: Mapping[str, str] = field(default_factory=dict[str, str])
     benches: Mapping[str, str] = field(default_factory=dict[str, str])
     folder: Path | None = None
-    cells: Sequence[Cell] = ()
+    cells: Sequence[RecordedCell] = ()
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -170,13 +170,13 @@ def difference(first: Interval, second: Interval) -> Interval:
 # torch is imported in functions: not every paper needs it.
 
 
-def parameters(device: Device, network: str) -> Interval:
+def parameters(device: DevicePaper, network: str) -> Interval:
     """Count a network's parameters."""
     model = device.blueprint(network).model
     return exact(sum(each.numel() for each in model.parameters()))
 
 
-def weight_layers(device: Device, network: str, apart: str = "") -> Interval:
+def weight_layers(device: DevicePaper, network: str, apart: str = "") -> Interval:
     """Count convolutions and fully connected layers.
 
     Args:
@@ -189,7 +189,7 @@ def weight_layers(device: Device, network: str, apart: str = "") -> Interval:
     return exact(sum(isinstance(layer, kinds) and not matches(apart, at) for at, layer in layers))
 
 
-def fc_parameter_share(device: Device, network: str) -> Interval:
+def fc_parameter_share(device: DevicePaper, network: str) -> Interval:
     """Divide the parameters of fully connected layers by all."""
     from torch import nn
 
@@ -199,7 +199,7 @@ def fc_parameter_share(device: Device, network: str) -> Interval:
     return exact(connected / sum(each.numel() for each in model.parameters()))
 
 
-def network_operations(device: Device, network: str, layers: str | None = None) -> Interval:
+def network_operations(device: DevicePaper, network: str, layers: str | None = None) -> Interval:
     """Count operations of the forward pass of one sample.
 
     Args:
@@ -226,27 +226,27 @@ def network_operations(device: Device, network: str, layers: str | None = None) 
     return exact(sum(chosen))
 
 
-def operation_share(device: Device, network: str, layers: str) -> Interval:
+def operation_share(device: DevicePaper, network: str, layers: str) -> Interval:
     """Divide the forward operations of the layers that match by all."""
     chosen, all_of_them = (network_operations(device, network, each) for each in (layers, None))
     return exact(chosen.mid / all_of_them.mid)
 
 
-def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd") -> Interval:
+def step_bytes(device: DevicePaper, network: str, batch_size: int, optim: str = "sgd") -> Interval:
     """Compute the memory that a training step needs at most (lab.device.footprint)."""
-    from lab.device.footprint import Step, footprint
+    from lab.device.footprint import StepSettings, footprint
     from lab.training.optim import Optim
 
     plan = device.blueprint(network)
     optimizer = Optim(load(own_choices([f"optim={optim}"])).optim, batch_size).optimizer
-    step = Step(
+    step = StepSettings(
         plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss, optimizer
     )
     return exact(footprint(plan.model, step, batch_size).total_bytes)
 
 
 def executed_share(
-    device: Device, network: str, layer: str, algorithm: str, tile: int = 1
+    device: DevicePaper, network: str, layer: str, algorithm: str, tile: int = 1
 ) -> Interval:
     """Divide the operations of a convolution's forward pass by an algorithm by its definition's.
 
@@ -269,7 +269,7 @@ def executed_share(
     return exact(chosen.total(problem, Pass.FORWARD).operations / problem.operations)
 
 
-def refusals(device: Device, network: str, algorithm: str) -> Interval:
+def refusals(device: DevicePaper, network: str, algorithm: str) -> Interval:
     """Count the convolutions that an algorithm refuses."""
     from lab.convolution import Pass
     from lab.convolution.algorithms import ALGORITHMS
@@ -282,7 +282,7 @@ def refusals(device: Device, network: str, algorithm: str) -> Interval:
 
 
 def operations_per_output(
-    _device: Device,
+    _device: DevicePaper,
     algorithm: str,
     kernel: int,
     size: int = 27,
@@ -307,7 +307,7 @@ def operations_per_output(
     return exact(executed / (batch * filters * channels * size**2))
 
 
-def printed(device: Device, terms: Sequence[Sequence[str | float]]) -> Interval:
+def printed(device: DevicePaper, terms: Sequence[Sequence[str | float]]) -> Interval:
     """Add up products of figures that the source prints: arithmetic on its tables, no evidence.
 
     Args:
@@ -316,7 +316,7 @@ def printed(device: Device, terms: Sequence[Sequence[str | float]]) -> Interval:
     return exact(sum(math.prod(map(device.figure, term)) for term in terms))
 
 
-def printed_rows(device: Device, more: str, than: str, among: str = ".*") -> Interval:
+def printed_rows(device: DevicePaper, more: str, than: str, among: str = ".*") -> Interval:
     """Count the rows of the source's table in which one column exceeds another.
 
     Args:
@@ -341,13 +341,13 @@ OF_PRINT = ("printed", "printed_rows")  # read nothing but the source's own figu
 COUNTED = {quantity.__name__: quantity for quantity in ALL_COUNTED}
 
 
-def mini_batch_s(device: Device, model: str, threads: int) -> Interval:
+def mini_batch_s(device: DevicePaper, model: str, threads: int) -> Interval:
     """Return the seconds of a step of a network, over repeats."""
     return of_level(list(_seconds(device, model, threads).values()))
 
 
 def mini_batch_ratio(
-    device: Device,
+    device: DevicePaper,
     model: str,
     over_model: str | None = None,
     threads: int = 1,
@@ -366,7 +366,7 @@ def mini_batch_ratio(
     return of_ratio([first[repeat] for repeat in shared], [second[repeat] for repeat in shared])
 
 
-def _seconds(device: Device, model: str, threads: int) -> dict[int, float]:
+def _seconds(device: DevicePaper, model: str, threads: int) -> dict[int, float]:
     """Return the median step of each repeat."""
     wanted = {"model": model, "threads": str(threads)}
     found = {
@@ -389,7 +389,7 @@ COLUMNS = {"desktop": (1, 2, 4, 8), "server": (1, 2, 4, 8, 16, 32), "gpu": GPUS}
 
 
 @dataclass(frozen=True)
-class Network:
+class PaperNetwork:
     """A network of the table.
 
     Attributes:
@@ -418,7 +418,7 @@ class Network:
         return min(found)[1] if found else "–"
 
 
-def networks(table: Mapping[str, Any], device: Device) -> tuple[Network, ...]:
+def networks(table: Mapping[str, Any], device: DevicePaper) -> tuple[PaperNetwork, ...]:
     """Read a paper's table, and join what its study measured.
 
     Raises:
@@ -427,14 +427,14 @@ def networks(table: Mapping[str, Any], device: Device) -> tuple[Network, ...]:
     return tuple(_network(name, entry, device) for name, entry in table.items())
 
 
-def mini_batches_table(found: Sequence[Network]) -> list[str]:
+def mini_batches_table(found: Sequence[PaperNetwork]) -> list[str]:
     """Write a line for each network, in seconds."""
     header = ["network", "batch", "Torch, desktop, 1 and 2 threads", "all tools, desktop, 1 thread"]
     header += ["fastest on the desktop", "on the server", "on a GPU", "here, 1 thread", "2 threads"]
     return markdown(header, [_line(each) for each in found])
 
 
-def _network(name: str, entry: Any, device: Device) -> Network:
+def _network(name: str, entry: Any, device: DevicePaper) -> PaperNetwork:
     try:
         tools = {
             tool: {machine: tuple(machines[machine]) for machine in COLUMNS}
@@ -451,12 +451,12 @@ def _network(name: str, entry: Any, device: Device) -> Network:
         for threads in (1, 2):
             with suppress(Missing):
                 here[threads] = mini_batch_s(device, entry["model"], threads)
-        return Network(name, entry["model"], entry["batch_size"], tools, here)
+        return PaperNetwork(name, entry["model"], entry["batch_size"], tools, here)
     except (AttributeError, KeyError, TypeError, ConfigError) as error:
         raise ValueError(f"table: {name}: {error}") from None
 
 
-def _line(one: Network) -> list[str]:
+def _line(one: PaperNetwork) -> list[str]:
     torch = [one.published("desktop", place).get("Torch") for place in (0, 1)]
     alone = sorted(one.published("desktop", 0).values())
     return [

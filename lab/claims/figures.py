@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lab.claims.claims import Check
-from lab.claims.device import GPUS, Network
-from lab.claims.findings import EVIDENCE, KINDS, Reproduced, Verdict, tally
+from lab.claims.claims import Condition
+from lab.claims.device import GPUS, PaperNetwork
+from lab.claims.findings import EVIDENCE, KINDS, ClaimVerdict, Reproduced, tally
 from lab.claims.predicted import rate_speedups
 from lab.draw.chart import (
     BLUE,
@@ -295,7 +295,7 @@ def speedup_over_rate(reproduced: Reproduced, about: Sequence[str]) -> Chart:
     return Chart("bandwidth", message, about, body, width)
 
 
-def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart | None:
+def verdicts(found: Sequence[ClaimVerdict], about: Sequence[str]) -> Chart | None:
     """Chart a line for each claim: the band that it allows, and the values that were found.
 
     Values are divided by the claim's figure or bound, so that all share an axis; those beyond the
@@ -356,7 +356,7 @@ def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart | None:
     return Chart("claims", message, [marks, evidence, *about], body, int(440 + beside))
 
 
-def _line(verdict: Verdict) -> dict[str, Any]:
+def _line(verdict: ClaimVerdict) -> dict[str, Any]:
     unit, says = _unit(verdict.claim.check), verdict.claim.says
     text = says if len(says) <= LONGEST else f"{says[: LONGEST - 1]}…"
     least, most = verdict.claim.check.allowed
@@ -372,7 +372,7 @@ def _line(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _unit(check: Check) -> float:
+def _unit(check: Condition) -> float:
     """Return what the claim says: its figure, or its one bound; 1 where that is 0."""
     return next(x for x in (check.about, check.at_least, check.at_most) if x is not None) or 1.0
 
@@ -383,7 +383,7 @@ def _clip(value: float | None, unit: float) -> float:
     return min(max(value / unit, LIMITS[0]), LIMITS[1])
 
 
-def mini_batches(found: Sequence[Network], about: Sequence[str]) -> Chart:
+def mini_batches(found: Sequence[PaperNetwork], about: Sequence[str]) -> Chart:
     """Chart a row for each network: a mark for each tool, and those of this machine."""
     rows = [(f"{one.name}, batch {one.batch_size}", one) for one in found]
     published = pd.DataFrame(

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from lab.analysis.records import load_study
 from lab.claims.claims import OUTCOMES, Claim, Paper, Reproduction
-from lab.claims.device import OF_PRINT, Device, Network, kind_of, networks
-from lab.claims.metrics import Conditions, Facts, Measured, MeasuredFacts, Point
+from lab.claims.device import OF_PRINT, DevicePaper, PaperNetwork, kind_of, networks
+from lab.claims.metrics import ClaimPoint, Conditions, Facts, MeasuredFacts, MeasuredRuns
 from lab.claims.predicted import (
     CellSpeedup,
-    Change,
+    Perturbation,
     Predicted,
     cell_speedups,
     hardware_of,
@@ -79,12 +79,12 @@ UNTESTED = ("elsewhere", "nothing")
 SURE = "range too wide"
 FACTORS = (0.5, 2.0, 0.71, 1.41)
 CHANGES = tuple(
-    Change(**{what: factor}) for factor in FACTORS for what in ("links", "compute", "bytes")
+    Perturbation(**{what: factor}) for factor in FACTORS for what in ("links", "compute", "bytes")
 )
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ClaimVerdict:
     """A claim, and the values of its quantity.
 
     Attributes:
@@ -168,10 +168,10 @@ def judge(
     predicted: Facts | None,
     measured: MeasuredFacts | None,
     others: Sequence[Facts] = (),
-    device: Device | None = None,
+    device: DevicePaper | None = None,
     changed: Sequence[Facts] = (),
     machine: str | None = None,
-) -> tuple[Verdict, ...]:
+) -> tuple[ClaimVerdict, ...]:
     """Compute each claim's values from the facts, and its kind.
 
     Args:
@@ -181,11 +181,11 @@ def judge(
         changed: predicted with each of CHANGES; without them no prediction is found unable to fail.
         machine: what `measured` ran on, as in Verdict.
     """
-    verdicts: list[Verdict] = []
+    verdicts: list[ClaimVerdict] = []
     kinds = _Kinds(paper.claims, predicted, changed)
     for claim in paper.claims:
         if claim.of_device:
-            verdict = _of_device(claim, device or Device(), paper.device)
+            verdict = _of_device(claim, device or DevicePaper(), paper.device)
         else:
             verdict = _of_scaling(claim, [predicted, *others] if predicted else [], measured)
             verdict = replace(verdict, machine=machine, is_elsewhere=_differ(machine, paper.device))
@@ -196,7 +196,7 @@ def judge(
     return tuple(verdicts)
 
 
-def tally(verdicts: Iterable[Verdict]) -> dict[str, dict[str, int]]:
+def tally(verdicts: Iterable[ClaimVerdict]) -> dict[str, dict[str, int]]:
     """Count outcomes of claims that are evidence, by what decides; single collectives apart."""
     counts = {basis: Counter[str]() for basis in BASES}
     for each in verdicts:
@@ -214,21 +214,21 @@ def _differ(machine: str | None, device: str | None) -> bool:
 
 def _of_scaling(
     claim: Claim, predicted: Sequence[Facts], measured: MeasuredFacts | None
-) -> Verdict:
+) -> ClaimVerdict:
     """Judge by facts that were predicted, the first by the hardware as its file says."""
     values = [claim.value(each) for each in predicted]
     known = [value for value in values if value is not None]
     ends = (min(known), max(known)) if known else None
-    return Verdict(claim, values[0] if values else None, ends, *_measured(claim, measured))
+    return ClaimVerdict(claim, values[0] if values else None, ends, *_measured(claim, measured))
 
 
-def _of_device(claim: Claim, device: Device, source: str | None) -> Verdict:
+def _of_device(claim: Claim, device: DevicePaper, source: str | None) -> ClaimVerdict:
     value = claim.found(device)
     if claim.is_counted:
-        return Verdict(claim, value.mid if value else None)
+        return ClaimVerdict(claim, value.mid if value else None)
     machine = device.measured_on(claim.arguments.get("result"))
     measured = value or UNKNOWN, 1 if value else 0, machine, _differ(machine, source)
-    return Verdict(claim, None, None, *measured)
+    return ClaimVerdict(claim, None, None, *measured)
 
 
 def _measured(claim: Claim, measured: MeasuredFacts | None) -> tuple[Interval, int]:
@@ -250,24 +250,24 @@ class _Reading:
     """Facts that note of which cells they told the time."""
 
     def __init__(self, facts: Facts) -> None:
-        self._facts, self.cells = facts, set[Point]()
+        self._facts, self.cells = facts, set[ClaimPoint]()
 
-    def step_s(self, at: Point) -> float:
+    def step_s(self, at: ClaimPoint) -> float:
         self.cells.add(at)
         return self._facts.step_s(at)
 
-    def all_reduce_s(self, at: Point) -> float:
+    def all_reduce_s(self, at: ClaimPoint) -> float:
         self.cells.add(at)
         return self._facts.all_reduce_s(at)
 
-    def payload_bytes(self, at: Point) -> float:
+    def payload_bytes(self, at: ClaimPoint) -> float:
         return self._facts.payload_bytes(at)
 
     def counts(self) -> Counts:
         return self._facts.counts()
 
 
-def _cells(claim: Claim, facts: Facts | None) -> set[Point]:
+def _cells(claim: Claim, facts: Facts | None) -> set[ClaimPoint]:
     """Return the cells whose times a claim's value depends on."""
     if facts is None or claim.of_device:
         return set()
@@ -287,7 +287,7 @@ class _Kinds:
         self._inputs = {cell for claim in given for cell in _cells(claim, predicted)}
         self._told: dict[object, str] = {}  # what earlier claims said
 
-    def of(self, verdict: Verdict, cells: set[Point]) -> tuple[str, str]:
+    def of(self, verdict: ClaimVerdict, cells: set[ClaimPoint]) -> tuple[str, str]:
         """Return a key of KINDS, and for arithmetic the reason; `cells` as of `_cells`."""
         claim = verdict.claim
         if claim.role != "statement":
@@ -300,7 +300,7 @@ class _Kinds:
             return _checked("counted" if claim.is_counted else "measured", verdict)
         return self._of_scaling(verdict, cells)
 
-    def _of_scaling(self, verdict: Verdict, cells: set[Point]) -> tuple[str, str]:
+    def _of_scaling(self, verdict: ClaimVerdict, cells: set[ClaimPoint]) -> tuple[str, str]:
         claim = verdict.claim
         if not cells:
             return _checked("counted", verdict)
@@ -318,7 +318,7 @@ class _Kinds:
         return self._first_to_say(claim, apart, [verdict.predicted, *values])
 
     def _first_to_say(
-        self, claim: Claim, cells: set[Point], values: Sequence[float | None]
+        self, claim: Claim, cells: set[ClaimPoint], values: Sequence[float | None]
     ) -> tuple[str, str]:
         """Find an earlier claim with the same values and limits, or on the same cells.
 
@@ -334,7 +334,7 @@ class _Kinds:
         return "predicted", ""
 
 
-def _checked(kind: str, verdict: Verdict) -> tuple[str, str]:
+def _checked(kind: str, verdict: ClaimVerdict) -> tuple[str, str]:
     """Return the kind of a count or a measurement, or arithmetic if one off by two holds too."""
     found = [verdict.value, *(verdict.value.scaled(factor) for factor in FACTORS)]
     holds = all(verdict.claim.check.outcome(one) == "holds" for one in found)
@@ -371,11 +371,11 @@ class Findings:
     """
 
     paper: Paper
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[ClaimVerdict, ...]
     conditions: Conditions | None
     reproduced: Reproduced | None
-    device: Device
-    mini_batches: tuple[Network, ...] = ()
+    device: DevicePaper
+    mini_batches: tuple[PaperNetwork, ...] = ()
 
 
 def verify(
@@ -438,7 +438,7 @@ def _find(
         cells = load_study(runs).cells if runs else []
     of_study = cells if paper.study else ()
     figures = paper.figures or paper.table
-    device = Device(paper.networks, paper.benches, benches, of_study, figures)
+    device = DevicePaper(paper.networks, paper.benches, benches, of_study, figures)
     if paper.profile is None or paper.hardware is None:
         verdicts, table = judge(paper, None, None, device=device), networks(paper.table, device)
         return Findings(paper, verdicts, None, None, device, table)
@@ -454,7 +454,7 @@ def _find(
         if len(kinds) > 1:
             one = "all cells must be from one machine with the same links"
             raise ValueError(f"runs={runs}: {one}: {'; '.join(kinds)}")
-        measured = Measured(cells, predicted.profile, counts or predicted.counts())
+        measured = MeasuredRuns(cells, predicted.profile, counts or predicted.counts())
     reproduced = None
     if reproduce and paper.reproduction:
         reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
@@ -471,7 +471,7 @@ def _reproduce(
     paper: Paper,
     grid: Reproduction,
     predicted: Predicted,
-    measured: Measured | None,
+    measured: MeasuredRuns | None,
     runs: Path | None,
 ) -> Reproduced:
     hardware, scored = preset_of(grid.hardware), None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
-from lab.analysis.records import Cell, commits_of
+from lab.analysis.records import RecordedCell, commits_of
 from lab.model.profile import VALUE_BYTES
 from lab.model.work import Counts
 from lab.settings import checks
@@ -30,7 +30,7 @@ class Missing(LookupError):
 
 
 @dataclass(frozen=True)
-class Point:
+class ClaimPoint:
     """The point where a quantity is taken: a cell of a study, perhaps another model or a layer.
 
     Attributes:
@@ -67,15 +67,15 @@ class Point:
 class Facts(Protocol):
     """Facts that a study has measured or a model predicts. Methods raise Missing otherwise."""
 
-    def step_s(self, at: Point) -> float:
+    def step_s(self, at: ClaimPoint) -> float:
         """Return the seconds of a step."""
         ...
 
-    def payload_bytes(self, at: Point) -> float:
+    def payload_bytes(self, at: ClaimPoint) -> float:
         """Return the bytes that the busiest rank sends in a step."""
         ...
 
-    def all_reduce_s(self, at: Point) -> float:
+    def all_reduce_s(self, at: ClaimPoint) -> float:
         """Return the seconds of an all-reduce of `num_bytes` by the library."""
         ...
 
@@ -101,7 +101,7 @@ class Conditions:
     commits: tuple[str, ...]
 
 
-class Measured:
+class MeasuredRuns:
     """Facts from finished throughput runs with strong scaling: the median of their repeats.
 
     Args:
@@ -110,33 +110,34 @@ class Measured:
         counts: of the paper's network, because cells replay a scaled one.
     """
 
-    def __init__(self, cells: Sequence[Cell], profile: str, counts: Counts) -> None:
+    def __init__(self, cells: Sequence[RecordedCell], profile: str, counts: Counts) -> None:
         self._all_cells, self._profile, self._counts = cells, profile, counts
-        self._cells: dict[Point, list[Cell]] = {}
+        self._cells: dict[ClaimPoint, list[RecordedCell]] = {}
         for cell in cells:
             if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", "strong"):
                 replayed = cell.settings.get("profile", profile)
                 other = None if replayed == profile else replayed
-                at = Point(cell.strategy, cell.world_size, cell.batch_size, other)
+                at = ClaimPoint(cell.strategy, cell.world_size, cell.batch_size, other)
                 self._cells.setdefault(at, []).append(cell)
 
     def repeats(self) -> Sequence[Facts]:
-        by_repeat: dict[int, list[Cell]] = {}
+        by_repeat: dict[int, list[RecordedCell]] = {}
         for cell in self._all_cells:
             by_repeat.setdefault(cell.repeat, []).append(cell)
         return [
-            Measured(by_repeat[repeat], self._profile, self._counts) for repeat in sorted(by_repeat)
+            MeasuredRuns(by_repeat[repeat], self._profile, self._counts)
+            for repeat in sorted(by_repeat)
         ]
 
-    def step_s(self, at: Point) -> float:
+    def step_s(self, at: ClaimPoint) -> float:
         """Return the seconds of a step: the median over steps of the slowest rank."""
         return self._median(at, lambda cell: cell.step_s)
 
-    def payload_bytes(self, at: Point) -> float:
+    def payload_bytes(self, at: ClaimPoint) -> float:
         """Return the bytes that the busiest rank handed to the network in a step."""
         return self._median(at, lambda cell: max(cell.payload_bytes_per_step, default=math.nan))
 
-    def all_reduce_s(self, at: Point) -> float:
+    def all_reduce_s(self, at: ClaimPoint) -> float:
         """Raise Missing: runs time steps."""
         raise Missing
 
@@ -152,7 +153,7 @@ class Measured:
         commits = commits_of(self._all_cells)
         return Conditions(tuple(sorted(machines)), tuple(sorted(emulations)), commits)
 
-    def _median(self, at: Point, value: Callable[[Cell], float]) -> float:
+    def _median(self, at: ClaimPoint, value: Callable[[RecordedCell], float]) -> float:
         values = [value(cell) for cell in self._cells.get(at, ())]
         finite = [one for one in values if math.isfinite(one)]
         if not finite:
@@ -160,17 +161,17 @@ class Measured:
         return statistics.median(finite)
 
 
-def speedup(facts: Facts, at: Point) -> float:
+def speedup(facts: Facts, at: ClaimPoint) -> float:
     """Compute the speedup over one rank, which exchanges nothing, at the same global batch.
 
     Or over `over_ranks` ranks, which exchange as the others do.
     """
     if at.over_ranks > 1:
         return facts.step_s(replace(at, world_size=at.over_ranks)) / facts.step_s(at)
-    return facts.step_s(Point(batch_size=at.batch_size)) / facts.step_s(at)
+    return facts.step_s(ClaimPoint(batch_size=at.batch_size)) / facts.step_s(at)
 
 
-def weak_speedup(facts: Facts, at: Point) -> float:
+def weak_speedup(facts: Facts, at: ClaimPoint) -> float:
     """Compute the throughput relative to one rank without exchange, at the same per-rank batch."""
     if at.batch_size < at.world_size:
         raise Missing
@@ -178,17 +179,17 @@ def weak_speedup(facts: Facts, at: Point) -> float:
     return at.world_size * facts.step_s(alone) / facts.step_s(at)
 
 
-def gain(over: str, facts: Facts, at: Point) -> float:
+def gain(over: str, facts: Facts, at: ClaimPoint) -> float:
     """Divide the step time of the strategy `over` by this one's."""
     return facts.step_s(replace(at, strategy=over)) / facts.step_s(at)
 
 
-def added_s(facts: Facts, at: Point) -> float:
+def added_s(facts: Facts, at: ClaimPoint) -> float:
     """Return the time that a strategy adds to a step."""
     return facts.step_s(at) - facts.step_s(replace(at, strategy="none"))
 
 
-def bus_gb_per_s(facts: Facts, at: Point) -> float:
+def bus_gb_per_s(facts: Facts, at: ClaimPoint) -> float:
     """Compute an all-reduce's bus bandwidth as nccl-tests does: what a link of a ring would carry.
 
     Raises:
@@ -200,7 +201,7 @@ def bus_gb_per_s(facts: Facts, at: Point) -> float:
     return share * at.num_bytes / facts.all_reduce_s(at) / 1e9
 
 
-def of_linear_scaling(quantity: str, at: Point) -> float | None:
+def of_linear_scaling(quantity: str, at: ClaimPoint) -> float | None:
     """Return what a quantity is if N ranks are N times as fast, the null model of scaling.
 
     Returns:
@@ -211,33 +212,33 @@ def of_linear_scaling(quantity: str, at: Point) -> float | None:
     return 1.0 if quantity == "weak_efficiency" else None
 
 
-def transfer_s(facts: Facts, at: Point) -> float:
+def transfer_s(facts: Facts, at: ClaimPoint) -> float:
     """Return the time to send all gradients to another rank: half the tree's cost on two ranks."""
     return added_s(facts, replace(at, strategy="tree", world_size=2)) / 2
 
 
-def transfers(facts: Facts, at: Point) -> float:
+def transfers(facts: Facts, at: ClaimPoint) -> float:
     """Express the time that a blocking strategy adds to a step in transfers of all gradients."""
     return added_s(facts, at) / transfer_s(facts, at)
 
 
-def transfer_share(facts: Facts, at: Point) -> float:
+def transfer_share(facts: Facts, at: ClaimPoint) -> float:
     """Divide the time of one transfer by that of forward and backward on one rank."""
-    return transfer_s(facts, at) / facts.step_s(Point(batch_size=at.batch_size))
+    return transfer_s(facts, at) / facts.step_s(ClaimPoint(batch_size=at.batch_size))
 
 
-def byte_share(facts: Facts, at: Point) -> float:
+def byte_share(facts: Facts, at: ClaimPoint) -> float:
     """Divide the bytes on the wire by those of the all-reduce."""
     reference = replace(at, strategy="allreduce", profile=None)
     return facts.payload_bytes(at) / facts.payload_bytes(reference)
 
 
-def added_share(facts: Facts, at: Point) -> float:
+def added_share(facts: Facts, at: ClaimPoint) -> float:
     """Divide the time that a strategy adds to a step by what `overlap` adds."""
     return added_s(facts, at) / added_s(facts, replace(at, strategy="overlap"))
 
 
-def fc_share(facts: Facts, _at: Point) -> float:
+def fc_share(facts: Facts, _at: ClaimPoint) -> float:
     """Compute the share of parameters in fully connected layers.
 
     Raises:
@@ -249,7 +250,7 @@ def fc_share(facts: Facts, _at: Point) -> float:
     return counts.fully_connected / counts.parameters
 
 
-def operations(facts: Facts, at: Point) -> float:
+def operations(facts: Facts, at: ClaimPoint) -> float:
     """Count multiplications and additions in a layer's forward pass over a whole batch.
 
     Raises:
@@ -296,7 +297,7 @@ def delivered_error(strategy: str) -> float:
     return float((delivered - true).norm() / true.norm())
 
 
-QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
+QUANTITIES: dict[str, Callable[[Facts, ClaimPoint], float]] = {
     "step_s": lambda facts, at: facts.step_s(at),
     "speedup": speedup,
     "weak_speedup": weak_speedup,

@@ -20,9 +20,9 @@ from lab.claims.findings import (
     OTHERS,
     SURE,
     UNTESTED,
+    ClaimVerdict,
     Findings,
     Reproduced,
-    Verdict,
     tally,
 )
 from lab.claims.metrics import of_linear_scaling
@@ -101,7 +101,7 @@ def overview(papers: Mapping[str, Findings]) -> list[str]:
     ]
 
 
-def verdicts_table(verdicts: Sequence[Verdict]) -> list[str]:
+def verdicts_table(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     """Write what decides verdicts, and how those that are evidence came out; nothing is summed."""
     header = ["how a claim was checked", "claims", "agree", "disagree", "undecided", "median error"]
     rows, skills = [], _skill(verdicts)
@@ -125,7 +125,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> list[str]:
     return [*lines, "", f"We do not count {in_words(others)} as evidence."] if others else lines
 
 
-def _agreeing(verdicts: Sequence[Verdict], bases: Sequence[str]) -> list[str]:
+def _agreeing(verdicts: Sequence[ClaimVerdict], bases: Sequence[str]) -> list[str]:
     """Write how many claims of a source agree, by what decides; then those that are no evidence."""
     counts, kinds = tally(verdicts), Counter(verdict.kind for verdict in verdicts)
     untested = sum(sum(counts[basis].values()) for basis in UNTESTED)
@@ -297,7 +297,9 @@ def _sources_of_device(findings: Findings) -> Iterator[str]:
         yield f"run the command of this page with `runs=runs/{study}`."
 
 
-def claims_tables(verdicts: Sequence[Verdict], kinds: Collection[str] = (*KINDS,)) -> list[str]:
+def claims_tables(
+    verdicts: Sequence[ClaimVerdict], kinds: Collection[str] = (*KINDS,)
+) -> list[str]:
     """Write how verdicts came out, and a table for each of some kinds of claim."""
     lines = [*verdicts_table(verdicts), ""]
     for kind, meaning in KINDS.items():
@@ -308,7 +310,7 @@ def claims_tables(verdicts: Sequence[Verdict], kinds: Collection[str] = (*KINDS,
     return lines[:-1]
 
 
-def _skill(verdicts: Sequence[Verdict]) -> list[str]:
+def _skill(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     """Compare predictions of published figures of scaling with the null model.
 
     Figures on which both agree count too, though such claims are no evidence: leaving them out
@@ -334,7 +336,7 @@ def _skill(verdicts: Sequence[Verdict]) -> list[str]:
     ]
 
 
-def _conditions(verdicts: Sequence[Verdict]) -> list[str]:
+def _conditions(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     """List what sources leave open, and how many cells a grid has."""
     lines = []
     for claim in (verdict.claim for verdict in verdicts):
@@ -344,7 +346,7 @@ def _conditions(verdicts: Sequence[Verdict]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def table_of(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
+def table_of(verdicts: Sequence[ClaimVerdict]) -> tuple[list[str], list[list[str]]]:
     """Return the header of a table of claims, and a line for each.
 
     Where one is on scaling, a column has the error of linear scaling.
@@ -355,7 +357,7 @@ def table_of(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     return header, [[line[key] for key in header] for line in lines]
 
 
-def _of_linear(verdict: Verdict) -> float | None:
+def _of_linear(verdict: ClaimVerdict) -> float | None:
     claim = verdict.claim
     return of_linear_scaling(claim.quantity, claim.at) if claim.published else None
 
@@ -404,7 +406,7 @@ def crossovers_tables(grid: Reproduction, predicted: Predicted) -> list[str]:
     return [*lines, f"These values are predicted with {predicted}."]
 
 
-def _claim_line(verdict: Verdict, computed: str) -> dict[str, str]:
+def _claim_line(verdict: ClaimVerdict, computed: str) -> dict[str, str]:
     """Write a line by columns; in the one named `computed` is what was predicted, or counted."""
     claim, linear = verdict.claim, _of_linear(verdict)
     quantity = claim.quantity.replace("_", " ")
@@ -422,13 +424,13 @@ def _claim_line(verdict: Verdict, computed: str) -> dict[str, str]:
     }
 
 
-def _predicted(verdict: Verdict) -> str:
+def _predicted(verdict: ClaimVerdict) -> str:
     """Write the prediction, and in brackets what its hardware's assumptions make of it."""
     text, ends = _text(verdict.predicted), [*map(_text, verdict.predicted_ends or ())]
     return f"{text} [{', '.join(ends)}]" if len(set(ends)) > 1 else text
 
 
-def _measured(verdict: Verdict) -> str:
+def _measured(verdict: ClaimVerdict) -> str:
     """Write the value and its interval, or how few repeats gave none."""
     value = verdict.measured
     if math.isnan(value.mid):
@@ -454,7 +456,7 @@ CELL = ("conditions", "strategy", "profile", "world_size", "batch_size", "eviden
 CELL += ("repeat", "measured_s", "predicted_s", "measured_exposed_s", "predicted_exposed_s")
 
 
-def _claim_values(verdict: Verdict) -> list[object]:
+def _claim_values(verdict: ClaimVerdict) -> list[object]:
     claim, measured = verdict.claim, verdict.measured
     return [
         *(claim.says, verdict.kind, verdict.why, claim.source, claim.quantity, claim.published),

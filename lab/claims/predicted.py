@@ -12,7 +12,7 @@ from itertools import islice, product
 import pandas as pd
 
 from lab.claims.claims import Paper, Reproduction
-from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point, speedup
+from lab.claims.metrics import ClaimPoint, Facts, MeasuredFacts, Missing, speedup
 from lab.model.profile import Profile
 from lab.model.work import Counts
 from lab.settings.config import load
@@ -32,7 +32,7 @@ FULLY_CONNECTED = "fc"  # prefix of such layers' names, the only sign of their k
 
 
 @dataclass(frozen=True)
-class Change:
+class Perturbation:
     """Factors on what predictions start from: rates of all links, times of compute, and bytes."""
 
     links: float = 1.0
@@ -71,21 +71,21 @@ class Predicted:
     network: Counts | None = None
     place: float | None = None
     number: int | None = None
-    change: Change | None = None
+    change: Perturbation | None = None
     origin: str | None = None
-    _steps: dict[Point, tuple[float, float]] = field(default_factory=dict, init=False)
+    _steps: dict[ClaimPoint, tuple[float, float]] = field(default_factory=dict, init=False)
 
     def __str__(self) -> str:
         scale = "" if self.bytes_scale == 1 else f" (scaled to {self.bytes_scale:g} of its bytes)"
         return f"profile {self.profile}{scale} on {self.hardware.name}"
 
-    def step_s(self, at: Point) -> float:
+    def step_s(self, at: ClaimPoint) -> float:
         return self._step(at)[0]
 
-    def payload_bytes(self, at: Point) -> float:
+    def payload_bytes(self, at: ClaimPoint) -> float:
         return self._step(at)[1]
 
-    def all_reduce_s(self, at: Point) -> float:
+    def all_reduce_s(self, at: ClaimPoint) -> float:
         network = Network(self._hardware(at), at.world_size)
         return network.all_reduce(at.num_bytes or 0).seconds
 
@@ -100,12 +100,12 @@ class Predicted:
         connected = [x.parameters for x in layers if x.name.startswith(FULLY_CONNECTED)]
         return Counts(sum(x.parameters for x in layers), sum(connected) if connected else None)
 
-    def _step(self, at: Point) -> tuple[float, float]:
+    def _step(self, at: ClaimPoint) -> tuple[float, float]:
         if at not in self._steps:  # claims share cells
             self._steps[at] = self._simulated(at)
         return self._steps[at]
 
-    def _simulated(self, at: Point) -> tuple[float, float]:
+    def _simulated(self, at: ClaimPoint) -> tuple[float, float]:
         if at.batch_size % at.world_size:
             raise Missing(f"{at.world_size} ranks cannot share a batch of {at.batch_size}")
         per_rank_batch = at.batch_size // at.world_size
@@ -121,7 +121,7 @@ class Predicted:
             raise Missing(str(error)) from None
         return step.step_s, step.payload_bytes
 
-    def _hardware(self, at: Point) -> Hardware:
+    def _hardware(self, at: ClaimPoint) -> Hardware:
         hardware = self.hardware
         if at.hardware:
             # The terms are of steps: a collective alone meets none of what they stand for.
@@ -195,7 +195,7 @@ class CellSpeedup:
         published: figures of claims about this cell.
     """
 
-    at: Point
+    at: ClaimPoint
     predicted: float
     measured: float
     repeats: tuple[float, ...]
@@ -208,7 +208,7 @@ def cell_speedups(
     """Compute the speedup of every cell of `grid`."""
     repeats = measured.repeats() if measured else ()
     cells = product(grid.strategies, grid.batch_sizes, grid.world_sizes)
-    points = [Point(strategy, world_size, batch) for strategy, batch, world_size in cells]
+    points = [ClaimPoint(strategy, world_size, batch) for strategy, batch, world_size in cells]
     return tuple(
         CellSpeedup(
             at,
@@ -233,7 +233,7 @@ def rate_speedups(grid: Reproduction, predicted: Predicted) -> pd.DataFrame:
     return pd.DataFrame(
         {
             **{"batch": batch, "strategy": name, "rate": rate},
-            "speedup": _speedup(facts, Point(name, max(grid.world_sizes), batch)),
+            "speedup": _speedup(facts, ClaimPoint(name, max(grid.world_sizes), batch)),
         }
         for batch, name, (rate, facts) in product(
             grid.batch_sizes, grid.strategies, at_rate.items()
@@ -251,16 +251,16 @@ def speedup_map(grid: Reproduction, predicted: Predicted) -> pd.DataFrame:
     """
     facts = replace(predicted, hardware=replace(predicted.hardware, num_cores=None))
     places = product(grid.strategies, MAP_BATCHES, MAP_RANKS)
-    rows = [(*place, _speedup(facts, Point(place[0], place[2], place[1]))) for place in places]
+    rows = [(*place, _speedup(facts, ClaimPoint(place[0], place[2], place[1]))) for place in places]
     return pd.DataFrame(rows, columns=["strategy", "batch", "ranks", "speedup"])
 
 
-def _published(paper: Paper, at: Point) -> tuple[float, ...]:
+def _published(paper: Paper, at: ClaimPoint) -> tuple[float, ...]:
     claims = (claim for claim in paper.claims if (claim.quantity, claim.at) == ("speedup", at))
     return tuple(claim.published for claim in claims if claim.published is not None)
 
 
-def _speedup(facts: Facts, at: Point) -> float:
+def _speedup(facts: Facts, at: ClaimPoint) -> float:
     try:
         return speedup(facts, at)
     except Missing:
@@ -290,7 +290,7 @@ def crossover_batch(predicted: Predicted, strategy: str, world_size: int) -> int
     """
 
     def pays(per_rank: int) -> bool:
-        return speedup(predicted, Point(strategy, world_size, per_rank * world_size)) > 1
+        return speedup(predicted, ClaimPoint(strategy, world_size, per_rank * world_size)) > 1
 
     largest = LARGEST_BATCH // world_size
     if not pays(largest):
@@ -313,7 +313,7 @@ def crossover_rate(
 
     def pays(rate: float) -> bool:
         facts = replace(predicted, hardware=with_rate(predicted.hardware, rate))
-        one, other = (facts.step_s(Point(x, world_size, batch_size)) for x in strategies)
+        one, other = (facts.step_s(ClaimPoint(x, world_size, batch_size)) for x in strategies)
         return MARGIN * one < other
 
     low, high = SEARCHED

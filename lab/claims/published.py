@@ -52,7 +52,7 @@ VARIES = np.array([[term.varies == effect for effect in EFFECTS] for term in TER
 
 
 @dataclass(frozen=True)
-class Where:
+class Placement:
     """Ranks, the batch of each, and how they exchange gradients."""
 
     ranks: int
@@ -61,7 +61,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Figure:
+class ScalingFigure:
     """A published step over another.
 
     Attributes:
@@ -76,8 +76,8 @@ class Figure:
     source: str
     profile: Profile
     hardware: Hardware
-    start: Where
-    at: Where
+    start: Placement
+    at: Placement
     slowdown: float
     linear: float
 
@@ -101,12 +101,12 @@ class Figure:
         """The step of one rank, which no term changes; None if `start` has several."""
         return self._step_s(self.hardware, self.start) if self.start.ranks == 1 else None
 
-    def _step_s(self, hardware: Hardware, where: Where) -> float:
+    def _step_s(self, hardware: Hardware, where: Placement) -> float:
         at = where.strategy, where.ranks, where.batch
         return simulate(self.profile, hardware, *at).step_s
 
 
-def figures() -> list[Figure]:
+def figures() -> list[ScalingFigure]:
     """Read all published speedups of GPUs: conf/published, and of conf/claims what it names.
 
     Raises:
@@ -123,7 +123,7 @@ def figures() -> list[Figure]:
     return found + [figure for series in node["series"] for figure in _of_series(series)]
 
 
-def unseen() -> list[Figure]:
+def unseen() -> list[ScalingFigure]:
     """Read the published speedups that were found once the model was final: no fit has them.
 
     Raises:
@@ -134,7 +134,7 @@ def unseen() -> list[Figure]:
     ]
 
 
-def _of_claim(paper: Paper, claim: Claim) -> Figure:
+def _of_claim(paper: Paper, claim: Claim) -> ScalingFigure:
     at, strategy = claim.at, strategy_of(claim.at.strategy)
     profile, hardware = at.profile or paper.profile, at.hardware or paper.hardware
     linear = of_linear_scaling(claim.quantity, at)
@@ -143,21 +143,21 @@ def _of_claim(paper: Paper, claim: Claim) -> Figure:
     ranks, weak = at.over_ranks, claim.quantity != "speedup"
     batch = at.batch_size // (at.world_size if weak else ranks)
     growth = math.log(at.world_size / ranks)
-    return Figure(
+    return ScalingFigure(
         *(paper.origin, claim.says, claim.source, profile_of(profile), machine),
-        start=Where(ranks, batch, strategy if ranks > 1 else CEILING),
-        at=Where(at.world_size, at.batch_size // at.world_size, strategy),
+        start=Placement(ranks, batch, strategy if ranks > 1 else CEILING),
+        at=Placement(at.world_size, at.batch_size // at.world_size, strategy),
         slowdown=math.log(linear / claim.published) - (0.0 if weak else growth),
         linear=0.0 if weak else -growth,
     )
 
 
-def _of_series(series: Mapping[str, Any]) -> Iterator[Figure]:
+def _of_series(series: Mapping[str, Any]) -> Iterator[ScalingFigure]:
     """Yield the figures of a line of conf/published: all but that of the fewest ranks."""
     batch, strategy = series["per_rank_batch_size"], strategy_of(series["strategy"])
     machine, steps = preset_of(series["hardware"]), _steps_s(series, batch)
     first = min(steps)
-    start = Where(first, batch, strategy if first > 1 else CEILING)
+    start = Placement(first, batch, strategy if first > 1 else CEILING)
     profile = _network(series["network"]) if "network" in series else profile_of(series["profile"])
     simulated = simulate(profile, machine, start.strategy, first, batch).step_s
     profile = profile.scaled(time_scale=steps[first] / simulated)
@@ -165,9 +165,9 @@ def _of_series(series: Mapping[str, Any]) -> Iterator[Figure]:
         if ranks > first:
             says = f"{series['says']}: {ranks} GPUs"
             slowdown = math.log(seconds / steps[first])
-            where = start, Where(ranks, batch, strategy)
+            where = start, Placement(ranks, batch, strategy)
             about = series["origin"], says, series["source"], profile, machine
-            yield Figure(*about, *where, slowdown, 0.0)
+            yield ScalingFigure(*about, *where, slowdown, 0.0)
 
 
 def _steps_s(series: Mapping[str, Any], batch: int) -> dict[int, float]:
@@ -195,7 +195,7 @@ def _network(node: Mapping[str, Any]) -> Profile:
 
 
 @dataclass(frozen=True)
-class Fit:
+class TermsFit:
     """A fit of the terms.
 
     Attributes:
@@ -226,7 +226,7 @@ class Fit:
         return Learned(tuple(TERMS), tuple(means), tuple(map(tuple, rows)), self.residual)
 
 
-def linearised(given: Sequence[Figure], at: Array) -> tuple[Array, Array]:
+def linearised(given: Sequence[ScalingFigure], at: Array) -> tuple[Array, Array]:
     """Predict slowdowns, and their slopes by each term's logarithm."""
 
     def all_at(logarithms: Array) -> Array:
@@ -237,12 +237,12 @@ def linearised(given: Sequence[Figure], at: Array) -> tuple[Array, Array]:
     return middle, np.column_stack([(all_at(at + move) - middle) / CHANGE for move in moves])
 
 
-def fitted(given: Sequence[Figure], start: Array = MEANS) -> Fit:
+def fitted(given: Sequence[ScalingFigure], start: Array = MEANS) -> TermsFit:
     """Fit the terms to figures; `start` is where the search begins."""
     origins = sorted({figure.origin for figure in given})
     member = np.array([[figure.origin == name for name in origins] for figure in given], float)
     published = np.array([figure.slowdown for figure in given])
-    fit = Fit(start, np.diag(SPREADS**2), np.exp(SCALES[:-1]), math.exp(SCALES[-1]))
+    fit = TermsFit(start, np.diag(SPREADS**2), np.exp(SCALES[:-1]), math.exp(SCALES[-1]))
     for _ in range(MOST_ROUNDS):
         middle, slopes = linearised(given, fit.logarithms)
         found = _of_lines(published - middle + slopes @ fit.logarithms, slopes, member)
@@ -253,7 +253,7 @@ def fitted(given: Sequence[Figure], start: Array = MEANS) -> Fit:
     return fit
 
 
-def _of_lines(aim: Array, slopes: Array, member: Array) -> Fit:
+def _of_lines(aim: Array, slopes: Array, member: Array) -> TermsFit:
     """Fit the terms to slowdowns that are `slopes` times their logarithms.
 
     Args:
@@ -273,7 +273,7 @@ def _of_lines(aim: Array, slopes: Array, member: Array) -> Fit:
         # What remains once each source has its most likely factors, in scales.
         left = math.exp(scales[-1]) / weights * (inverse @ (aim - slopes @ best))
         weights = (FREEDOM + 1) / (FREEDOM + left**2)
-    return Fit(best, covariance, np.exp(scales[:-1]), math.exp(scales[-1]))
+    return TermsFit(best, covariance, np.exp(scales[:-1]), math.exp(scales[-1]))
 
 
 def _covariance(scales: Array, shared: Sequence[Array], weights: Array) -> Array:
@@ -303,7 +303,7 @@ def _scales(
 class HeldOut:
     """A figure, and its slowdown as predicted by terms that were fitted to other sources."""
 
-    figure: Figure
+    figure: ScalingFigure
     slowdown: float
     scale: float
 
@@ -327,7 +327,7 @@ class HeldOut:
         return low <= self.figure.speedup(self.figure.slowdown) <= high
 
 
-def left_out(given: Sequence[Figure], start: Array = MEANS) -> dict[str, Fit]:
+def left_out(given: Sequence[ScalingFigure], start: Array = MEANS) -> dict[str, TermsFit]:
     """Fit the terms once for each origin, to the figures of all others."""
     origins = progress([*dict.fromkeys(figure.origin for figure in given)], "source")
     return {
@@ -336,7 +336,7 @@ def left_out(given: Sequence[Figure], start: Array = MEANS) -> dict[str, Fit]:
     }
 
 
-def held_out(given: Sequence[Figure], fits: Mapping[str, Fit]) -> list[HeldOut]:
+def held_out(given: Sequence[ScalingFigure], fits: Mapping[str, TermsFit]) -> list[HeldOut]:
     """Predict the figures of each origin by its fit of `left_out`."""
     found: dict[int, HeldOut] = {}
     for origin, fit in fits.items():
@@ -345,7 +345,7 @@ def held_out(given: Sequence[Figure], fits: Mapping[str, Fit]) -> list[HeldOut]:
     return [found[place] for place in range(len(given))]
 
 
-def predicted(given: Sequence[Figure], fit: Fit) -> list[HeldOut]:
+def predicted(given: Sequence[ScalingFigure], fit: TermsFit) -> list[HeldOut]:
     """Predict figures of new sources by a fit that has none of them."""
     slowdowns, slopes = linearised(given, fit.logarithms)
     rows = zip(given, slowdowns.tolist(), fit.scales(slopes).tolist(), strict=True)
@@ -353,7 +353,7 @@ def predicted(given: Sequence[Figure], fit: Fit) -> list[HeldOut]:
 
 
 @dataclass(frozen=True)
-class Score:
+class FigureScore:
     """Absolute errors of some figures beside those of linear scaling, as shares.
 
     Attributes:
@@ -370,7 +370,7 @@ class Score:
     linear_mean: float
 
     @classmethod
-    def of(cls, rows: Sequence[HeldOut]) -> Score:
+    def of(cls, rows: Sequence[HeldOut]) -> FigureScore:
         """Score held-out figures."""
         signed = [row.error for row in rows]
         errors, linear = [abs(e) for e in signed], [abs(row.linear_error) for row in rows]

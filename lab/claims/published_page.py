@@ -11,9 +11,9 @@ import pandas as pd
 
 from lab.claims.page import made_by, write_csv, write_lines
 from lab.claims.published import (
-    Fit,
+    FigureScore,
     HeldOut,
-    Score,
+    TermsFit,
     figures,
     fitted,
     held_out,
@@ -62,11 +62,11 @@ def report(out: Path | None, terms: Path | None, command: str) -> int:
     return 0
 
 
-def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
+def summary(rows: Sequence[HeldOut], fit: TermsFit) -> list[str]:
     """List the scores by origin, and the terms."""
     origins = dict.fromkeys(row.figure.origin for row in rows)
     table = [_scores(name, [row for row in rows if row.figure.origin == name]) for name in origins]
-    whole = Score.of(rows)
+    whole = FigureScore.of(rows)
     return [
         *markdown(["source left out", *SCORES], [*table, _scores("**all**", rows)]),
         "",
@@ -85,7 +85,7 @@ def summary(rows: Sequence[HeldOut], fit: Fit) -> list[str]:
 
 def examination(rows: Sequence[HeldOut]) -> list[str]:
     """Write the score of figures that were found once the model was final, and each of them."""
-    score, origins = Score.of(rows), {row.figure.origin for row in rows}
+    score, origins = FigureScore.of(rows), {row.figure.origin for row in rows}
     narrow, wide = (sum(row.covered(level) for row in rows) for level in LEVELS)
     return [
         f"We found {len(rows)} more figures from {len(origins)} sources, and have never fitted "
@@ -100,7 +100,7 @@ def examination(rows: Sequence[HeldOut]) -> list[str]:
 
 
 def _scores(name: str, rows: Sequence[HeldOut]) -> list[str]:
-    score = Score.of(rows)
+    score = FigureScore.of(rows)
     inside = (sum(row.covered(level) for row in rows) / len(rows) for level in LEVELS)
     return [
         *(name, str(score.number), _percent(score.median), _percent(score.worst)),
@@ -114,13 +114,13 @@ def _not_better(origins: Sequence[str] | dict[str, None], rows: Sequence[HeldOut
     worse = [
         name
         for name in origins
-        if Score.of([row for row in rows if row.figure.origin == name]).skill <= 0
+        if FigureScore.of([row for row in rows if row.figure.origin == name]).skill <= 0
     ]
     better = "The predictions are no better than linear scaling for"
     return ["", f"**{better} {in_words(worse)}.**"] if worse else []
 
 
-def terms_table(fit: Fit) -> list[str]:
+def terms_table(fit: TermsFit) -> list[str]:
     """Write each term as assumed and as learned, with the interval of a new source."""
     level, rows = LEVELS[0], []
     open_ = fit.of_a_new_source.diagonal()
@@ -143,7 +143,7 @@ def terms_table(fit: Fit) -> list[str]:
 
 
 def write(
-    rows: Sequence[HeldOut], exam: Sequence[HeldOut], fit: Fit, path: Path, command: str
+    rows: Sequence[HeldOut], exam: Sequence[HeldOut], fit: TermsFit, path: Path, command: str
 ) -> list[Path]:
     """Write the page, and its picture beside it.
 
@@ -183,7 +183,7 @@ def write(
     return [path, *pictures, table]
 
 
-def write_terms(fit: Fit, fits: Mapping[str, Fit], path: Path, command: str) -> None:
+def write_terms(fit: TermsFit, fits: Mapping[str, TermsFit], path: Path, command: str) -> None:
     """Write the terms as a file of conf/terms, and those that know nothing of a source's figures.
 
     Raises:
@@ -265,7 +265,7 @@ def chart(rows: Sequence[HeldOut], exam: Sequence[HeldOut]) -> Chart:
         alt.Chart(linear).mark_text(**words).encode(x, y, alt.Text("text:N")),
         base.mark_point(filled=True, size=30, opacity=0.8).encode(y, tooltip=list(data.columns)),
     ).properties(width=ALONE, height=ALONE)
-    score = Score.of(rows)
+    score = FigureScore.of(rows)
     message = (
         f"Predicted speedups are off by {100 * score.median:.1f} %, and linear scaling "
         f"by {100 * score.linear_median:.1f} % (medians)"

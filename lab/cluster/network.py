@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from lab.cluster.settings import Change, Cluster, bits_per_s
+from lab.cluster.settings import Cluster, LinkChange, bits_per_s
 
 BURST_S = 0.001  # seconds of a link's rate, so that late timers lose nothing
 LEAST_BURST_BYTES = 16_384
@@ -107,7 +107,7 @@ def impair(cluster: Cluster, host: int) -> list[str]:
     return ["tc", "-n", f"h{host}", "qdisc", "add", "dev", INTERFACE, *where, *netem]
 
 
-def change_link(event: Change) -> Iterator[list[str]]:
+def change_link(event: LinkChange) -> Iterator[list[str]]:
     """List the commands that change a host's link while it is in use."""
     if event.sets_rate:
         yield from limit(event.host, event.to)

@@ -31,7 +31,7 @@ from lab.cluster.network import (
     name_hosts,
     on_host,
 )
-from lab.cluster.settings import EMULATION, Change, Cluster
+from lab.cluster.settings import EMULATION, Cluster, LinkChange
 from lab.model.profile import SLOW_FACTOR
 from lab.settings.config import ConfigError
 
@@ -162,7 +162,7 @@ def start(cluster: Cluster, arguments: list[str]) -> list[subprocess.Popen[str]]
     return hosts
 
 
-def wait(hosts: list[subprocess.Popen[str]], changes: list[Change]) -> None:
+def wait(hosts: list[subprocess.Popen[str]], changes: list[LinkChange]) -> None:
     """Wait for h0, then the others up to GRACE_S; change links and forward signals meanwhile.
 
     torchruns would wait up to ten minutes for one that was killed, so they get GRACE_S too.

@@ -29,7 +29,7 @@ CHANGE = re.compile(r"(\d+(?:\.\d+)?)s (h\d+) (\S+)")
 
 
 @dataclass(frozen=True)
-class Change:
+class LinkChange:
     """A change of one host's link during the run.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cluster:
     loss_percent: float = 0.0
     slow_host: int | None = None
     slow_factor: float = 1.0
-    changes: tuple[Change, ...] = ()
+    changes: tuple[LinkChange, ...] = ()
 
     @property
     def num_hosts(self) -> int:
@@ -83,7 +83,7 @@ class Cluster:
     @classmethod
     def from_json(cls, text: str) -> Cluster:
         fields = json.loads(text)
-        changes = tuple(Change(**change) for change in fields.pop("changes"))
+        changes = tuple(LinkChange(**change) for change in fields.pop("changes"))
         return cls(**fields | {"rates": tuple(fields["rates"]), "changes": changes})
 
     def settings(self) -> list[str]:
@@ -239,14 +239,14 @@ def _is_rate(text: str) -> bool:
     return bool(RATE.fullmatch(text)) and bits_per_s(text) > 0
 
 
-def _change(text: object, num_hosts: int) -> Change:
+def _change(text: object, num_hosts: int) -> LinkChange:
     match = CHANGE.fullmatch(text) if isinstance(text, str) else None
     if not match or not (match[3] in ("down", "up") or _is_rate(match[3])):
         raise ValueError(
             f"cluster.changes={text!r}: must be a time, a host, and a rate or one of the "
             "words down and up, as in '10s h1 100mbit'"
         )
-    return Change(float(match[1]), _host("changes", match[2], num_hosts), match[3])
+    return LinkChange(float(match[1]), _host("changes", match[2], num_hosts), match[3])
 
 
 @dataclass(frozen=True)

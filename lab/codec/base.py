@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.kernels import Messages, Peers, Reading, Residual, bound, library, on_gpu
-from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
+from lab.codec.layout import FLOAT_BYTES, MessageLayout, Piece, RowBytes, Rows, lay_out
 from lab.settings.own_code import is_labs
 
 MANY = 2**20  # values, of which a header is a small part
@@ -70,7 +70,7 @@ class Codec(ABC):
     def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
         """Return the values of encoded rows, float32 [rows, columns]. Arguments: see `write`."""
 
-    def also_moved(self, layout: Layout) -> float:
+    def also_moved(self, layout: MessageLayout) -> float:
         """Return the bytes of memory that encoding moves besides a pass over all that it takes."""
         return 0.0
 
@@ -79,7 +79,7 @@ class Codec(ABC):
         columns = self.row_of(MANY).columns
         return sum(self.row_bytes(columns)) / columns
 
-    def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
+    def layout(self, shapes: Shapes, num_values: int, parts: int) -> MessageLayout:
         """Lay out a bucket of parameters for messages of `parts` lines."""
         rows = [Rows(*each) for each in self.rows(shapes)]
         self._require_rows(rows, num_values)
@@ -98,7 +98,7 @@ class Codec(ABC):
                 )
             end = stop
 
-    def layout_of_parts(self, num_values: int, parts: int) -> Layout:
+    def layout_of_parts(self, num_values: int, parts: int) -> MessageLayout:
         """Lay out a bucket whose parts are given: `num_values` each."""
         rows = [self.row_of(num_values)] if num_values else []
         one = lay_out(rows, num_values, 1, self.row_bytes, cuts_rows=not self.block_size)
@@ -126,7 +126,7 @@ class Reference:
 
     def encode(
         self,
-        layout: Layout,
+        layout: MessageLayout,
         values: Tensor,
         residual: Residual,
         message: Tensor,
@@ -145,7 +145,7 @@ class Reference:
             _floats(message, at, count).copy_(values[start : start + count])
 
     def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+        self, layout: MessageLayout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
         """Fill `out` with the sum of messages, in their order, over `divisor`.
 
@@ -159,7 +159,9 @@ class Reference:
             torch.div(_sum_of_floats(messages, at, count), divisor, out=own)
         finite.copy_(out.isfinite().all())
 
-    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
+    def reduce(
+        self, layout: MessageLayout, messages: Messages, residual: Residual, out: Messages
+    ) -> None:
         """Fill the message `out` with the sum of messages, in their order, + residual.
 
         Args:
@@ -208,7 +210,7 @@ class Native(Reference):
 
     def encode(
         self,
-        layout: Layout,
+        layout: MessageLayout,
         values: Tensor,
         residual: Residual,
         message: Tensor,
@@ -221,7 +223,7 @@ class Native(Reference):
         )
 
     def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+        self, layout: MessageLayout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
         self._add_rows(
             *(messages.data_ptr(), out.data_ptr(), finite.data_ptr(), *layout.addresses),
@@ -229,7 +231,9 @@ class Native(Reference):
             *(self._option, torch.get_num_threads()),
         )
 
-    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
+    def reduce(
+        self, layout: MessageLayout, messages: Messages, residual: Residual, out: Messages
+    ) -> None:
         kept = None if residual is None else residual.data_ptr()
         rows, first = together(messages), out[0] if isinstance(out, Peers) else out
         self._reduce_rows(

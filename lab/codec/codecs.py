@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
 from lab.codec.kernels import Reading
-from lab.codec.layout import Layout, RowBytes, Rows, spans
+from lab.codec.layout import MessageLayout, RowBytes, Rows, spans
 from lab.settings import checks
 
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -225,7 +225,7 @@ class Signs(Codec):
             if stop - start >= self.min_values:
                 yield Rows(start, stop, stop - start)
 
-    def also_moved(self, layout: Layout) -> float:
+    def also_moved(self, layout: MessageLayout) -> float:
         """Count a second pass over gradient and residual: the magnitude must be known first."""
         return 8.0 * layout.num_values
 
@@ -263,7 +263,7 @@ class TopK(Codec):
             if start < stop:
                 yield Rows(start, stop, stop - start)
 
-    def also_moved(self, layout: Layout) -> float:
+    def also_moved(self, layout: MessageLayout) -> float:
         """Count what candidates move: each is read and written several times, a line at a time."""
         sent = layout.num_bytes / (INDEX_BYTES + VALUE_BYTES)
         return (2 * LINE_BYTES + 72) * sent

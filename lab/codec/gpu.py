@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from lab.codec.gpu_kernels import add_magnitudes, decode_rows, encode_rows
-from lab.codec.gpu_topk import TopK
+from lab.codec.gpu_topk import TritonTopK
 from lab.codec.kernels import Messages, Peers, Reading, Residual
-from lab.codec.layout import FLOAT_BYTES, Layout, Piece
+from lab.codec.layout import FLOAT_BYTES, MessageLayout, Piece
 
 READ = 4096
 TILE = 2048  # values of a program of short rows
@@ -90,7 +90,7 @@ class Form(NamedTuple):
         return READINGS[self.reading] in ("signs", "bfloat16", "float16")
 
 
-class Program(NamedTuple):
+class RowProgram(NamedTuple):
     """A program's rows: those of a Piece, of which it may take columns from `first` on alone.
 
     Attributes:
@@ -121,7 +121,7 @@ class Triton:
 
     def encode(
         self,
-        layout: Layout,
+        layout: MessageLayout,
         values: Tensor,
         residual: Residual,
         message: Tensor,
@@ -129,12 +129,14 @@ class Triton:
     ) -> None:
         self._encode(layout, (values, 0, 0), residual, message, finite)
 
-    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
+    def reduce(
+        self, layout: MessageLayout, messages: Messages, residual: Residual, out: Messages
+    ) -> None:
         apart = messages.offsets if isinstance(messages, Peers) else messages.stride(0)
         self._encode(layout, (messages[0], len(messages), apart), residual, out, None)
 
     def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+        self, layout: MessageLayout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
         sent = messages, len(messages), messages.stride(0)
         with torch.cuda.device_of(out):
@@ -144,7 +146,7 @@ class Triton:
 
     def _encode(
         self,
-        layout: Layout,
+        layout: MessageLayout,
         source: tuple[Tensor, int, int | Tensor],
         residual: Residual,
         out: Messages,
@@ -162,7 +164,7 @@ class Triton:
                 arguments = *source, *where, tables.sums, finite, sums, form
                 encode_rows[(len(table),)](*arguments, **form.options(sums))
 
-    def _tables(self, layout: Layout, device: torch.device) -> Tables:
+    def _tables(self, layout: MessageLayout, device: torch.device) -> Tables:
         """Return the programs of a layout, made at the first call."""
         key = Tables, self._form, device
         if key not in layout.plans:
@@ -170,9 +172,9 @@ class Triton:
         return layout.plans[key]
 
 
-def made(reading: Reading) -> Triton | TopK:
+def made(reading: Reading) -> Triton | TritonTopK:
     """Return the kernels of a codec."""
-    return TopK(reading.share) if reading.kind == "largest" else Triton(reading)
+    return TritonTopK(reading.share) if reading.kind == "largest" else Triton(reading)
 
 
 class Tables(NamedTuple):
@@ -189,10 +191,13 @@ class Tables(NamedTuple):
     sums: Tensor
 
 
-def made_tables(layout: Layout, form: Form, block: int, device: torch.device) -> Tables:
+def made_tables(layout: MessageLayout, form: Form, block: int, device: torch.device) -> Tables:
     """Divide the rows of a layout among programs."""
-    encode, decode = defaultdict[Form, list[Program]](list), defaultdict[Form, list[Program]](list)
-    spans, widths = list[Program](), _widths(layout)
+    encode, decode = (
+        defaultdict[Form, list[RowProgram]](list),
+        defaultdict[Form, list[RowProgram]](list),
+    )
+    spans, widths = list[RowProgram](), _widths(layout)
     for piece in layout.pieces:
         width = widths[piece.columns]
         tiles = form.tile(min(width, TILE))
@@ -209,7 +214,7 @@ def made_tables(layout: Layout, form: Form, block: int, device: torch.device) ->
             on_chip = piece.columns <= LONGEST
             whole = form.tile(width if on_chip else LONG_TILE, on_chip)
             even = _is_even(piece)
-            encode[whole] += (Program(*e, 0, even, 0) for e in layout.cut(piece, whole.rows))
+            encode[whole] += (RowProgram(*e, 0, even, 0) for e in layout.cut(piece, whole.rows))
     for launches in (encode, decode):
         first = next(iter(launches), form.tile(TILE))
         launches[first] += _copies(layout, first.rows * first.width)
@@ -221,7 +226,7 @@ def made_tables(layout: Layout, form: Form, block: int, device: torch.device) ->
     )
 
 
-def _widths(layout: Layout) -> dict[int, int]:
+def _widths(layout: MessageLayout) -> dict[int, int]:
     """Choose the width of a tile by the columns of its rows: as few as do not waste much."""
     values = Counter[int]()  # by width
     for piece in layout.pieces:
@@ -242,32 +247,32 @@ def _is_even(piece: Piece) -> int:
     return int(piece.columns % 16 == 0 and piece.start % 4 == 0)
 
 
-def _tiles(layout: Layout, piece: Piece, form: Form, span: int) -> Iterator[Program]:
+def _tiles(layout: MessageLayout, piece: Piece, form: Form, span: int) -> Iterator[RowProgram]:
     """Divide a piece among programs of one tile each."""
     spans = -(-piece.columns // form.span)
     for number, each in enumerate(layout.cut(piece, form.rows)):
         for first in range(0, piece.columns, form.width):
-            yield Program(*each, first, _is_even(piece), span + number * form.rows * spans)
+            yield RowProgram(*each, first, _is_even(piece), span + number * form.rows * spans)
 
 
-def _blocks(layout: Layout, piece: Piece) -> Iterator[Program]:
+def _blocks(layout: MessageLayout, piece: Piece) -> Iterator[RowProgram]:
     """Divide a piece of blocks among programs that take them as one row, or a part of one."""
     for each in layout.cut(piece, max(1, READ // piece.columns)):
         number = each.rows * each.columns
         even = int(number % 16 == 0 and each.start % 4 == 0)
         for first in range(0, number, READ):
-            yield Program(each.start, 1, number, each.header, each.payload, first, even, 0)
+            yield RowProgram(each.start, 1, number, each.header, each.payload, first, even, 0)
 
 
-def _spans(layout: Layout, piece: Piece, form: Form) -> Iterator[Program]:
+def _spans(layout: MessageLayout, piece: Piece, form: Form) -> Iterator[RowProgram]:
     if READINGS[form.reading] == "signs":
         for row in layout.cut(piece, 1):
             for first in range(0, piece.columns, form.span):
-                yield Program(*row, first, _is_even(piece), 0)
+                yield RowProgram(*row, first, _is_even(piece), 0)
 
 
-def _copies(layout: Layout, size: int) -> Iterator[Program]:
+def _copies(layout: MessageLayout, size: int) -> Iterator[RowProgram]:
     for start, count, at in layout.copies:
         for first in range(0, count, size):
             number = min(size, count - first)
-            yield Program(start + first, 0, number, at + FLOAT_BYTES * first, 0, 0, 0, 0)
+            yield RowProgram(start + first, 0, number, at + FLOAT_BYTES * first, 0, 0, 0, 0)

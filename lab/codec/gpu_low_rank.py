@@ -33,7 +33,7 @@ SMALL: tl.constexpr = tl.constexpr(1e-30)  # square of a column beside which oth
 Matrices = Sequence[tuple[int, int, int, int]]
 
 
-class Program(NamedTuple):
+class TileProgram(NamedTuple):
     """A part of a matrix: rows from `row` on, of columns from `column` on.
 
     Attributes:
@@ -54,7 +54,7 @@ class Program(NamedTuple):
     span: int
 
 
-FIELDS: tl.constexpr = tl.constexpr(len(Program._fields))
+FIELDS: tl.constexpr = tl.constexpr(len(TileProgram._fields))
 
 
 class Plan(NamedTuple):
@@ -73,8 +73,8 @@ class Plan(NamedTuple):
     parts: Tensor
 
 
-class Triton:
-    """See lab.exchange.powersgd.Reference."""
+class TritonLowRank:
+    """See lab.exchange.powersgd.LowRankReference."""
 
     def project(
         self, factors: Factors, gradients: Tensor, residuals: Tensor | None, q: Tensor, p: Tensor
@@ -107,7 +107,7 @@ class Triton:
         _launch(multiply_factors, plan.of_rows, *arguments, WIDE)
 
 
-made = Triton  # lab.codec.kernels.tried makes kernels by this name
+made = TritonLowRank  # lab.codec.kernels.tried makes kernels by this name
 
 
 def _launch(kernel: Any, table: Tensor, *arguments: Any) -> None:
@@ -126,7 +126,7 @@ def _planned(factors: Factors, like: Tensor) -> Plan:
         def table(rows: int, columns: int) -> Tensor:
             programs = list(_programs(factors.matrices, rows, columns))
             found = torch.tensor(programs, dtype=torch.int64, device=device)
-            return found.view(len(programs), len(Program._fields))
+            return found.view(len(programs), len(TileProgram._fields))
 
         factors.plans[device] = Plan(
             max((matrix[3] for matrix in factors.matrices), default=1),
@@ -136,7 +136,7 @@ def _planned(factors: Factors, like: Tensor) -> Plan:
     return factors.plans[device]
 
 
-def _programs(matrices: Matrices, rows: int, columns: int) -> Iterator[Program]:
+def _programs(matrices: Matrices, rows: int, columns: int) -> Iterator[TileProgram]:
     """Divide matrices in parts of so many rows and columns."""
     p = q = 0
     for start, height, width, rank in matrices:
@@ -144,13 +144,13 @@ def _programs(matrices: Matrices, rows: int, columns: int) -> Iterator[Program]:
         for row in range(0, height, rows):
             for column in range(0, width, columns):
                 own = start, height, width, rank, p, q, row, column, even, row // rows
-                yield Program(*own)
+                yield TileProgram(*own)
         p, q = p + height * rank, q + rank * width
 
 
 @triton.jit
 def _program(table):
-    """Load this program's row of a table: see Program."""
+    """Load this program's row of a table: see TileProgram."""
     own = table + tl.program_id(0) * FIELDS
     start, p, q = tl.load(own), tl.load(own + 4), tl.load(own + 5)
     rows, columns, rank = tl.load(own + 1), tl.load(own + 2), tl.load(own + 3).to(tl.int32)

@@ -30,7 +30,7 @@ FACTOR_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
 FACTOR_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 
-class Program(NamedTuple):
+class RangeProgram(NamedTuple):
     """Ranges of a parameter.
 
     Attributes:
@@ -56,11 +56,11 @@ class Program(NamedTuple):
     key: int
 
 
-FIELDS: tl.constexpr = tl.constexpr(len(Program._fields))
+FIELDS: tl.constexpr = tl.constexpr(len(RangeProgram._fields))
 
 
-class Triton:
-    """See lab.exchange.randomk.Reference."""
+class TritonRandomK:
+    """See lab.exchange.randomk.RandomKReference."""
 
     def encode(
         self,
@@ -84,7 +84,7 @@ class Triton:
                 put_drawn[(len(table),)](*arguments, ranges, CLEARED, num_warps=WARPS)
 
 
-made = Triton  # lab.codec.kernels.tried makes kernels by this name
+made = TritonRandomK  # lab.codec.kernels.tried makes kernels by this name
 
 
 def _planned(draws: Draws, device: torch.device) -> tuple[Tensor, int]:
@@ -97,7 +97,7 @@ def _planned(draws: Draws, device: torch.device) -> tuple[Tensor, int]:
     return draws.plans[device]
 
 
-def _programs(draws: Draws, ranges: int) -> Iterator[Program]:
+def _programs(draws: Draws, ranges: int) -> Iterator[RangeProgram]:
     starts, places = (accumulate(each, initial=0) for each in (draws.sizes, draws.counts))
     each = zip(starts, draws.sizes, places, draws.counts, draws.keys.tolist(), strict=False)
     for start, size, place, count, key in each:
@@ -105,7 +105,7 @@ def _programs(draws: Draws, ranges: int) -> Iterator[Program]:
             edge, rest = divmod(first * size, count)
             end = min(first + ranges, count) * size // count
             program = start, size, place + first, count, first, edge, rest
-            yield Program(*program, *divmod(size, count), end, key)
+            yield RangeProgram(*program, *divmod(size, count), end, key)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from lab.codec.gpu_topk_kernels import (
     write_largest,
 )
 from lab.codec.kernels import Messages, Peers, Residual
-from lab.codec.layout import FLOAT_BYTES, Layout
+from lab.codec.layout import FLOAT_BYTES, MessageLayout
 
 SAMPLE_BITS = 12  # a sample has 2**12 values, 8 for each of 512 threads
 SAMPLE_WARPS, SAMPLE_REGISTERS = 16, 64
@@ -69,7 +69,7 @@ class Row(NamedTuple):
     tiles: int
 
 
-class Part(NamedTuple):
+class TopKPart(NamedTuple):
     """Values that a program takes: of a row, or such that travel as they are.
 
     Attributes:
@@ -84,7 +84,7 @@ class Part(NamedTuple):
     at: int
 
 
-class Tables(NamedTuple):
+class TopKTables(NamedTuple):
     """Tables of a layout, and memory that stays.
 
     Attributes:
@@ -107,7 +107,7 @@ class Tables(NamedTuple):
     sums: list[Tensor]
 
 
-class TopK:
+class TritonTopK:
     """See lab.codec.base.Reference.
 
     Args:
@@ -119,7 +119,7 @@ class TopK:
 
     def encode(
         self,
-        layout: Layout,
+        layout: MessageLayout,
         values: Tensor,
         residual: Residual,
         message: Tensor,
@@ -144,7 +144,7 @@ class TopK:
                 write_largest[(len(own.progress),)](*arguments, num_warps=WRITING_WARPS)
 
     def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+        self, layout: MessageLayout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
         own, number = self._tables(layout, out.device), len(messages)
         lanes = 2 << (number - 1).bit_length()  # a begin and an end for each message
@@ -152,7 +152,9 @@ class TopK:
         with torch.cuda.device_of(out):
             spread_largest[(len(own.spread),)](*arguments, lanes, *SIZES, num_warps=WARPS)
 
-    def reduce(self, layout: Layout, messages: Messages, residual: Residual, out: Messages) -> None:
+    def reduce(
+        self, layout: MessageLayout, messages: Messages, residual: Residual, out: Messages
+    ) -> None:
         messages = together(messages)
         own = self._tables(layout, messages.device)
         if not own.sums:
@@ -163,17 +165,17 @@ class TopK:
         self.encode(layout, sums, residual, out[0] if isinstance(out, Peers) else out)
         push(out)
 
-    def _tables(self, layout: Layout, device: torch.device) -> Tables:
+    def _tables(self, layout: MessageLayout, device: torch.device) -> TopKTables:
         """Return what stays of a layout, made at the first call."""
-        key = Tables, self._share, device
+        key = TopKTables, self._share, device
         if key not in layout.plans:
             layout.plans[key] = made_tables(layout, self._share, device)
         return layout.plans[key]
 
 
-def made_tables(layout: Layout, share: float, device: torch.device) -> Tables:
+def made_tables(layout: MessageLayout, share: float, device: torch.device) -> TopKTables:
     """Divide the rows of a layout, and values that travel as they are, among programs."""
-    rows, tiles, spread, copies = list[Row](), list[Part](), list[Part](), 0
+    rows, tiles, spread, copies = list[Row](), list[TopKPart](), list[TopKPart](), 0
     for piece in layout.pieces:
         for number in range(piece.rows):
             columns, sent = piece.columns, math.ceil(share * piece.columns)
@@ -189,7 +191,7 @@ def made_tables(layout: Layout, share: float, device: torch.device) -> Tables:
     num_tiles = len(tiles)
     for start, count, at in layout.copies:
         own = [
-            Part(-1, start + first, min(TILE, count - first), at + FLOAT_BYTES * first)
+            TopKPart(-1, start + first, min(TILE, count - first), at + FLOAT_BYTES * first)
             for first in range(0, count, TILE)
         ]
         tiles, spread = tiles + own, spread + own
@@ -197,9 +199,9 @@ def made_tables(layout: Layout, share: float, device: torch.device) -> Tables:
     def table(entries: list[Any], width: int) -> Tensor:
         return torch.tensor(entries, dtype=torch.int64, device=device).view(len(entries), width)
 
-    return Tables(
-        *(table(rows, len(Row._fields)), table(tiles, len(Part._fields))),
-        table(spread, len(Part._fields)),
+    return TopKTables(
+        *(table(rows, len(Row._fields)), table(tiles, len(TopKPart._fields))),
+        table(spread, len(TopKPart._fields)),
         torch.zeros(len(rows), 5, dtype=torch.int32, device=device),
         torch.zeros(num_tiles, 2, dtype=torch.int32, device=device),
         torch.zeros(num_tiles, dtype=torch.int64, device=device),
@@ -208,9 +210,10 @@ def made_tables(layout: Layout, share: float, device: torch.device) -> Tables:
     )
 
 
-def _parts(row: int, columns: int, size: int, is_even: int) -> list[Part]:
+def _parts(row: int, columns: int, size: int, is_even: int) -> list[TopKPart]:
     return [
-        Part(row, first, min(size, columns - first), is_even) for first in range(0, columns, size)
+        TopKPart(row, first, min(size, columns - first), is_even)
+        for first in range(0, columns, size)
     ]
 
 

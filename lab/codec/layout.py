@@ -74,7 +74,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """A message with a line for each part of a bucket.
 
     Attributes:
@@ -111,7 +111,7 @@ class Layout:
         """Results that kernels compute once for a layout, by a key of theirs."""
         return {}
 
-    def part(self, number: int) -> Layout:
+    def part(self, number: int) -> MessageLayout:
         """Return the layout of one part, whose values lie close together, in their order."""
         low, high = number * self.line_bytes, (number + 1) * self.line_bytes
         pieces = [piece for piece in self.pieces if low <= piece.payload < high]
@@ -129,7 +129,7 @@ class Layout:
             copies=tuple(c.moved(places[c.start] - c.start, -low) for c in copies),
         )
 
-    def repeated(self, parts: int, num_values: int) -> Layout:
+    def repeated(self, parts: int, num_values: int) -> MessageLayout:
         """Return the layout of `parts` parts of `num_values` consecutive values, each as this."""
         lines = [(part * num_values, part * self.line_bytes) for part in range(parts)]
         return replace(
@@ -179,7 +179,7 @@ def lay_out(
     parts: int,
     row_bytes: Callable[[int], RowBytes],
     cuts_rows: bool = False,
-) -> Layout:
+) -> MessageLayout:
     """Divide a bucket into parts, and lay out their messages.
 
     Each of `rows` is divided evenly, so that a parameter's share of a part is the same in any
@@ -216,7 +216,7 @@ def lay_out(
                     at = _aligned(payload_at + rows_here * payload)
         parts_of.append((pieces, copies))
         longest = max(longest, at)
-    return Layout(
+    return MessageLayout(
         parts,
         longest,
         tuple(p.moved(0, n * longest) for n, (own, _) in enumerate(parts_of) for p in own),

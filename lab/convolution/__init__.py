@@ -121,7 +121,7 @@ class Unsupported(ValueError):
 
 
 @dataclass(frozen=True)
-class Cost:
+class AlgorithmCost:
     """Operations and memory of one pass by an algorithm.
 
     Attributes:
@@ -146,7 +146,7 @@ class Algorithm(ABC):
         return None
 
     @abstractmethod
-    def cost(self, problem: Problem, which: Pass) -> Cost:
+    def cost(self, problem: Problem, which: Pass) -> AlgorithmCost:
         """Return what one pass of a problem with one group costs."""
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Algorithm(ABC):
         parts = [method(a, b, problem.of_group()) for a, b in pairs]
         return torch.cat(parts, 0 if which == Pass.BACKWARD_WEIGHTS else 1)
 
-    def total(self, problem: Problem, which: Pass) -> Cost:
+    def total(self, problem: Problem, which: Pass) -> AlgorithmCost:
         """Return the cost of one pass over all groups, which take turns with the workspace."""
         one = self.cost(problem.of_group(), which)
-        return Cost(problem.groups * one.operations, one.workspace_bytes)
+        return AlgorithmCost(problem.groups * one.operations, one.workspace_bytes)

@@ -14,7 +14,7 @@ from scipy.fft import next_fast_len
 from torch import Tensor
 from torch.nn.functional import conv2d, fold, pad, unfold
 
-from lab.convolution import VALUE_BYTES, Algorithm, Cost, Pass, Problem
+from lab.convolution import VALUE_BYTES, Algorithm, AlgorithmCost, Pass, Problem
 
 CPU = torch.device("cpu")
 COMPLEX_BYTES = 8
@@ -27,9 +27,9 @@ class Library(Algorithm):
 
     name = "library"
 
-    def cost(self, problem: Problem, which: Pass) -> Cost:
+    def cost(self, problem: Problem, which: Pass) -> AlgorithmCost:
         """Return the operations of the definition; what the library executes is not known."""
-        return Cost(problem.operations, 0)
+        return AlgorithmCost(problem.operations, 0)
 
     def compute(self, which: Pass, a: Tensor, b: Tensor, problem: Problem) -> Tensor:
         return getattr(self, which.replace(" ", "_"))(a, b, problem)
@@ -65,11 +65,11 @@ class Direct(Algorithm):
 
     name = "direct"
 
-    def cost(self, problem: Problem, which: Pass) -> Cost:
+    def cost(self, problem: Problem, which: Pass) -> AlgorithmCost:
         """Return the operations of the definition; the workspace is the padded input."""
         height, width = problem.padded
         padded = problem.batch * problem.channels * height * width if any(problem.padding) else 0
-        return Cost(problem.operations, VALUE_BYTES * padded)
+        return AlgorithmCost(problem.operations, VALUE_BYTES * padded)
 
     def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         y = x.new_zeros(problem.batch, problem.filters, problem.out_pixels)
@@ -127,7 +127,7 @@ class Gemm(Algorithm):
     def __init__(self, tile: tuple[int, int] = (1, 1)) -> None:
         self.tile = tile
 
-    def cost(self, problem: Problem, which: Pass) -> Cost:
+    def cost(self, problem: Problem, which: Pass) -> AlgorithmCost:
         """Count whole tiles; the workspace holds the columns of all images."""
         taps = problem.channels * problem.kernel[0] * problem.kernel[1]
         pixels = problem.batch * problem.out_pixels
@@ -137,7 +137,7 @@ class Gemm(Algorithm):
             Pass.BACKWARD_WEIGHTS: (problem.filters, taps, pixels),
         }[which]
         operations = 2 * _up(rows, self.tile[0]) * _up(columns, self.tile[1]) * depth
-        return Cost(operations, VALUE_BYTES * taps * pixels)
+        return AlgorithmCost(operations, VALUE_BYTES * taps * pixels)
 
     def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         y = torch.matmul(w.flatten(1), _columns(x, problem))
@@ -177,7 +177,7 @@ class FFT(Algorithm):
         """Refuse strides, as cuDNN does: most of the computed outputs would be thrown away."""
         return None if problem.stride == (1, 1) else f"stride {problem.stride}: must be (1, 1)"
 
-    def cost(self, problem: Problem, which: Pass) -> Cost:
+    def cost(self, problem: Problem, which: Pass) -> AlgorithmCost:
         """Count transforms at 2.5·P·log₂P operations for P real values, and the products."""
         height, width = _lengths(problem)
         frequencies = height * (width // 2 + 1)
@@ -188,7 +188,7 @@ class FFT(Algorithm):
         )
         transforms = round(planes * 2.5 * height * width * math.log2(height * width))
         products = problem.batch * problem.filters * problem.channels * frequencies
-        return Cost(
+        return AlgorithmCost(
             transforms + COMPLEX_OPERATIONS * products, COMPLEX_BYTES * planes * frequencies
         )
 
@@ -290,7 +290,7 @@ class Winograd(Algorithm):
             return f"padding {problem.padding}: must be below {self.r}"
         return None
 
-    def cost(self, problem: Problem, which: Pass) -> Cost:
+    def cost(self, problem: Problem, which: Pass) -> AlgorithmCost:
         """Count the products of all tiles, and the transforms as dense matrix products."""
         m, r, n = self.m, self.r, self.n
         turned = which == Pass.BACKWARD_DATA
@@ -308,7 +308,7 @@ class Winograd(Algorithm):
             kernels = pairs * 2 * (n * r * r + n * n * r)
             outputs = filters * tiles * 2 * (m * n * n + m * m * n)
         values = n * n * (pairs + (channels + filters) * tiles)
-        return Cost(products + inputs + kernels + outputs, VALUE_BYTES * values)
+        return AlgorithmCost(products + inputs + kernels + outputs, VALUE_BYTES * values)
 
     def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         return self._filtered(x, w, problem.padding, problem.out_size)

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from lab.benchmarks.harness import seconds_of
-from lab.measure.clock import Mark, Pass, mark, seconds
+from lab.measure.clock import Mark, PassMarks, mark, seconds
 from lab.measure.layers import in_order, layers_of, marked_layers, owners_of, sizes_of, spin_stream
 
 WAYS = ("forward", "backward")
@@ -292,7 +292,7 @@ def _in_turns(
 class LayerClock:
     """A clock for each layer, that is each module with its own parameters, in every pass.
 
-    All times add up to the whole pass (see lab.measure.clock.Pass.spans).
+    All times add up to the whole pass (see lab.measure.clock.PassMarks.spans).
 
     On a GPU the stream is held until the host has queued a whole pass, so a layer lasts as long as
     its kernels.
@@ -308,7 +308,7 @@ class LayerClock:
         self._model, self._device = model, device
         self._modules = layers_of(model)
         self.parameters = sizes_of(self._modules)
-        self._passes: list[Pass] = []
+        self._passes: list[PassMarks] = []
         self._open = ExitStack()
         # Host times: begin of a pass, its last gradient, and the shortest pass.
         self._begun_s, self._noted_s, self._launch_s = 0.0, math.inf, math.inf

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lab.benchmarks import harness
 from lab.benchmarks.present import Drawn, number, ranged, threaded
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.convolution import Algorithm, Pass, Problem
 from lab.convolution.algorithms import ALGORITHMS, LIBRARY
 from lab.convolution.layer import calls_of, convolutions_of
@@ -58,7 +58,7 @@ Refused = dict[tuple[Algorithm, Pass], str | None]
 
 
 @harness.on_one_rank
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Measure every algorithm on every convolution of the model, all passes."""
     config, names = request.config, request.own["algorithm"]
     for name in names or ():

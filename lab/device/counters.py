@@ -25,7 +25,7 @@ import pandas as pd
 
 from lab.benchmarks.harness import joined
 from lab.benchmarks.present import Drawn, Row, decimals, machine, number, tabulate, text
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.device import callgrind
 from lab.device.callgrind import output_of
 from lab.device.transfer import about_trace, left_out, read_events, read_from
@@ -57,7 +57,7 @@ UNNAMED = "__missing__"  # Kineto's word
 SCOPE = re.compile(r"(?:\(anonymous namespace\)|\{lambda\([^{}]*\)#\d+\}|\w+)::")
 
 
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: BenchRequest) -> dict[str, Any]:
     """Count all variants in one process under callgrind, and time the same process without it.
 
     With `trace=FILE`, read what was counted on a GPU.
@@ -86,7 +86,7 @@ def measure(request: Request) -> dict[str, Any]:
     }
 
 
-def _counted(request: Request) -> list[dict[str, Any]]:
+def _counted(request: BenchRequest) -> list[dict[str, Any]]:
     own = request.own
     variables = os.environ | {name: own["isa"].upper() for name in LIMITS}
     variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
@@ -116,7 +116,7 @@ def _counted(request: Request) -> list[dict[str, Any]]:
     ]
 
 
-def _read_kernels(path: Path, request: Request) -> dict[str, Any]:
+def _read_kernels(path: Path, request: BenchRequest) -> dict[str, Any]:
     """Combine the metrics of the trace at `path` by kernel.
 
     Raises:

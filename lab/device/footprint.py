@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from lab.benchmarks.harness import here
 from lab.benchmarks.present import Column, Drawn, decimals, number, span, tabulate, text
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.device.callgrind import filled, output_of
 from lab.draw.chart import BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import bars
@@ -65,7 +65,7 @@ MB = 1e-6
 COLOURS = dict(zip(KINDS, (BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, BROWN), strict=True))
 
 
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: BenchRequest) -> dict[str, Any]:
     memory_gb, measured = request.own["memory_gb"], request.own["measured"]
     num_ranks = request.own["num_ranks"]
     if measured and num_ranks > 1:
@@ -162,16 +162,16 @@ def main(settings: list[str]) -> None:
     print(int(median(peaks[WARMUP:])))
 
 
-def _step_of(config: DictConfig, plan: Blueprint) -> Step:
+def _step_of(config: DictConfig, plan: Blueprint) -> StepSettings:
     optim = Optim(config.optim, config.batch_size)
-    return Step(
+    return StepSettings(
         *(plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss),
         *(optim.optimizer, config.precision),
     )
 
 
 def _train(
-    model: nn.Module, optimizer: Optimizer, step: Step, inputs: Tensor, targets: Tensor
+    model: nn.Module, optimizer: Optimizer, step: StepSettings, inputs: Tensor, targets: Tensor
 ) -> None:
     half = AUTOCAST.get(step.precision)
     with torch.autocast("cpu", half) if half else contextlib.nullcontext():
@@ -182,7 +182,7 @@ def _train(
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSettings:
     """A training step, apart from its model and batch.
 
     Attributes:
@@ -218,7 +218,9 @@ class Footprint:
         return sum(self.kinds.values())
 
 
-def footprint(model: nn.Module, step: Step, batch: int, exchange_bytes: int = 0) -> Footprint:
+def footprint(
+    model: nn.Module, step: StepSettings, batch: int, exchange_bytes: int = 0
+) -> Footprint:
     """Compute the memory of a training step of one rank.
 
     Workspaces of libraries are not known, and come on top.
@@ -242,7 +244,9 @@ def footprint(model: nn.Module, step: Step, batch: int, exchange_bytes: int = 0)
         raise ValueError(f"cannot run on tensors without values: {lines[0]}") from None
 
 
-def largest_batch(model: nn.Module, step: Step, num_bytes: float, exchange_bytes: int = 0) -> int:
+def largest_batch(
+    model: nn.Module, step: StepSettings, num_bytes: float, exchange_bytes: int = 0
+) -> int:
     """Return the largest batch whose step fits into so many bytes; 0: none does.
 
     Memory grows with the batch, so the search halves its interval.
@@ -259,7 +263,7 @@ def largest_batch(model: nn.Module, step: Step, num_bytes: float, exchange_bytes
 
 
 def _peak(
-    model: nn.Module, step: Step, batch: int
+    model: nn.Module, step: StepSettings, batch: int
 ) -> tuple[Mapping[str, int], list[dict[str, Any]]]:
     fake = model.to_empty(device="cpu")
     optimizer = step.optimizer(fake)

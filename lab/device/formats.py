@@ -40,7 +40,7 @@ NCHW = torch.contiguous_format, torch.channels_last
 Reorder = tuple[str, float]
 
 
-class Layout(StrEnum):
+class MemoryLayout(StrEnum):
     """The order of a tensor's values in memory.
 
     NCHW: image, channel, row, column, the last one nearest. NHWC: torch's channels_last.
@@ -68,14 +68,19 @@ class Moves:
         return sum(seconds for _, seconds in self.reorders)
 
 
-def layouts_for(device: torch.device, dtype: torch.dtype) -> list[Layout]:
+def layouts_for(device: torch.device, dtype: torch.dtype) -> list[MemoryLayout]:
     """Return the layouts that convolutions can have; blocked ones are float32 on CPUs."""
     blocked = device.type == "cpu" and dtype == torch.float32
-    return [each for each in Layout if each is not Layout.BLOCKED or blocked]
+    return [each for each in MemoryLayout if each is not MemoryLayout.BLOCKED or blocked]
 
 
 def calls_in(
-    layout: Layout, problem: Problem, x: Tensor, w: Tensor, dy: Tensor, x_is_data: bool = False
+    layout: MemoryLayout,
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    x_is_data: bool = False,
 ) -> dict[Pass, Callable[[], Tensor]]:
     """Return a call of each pass of a convolution, on copies of its tensors in a layout.
 
@@ -88,10 +93,10 @@ def calls_in(
     x_blocked = Tensor.to_mkldnn if x_is_data else _blocked
     # Unlike `contiguous`, `to` changes the layout also where one channel leaves no difference.
     to_nhwc = partial(Tensor.to, memory_format=torch.channels_last)
-    changes: dict[Layout, tuple[Callable[[Tensor], Tensor], ...]] = {
-        Layout.NCHW: (Tensor.contiguous,) * 3,
-        Layout.NHWC: (to_nhwc,) * 3,
-        Layout.BLOCKED: (x_blocked, Tensor.contiguous, _blocked),
+    changes: dict[MemoryLayout, tuple[Callable[[Tensor], Tensor], ...]] = {
+        MemoryLayout.NCHW: (Tensor.contiguous,) * 3,
+        MemoryLayout.NHWC: (to_nhwc,) * 3,
+        MemoryLayout.BLOCKED: (x_blocked, Tensor.contiguous, _blocked),
     }
     x, w, dy = (change(each) for change, each in zip(changes[layout], (x, w, dy), strict=True))
     return {

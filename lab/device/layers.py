@@ -15,7 +15,7 @@ from torch import nn
 
 from lab.benchmarks import harness
 from lab.benchmarks.present import Drawn, Row, decimals, medians_of, ranged, span
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.device.clock import (
     WAYS,
     Call,
@@ -47,7 +47,7 @@ Values = NDArray[np.float64]
 
 
 @harness.on_one_rank
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     configs = [variant.config for variant in request.variants]
     rounds, input_grad = request.own["rounds"], request.own["input_grad"]
     for config in configs:
@@ -55,7 +55,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         config.measure, config.steps, config.optim.lr = "breakdown", WARMUP + 3 * rounds, 0.0
     with ExitStack() as stack:
         candidates = [
-            Candidate(variant.label, stack.enter_context(assembled(config, world)), input_grad)
+            LayerCandidate(variant.label, stack.enter_context(assembled(config, world)), input_grad)
             for variant, config in zip(request.variants, configs, strict=True)
         ]
         gc.freeze()  # spans are many objects: without it, clocked steps wait for the collector
@@ -70,7 +70,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         }
 
 
-class Candidate:
+class LayerCandidate:
     """One set of settings, warmed up, and the numbers of its steps of each kind.
 
     Attributes:
@@ -118,7 +118,7 @@ def _with_gradient(_model: nn.Module, inputs: tuple[Any, ...]) -> None:
         inputs[0].requires_grad_()
 
 
-def _row(one: Candidate) -> dict[str, Any]:
+def _row(one: LayerCandidate) -> dict[str, Any]:
     trainer = one.trainer
     trainer.clock.pause()
     all_s, phases_s = trainer.clock.step_seconds(), trainer.clock.phase_seconds()
@@ -139,7 +139,7 @@ def _row(one: Candidate) -> dict[str, Any]:
 
 
 def _layers(
-    one: Candidate, step_s: Values, phases: Mapping[Any, Values], all_phases_s: Values
+    one: LayerCandidate, step_s: Values, phases: Mapping[Any, Values], all_phases_s: Values
 ) -> dict[str, Any]:
     """Return the modules' times, the rest, and how their sum compares with a plain step."""
     on_cpu = one.trainer.world.device.type == "cpu"
@@ -172,7 +172,7 @@ def _layers(
     }
 
 
-def _layer(one: Candidate, name: str, times: Values) -> dict[str, Any]:
+def _layer(one: LayerCandidate, name: str, times: Values) -> dict[str, Any]:
     """Return what was measured of a module; times: [passes, forward and backward]."""
     model, call = one.trainer.model, one.calls.get(name)
     module = model if name == "model" else dict(model.named_modules()).get(name)

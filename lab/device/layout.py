@@ -18,11 +18,11 @@ from omegaconf import DictConfig
 
 from lab.benchmarks import harness
 from lab.benchmarks.present import Drawn, Row, ends, fastest, medians_of, ranged
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.convolution import Pass
 from lab.device.convolution import announced, described, distinct_convolutions, shapes_of
 from lab.device.formats import (
-    Layout,
+    MemoryLayout,
     MixedLayouts,
     Moves,
     calls_in,
@@ -42,8 +42,8 @@ NUM_LOGGED = 5  # calls whose reorders and copies are timed; being logged slows 
 MIXED = "mixed"
 TRANSFORM = {"_target_": f"{MixedLayouts.__module__}.{MixedLayouts.__name__}"}
 STEPS: dict[str, dict[str, Any]] = {  # settings of a run
-    Layout.NCHW: {},
-    Layout.NHWC: {"channels_last": True},
+    MemoryLayout.NCHW: {},
+    MemoryLayout.NHWC: {"channels_last": True},
     MIXED: {"transform": TRANSFORM},
 }
 MS = 1e3
@@ -72,7 +72,7 @@ class Times:
 
 
 @harness.on_one_rank
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Measure layers, then steps, in all layouts in turns."""
     config, num_rounds = request.config, request.own["rounds"]
     config.steps, config.optim.lr = WARMUP + NUM_LOGGED + num_rounds, 0.0  # 0 keeps the weights

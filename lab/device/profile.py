@@ -24,7 +24,7 @@ from lab.draw.text import aligned
 from lab.measure import PHASES
 from lab.measure.environment import device_and_torch
 from lab.measure.layers import kernels_ms, profiled
-from lab.model.profile import ALL, BOTH, REST, STEP, Fit, Layer, Profile
+from lab.model.profile import ALL, BOTH, REST, STEP, BatchFit, Layer, Profile
 from lab.problem import require_float32
 from lab.settings.storage import write_text
 from lab.simulate.strategy import update_of
@@ -44,7 +44,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSteps:
     """Steps at one batch size, in milliseconds, a value for each round.
 
     Attributes:
@@ -101,7 +101,7 @@ def measure(
 
 
 def profile_of(
-    found: Sequence[Measured], name: str, source: str, num_threads: int | None
+    found: Sequence[MeasuredSteps], name: str, source: str, num_threads: int | None
 ) -> Profile:
     """Return the profile whose times lie on lines through those of several batches."""
     batches = [each.batch_size for each in found]
@@ -123,7 +123,7 @@ def profile_of(
 
         return interval(together, *samples)
 
-    fits = tuple(Fit(*key, part(0, of), part(1, of)) for key, of in times.items())
+    fits = tuple(BatchFit(*key, part(0, of), part(1, of)) for key, of in times.items())
     fixed, whole = {}, {}
     for fit in fits:
         fixed_ms, per_sample_ms = fit.fixed_ms["median"] or 0.0, fit.per_sample_ms["median"] or 0.0
@@ -174,7 +174,7 @@ def fixed_and_per_sample(batches: Sequence[int], times: Sequence[Values]) -> tup
     return np.nan_to_num(fixed), np.nan_to_num(per_sample)
 
 
-def measured(configs: Sequence[DictConfig], world: World) -> list[Measured]:
+def measured(configs: Sequence[DictConfig], world: World) -> list[MeasuredSteps]:
     """Time steps of all batches, with and without clocks on the layers.
 
     Batches take turns of TURN steps in a random order, so that drift favours none; and a turn is
@@ -206,7 +206,7 @@ class _Timed:
                 next(self._steps)
             self._num_steps += 1
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredSteps:
         """Return the times of all steps after the warm-up."""
         trainer = self._trainer
         trainer.clock.pause()
@@ -218,7 +218,7 @@ class _Timed:
         step_ms = 1000 * trainer.clock.step_seconds()[plain]
         names, layers_ms = self._clock.times_ms(sum(map(clocked, taken[:warmup])))
         pass_ms, step_ms, layers_ms = map(_by_round, (pass_ms, step_ms, layers_ms))
-        return Measured(
+        return MeasuredSteps(
             trainer.batch_size,
             {name: self._clock.parameters[name] for name in names},
             scaled_to(float(np.median(pass_ms)), layers_ms),
@@ -276,7 +276,7 @@ def table(profile: Profile) -> str:
     return "\n".join(aligned([*lines, total]))
 
 
-def _parts(fit: Fit) -> tuple[str, str]:
+def _parts(fit: BatchFit) -> tuple[str, str]:
     return ranged(fit.fixed_ms), ranged(fit.per_sample_ms, US_PER_MS)
 
 
@@ -290,7 +290,7 @@ def held_to_step(batch: int, step_ms: float, by_lines: float) -> str:
     return f"{text}; warning: too far apart to trust; measure again, with more steps"
 
 
-def _notes(profile: Profile, found: Sequence[Measured], kernels: float | None) -> list[str]:
+def _notes(profile: Profile, found: Sequence[MeasuredSteps], kernels: float | None) -> list[str]:
     """Write the lines of the profile, and how they compare with steps and, on a GPU, kernels."""
     lines = []
     for fit in profile.fits:

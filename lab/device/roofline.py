@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from lab.benchmarks.catalogue import size_name
 from lab.benchmarks.harness import on_one_rank
 from lab.benchmarks.present import Column, Drawn, Row, decimals, number, text, threaded
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.device.profile import measured
 from lab.distributed.world import World
 from lab.draw.chart import BLACK, BLUE, LABEL_PX, VERMILLION, alt
@@ -99,7 +99,7 @@ def _under(
 
 
 @on_one_rank
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     """Measure the roofs and the layers of one model at one batch."""
     config = request.config
     # As lab.profile_layers: a rate of 0 keeps the weights.

@@ -21,7 +21,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lab.benchmarks import harness, present
-from lab.benchmarks.request import Request, Variant
+from lab.benchmarks.request import BenchRequest, Variant
 from lab.convolution.layer import convolutions_of
 from lab.distributed.world import World
 from lab.draw.chart import BLUE, COLOURS, VERMILLION, Look, looks_of
@@ -57,13 +57,15 @@ TRANSFORMER = "3·2·(L²·d + L·d²/heads) + 64·L·d² per module"
 
 
 @harness.on_one_rank
-def measure(request: Request, world: World) -> dict[str, Any]:
+def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     configs, num_rounds = [each.config for each in request.variants], request.own["rounds"]
     for config in configs:
         config.steps = WARMUP + num_rounds
     with ExitStack() as stack:
         parts = [stack.enter_context(assembled(config, world)) for config in configs]
-        candidates = [Candidate(*each) for each in zip(request.variants, parts, strict=True)]
+        candidates = [
+            ThroughputCandidate(*each) for each in zip(request.variants, parts, strict=True)
+        ]
         taken = harness.take_turns([each.take for each in candidates], num_rounds)
         rows = [one.row(times) for one, times in zip(candidates, taken, strict=True)]
         return {
@@ -74,7 +76,7 @@ def measure(request: Request, world: World) -> dict[str, Any]:
         }
 
 
-class Candidate:
+class ThroughputCandidate:
     """One set of settings, warmed up, and the share of products in a step of it."""
 
     def __init__(self, variant: Variant, part: Assembly) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lab.benchmarks.harness import here
 from lab.benchmarks.present import Drawn, Row, decimals
-from lab.benchmarks.request import Request
+from lab.benchmarks.request import BenchRequest
 from lab.draw.chart import BLUE, SKY
 from lab.draw.plots import bars
 from lab.settings.config import ConfigError
@@ -51,7 +51,7 @@ BINS = ("< 1 kB", "< 10 kB", "< 100 kB", "< 1 MB", "< 10 MB", "more")
 HEADER = ["", "memories", "copies", "MB", "kB each", "GB/s", "ms", "hidden %", *BINS]
 
 
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: BenchRequest) -> dict[str, Any]:
     """Add up the copies of the trace `trace=FILE`."""
     path: Path | None = request.own["trace"]
     if path is None:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from lab.analysis.points import CEILING, Point, ratio_of, same_work, shared_baseline
-from lab.analysis.records import Cell, Study
+from lab.analysis.records import RecordedCell, RecordedStudy
 from lab.analysis.results import Results
 from lab.measure import OWN, Span
 from lab.measure.statistics import round_means
@@ -74,7 +74,7 @@ class Evidence:
     to_run: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def one(self) -> Cell:
+    def one(self) -> RecordedCell:
         """One run of the point, for properties that all its runs share."""
         return self.point.one
 
@@ -96,7 +96,7 @@ class Evidence:
         return rest if math.isnan(rest) else max(0.0, rest)
 
 
-def gather(results: Results, cell: Cell) -> Evidence:
+def gather(results: Results, cell: RecordedCell) -> Evidence:
     """Gather the evidence in a study about the grid point of `cell`.
 
     Raises:
@@ -189,7 +189,7 @@ def _beside(point: Point, other: Point | None) -> float:
     return math.nan if other is None else ratio_of(other, point) * point.step_s
 
 
-def _exposed_s(point: Point, runs: Sequence[Cell], every: int, scale: float) -> float:
+def _exposed_s(point: Point, runs: Sequence[RecordedCell], every: int, scale: float) -> float:
     if point.strategy == CEILING:
         return 0.0
     if not math.isnan(known := point.exposed_exchange_s.mid):
@@ -198,12 +198,12 @@ def _exposed_s(point: Point, runs: Sequence[Cell], every: int, scale: float) -> 
     return scale * float(waits.min()) if len(waits) else math.nan
 
 
-def _phase_s(breakdowns: Sequence[Cell], name: str) -> float:
+def _phase_s(breakdowns: Sequence[RecordedCell], name: str) -> float:
     times = [run.phases_s[name] for run in breakdowns if name in run.phases_s]
     return _median(times) if times else math.nan
 
 
-def _by_rank(runs: Sequence[Cell], columns: Sequence[str], every: int = 1) -> np.ndarray:
+def _by_rank(runs: Sequence[RecordedCell], columns: Sequence[str], every: int = 1) -> np.ndarray:
     """Return the seconds of a step in `columns`, [ranks]; empty if no run has them.
 
     That is the mean step of each whole round of `every` steps: its median over rounds, averaged
@@ -230,7 +230,7 @@ def _slowest(slow: Sequence[Slow]) -> tuple[int, float]:
     return max(delays.items(), key=lambda pair: pair[1], default=(-1, 0.0))
 
 
-def _slower(runs: Sequence[Cell], ceiling: Point | None, every: int) -> tuple[int, float]:
+def _slower(runs: Sequence[RecordedCell], ceiling: Point | None, every: int) -> tuple[int, float]:
     """Return the rank that works longest, and how much longer than the median of the others.
 
     In `none`, no rank waits for another, so its steps are own work.
@@ -245,7 +245,7 @@ def _slower(runs: Sequence[Cell], ceiling: Point | None, every: int) -> tuple[in
     return int(np.argmax(ranks)), float(slowest - np.median(others))
 
 
-def _codec_s(breakdowns: Sequence[Cell], every: int) -> float:
+def _codec_s(breakdowns: Sequence[RecordedCell], every: int) -> float:
     """Return the seconds of encoding and decoding per rank and step, from timelines.
 
     NaN: unknown, as in rounds of more steps than a timeline has.
@@ -271,11 +271,11 @@ def _of_whole_rounds(spans: Sequence[Span], every: int) -> Sequence[Span]:
     ]
 
 
-def _settings(cell: Cell) -> dict[str, Any]:
+def _settings(cell: RecordedCell) -> dict[str, Any]:
     return read_settings(cell.folder) if (cell.folder / SETTINGS).is_file() else {}
 
 
-def _to_run(study: Study, point: Point, base: Point | None) -> dict[str, str]:
+def _to_run(study: RecordedStudy, point: Point, base: Point | None) -> dict[str, str]:
     cell, size = point.one, str(point.world_size)
     own = "name" in (_settings(cell).get("model") or {})  # of a loop that lab.Run recorded
 
@@ -299,7 +299,9 @@ def _to_run(study: Study, point: Point, base: Point | None) -> dict[str, str]:
     return commands
 
 
-def sweep_command(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> str:
+def sweep_command(
+    study: RecordedStudy, cell: RecordedCell, strategy: str, sizes: str, *more: str
+) -> str:
     """Return the command that adds runs comparable with `cell` to the study."""
     folder = study.folder.resolve()
     where = [f"study={folder.name}"]
@@ -321,7 +323,7 @@ def sweep_command(study: Study, cell: Cell, strategy: str, sizes: str, *more: st
     return shlex.join(["python", "-m", "lab.sweep", *where, *settings, *more])
 
 
-def slow_ranks(runs: Sequence[Cell], settings: Mapping[str, Any]) -> list[Slow] | None:
+def slow_ranks(runs: Sequence[RecordedCell], settings: Mapping[str, Any]) -> list[Slow] | None:
     """Find the slow ranks that most of the `runs` of a point show.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lab.analysis.points import CEILING, Place, Point, leaders, paired, ranked, ratio_of
 from lab.diagnosis.evidence import Evidence
-from lab.diagnosis.rules import Verdict
+from lab.diagnosis.rules import Explanation
 from lab.diagnosis.view import reason
 from lab.draw.text import in_words, number_of, number_text
 from lab.measure.statistics import ENOUGH_REPEATS, Interval, of_ratio
@@ -21,11 +21,11 @@ LIMITS = {
     **{"exchange": "Exchange", "fixed": "Compute"},
 }
 LEAST_GAIN = 0.005  # a smaller one would be written as 1.00 times
-Explained = Mapping[Place, tuple[Evidence, Verdict]]
+Explained = Mapping[Place, tuple[Evidence, Explanation]]
 
 
 @dataclass(frozen=True)
-class Figure:
+class KeyFigure:
     """A large figure: what it is, its value, and a line on how to read it."""
 
     name: str
@@ -48,7 +48,7 @@ class Finding:
 
     verdict: str
     more: Sequence[str] = ()
-    figures: Sequence[Figure] = ()
+    figures: Sequence[KeyFigure] = ()
     names: Mapping[Place, str] = field(default_factory=dict[Place, str])
     best: Point | None = None
     baseline: Point | None = None
@@ -168,22 +168,22 @@ def _gain(point: Point, best: Point) -> Interval:
     return of_ratio(*paired(best.steps_s, point.steps_s)).scaled(samples)
 
 
-def _best(best: Point, here: Sequence[Point], names: Mapping[Place, str]) -> Figure:
+def _best(best: Point, here: Sequence[Point], names: Mapping[Place, str]) -> KeyFigure:
     count = len(here)
     of = f"of {count} measured" if count > 1 else "alone"
     shared = [word for word in best.label.split(" ") if all(word in p.label.split() for p in here)]
     where = ", ".join([batch_text(best), *shared]) if count > 1 else batch_text(best)
-    return Figure("Best strategy", names[best.place], f"{of} at {where}")
+    return KeyFigure("Best strategy", names[best.place], f"{of} at {where}")
 
 
-def _speed(best: Point) -> Figure:
+def _speed(best: Point) -> KeyFigure:
     ranks, speedup = number_of(best.world_size, "rank"), best.speedup
     if math.isnan(speedup.mid) or best.world_size == 1:
         runs = number_of(best.num_repeats, "run")
         note = runs if best.world_size == 1 else f"{runs}; no one-rank run to compare with"
-        return Figure(f"Step on {ranks}", f"{number_text(best.step_s, 1e3)} ms", note)
+        return KeyFigure(f"Step on {ranks}", f"{number_text(best.step_s, 1e3)} ms", note)
     value = f"{number_text(speedup.mid)}\u2009×"
-    return Figure(f"Speedup on {ranks}", value, f"{_ends(best)}; ideal is {best.world_size}")
+    return KeyFigure(f"Speedup on {ranks}", value, f"{_ends(best)}; ideal is {best.world_size}")
 
 
 def _ends(best: Point) -> str:
@@ -196,17 +196,17 @@ def _ends(best: Point) -> str:
     return f"95 % interval {number_text(value.lo)} to {number_text(value.hi)}"
 
 
-def _limit(evidence: Evidence, found: Verdict) -> Figure:
+def _limit(evidence: Evidence, found: Explanation) -> KeyFigure:
     name = "What limits it"
     if not found.decided:
-        return Figure(name, "Unknown", "exchange and compute cannot be separated yet")
+        return KeyFigure(name, "Unknown", "exchange and compute cannot be separated yet")
     if not found.losses:
-        return Figure(name, "Compute", reason(evidence, found))
+        return KeyFigure(name, "Compute", reason(evidence, found))
     first, *others = found.named
     shares = [f"{100 * loss.seconds / evidence.step_s:.0f} %" for loss in found.named]
     more = [f"{share} {loss.what}" for share, loss in zip(shares[1:], others, strict=True)]
     note = "; ".join([f"of the step {first.what}", *more])
-    return Figure(name, f"{LIMITS[first.part]}, {shares[0]}", note)
+    return KeyFigure(name, f"{LIMITS[first.part]}, {shares[0]}", note)
 
 
 def batch_text(point: Point) -> str:

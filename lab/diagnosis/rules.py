@@ -60,7 +60,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Explanation:
     """The explanation of a run.
 
     Attributes:
@@ -85,15 +85,15 @@ class Verdict:
         return " and ".join(dict.fromkeys(x.verdict for x in self.named)) or "compute-bound"
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: Evidence) -> Explanation:
     """Apply the rules."""
     known = [loss for loss in _losses(evidence) if not math.isnan(loss.seconds)]
     least = evidence.step_s * max(LOSS_SHARE, 0 if math.isnan(evidence.floor) else evidence.floor)
     counting = [loss for loss in known if loss.seconds >= least]
     if math.isnan(evidence.exposed_s):  # own times tell a slow rank without it
         counting = [loss for loss in counting if loss.part == "straggler" and evidence.slow]
-        return Verdict(tuple(counting), decided=bool(counting))
-    return Verdict(tuple(sorted(counting, key=lambda loss: -loss.seconds)), decided=True)
+        return Explanation(tuple(counting), decided=bool(counting))
+    return Explanation(tuple(sorted(counting, key=lambda loss: -loss.seconds)), decided=True)
 
 
 def worded_phase(slow: Slow) -> str:
@@ -180,7 +180,7 @@ class Remedy:
         return f"{ranks} with {self.switch}" if self.switch else ranks
 
 
-def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
+def remedies(evidence: Evidence, verdict: Explanation) -> list[Remedy]:
     """List changes to try: the best for each loss that the verdict names, then all others."""
     if not verdict.decided:
         return []

@@ -13,7 +13,7 @@ from lab.analysis.charts import NothingToDraw
 from lab.analysis.points import Place, Point, floor_text
 from lab.analysis.results import load
 from lab.diagnosis.evidence import Evidence, gather, gather_all
-from lab.diagnosis.rules import Remedy, Verdict, judge, remedies, worded_phase
+from lab.diagnosis.rules import Explanation, Remedy, judge, remedies, worded_phase
 from lab.draw.chart import BLUE, GREY, LABEL_PX, LETTER, PURPLE, SKY, VERMILLION, WIDTH, Chart
 from lab.draw.plots import bars
 from lab.draw.text import short_text
@@ -71,7 +71,7 @@ def explained(path: Path) -> tuple[pd.DataFrame, str]:
     return frame, "\n".join([*lines, *troubles, "", more, others])
 
 
-def headline(evidence: Evidence, verdict: Verdict) -> str:
+def headline(evidence: Evidence, verdict: Explanation) -> str:
     """Write the verdict in a line."""
     one = evidence.one
     batch = "batch" if one.scaling == "strong" else "batch per rank"
@@ -86,7 +86,9 @@ def in_full(evidence: Evidence, changes: list[Remedy]) -> str:
     return "\n\n".join(filter(None, blocks))
 
 
-def best_remedies(e: Evidence, verdict: Verdict, points: Sequence[Point]) -> list[tuple[str, str]]:
+def best_remedies(
+    e: Evidence, verdict: Explanation, points: Sequence[Point]
+) -> list[tuple[str, str]]:
     """List changes to try and why, the largest saving first.
 
     Args:
@@ -105,7 +107,7 @@ def _because(one: Remedy, e: Evidence) -> str:
     return f"{one.why}. It saves up to {_ms(one.saves_s)} of a step, {_share(one.saves_s, e)}."
 
 
-def reason(e: Evidence, verdict: Verdict) -> str:
+def reason(e: Evidence, verdict: Explanation) -> str:
     """Say what takes the time, in a clause."""
     if not verdict.decided:
         return "exchange and compute cannot be separated yet"

@@ -38,7 +38,7 @@ class Collective(Handle, Protocol):
         ...
 
 
-class Done:
+class Completed:
     """A collective that had finished when its call returned."""
 
     def wait(self) -> None: ...
@@ -223,7 +223,7 @@ class Comm(ABC):
 
     def iall_reduce(self, tensor: Tensor) -> Collective:
         if self.size == 1:
-            return Done()
+            return Completed()
         self._announce()
         self.count_all_reduce(tensor.nbytes)
         return self._begin(self._iall_reduce, tensor)
@@ -231,7 +231,7 @@ class Comm(ABC):
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
         if self.size == 1:
             output.view_as(tensor).copy_(tensor)
-            return Done()
+            return Completed()
         self._announce()
         self.count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
         return self._begin(self._iall_gather, output, tensor)
@@ -241,13 +241,13 @@ class Comm(ABC):
 
         It need not tell that it is complete before a wait, so nothing should follow it in a job.
         """
-        return self._iall_gather_rows(rows) if self.size > 1 else Done()
+        return self._iall_gather_rows(rows) if self.size > 1 else Completed()
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
         if self.size == 1:
             output.copy_(tensor)
-            return Done()
+            return Completed()
         self._announce()
         self._count_pairs(tensor.nbytes // self.size)
         return self._begin(self._iall_to_all, output, tensor)
@@ -263,14 +263,14 @@ class Comm(ABC):
         """
         if self.size == 1:
             output.copy_(tensor.view_as(output))
-            return Done()
+            return Completed()
         self._announce()
         self._count_pairs(tensor.nbytes // self.size)
         return self._ireduce_scatter(output, tensor, parts)
 
     def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
         if self.size == 1:
-            return Done()
+            return Completed()
         if self.rank == source:
             self._announce()
             self.traffic.count(tensor.nbytes, 1, tensor.nbytes if len(self.nodes) > 1 else 0)
@@ -340,7 +340,7 @@ class Comm(ABC):
                 have connections of their own.
         """
         if self.size == 1:
-            return Done()
+            return Completed()
         self._announce()
         self._count_pairs(num_bytes)
         return self._begin(self._imeet, window, num_bytes, last)
@@ -377,7 +377,7 @@ class Comm(ABC):
         if self.times_waits:
             self.traffic.waited_s += time.perf_counter() - began
         if handle is None:
-            return Done()
+            return Completed()
         return _Waited(handle, self.traffic) if self.times_waits else handle
 
     def _count_pairs(self, num_bytes: int) -> None:

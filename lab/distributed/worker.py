@@ -97,7 +97,7 @@ class InlineWorker(Worker):
 
 
 @dataclass
-class _UnderWay:
+class _Waiting:
     """A job that waits for a collective."""
 
     label: str
@@ -125,7 +125,7 @@ class TurnsWorker(Worker):
     takes_turns = True
 
     def __init__(self) -> None:
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[_Waiting] = deque()
         self._inline = InlineWorker()
         self._num_jobs = 0
         # Keeps numbers, since keeping the collective would keep its tensor.
@@ -138,7 +138,7 @@ class TurnsWorker(Worker):
         def begin() -> Iterator[Collective]:
             stages = job()
             if (first := next(stages, None)) is not None:
-                self._under_way.append(_UnderWay(label, stages, first, self._num_jobs))
+                self._under_way.append(_Waiting(label, stages, first, self._num_jobs))
             yield from ()
 
         self._inline.submit(label, begin)
@@ -164,7 +164,7 @@ class TurnsWorker(Worker):
             self._go_on(self._under_way[0])
             self.advance()
 
-    def _go_on(self, job: _UnderWay) -> bool:
+    def _go_on(self, job: _Waiting) -> bool:
         job.waits_for.wait()
         if (following := next(job.stages, None)) is None:
             self._under_way.remove(job)

@@ -71,8 +71,8 @@ class Auto(Composite):
         self.tried: dict[str, float] = {}  # seconds of a step in each configuration
         self._chosen_at: int | None = None
         self._fresh = deepcopy(self.parts)  # whose costs are probed
-        self._costs: dict[Key, dict[str, Cost]] = {}  # by candidate
-        self._link: Link | None = None
+        self._costs: dict[Key, dict[str, ExchangeCost]] = {}  # by candidate
+        self._link: HockneyLink | None = None
         self._trial: _Trial | None = None
         self._seen: list[Key] = []  # buckets since the last turn began
         self._is_new, self._first_step, self._step = False, 0, -1
@@ -339,7 +339,7 @@ def preferred(seconds: Mapping[int, float], tolerance: float) -> int:
     return next(at for at in sorted(seconds) if seconds[at] <= limit)
 
 
-class Link(NamedTuple):
+class HockneyLink(NamedTuple):
     """The links between ranks as Hockney's model sees them (Parallel Computing 20, 1994).
 
     Attributes:
@@ -351,7 +351,7 @@ class Link(NamedTuple):
     byte_s: float
 
 
-class Cost(NamedTuple):
+class ExchangeCost(NamedTuple):
     """Seconds of a bucket's exchange: a rank's own work, and messages on their way."""
 
     work_s: float
@@ -380,10 +380,10 @@ def timed(work: Callable[[], None], device: torch.device) -> float:
     return seconds(begin, end)
 
 
-def probe_link(comm: Comm, device: torch.device) -> Link:
+def probe_link(comm: Comm, device: torch.device) -> HockneyLink:
     """Time a few all-reduces, of a value and of more until one takes long; all ranks call this."""
     if comm.size == 1:
-        return Link(0.0, 0.0)
+        return HockneyLink(0.0, 0.0)
     tiny, sent = torch.zeros(1, device=device), comm.traffic.num_messages
     comm.all_reduce(tiny)  # connects
     num_messages = comm.traffic.num_messages - sent
@@ -399,7 +399,7 @@ def probe_link(comm: Comm, device: torch.device) -> Link:
             break
         num_values *= 4
     byte_s = max(0.0, large_s - tiny_s) / _of_busiest_node(rows[:, 1], comm)
-    return Link(tiny_s / num_messages, byte_s)
+    return HockneyLink(tiny_s / num_messages, byte_s)
 
 
 def probe_cost(exchange: Exchange, bucket: GradBucket, comm: Comm) -> tuple[float, int, int]:
@@ -421,19 +421,19 @@ def probe_cost(exchange: Exchange, bucket: GradBucket, comm: Comm) -> tuple[floa
 
 
 def probe_costs(
-    exchanges: Sequence[Exchange], bucket: GradBucket, link: Link, comm: Comm
-) -> list[Cost]:
+    exchanges: Sequence[Exchange], bucket: GradBucket, link: HockneyLink, comm: Comm
+) -> list[ExchangeCost]:
     """Predict the cost of each exchange for `bucket`, the same on all ranks, which call this.
 
     Work is the slowest rank's, bytes are those of the node that sends most.
     """
     own = [number for each in exchanges for number in probe_cost(each, bucket, comm)]
     rows = of_all(own, comm, bucket.flat.device).view(comm.size, len(exchanges), 3)
-    found = list[Cost]()
+    found = list[ExchangeCost]()
     for work_s, num_messages, num_bytes in rows.permute(1, 2, 0):
         wire_s = link.message_s * float(num_messages.max())
         wire_s += link.byte_s * _of_busiest_node(num_bytes, comm)
-        found.append(Cost(float(work_s.max()), wire_s))
+        found.append(ExchangeCost(float(work_s.max()), wire_s))
     return found
 
 

@@ -21,7 +21,7 @@ COMPRESSED = frozenset({torch.float32})  # dtypes that codecs read
 ADDED = COMPRESSED | {torch.float64, torch.bfloat16, torch.float16}  # those that libraries add
 
 
-class Ranks(Protocol):
+class RankOfSize(Protocol):
     """A rank among `size`, as a Comm is one."""
 
     @property
@@ -107,12 +107,12 @@ class Exchange(ABC):
         """Return for a bucket's parameters the shapes whose cost tells the bytes."""
         return [tuple(shape) for shape in shapes.values()]
 
-    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+    def add_residual(self, bucket: GradBucket, comm: RankOfSize) -> None:
         """Add this rank's residuals to `bucket.flat`."""
         for child in self.children():
             child.add_residual(bucket, comm)
 
-    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: RankOfSize) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
         for child in self.children():
             child.flush_residual(bucket, comm)

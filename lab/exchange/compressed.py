@@ -18,10 +18,10 @@ from torch import Tensor
 from lab.codec import codecs
 from lab.codec.base import Codec
 from lab.codec.kernels import Peers
-from lab.codec.layout import Layout
+from lab.codec.layout import MessageLayout
 from lab.codec.trial import require_sound
 from lab.distributed.comm import Collective, Comm, NoWindow, Window
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged
+from lab.exchange.base import Exchange, Kept, RankOfSize, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes
 from lab.exchange.memory import Memory
@@ -53,7 +53,7 @@ class Lossy(Staged):
             raise ValueError(f"memory={kind}: must be a subclass of lab.exchange.memory.Memory")
         self.memory, self.keeps_residuals = memory, memory.keeps
 
-    def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
+    def planned(self, bucket: GradBucket, comm: RankOfSize, make: Callable[..., P]) -> P:
         """Return what stays from step to step for `bucket`, made anew where residuals moved.
 
         Args:
@@ -65,7 +65,7 @@ class Lossy(Staged):
             found = bucket.plans[self] = made_for, make(self, bucket, comm)
         return found[1]
 
-    def residual(self, bucket: GradBucket, comm: Ranks) -> Tensor:
+    def residual(self, bucket: GradBucket, comm: RankOfSize) -> Tensor:
         """Return what is kept of a bucket, float32 [len(flat)], to be replaced in place."""
         own = self.planned(bucket, comm, _Residual).bound.own
         return torch.zeros_like(bucket.flat) if own is None else own
@@ -74,10 +74,10 @@ class Lossy(Staged):
         """Return whether a plan still has what this exchange keeps."""
         return plan.bound.current
 
-    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+    def add_residual(self, bucket: GradBucket, comm: RankOfSize) -> None:
         self.memory.add_to(bucket)
 
-    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: RankOfSize) -> None:
         self.memory.flush_to(bucket)
         bucket.plans.pop(self, None)
 
@@ -100,7 +100,7 @@ class Lossy(Staged):
 class _Residual:
     """The residuals of a bucket whose exchange has no messages of a codec."""
 
-    def __init__(self, exchange: Lossy, bucket: GradBucket, comm: Ranks) -> None:
+    def __init__(self, exchange: Lossy, bucket: GradBucket, comm: RankOfSize) -> None:
         self.bound = exchange.memory.bind(bucket, [(0, len(bucket.flat))])
 
 
@@ -116,7 +116,12 @@ class Messages:
     """
 
     def __init__(
-        self, codec: Codec, layout: Layout, comm: Ranks, like: Tensor, message: Tensor | None = None
+        self,
+        codec: Codec,
+        layout: MessageLayout,
+        comm: RankOfSize,
+        like: Tensor,
+        message: Tensor | None = None,
     ) -> None:
         if message is None:
             message = like.new_zeros(layout.num_bytes, dtype=torch.uint8)
@@ -140,7 +145,7 @@ class Coded(Lossy):
         require_sound(codec, self.keeps_residuals)
         self.codec = codec
 
-    def layout(self, bucket: GradBucket, parts: int) -> Layout:
+    def layout(self, bucket: GradBucket, parts: int) -> MessageLayout:
         """Lay out the messages of `bucket`, of `parts` lines; once for as many."""
         is_coded = bucket.step >= self.warmup_steps
         key = "layout", id(self.codec), parts, is_coded
@@ -160,7 +165,7 @@ class TwoStagePlan(Messages):
     """
 
     def __init__(
-        self, exchange: Coded, bucket: GradBucket, comm: Ranks, message: Tensor | None = None
+        self, exchange: Coded, bucket: GradBucket, comm: RankOfSize, message: Tensor | None = None
     ) -> None:
         layout = exchange.layout(bucket, comm.size)
         super().__init__(exchange.codec, layout, comm, bucket.flat, message)
@@ -335,7 +340,7 @@ class Symmetric(TwoStage):
 
 
 class _AllGatherPlan(Messages):
-    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
+    def __init__(self, exchange: Coded, bucket: GradBucket, comm: RankOfSize) -> None:
         super().__init__(exchange.codec, exchange.layout(bucket, 1), comm, bucket.flat)
         self.bound = exchange.memory.bind(bucket, self.coded)
 

@@ -18,7 +18,15 @@ from lab.codec.base import Codec
 from lab.distributed.comm import Collective, Comm
 from lab.distributed.launcher import Nodes, each_alone
 from lab.distributed.worker import record_stream
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_part, runs_as_the_labs
+from lab.exchange.base import (
+    Exchange,
+    Kept,
+    RankOfSize,
+    Shapes,
+    Staged,
+    require_part,
+    runs_as_the_labs,
+)
 from lab.exchange.bucket import ALIGNED, GradBucket, Plans
 from lab.exchange.compressed import TwoStage
 from lab.exchange.cost import Costs, Needs, Shape, Sizes
@@ -68,7 +76,7 @@ class Hierarchical(Staged):
         self.carried: dict[str, Tensor] = {}
         self._has_state = bool(inter.state_dict())
         self._shapes: dict[str, Tensor] = {}  # of all parameters seen
-        self._levels: Levels | None = None
+        self._levels: CommLevels | None = None
 
     def add_cost(self, costs: Costs) -> bool:
         """Add the stages of a bucket; the largest part stands for all."""
@@ -124,16 +132,16 @@ class Hierarchical(Staged):
         super().validate(comm)
         if is_split(comm.nodes) and comm.no_split:
             raise ValueError(f"exchange=Hierarchical: makes groups of ranks, but {comm.no_split}")
-        self._levels = Levels.of(comm)
+        self._levels = CommLevels.of(comm)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        levels = self._levels = self._levels or Levels.of(comm)
+        levels = self._levels = self._levels or CommLevels.of(comm)
         for name in bucket.shapes.keys() - self._shapes.keys() if self._has_state else ():
             self._shapes[name] = torch.tensor(bucket.shapes[name], dtype=torch.int64)
         if levels.intra_node is None:
             yield from self._between_nodes(bucket, levels)
             return
-        blocks = Blocks(bucket, levels.intra_node.size, levels.rails)
+        blocks = RailBlocks(bucket, levels.intra_node.size, levels.rails)
         blocks.fill()
         own = blocks.memory[levels.intra_node.rank]
         arriving = blocks.arriving(levels.intra_node)
@@ -150,7 +158,7 @@ class Hierarchical(Staged):
         if not self.exact and bucket.finite is None:
             bucket.finite = bucket.flat.isfinite().all()
 
-    def _mean_of_part(self, part: GradBucket, levels: Levels) -> Iterator[Collective]:
+    def _mean_of_part(self, part: GradBucket, levels: CommLevels) -> Iterator[Collective]:
         """Replace this rail's part by its mean over the ranks, to be sent inside the nodes."""
         yield from self._between_nodes(part, levels)
         if not part.divided:
@@ -159,7 +167,7 @@ class Hierarchical(Staged):
             part.flat[:1].masked_fill_(~part.finite, torch.nan)
 
     def _relayed(
-        self, inter: TwoStage, parts: Sequence[GradBucket], levels: Levels, intra_node: Comm
+        self, inter: TwoStage, parts: Sequence[GradBucket], levels: CommLevels, intra_node: Comm
     ) -> Iterator[Collective]:
         """Do the same, but send messages inside the nodes, which every rank decodes for itself."""
         num_nodes = len(levels.nodes)
@@ -177,7 +185,7 @@ class Hierarchical(Staged):
         for part, message, num_bytes in zip(parts, messages, sizes, strict=False):
             inter.decode(message[:num_bytes], part, num_nodes, divisor=divisor)
 
-    def _between_nodes(self, part: GradBucket, levels: Levels) -> Iterator[Collective]:
+    def _between_nodes(self, part: GradBucket, levels: CommLevels) -> Iterator[Collective]:
         """Replace this rail's part, a sum of this node, by its mean over the nodes."""
         self._add_carried(part)
         if levels.inter_node is not None:
@@ -205,7 +213,7 @@ class Hierarchical(Staged):
     def children(self) -> Iterable[Exchange]:
         return (self.inter,)
 
-    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+    def add_residual(self, bucket: GradBucket, comm: RankOfSize) -> None:
         levels = self._levels
         if levels is None or levels.rail is None:
             return
@@ -217,7 +225,7 @@ class Hierarchical(Staged):
             if name in self.carried:
                 values += record_stream(self.carried[name])
 
-    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: RankOfSize) -> None:
         self.add_residual(bucket, comm)
         levels = self._levels
         if levels and levels.rail is not None:
@@ -276,11 +284,11 @@ class Hierarchical(Staged):
         for each, state in enumerate(states):
             one = Hierarchical(deepcopy(self.inter))
             nodes = _nodes(state)
-            one._levels = Levels.at(each, nodes)
+            one._levels = CommLevels.at(each, nodes)
             one._take(state)
             one.flush_residual(total, one._levels)
         nodes = self._levels.nodes if self._levels else each_alone(size)
-        levels, carried = Levels.at(rank, nodes), dict[str, Tensor]()
+        levels, carried = CommLevels.at(rank, nodes), dict[str, Tensor]()
         if levels.rail is not None:
             own = shares(total.flat, shapes, levels.rail, levels.rails)
             carried = {n: (v / levels.size).float() for n, v in zip(shapes, own, strict=True)}
@@ -332,7 +340,7 @@ def _zeros(shapes: Shapes, like: Tensor) -> GradBucket:
 
 
 @dataclass(frozen=True)
-class Levels:
+class CommLevels:
     """The two levels of a comm, as one of its ranks sees them; of its rail it is a `Ranks`.
 
     Attributes:
@@ -357,7 +365,7 @@ class Levels:
         return min(map(len, self.nodes))
 
     @classmethod
-    def at(cls, rank: int, nodes: Nodes) -> Levels:
+    def at(cls, rank: int, nodes: Nodes) -> CommLevels:
         """Return the levels as `rank` sees them, without their comms."""
         local = next(list(node).index(rank) for node in nodes if rank in node)
         if local >= min(map(len, nodes)):
@@ -365,7 +373,7 @@ class Levels:
         return cls(nodes, local, sorted(node[local] for node in nodes).index(rank), len(nodes))
 
     @classmethod
-    def of(cls, comm: Comm) -> Levels:
+    def of(cls, comm: Comm) -> CommLevels:
         """Split `comm`, unless it has one level alone. A collective call."""
         own = cls.at(comm.rank, comm.nodes)
         if not is_split(own.nodes):
@@ -396,7 +404,7 @@ def shares(flat: Tensor, shapes: Shapes, rail: int, rails: int) -> Iterator[Tens
         start += rows * width
 
 
-class Blocks:
+class RailBlocks:
     """A bucket as one block for each rank of a node: block l is the part of rail l.
 
     Blocks are as long as the longest part. Ranks beyond the rails get one that nobody uses, so that

@@ -141,7 +141,7 @@ class Muon(Staged, MatrixDirection):
         """Count the operations of Newton–Schulz for each matrix."""
         return {name: newton_schulz_operations(*m, self.steps) for name, m in matrices.items()}
 
-    def _direct(self, place: Place, gradient: Tensor) -> None:
+    def _direct(self, place: MessagePlace, gradient: Tensor) -> None:
         """Turn a gradient that this rank owns into the direction."""
         if place.owner is None:
             self.direct_by_adam(place.name, gradient)
@@ -220,7 +220,7 @@ def rms_factor(rows: int, columns: int) -> float:
 
 
 @dataclass(frozen=True)
-class Place:
+class MessagePlace:
     """A parameter's values in the message of its owner, or in those of all ranks.
 
     Attributes:
@@ -254,22 +254,22 @@ def balanced(costs: Mapping[str, float], size: int) -> dict[str, int]:
 
 def lines(
     shapes: Mapping[str, Sequence[int]], owner: Mapping[str, int], size: int
-) -> tuple[list[Place], int]:
+) -> tuple[list[MessagePlace], int]:
     """Lay out a bucket as one line for each rank; return the places, and the length of a line.
 
     Exchange and cost use the same plan.
     """
-    filled, places = [0] * size, list[Place]()
+    filled, places = [0] * size, list[MessagePlace]()
     for name, shape in shapes.items():
         if name in owner:
             rank, length = owner[name], math.prod(shape)
-            places.append(Place(name, rank, filled[rank], length))
+            places.append(MessagePlace(name, rank, filled[rank], length))
             filled[rank] += length
     width = max(filled)
     for name, shape in shapes.items():
         if name not in owner:
             length = -(-math.prod(shape) // size)
-            places.append(Place(name, None, width, length))
+            places.append(MessagePlace(name, None, width, length))
             width += length
     return places, width
 

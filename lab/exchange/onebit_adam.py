@@ -20,7 +20,7 @@ from lab.exchange.memory import shares
 from lab.exchange.signed_rows import (
     KINDS,
     LARGEST,
-    Part,
+    ActiveRows,
     SignedDirection,
     factors,
     raise_least,
@@ -144,7 +144,7 @@ class OneBitAdam(SignedDirection):
             momentum.lerp_(mean, 1 - self.adam.betas[0])
             torch.div(momentum, correction, out=mean)
 
-    def _leave_what_travels(self, part: Part) -> None:
+    def _leave_what_travels(self, part: ActiveRows) -> None:
         """Turn a share of the gradient into what signs are taken of."""
         scales = self.moments["scales"][part.name]
         if not self.of_momentum:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lab.codec.kernels import bound, library, tried
 from lab.codec.layout import Factors, together
-from lab.distributed.comm import Collective, Comm, Done
-from lab.exchange.base import Ranks, Shapes
+from lab.distributed.comm import Collective, Comm, Completed
+from lab.exchange.base import RankOfSize, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Lossy
 from lab.exchange.cost import Costs, Needs, Sizes
@@ -70,16 +70,16 @@ class PowerSGD(Lossy):
         return Needs(kept=4 * sizes.n * self.memory.keeps)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        plan, second = self.planned(bucket, comm, _Plan), comm.beside("second stage")
+        plan, second = self.planned(bucket, comm, _MatrixPlan), comm.beside("second stage")
         kernels, factors, flat = plan.kernels, plan.factors, bucket.flat
         exact = [flat[part] for part in plan.exact]
         if exact:
             torch._foreach_copy_(plan.exact_sums, exact)
             exchanged = comm.iall_reduce(plan.exact_message)
         else:
-            exchanged = Done()
+            exchanged = Completed()
         kernels.project(factors, flat, plan.bound.own, plan.warm, plan.p)
-        summed = comm.iall_reduce(plan.p) if plan.names else Done()
+        summed = comm.iall_reduce(plan.p) if plan.names else Completed()
         yield exchanged
         if exact:
             plan.exact_message.div_(comm.size)
@@ -88,7 +88,7 @@ class PowerSGD(Lossy):
         kernels.orthonormalise(factors, plan.p, plan.ps)
         sums = flat if plan.bound.own is None else plan.bound.own  # M = gradient + residual
         kernels.project_back(factors, sums, plan.p, plan.q, subtract=self.memory.keeps)
-        yield second.iall_reduce(plan.q) if plan.names else Done()
+        yield second.iall_reduce(plan.q) if plan.names else Completed()
         torch.div(plan.q, comm.size, out=plan.warm)
         kernels.rebuild(factors, plan.p, plan.warm, flat)
 
@@ -115,7 +115,7 @@ class PowerSGD(Lossy):
         return super().redistribute(states, rank, size) | {"q": dict(states[0]["q"])}
 
 
-class _Plan:
+class _MatrixPlan:
     """A bucket's matrices, and messages for their factors and for all other values.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Plan:
         exact: places of values that travel as they are. exact_sums: views of their message.
     """
 
-    def __init__(self, exchange: PowerSGD, bucket: GradBucket, comm: Ranks) -> None:
+    def __init__(self, exchange: PowerSGD, bucket: GradBucket, comm: RankOfSize) -> None:
         flat, rank = bucket.flat, exchange.rank
         found = {
             name: (start, *matrix, rank)
@@ -163,7 +163,7 @@ def _gaps(covered: Iterable[slice], num_values: int) -> list[slice]:
     return [*between, slice(start, num_values)] if start < num_values else between
 
 
-class Reference:
+class LowRankReference:
     """The definition in plain torch, on contiguous float32 tensors, for all matrices of a bucket.
 
     Arguments: `factors` says where matrices lie in `gradients`, in `residuals` and in `out`, which
@@ -207,7 +207,7 @@ class Reference:
             torch.mm(each[0], each[1], out=each[2])
 
 
-class Native(Reference):
+class NativeLowRank(LowRankReference):
     """The same in C++ (lab/codec/cpp/low_rank.cpp)."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
@@ -239,16 +239,16 @@ class Native(Reference):
         )
 
 
-def factor_kernels(device: torch.device, rank: int) -> Reference:
+def factor_kernels(device: torch.device, rank: int) -> LowRankReference:
     """Return the fastest kernels for tensors of `device`, and factors of at most `rank` columns."""
     fits = rank <= HIGHEST_RANK
     if device.type == "cuda" and fits:
-        return tried("lab.codec.gpu_low_rank", device, _trial) or Reference()
+        return tried("lab.codec.gpu_low_rank", device, _trial) or LowRankReference()
     found = library("low_rank") if device.type == "cpu" and fits else None
-    return Reference() if found is None else Native(found)
+    return LowRankReference() if found is None else NativeLowRank(found)
 
 
-def _trial(kernels: Reference, device: torch.device) -> None:
+def _trial(kernels: LowRankReference, device: torch.device) -> None:
     factors, matrix = Factors([(0, 8, 8, 1)]), torch.ones(64, device=device)
     p, q = torch.ones(2, 8, device=device)
     kernels.project(factors, matrix, matrix.clone(), q, p)

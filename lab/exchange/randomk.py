@@ -18,7 +18,7 @@ from torch import Tensor
 from lab.codec.kernels import bound, library, tried
 from lab.codec.layout import Draws
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.base import Ranks
+from lab.exchange.base import RankOfSize
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Lossy
 from lab.exchange.cost import Costs, Needs, Sizes
@@ -62,7 +62,7 @@ class RandomK(Lossy):
         return Needs(kept=4 * sizes.n * (self.memory.keeps + self.ratio))
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        plan = self.planned(bucket, comm, _Plan)
+        plan = self.planned(bucket, comm, _DrawPlan)
         plan.probe.zero_()  # or NaN if any value is not finite, drawn or not
         values, sent = bucket.flat[: plan.num_values], plan.message[:-1]
         plan.draws.seed = zlib.crc32(f"{self.seed} {bucket.step} ".encode()) & SEEDS
@@ -73,10 +73,10 @@ class RandomK(Lossy):
         plan.kernels.decode(plan.draws, sent, values, comm.size)
 
 
-class _Plan:
+class _DrawPlan:
     """A bucket's message: the values drawn from each parameter, in their order, and a probe."""
 
-    def __init__(self, exchange: RandomK, bucket: GradBucket, comm: Ranks) -> None:
+    def __init__(self, exchange: RandomK, bucket: GradBucket, comm: RankOfSize) -> None:
         self.kernels = kernels(bucket.flat.device)
         keys = [zlib.crc32(name.encode()) << 31 for name in bucket.shapes]
         sizes = [shape.numel() for shape in bucket.shapes.values()]
@@ -89,7 +89,7 @@ class _Plan:
         self.residuals = None if kept is None else kept[: self.num_values]
 
 
-class Reference:
+class RandomKReference:
     """The definition in plain torch, on contiguous tensors, for all parameters of a bucket."""
 
     def encode(
@@ -125,7 +125,7 @@ class Reference:
             own.index_copy_(0, places(len(own), len(sent), seed, own.device), sent)
 
 
-class Native(Reference):
+class NativeRandomK(RandomKReference):
     """The same in C++ (lab/codec/cpp/randomk.cpp)."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
@@ -152,15 +152,15 @@ class Native(Reference):
         self._decode(message.data_ptr(), out.data_ptr(), table, count, torch.get_num_threads())
 
 
-def kernels(device: torch.device) -> Reference:
+def kernels(device: torch.device) -> RandomKReference:
     """Return the fastest kernels for tensors of `device`."""
     if device.type == "cuda":
-        return tried("lab.codec.gpu_randomk", device, _trial) or Reference()
+        return tried("lab.codec.gpu_randomk", device, _trial) or RandomKReference()
     found = library("randomk") if device.type == "cpu" else None
-    return Reference() if found is None else Native(found)
+    return RandomKReference() if found is None else NativeRandomK(found)
 
 
-def _trial(kernels: Reference, device: torch.device) -> None:
+def _trial(kernels: RandomKReference, device: torch.device) -> None:
     draws, values = Draws([64], [8], [1]), torch.zeros(2, 64, device=device)
     message = torch.zeros(9, device=device)
     kernels.encode(draws, values[0], values[1], message[:8], message[8])

@@ -18,7 +18,7 @@ from lab.codec.base import Codec
 from lab.codec.codecs import Int8
 from lab.distributed.comm import Collective, Comm, SummedParts
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange, Ranks, runs_as_the_labs
+from lab.exchange.base import Exchange, RankOfSize, runs_as_the_labs
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.compressed import Coded, Messages
 from lab.exchange.cost import Sizes
@@ -28,7 +28,7 @@ GATHERED = Int8(block_size=1024)  # weights: ZeRO++'s qwZ (Wang et al. 2023, sec
 
 
 @dataclass
-class Layout:
+class ScatterLayout:
     """Where parameters lie in gradients [N, n], and memory that is kept from step to step.
 
     Attributes:
@@ -43,7 +43,7 @@ class Scatter(ABC):
     """A reduce-scatter. One object serves all units of a rank."""
 
     @abstractmethod
-    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: ScatterLayout) -> None:
         """Fill `output`, float32 [n], with the sum over the ranks of their `gradients[rank]`.
 
         Args:
@@ -57,7 +57,7 @@ class Exact(Scatter):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: ScatterLayout) -> None:
         needed = self.needs_spare(comm.backend)
         spare = layout.plans.scratch("spare", gradients, *gradients.shape) if needed else None
         self.begin(output, gradients, comm, spare).wait()
@@ -86,10 +86,10 @@ class Exact(Scatter):
         return SummedParts(comm.iall_to_all(received, sent), received, output)
 
 
-class _Plan(Messages):
+class _ScatterPlan(Messages):
     """Messages of equal parts, one for each rank, which keeps the sum of its own."""
 
-    def __init__(self, codec: Codec, gradients: Tensor, comm: Ranks) -> None:
+    def __init__(self, codec: Codec, gradients: Tensor, comm: RankOfSize) -> None:
         layout = codec.layout_of_parts(gradients.numel() // comm.size, comm.size)
         super().__init__(codec, layout, comm, gradients)
         self.own = layout.part(comm.rank)
@@ -102,10 +102,10 @@ class _Plan(Messages):
         self.kernels.add_up(self.own, self.received, output, divisor, self.finite)
 
 
-class _BucketPlan(_Plan):
+class _BucketPlan(_ScatterPlan):
     """The same for a bucket, whose residuals are kept by parameter."""
 
-    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
+    def __init__(self, exchange: Coded, bucket: GradBucket, comm: RankOfSize) -> None:
         super().__init__(exchange.codec, bucket.flat, comm)
         self.bound = exchange.memory.bind(bucket, [(0, len(bucket.flat))])
 
@@ -120,10 +120,10 @@ class InCodec(Scatter):
     def __init__(self, exchange: Coded) -> None:
         self._exchange = exchange
 
-    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: ScatterLayout) -> None:
         plan = layout.plans.get("plan")
         if plan is None:
-            plan = layout.plans["plan"] = _Plan(self._exchange.codec, gradients, comm)
+            plan = layout.plans["plan"] = _ScatterPlan(self._exchange.codec, gradients, comm)
         residual = self._exchange.memory.bind_columns(gradients, layout.columns)
         kept = None if residual is None else residual.view(-1)
         for collective in plan.run(gradients.view(-1), kept, output, comm, 1):
@@ -186,9 +186,9 @@ class TwoLevels(Scatter):
         require_no_residuals(exchange)
         self._scatter = scatter_of(exchange)
         self._inside, self._across = inside, across
-        self._first, self._second = Layout({}), Layout({})
+        self._first, self._second = ScatterLayout({}), ScatterLayout({})
 
-    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: ScatterLayout) -> None:
         per_node, nodes, n = self._inside.size, self._across.size, gradients.shape[1]
         by_local_rank = layout.plans.scratch("by local rank", gradients, per_node, nodes, n)
         by_local_rank.copy_(gradients.view(nodes, per_node, n).transpose(0, 1))

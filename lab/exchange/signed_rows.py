@@ -18,7 +18,7 @@ from lab.codec.base import Shapes
 from lab.codec.codecs import OneBit
 from lab.codec.layout import Rows, spans
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.base import Ranks, Staged
+from lab.exchange.base import RankOfSize, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Messages
 from lab.exchange.cost import Costs, Needs, Sizes
@@ -30,7 +30,7 @@ KINDS = ("active", "late", "residual", "shard_residual")
 LARGEST = 10.0  # an owner enlarges no sum, and with it no error of signs, by more
 
 
-class Blocks(OneBit):
+class RaggedBlocks(OneBit):
     """1-bit SGD's codec of blocks, of which the last of a parameter may be shorter."""
 
     def __init__(self, block_size: int) -> None:
@@ -48,7 +48,7 @@ class Blocks(OneBit):
 
 
 @dataclass
-class Part:
+class ActiveRows:
     """A parameter in a bucket, some of whose rows are sent.
 
     Attributes:
@@ -61,10 +61,12 @@ class Part:
     active: Tensor
 
 
-class _Plan(Messages):
+class _RowPlan(Messages):
     """Where active values lie in messages, and their residuals, kept from step to step."""
 
-    def __init__(self, codec: Blocks, parts: Sequence[Part], comm: Ranks, kept: Any) -> None:
+    def __init__(
+        self, codec: RaggedBlocks, parts: Sequence[ActiveRows], comm: RankOfSize, kept: Any
+    ) -> None:
         sizes = {part.name: (part.active.numel(),) for part in parts}
         self.num_values = sum(size for (size,) in sizes.values())
         layout, like = codec.layout(sizes, self.num_values, comm.size), parts[0].flat
@@ -108,7 +110,7 @@ class SignedDirection(Staged, Direction):
 
     def __init__(self, betas: Sequence[float], eps: float, block_size: int) -> None:
         super().__init__(betas, eps)
-        self.codec = Blocks(checks.whole("exchange.block_size", block_size, 8))
+        self.codec = RaggedBlocks(checks.whole("exchange.block_size", block_size, 8))
         self._rows: Moments = {}  # indices of active rows
 
     def memory_bytes(self, sizes: Sizes) -> Needs:
@@ -148,7 +150,7 @@ class SignedDirection(Staged, Direction):
     ) -> None:
         """Write a parameter's direction into `out`, after an exact step."""
 
-    def lay_out(self, name: str, active: Tensor, columns: int, comm: Ranks) -> None:
+    def lay_out(self, name: str, active: Tensor, columns: int, comm: RankOfSize) -> None:
         """Choose a parameter's rows, bool [rows], and keep what the signs of earlier ones left out.
 
         Rows that are active already must be so again. A rank takes its shard's residual over into
@@ -181,22 +183,22 @@ class SignedDirection(Staged, Direction):
             self._rows[name] = self.moments["active"][name].nonzero().view(-1)
         return self._rows[name]
 
-    def parts(self, bucket: GradBucket) -> list[Part]:
+    def parts(self, bucket: GradBucket) -> list[ActiveRows]:
         """Return the active rows of a bucket's parameters; look for late ones."""
-        found, late = list[Part](), self.moments["late"]
+        found, late = list[ActiveRows](), self.moments["late"]
         for name, start, stop in bucket.spans():
             active, rows = self.moments["active"][name], self.rows(name)
             flat = chosen = bucket.flat[start:stop].view(len(active), -1)
             if len(rows) < len(active):
                 late[name] = late[name] | ((flat != 0).any(dim=1) & ~active)
                 chosen = flat[rows]
-            found.append(Part(name, flat, chosen))
+            found.append(ActiveRows(name, flat, chosen))
         return found
 
     def sum_signs(
         self,
         bucket: GradBucket,
-        parts: Sequence[Part],
+        parts: Sequence[ActiveRows],
         comm: Comm,
         between: Callable[[Tensor], None] | None = None,
     ) -> Iterator[Collective]:
@@ -208,7 +210,7 @@ class SignedDirection(Staged, Direction):
         """
         plan = bucket.plans.get(key := ("signed rows", id(self), comm.size))
         if plan is None or not plan.holds(self.moments):
-            plan = bucket.plans[key] = _Plan(self.codec, parts, comm, self.moments)
+            plan = bucket.plans[key] = _RowPlan(self.codec, parts, comm, self.moments)
         whole = all(part.active is part.flat for part in parts)
         values = bucket.flat[: plan.num_values]
         if not whole:
@@ -234,7 +236,7 @@ class SignedDirection(Staged, Direction):
             else:  # zeros for rows that are not active
                 part.flat.zero_()[self.rows(part.name)] = own.view_as(part.active)
 
-    def shard_of(self, values: Tensor, comm: Ranks) -> Tensor:
+    def shard_of(self, values: Tensor, comm: RankOfSize) -> Tensor:
         """Copy those of a parameter's active values that this rank sums."""
         return values[self.codec.share(values.numel(), comm.rank, comm.size)].clone()
 

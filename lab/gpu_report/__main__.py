@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.gpu_report import run
-from lab.gpu_report.items import Sizes, chosen, items_of
+from lab.gpu_report.items import ReportSizes, chosen, items_of
 from lab.settings.command import Command, CommandLine, answers
 from lab.settings.fields import file_setting, own_settings, setting
 
 
 @dataclass(frozen=True)
-class Settings:
+class GpuReportSettings:
     minutes: float = setting(15, "time budget; items that would exceed it are skipped", above=0)
     items: tuple[str, ...] | None = setting(None, "items, by key or its first letters; null: all")
     again: bool = setting(False, "true: repeat items that the file already contains")
@@ -36,7 +36,7 @@ measure the items that are missing, run the same command again.""",
         "python -m lab.gpu_report items=steps,codecs-64 again=true minutes=5 out=mine.json",
         "python -m lab.gpu_report page=mine.json",
     ),
-    Settings,
+    GpuReportSettings,
     stopped="stopped; the file contains the finished items; run the same command to continue",
 )
 
@@ -48,12 +48,12 @@ def main(line: CommandLine) -> int:
     Returns:
         0; 1 if an item failed; 2 for a wrong setting, or without a GPU; 130 after Ctrl-C.
     """
-    settings = own_settings(Settings, line.settings)
+    settings = own_settings(GpuReportSettings, line.settings)
     path = settings.page or settings.out or Path("gpu_report.json")
     if settings.page:
         report = run.opened("page", path)
     else:
-        items = chosen(items_of(Sizes(settings.pretend)), settings.items)
+        items = chosen(items_of(ReportSizes(settings.pretend)), settings.items)
         report = run.begun(path, line.text, settings.pretend)
         todo = run.left(items, report, settings.again)
         from lab.gpu_report.measuring import measure  # imports torch

@@ -26,7 +26,7 @@ TRIED, TRIED_BATCH = "alexnet", 64
 
 
 @dataclass(frozen=True)
-class Figure:
+class BoundedFigure:
     """A number beside its bound.
 
     Attributes:
@@ -58,7 +58,7 @@ class Figure:
         return f"at most {self.high:g}" if self.low is None else f"at least {self.low:g}"
 
 
-Figures = Callable[[Result], Iterator[Figure]]
+Figures = Callable[[Result], Iterator[BoundedFigure]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ReportSizes:
     """Settings of each model, on a GPU or where a CPU pretends to be one."""
 
     pretended: bool
@@ -118,7 +118,7 @@ class Sizes:
         return f"rounds={2 if self.pretended else number}"
 
 
-def items_of(sizes: Sizes) -> list[Item]:
+def items_of(sizes: ReportSizes) -> list[Item]:
     """Return all items in order of value."""
     steps = [_steps(name, batch, seconds, sizes) for name, (batch, seconds) in SMALL.items()]
     graphs = [_graphs(name, batch, seconds, sizes) for name, (batch, seconds) in SMALL.items()]
@@ -149,42 +149,42 @@ def _without(words: Sequence[str], *keys: str) -> list[str]:
     return [word for word in words if not word.startswith(keys)]
 
 
-def _steps(name: str, batch: int, seconds: float, sizes: Sizes) -> Item:
-    def figures(result: Result) -> Iterator[Figure]:
+def _steps(name: str, batch: int, seconds: float, sizes: ReportSizes) -> Item:
+    def figures(result: Result) -> Iterator[BoundedFigure]:
         step_s = {row["name"]: row["step_s"]["median"] for row in result["benches"][0]["rows"]}
-        yield Figure("overlap / ddp", step_s["overlap"] / step_s["ddp"], high=1.0)
+        yield BoundedFigure("overlap / ddp", step_s["overlap"] / step_s["ddp"], high=1.0)
         kernels_s = result["kernels_s"]
         for lossy in ("onebit", "int8", "powersgd"):
             added_s, own_s = (of[lossy] - of["none"] for of in (step_s, kernels_s))
-            yield Figure(f"{lossy} - none", 1e3 * added_s, "ms")
+            yield BoundedFigure(f"{lossy} - none", 1e3 * added_s, "ms")
             bound = 1.5 if (lossy, batch) == ("onebit", 32) else None
             share = added_s / own_s if own_s > 0 else None
-            yield Figure(f"{lossy} - none / its kernels", share, high=bound)
+            yield BoundedFigure(f"{lossy} - none / its kernels", share, high=bound)
 
     about = f"{name}, batch {batch}: step time of each strategy"
     words = sizes.steps(name, batch)
     return Item(f"steps-{name}-{batch}", about, seconds, "steps", words, figures)
 
 
-def _graphs(name: str, batch: int, seconds: float, sizes: Sizes) -> Item:
-    def figures(result: Result) -> Iterator[Figure]:
+def _graphs(name: str, batch: int, seconds: float, sizes: ReportSizes) -> Item:
+    def figures(result: Result) -> Iterator[BoundedFigure]:
         for way in result["benches"]:
             gain = way["rows"][0]["ratio"]["median"]
-            yield Figure(f"{way['strategy']}, eager / graph", gain, low=1.0)
+            yield BoundedFigure(f"{way['strategy']}, eager / graph", gain, low=1.0)
 
     words = sizes.steps(name, batch)
     about = f"{name}, batch {batch}: step time of each strategy, divided by that with graph=true"
     return Item(f"graph-{name}-{batch}", about, seconds + 5, "graphs", words, figures)
 
 
-def _codecs(length: int, sizes: Sizes) -> Item:
-    def figures(result: Result) -> Iterator[Figure]:
+def _codecs(length: int, sizes: ReportSizes) -> Item:
+    def figures(result: Result) -> Iterator[BoundedFigure]:
         (found,) = result["benches"]
-        yield Figure("copy", found["reference"]["gb_per_s"], "GB/s")
+        yield BoundedFigure("copy", found["reference"]["gb_per_s"], "GB/s")
         for row in found["rows"]:
             name = f"{row['codec']} {row['operation']}"
-            yield Figure(name, row["of_bandwidth"]["median"], "of copy", low=0.8)
-        yield Figure("wrong values", sum(row["wrong"] for row in found["rows"]), high=0)
+            yield BoundedFigure(name, row["of_bandwidth"]["median"], "of copy", low=0.8)
+        yield BoundedFigure("wrong values", sum(row["wrong"] for row in found["rows"]), high=0)
 
     is_first = length == LENGTHS[0]
     device, values = ("cpu", 2 * length) if sizes.pretended else ("cuda", 200_000_000)
@@ -194,25 +194,29 @@ def _codecs(length: int, sizes: Sizes) -> Item:
     return Item(f"codecs-{length}", about, seconds, "bench", tuple(words), figures, is_first)
 
 
-def _host(name: str, sizes: Sizes) -> Item:
-    def figures(result: Result) -> Iterator[Figure]:
+def _host(name: str, sizes: ReportSizes) -> Item:
+    def figures(result: Result) -> Iterator[BoundedFigure]:
         for row in result["benches"][0]["rows"][1:]:
             bound = 1.2 if row["name"] in ("onebit", "int8") else None
-            yield Figure(f"{row['name']}, host", row["over_ddp"]["median"], "x DDP", high=bound)
+            yield BoundedFigure(
+                f"{row['name']}, host", row["over_ddp"]["median"], "x DDP", high=bound
+            )
 
     words = ["host", *_without(sizes.model(name, 32), "batch_size", "optim"), sizes.rounds(15)]
     words += ["strategy=overlap,onebit,int8,topk,powersgd"]
     return Item(f"host-{name}", f"{name}: host time", 8, "bench", tuple(words), figures)
 
 
-def _rates(result: Result) -> Iterator[Figure]:
+def _rates(result: Result) -> Iterator[BoundedFigure]:
     for row in result["benches"][0]["rows"]:
         share, rate = row["utilisation"], row["flops_per_s"]
-        yield Figure(f"{row['model']} at {row['batch_size']}", rate and 1e-12 * rate, "TFLOP/s")
-        yield Figure(f"{row['model']}, share of the peak", share and 100 * share, "%")
+        yield BoundedFigure(
+            f"{row['model']} at {row['batch_size']}", rate and 1e-12 * rate, "TFLOP/s"
+        )
+        yield BoundedFigure(f"{row['model']}, share of the peak", share and 100 * share, "%")
 
 
-def _utilisations(sizes: Sizes) -> Iterator[Item]:
+def _utilisations(sizes: ReportSizes) -> Iterator[Item]:
     for precision, word in PRECISIONS.items():
         for name, batch in LARGE.items():
             words = ("throughput", *sizes.model(name, batch), word, sizes.rounds(6))
@@ -220,7 +224,7 @@ def _utilisations(sizes: Sizes) -> Iterator[Item]:
             yield Item(f"mfu-{name}-{precision}", about, 7, "bench", words, _rates, draws=False)
 
 
-def _compiled(sizes: Sizes) -> Iterator[Item]:
+def _compiled(sizes: ReportSizes) -> Iterator[Item]:
     """Yield what takes longest for its figure, and counters, which may spoil later profiles."""
     for name, batch in LARGE.items():
         compiles = [] if sizes.pretended else ["compile=true"]  # a CPU's compiler takes minutes
@@ -232,17 +236,17 @@ def _compiled(sizes: Sizes) -> Iterator[Item]:
     yield Item("counters", about, 10, "counters", words)
 
 
-def _tried(sizes: Sizes) -> tuple[str, ...]:
+def _tried(sizes: ReportSizes) -> tuple[str, ...]:
     return (*sizes.model(TRIED, TRIED_BATCH), "strategy=none")
 
 
-def _seeds(sizes: Sizes) -> Iterator[Item]:
+def _seeds(sizes: ReportSizes) -> Iterator[Item]:
     """Yield the tables of one device: rates by batch, CPU, layers, layouts, algorithms, copies."""
 
-    def speedup(result: Result) -> Iterator[Figure]:
+    def speedup(result: Result) -> Iterator[BoundedFigure]:
         gpu, cpu = (found["rows"][0] for found in result["benches"])
         for way in ("training", "inference"):
-            yield Figure(f"{way}, GPU / CPU", gpu[way]["median"] / cpu[way]["median"])
+            yield BoundedFigure(f"{way}, GPU / CPU", gpu[way]["median"] / cpu[way]["median"])
 
     batches = "1,2,4" if sizes.pretended else "1,8,64,512"
     by_batch = [*_without(sizes.model(TRIED, 512), "batch_size"), f"batch_size={batches}"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lab.benchmarks.present import chart_of, text_of
 from lab.draw.text import markdown
-from lab.gpu_report.items import LENGTHS, PRECISIONS, STRATEGIES, Figure
+from lab.gpu_report.items import LENGTHS, PRECISIONS, STRATEGIES, BoundedFigure
 from lab.gpu_report.run import DONE, Report, written
 from lab.settings.storage import write_text
 
@@ -93,7 +93,7 @@ def _mark(report: Report) -> str:
 def _bounds(report: Report) -> Iterator[str]:
     rows, verdicts = list[list[str]](), list[str]()
     for key, entry in _done(report):
-        for figure in (Figure(**each) for each in entry["figures"]):
+        for figure in (BoundedFigure(**each) for each in entry["figures"]):
             verdict = figure.verdict
             verdicts += [verdict] if verdict else []
             shown = f"**{verdict}**" if verdict not in ("", "met") else verdict

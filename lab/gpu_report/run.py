@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lab.gpu_report.items import Figure, Item, Result
+from lab.gpu_report.items import BoundedFigure, Item, Result
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.storage import write_json
 
@@ -165,14 +165,14 @@ def said(entry: dict[str, Any], pretended: bool) -> list[str]:
     """Say how an item ended: its figures beside their bounds, or why there are none."""
     if entry["status"] != DONE:
         return [f"{entry['status']}: {entry['line']}"]
-    figures = [Figure(**figure) for figure in entry["figures"]]
+    figures = [BoundedFigure(**figure) for figure in entry["figures"]]
     bounds = [f"({each.bound}: {each.verdict})" if each.bound else "" for each in figures]
     values = [f"{each.name}: {written(each, pretended)}" for each in figures]
     lines = [f"{value}  {bound}" for value, bound in zip(values, bounds, strict=True)]
     return [*map(str.rstrip, lines), f"done in {entry['seconds']:.1f} s"]
 
 
-def written(figure: Figure, pretended: bool) -> str:
+def written(figure: BoundedFigure, pretended: bool) -> str:
     """Write a figure's number with its unit."""
     number = "-" if figure.value is None else f"{figure.value:.4g} {figure.unit}".rstrip()
     return f"{number} (pretended)" if pretended else number

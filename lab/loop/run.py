@@ -26,7 +26,7 @@ from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
 from lab.record.recorders import Recorder
 from lab.record.schema import Certificate, read_record
-from lab.settings.config import Settings, build, global_batch_size, load, settings_of
+from lab.settings.config import RunSettings, build, global_batch_size, load, settings_of
 from lab.settings.errors import ConfigError
 from lab.settings.names import of_all_ranks, resolved, run_name
 from lab.sync.base import Exchanging
@@ -36,11 +36,11 @@ from lab.training.assemble import count, require_alike
 from lab.training.outcome import measured
 from lab.training.recording import Curves, Recording, claim
 from lab.training.run import failure_of
-from lab.training.trainer import Measured
+from lab.training.trainer import RecordedLoop
 
 
 @dataclass
-class Step:
+class RunStep:
     """The current optimizer step.
 
     Attributes: loss: this rank's loss, which you set before the step ends. None: not recorded.
@@ -179,7 +179,7 @@ class Run(Recording):
             self.directory.release()
 
     @contextmanager
-    def step(self) -> Generator[Step]:
+    def step(self) -> Generator[RunStep]:
         """Time one optimizer step. To record the loss, set the step's `loss`.
 
         Raises: RuntimeError: the run is not open, or another step has not ended.
@@ -190,7 +190,7 @@ class Run(Recording):
             raise RuntimeError("run.step(): no run is open; call it inside `with lab.Run(…)`")
         loop = self._loop
         loop.before_step()
-        current = Step()
+        current = RunStep()
         before = loop.sent()
         self._in_step = True
         try:
@@ -325,7 +325,7 @@ class Unchecked(Exchanging):
         return False
 
 
-class OwnLoop(Measured[Exchanging]):
+class OwnLoop(RecordedLoop[Exchanging]):
     """One rank's loop of the user's own.
 
     Args:
@@ -341,7 +341,7 @@ class OwnLoop(Measured[Exchanging]):
         shown = sync if sync and model is not None else Unchecked(exchange, world.comm)
         waits_in = () if isinstance(sync, GradSync) else waits_of_ddp(module)
         clock = Clock(world.device, False, waits_in)
-        super().__init__(cast(Settings, config), world, module, shown, clock)
+        super().__init__(cast(RunSettings, config), world, module, shown, clock)
         self.lab_sync = sync
         self._hooks: list[RemovableHandle] = []
         self._last: LastGradient | None = None

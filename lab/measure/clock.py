@@ -85,7 +85,7 @@ class EventPool:
 
 
 @dataclass
-class Pass:
+class PassMarks:
     """Marks of one forward and backward.
 
     Attributes:
@@ -141,7 +141,7 @@ class StepMarks:
     overtime: list[tuple[Mark, Mark]] = field(default_factory=list)
     ready: dict[int, Mark] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list[Pass])
+    passes: list[PassMarks] = field(default_factory=list[PassMarks])
     events: list[torch.cuda.Event] = field(default_factory=list[torch.cuda.Event])
 
     def passed(self) -> bool:
@@ -260,7 +260,7 @@ class Clock:
         self.on_gpu = device.type == "cuda"  # marks are events in a stream
         # What marks the current moment; a CPU's is no Python function.
         self._mark: Callable[[], Mark] = self._pool.mark if self.on_gpu else time.perf_counter
-        self.passes: list[Pass] = []
+        self.passes: list[PassMarks] = []
         self._breakdown, self._own = breakdown, own
         self._current = StepMarks(None, 0.0)
         self._part: tuple[str, str, Mark] | None = None  # under way: phase, label, begin

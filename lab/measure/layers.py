@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lab.measure.clock import Pass, mark
+from lab.measure.clock import PassMarks, mark
 
 CYCLES_PER_S = 3e9  # the fastest GPUs' clocks; a slower one holds longer
 SLACK = 1.5
@@ -23,7 +23,7 @@ OPTIMIZER = "Optimizer.step"  # torch's name for every optimizer's step
 
 @contextmanager
 def marked_layers(
-    model: nn.Module, device: torch.device, passes: Callable[[], list[Pass]]
+    model: nn.Module, device: torch.device, passes: Callable[[], list[PassMarks]]
 ) -> Iterator[None]:
     """Mark the layers of `model`, by hooks, in every pass while the context lasts.
 
@@ -32,7 +32,7 @@ def marked_layers(
     """
 
     def begin(*_: Any) -> None:
-        passes().append(Pass(mark(device)))
+        passes().append(PassMarks(mark(device)))
 
     def turn(*_: Any) -> None:
         passes()[-1].middle = mark(device)

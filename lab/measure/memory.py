@@ -12,7 +12,7 @@ import torch
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
-class Memory:
+class PeakMemory:
     """Peak memory of steady steps.
 
     On a GPU torch's allocator keeps a peak that can be reset, so warm-up, evaluations and

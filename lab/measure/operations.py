@@ -123,7 +123,7 @@ def _count(
             inputs = torch.zeros(num_samples, *input_shape, dtype=input_dtype, device=device)
             targets = torch.zeros(num_samples, *target.shape, dtype=target.dtype, device=device)
             model.zero_grad()
-            with _Counter(model, layers) as counter:
+            with _LayerCounter(model, layers) as counter:
                 loss(model(inputs), targets).backward()
             counts.append(counter.counted)
             order = in_order(counter.called, layers)
@@ -163,7 +163,7 @@ def _line(at_fewer: float, at_more: float) -> Line:
     return Line(at_fewer - FEWER * per_sample, per_sample)
 
 
-class _Counter(TorchDispatchMode):
+class _LayerCounter(TorchDispatchMode):
     """Note each operation with its layer.
 
     In forward a layer lasts until the next one begins, as in lab.measure.layers. Autograd numbers
@@ -183,7 +183,7 @@ class _Counter(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # see lab.simulate.recorded.Passes
 
-    def __enter__(self) -> _Counter:
+    def __enter__(self) -> _LayerCounter:
         for name, module in self._layers.items():
             begin = partial(self._begin, name)
             self._stack.enter_context(module.register_forward_pre_hook(begin))

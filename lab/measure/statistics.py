@@ -297,7 +297,7 @@ def warmup_of(
 
 
 @dataclass(frozen=True)
-class Turns:
+class InterleavedSteps:
     """The steps of a run that takes turns with others, so that drift of the machine favours none.
 
     The first round of a turn does not count: nothing of its own is under way, and caches hold what

@@ -25,7 +25,7 @@ Interval = dict[str, float | None]
 
 
 @dataclass(frozen=True)
-class Fit:
+class BatchFit:
     """The line time = fixed + per sample · batch of a layer, with 95 % intervals.
 
     Attributes:
@@ -39,7 +39,7 @@ class Fit:
     fixed_ms: Interval
     per_sample_ms: Interval
 
-    def scaled(self, factor: float) -> Fit:
+    def scaled(self, factor: float) -> BatchFit:
         """Return the line of a device whose times are `factor` times as long."""
 
         def slower(times: Interval) -> Interval:
@@ -104,7 +104,7 @@ class Profile:
     update_passes: AtLeast0 | None = None
     num_threads: Count | None = None
     num_kernels: Count | None = None
-    fits: Annotated[tuple[Fit, ...], checks.listed] = ()
+    fits: Annotated[tuple[BatchFit, ...], checks.listed] = ()
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Profile:
@@ -271,15 +271,15 @@ TIMES = ("forward_ms", "backward_ms")
 FIXED_TIMES = tuple(f"fixed_{key}" for key in TIMES)
 
 
-def _fit_of(where: str, node: Any) -> Fit:
+def _fit_of(where: str, node: Any) -> BatchFit:
     """Parse one line of a profile's `fits`; messages of errors begin with `where`."""
-    keys = [field.name for field in fields(Fit)]
+    keys = [field.name for field in fields(BatchFit)]
     if not isinstance(node, Mapping) or set(node) != set(keys):
         raise ValueError(f"{where}: must have the keys {', '.join(keys)}")
     for key in ("fixed_ms", "per_sample_ms"):
         _check_interval(f"{where}.{key}", node[key])
     fixed_ms, per_sample_ms = dict(node["fixed_ms"]), dict(node["per_sample_ms"])
-    return Fit(node["layer"], node["way"], fixed_ms, per_sample_ms)
+    return BatchFit(node["layer"], node["way"], fixed_ms, per_sample_ms)
 
 
 def _check_interval(where: str, times: Any) -> None:

@@ -20,7 +20,7 @@ Outcome = Literal["holds", "fails", "not checked"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CertifiedProperty:
     """One property of the exchange.
 
     Attributes:
@@ -53,7 +53,7 @@ class Certificate:
     holds: bool
     line: str
     num_exchanges: int
-    findings: list[Finding]
+    findings: list[CertifiedProperty]
     num_parameters: int = 0
     proven: int = 0
     unused: list[str] | None = None
@@ -130,7 +130,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeRecord:
     """Floating-point operations of a run and what its devices could do; null is unknown.
 
     Attributes:
@@ -318,7 +318,7 @@ class Record:
     step_s: StepSeconds | None = None
     samples_per_s: float | None = None
     wall_samples_per_s: float | None = None
-    compute: Compute | None = None
+    compute: ComputeRecord | None = None
     flops_per_s: float | None = None
     mfu: float | None = None
     phases_s: dict[str, float | None] = field(default_factory=dict[str, float | None])

@@ -38,7 +38,7 @@ from lab.settings.config import (
     FIELDS,
     GROUPS,
     PARTS,
-    Settings,
+    RunSettings,
     check_batch,
     check_name,
     expected,
@@ -66,7 +66,7 @@ BUILT = ("comm", "data", "task", "model", "optim", "exchange", "sync")  # by eve
 PACKAGE = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 Files = tuple[tuple[str, str], ...]  # a group and the file that is its choice
 
-ConfigStore.instance().store(name="settings", node=Settings)
+ConfigStore.instance().store(name="settings", node=RunSettings)
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:
@@ -122,7 +122,7 @@ def of_program(config: DictConfig, world_size: int) -> tuple[DictConfig, list[st
     words = [*HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
     try:
         content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        typed = OmegaConf.merge(OmegaConf.structured(Settings), content)
+        typed = OmegaConf.merge(OmegaConf.structured(RunSettings), content)
         assert isinstance(typed, DictConfig)
         _validate(typed)
         check_batch(typed, world_size)

@@ -31,7 +31,7 @@ IN_EXCHANGE = re.compile(r"^exchange\.(?:inter\.)*(?=(?:codec|memory)\.)")  # wh
 
 
 @dataclass
-class Settings:
+class RunSettings:
     """Scalar settings of a run. The groups (dicts) are filled from conf/<group>/<choice>.yaml."""
 
     strategy: str = setting("???", "how gradients are exchanged (a group)")
@@ -133,7 +133,7 @@ class Settings:
     code: dict[str, Any] = setting({}, "hashes of your own files, set by the lab")
 
 
-FIELDS = fields_of(Settings)
+FIELDS = fields_of(RunSettings)
 GROUPS = ("strategy", *(k for k, f in FIELDS.items() if f.type == "dict[str, Any]" and k != "code"))
 
 
@@ -265,7 +265,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     return kept(OmegaConf.to_container(config, resolve=True))
 
 
-def global_batch_size(config: DictConfig | Settings, world_size: int) -> int:
+def global_batch_size(config: DictConfig | RunSettings, world_size: int) -> int:
     """Return the samples of a step across all ranks."""
     return config.batch_size * (world_size if config.scaling == "weak" else 1)
 

@@ -16,7 +16,7 @@ OF_CHOICES = ("torch.optim.SGD", "torch.optim.AdamW")  # what the lab's choices 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LearningRate:
     """A warm-up, and the course of the learning rate after it. Steps are the optimizer's.
 
     Attributes:
@@ -62,7 +62,7 @@ class Schedule:
     def _refuse_set(self, needed: str, *names: str) -> None:
         """Refuse values other than the defaults, which would have no effect."""
         for name in names:
-            if (value := getattr(self, name)) != getattr(Schedule, name):
+            if (value := getattr(self, name)) != getattr(LearningRate, name):
                 raise ConfigError(f"optim.{name}={value}: needs {needed}")
 
     def peak(self, lr: float, batch_size: int) -> float:
@@ -70,10 +70,10 @@ class Schedule:
         return lr * batch_size / self.base_batch_size if self.linear_scaling else lr
 
 
-OF_SCHEDULE = tuple(field.name for field in fields(Schedule))
+OF_SCHEDULE = tuple(field.name for field in fields(LearningRate))
 
 
-def schedule_of(optim: Mapping[str, Any]) -> Schedule:
+def schedule_of(optim: Mapping[str, Any]) -> LearningRate:
     """Check the settings of the group `optim`, but those that only its own signature tells.
 
     Args: optim: as composed, without references.
@@ -86,7 +86,7 @@ def schedule_of(optim: Mapping[str, Any]) -> Schedule:
     checks.truth("optim.decay_vectors", optim.get("decay_vectors", True))
     if optim["_target_"] in OF_CHOICES:
         _check_own(optim)
-    return Schedule(**{key: optim[key] for key in OF_SCHEDULE if key in optim})
+    return LearningRate(**{key: optim[key] for key in OF_SCHEDULE if key in optim})
 
 
 def _check_own(optim: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ class Output:
         return getattr(self._stream, name)
 
 
-class Messages(Output):
+class BestEffortStream(Output):
     """A stream whose failures are no reason to end anything."""
 
     def write(self, text: str) -> int:
@@ -62,7 +62,7 @@ def safe_streams() -> Iterator[None]:
     """Write to whatever the standard streams are, while the context lasts."""
     _open_closed()
     out: Any = Output(sys.stdout)
-    messages: Any = Messages(sys.stderr)
+    messages: Any = BestEffortStream(sys.stderr)
     with redirect_stdout(out), redirect_stderr(messages):
         yield
 
@@ -71,7 +71,7 @@ def safe_streams() -> Iterator[None]:
 def output_as_messages() -> Iterator[None]:
     """Let a run go on without standard output, if that fails, while the context lasts."""
     before = sys.stdout
-    messages: Any = Messages(before)
+    messages: Any = BestEffortStream(before)
     try:
         with redirect_stdout(messages):
             yield

@@ -61,7 +61,7 @@ Node = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class CalibratedRanks:
     """Ranks whose collectives were measured.
 
     Attributes:
@@ -86,7 +86,7 @@ def hardware_of(
     base: Node,
     about: Node,
     values: Mapping[str, Mapping[str, float | None]],
-    places: Sequence[Place],
+    places: Sequence[CalibratedRanks],
     exchanges: Mapping[str, Mapping[str, Any]],
 ) -> Node:
     """Return the content of a hardware file.
@@ -117,7 +117,7 @@ def hardware_of(
 def _fitted(
     node: Node,
     hardware: Hardware,
-    place: Place,
+    place: CalibratedRanks,
     exchanges: Mapping[str, Mapping[str, Any]],
     first: bool,
 ) -> Hardware:
@@ -222,7 +222,9 @@ def refine(node: Node, steps: Sequence[Observation], link: str) -> None:
 
 
 def predicted_rows(
-    places: Sequence[Place], exchanges: Mapping[str, Mapping[str, Any]], hardware: Hardware
+    places: Sequence[CalibratedRanks],
+    exchanges: Mapping[str, Mapping[str, Any]],
+    hardware: Hardware,
 ) -> list[Node]:
     """Return a row for each measured collective of an exchange, with its prediction."""
     found: list[Node] = []

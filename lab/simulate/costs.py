@@ -23,7 +23,7 @@ from lab.settings.files import read_file
 from lab.settings.names import class_name
 from lab.settings.own_code import blame, is_labs, targets
 from lab.simulate.hardware import Hardware
-from lab.simulate.network import Cost, Network
+from lab.simulate.network import CollectiveCost, Network
 
 if TYPE_CHECKING:
     from lab.exchange.base import Exchange
@@ -134,7 +134,7 @@ class Load(Costs):
         seconds = self.network.slowest_factor * dearest / rate
         self.stages.append(Stage("codec", seconds, codec=self.rate, calls=1))
 
-    def wire(self, cost: Cost, inside: bool = False) -> None:
+    def wire(self, cost: CollectiveCost, inside: bool = False) -> None:
         sent = cost.payload_bytes, inside
         self.stages.append(Stage("exchange", cost.seconds, *sent, across_bytes=cost.across_bytes))
 

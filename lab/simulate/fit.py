@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.analysis.records import Cell, load_study
+from lab.analysis.records import RecordedCell, load_study
 from lab.cluster.settings import Cluster, bits_per_s, emulated
 from lab.model.profile import VALUE_BYTES, Profile, replayed
 from lab.record.run_directory import SETTINGS, read_settings
@@ -260,7 +260,7 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
         ValueError: the study cannot be read, is of another model, or a group has no cell of two
             ranks and nothing to be predicted from.
     """
-    cells: dict[str, list[Cell]] = {}
+    cells: dict[str, list[RecordedCell]] = {}
     for cell in load_study(folder).cells:
         timed = cell.status == "done" and cell.measure == "throughput"
         if timed and not math.isnan(cell.step_s):
@@ -278,7 +278,9 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
         ) from None
 
 
-def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) -> tuple[Group, ...]:
+def _groups(
+    cells: dict[str, list[RecordedCell]], profile: Profile, preset: Hardware
+) -> tuple[Group, ...]:
     fitted = [
         name
         for name, group in cells.items()
@@ -301,7 +303,7 @@ def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) ->
 
 
 def _with_hosts(
-    preset: Hardware, cells: list[Cell], others: Sequence[tuple[Group, list[Cell]]]
+    preset: Hardware, cells: list[RecordedCell], others: Sequence[tuple[Group, list[RecordedCell]]]
 ) -> Hardware:
     """Return what a fit starts from, with as many ranks on a node as the cells have on a host.
 
@@ -321,7 +323,7 @@ def _with_hosts(
     return replace(start, ranks_per_node=local, intra=preset.intra, assumed=preset.assumed)
 
 
-def _fitted(name: str, cells: list[Cell], profile: Profile, preset: Hardware) -> Group:
+def _fitted(name: str, cells: list[RecordedCell], profile: Profile, preset: Hardware) -> Group:
     observations = _observations(cells, profile)
     num_cores = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
     if preset.num_cores and num_cores:  # emulated, on the machine on which these cells ran
@@ -333,7 +335,11 @@ def _fitted(name: str, cells: list[Cell], profile: Profile, preset: Hardware) ->
 
 
 def _transferred(
-    name: str, cells: list[Cell], source: Group, source_cells: list[Cell], profile: Profile
+    name: str,
+    cells: list[RecordedCell],
+    source: Group,
+    source_cells: list[RecordedCell],
+    profile: Profile,
 ) -> Group:
     """Predict a group's cells from hardware that was fitted to others."""
     machines = (source.hardware, *source.draws)
@@ -347,12 +353,12 @@ def _transferred(
     return Group(name, tuple(_observations(cells, profile)), best, tuple(moved), fitted=False)
 
 
-def _ranks_per_host(cells: list[Cell]) -> int:
+def _ranks_per_host(cells: list[RecordedCell]) -> int:
     """Return the ranks on each host of an emulated cluster; 1 without one."""
     return _cluster_settings(cells[0]).get("ranks_per_host", 1)
 
 
-def _cluster(cells: list[Cell]) -> Cluster:
+def _cluster(cells: list[RecordedCell]) -> Cluster:
     """Return the emulated cluster of the cell of most ranks. ValueError: there is none."""
     cell = max(cells, key=lambda cell: cell.world_size)
     settings = _cluster_settings(cell)
@@ -364,7 +370,7 @@ def _cluster(cells: list[Cell]) -> Cluster:
         raise ValueError(f"{cell.folder / SETTINGS}: cluster: {error}") from None
 
 
-def _cluster_settings(cell: Cell) -> dict[str, Any]:
+def _cluster_settings(cell: RecordedCell) -> dict[str, Any]:
     found = read_settings(cell.folder).get("cluster")
     if not isinstance(found, dict):
         return {}
@@ -373,7 +379,7 @@ def _cluster_settings(cell: Cell) -> dict[str, Any]:
     return settings if settings.get("slow_host") else {**settings, "slow_factor": None}
 
 
-def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
+def _observations(cells: list[RecordedCell], profile: Profile) -> list[Observation]:
     """Collect the cells whose strategy has a cost model; others cannot be scored."""
     alike: dict[str, Observation] = {}
     for cell in cells:
@@ -398,7 +404,7 @@ def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
     return [*alike.values()]
 
 
-def _check_model(cell: Cell, profile: Profile) -> None:
+def _check_model(cell: RecordedCell, profile: Profile) -> None:
     num_parameters = profile.gradient_bytes / VALUE_BYTES
     if abs(cell.num_parameters / num_parameters - 1) > MOST_APART:
         raise ValueError(

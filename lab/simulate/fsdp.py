@@ -12,7 +12,7 @@ from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import FSDP, Load, Stage, add_scatter, class_of
 from lab.simulate.network import Network
-from lab.simulate.step import Compute, Rank
+from lab.simulate.step import LayerCompute, Rank
 from lab.simulate.strategy import Bucket, Strategy, parameters, ranks_of_a_copy
 from lab.sync.pattern import ranks_of_second_shard
 
@@ -51,7 +51,7 @@ class Sharded:
         blocks: collectives return when they are done.
     """
 
-    layers: Sequence[Compute]
+    layers: Sequence[LayerCompute]
     units: Sequence[Unit]
     rank: Rank
     blocks: bool

@@ -44,7 +44,7 @@ LAST_SHARES = (1.0, 1.0, 0.9)  # of larger messages
 
 
 @dataclass(frozen=True)
-class Ranks:
+class NvlinkRanks:
     """Ranks on NVLink, and what joins them.
 
     Attributes:
@@ -90,24 +90,24 @@ class Way:
         return self.ranked_s + 2 * math.sqrt(RAMP * self.path_s * self.wire_s)
 
 
-def all_reduce(ranks: Ranks, num_bytes: float) -> Way:
+def all_reduce(ranks: NvlinkRanks, num_bytes: float) -> Way:
     """Return the way that NCCL takes to add up `num_bytes` of each rank."""
     return min(_ways(ranks, num_bytes), key=lambda way: way.ranked_s)
 
 
-def all_gather(ranks: Ranks, num_bytes: float) -> Way:
+def all_gather(ranks: NvlinkRanks, num_bytes: float) -> Way:
     """Return the way that NCCL takes to gather `num_bytes` of each rank: a ring."""
     return min(_rings(ranks, num_bytes * ranks.size, passes=1), key=lambda way: way.ranked_s)
 
 
-def _ways(ranks: Ranks, num_bytes: float) -> Iterator[Way]:
+def _ways(ranks: NvlinkRanks, num_bytes: float) -> Iterator[Way]:
     yield from _rings(ranks, num_bytes, passes=2)
     yield from _trees(ranks, num_bytes)
     if ranks.generation in EFFICIENCY and ranks.local > 1:
         yield _in_switch(ranks, num_bytes)
 
 
-def _rings(ranks: Ranks, num_bytes: float, passes: int) -> Iterator[Way]:
+def _rings(ranks: NvlinkRanks, num_bytes: float, passes: int) -> Iterator[Way]:
     """List a ring under each protocol, which carries (N-1)/N of all bytes in each pass."""
     rate = ranks.intra if ranks.nodes == 1 else min(ranks.intra, ranks.inter)
     outside = passes * ranks.nodes if ranks.nodes > 1 else 0
@@ -124,7 +124,7 @@ def _rings(ranks: Ranks, num_bytes: float, passes: int) -> Iterator[Way]:
         yield Way("ring", protocol, BASE["ring"][number] * MICRO, path * MICRO, wire_s)
 
 
-def _trees(ranks: Ranks, num_bytes: float) -> Iterator[Way]:
+def _trees(ranks: NvlinkRanks, num_bytes: float) -> Iterator[Way]:
     """List a double binary tree of nodes, and a chain within each, under each protocol.
 
     Of two nodes each sends half of what it would send among more.
@@ -144,7 +144,7 @@ def _trees(ranks: Ranks, num_bytes: float) -> Iterator[Way]:
         yield Way("tree", protocol, BASE["tree"][number] * MICRO, 2 * hops * MICRO, wire_s)
 
 
-def _in_switch(ranks: Ranks, num_bytes: float) -> Way:
+def _in_switch(ranks: NvlinkRanks, num_bytes: float) -> Way:
     """Return the way through switches that add (NVLS), and between nodes a tree of them.
 
     A GPU sends all its bytes once and its share of the sum, so 1 + 1/L of them each way. (NCCL's
@@ -159,5 +159,5 @@ def _in_switch(ranks: Ranks, num_bytes: float) -> Way:
     return Way("NVLS tree", SIMPLE, 0.0, path_s, max(carried_s, between_s))
 
 
-def _ll_most(ranks: Ranks) -> float:
+def _ll_most(ranks: NvlinkRanks) -> float:
     return LL_MOST[ranks.generation][min(ranks.nodes, 3) - 1] * GIGA

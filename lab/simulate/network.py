@@ -24,7 +24,7 @@ STANDARD = NormalDist()
 
 
 @dataclass(frozen=True)
-class Cost:
+class CollectiveCost:
     """A collective's time, and its bytes as Comm counts them.
 
     Attributes:
@@ -37,8 +37,8 @@ class Cost:
     payload_bytes: float = 0.0
     across_bytes: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
+    def __add__(self, other: CollectiveCost) -> CollectiveCost:
+        return CollectiveCost(
             self.seconds + other.seconds,
             self.payload_bytes + other.payload_bytes,
             self.across_bytes + other.across_bytes,
@@ -93,7 +93,7 @@ class Network:
         """
         return max(link.seconds_both_ways(num_bytes) for link in (self.intra, self.inter))
 
-    def tree(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
+    def tree(self, num_bytes: float, chunk_bytes: float = math.inf) -> CollectiveCost:
         """Return the cost of store and forward: 2 ceil(log2 N) transfers (Kim et al., slide 25).
 
         Chunks, if there are some, follow each other at the root's rate. The root moves each chunk
@@ -106,32 +106,32 @@ class Network:
         up_s = self._by_hops(chunk, self._adding(chunk))
         down_s = self._one_by_one(chunk) if math.isinf(chunk_bytes) else self._way_down(chunk)
         seconds = up_s + down_s + (chunks - 1) * self._at_root(chunk)
-        return Cost(seconds, log2(self.size) * num_bytes, self._across(math.nan))
+        return CollectiveCost(seconds, log2(self.size) * num_bytes, self._across(math.nan))
 
-    def tree_double(self, num_bytes: float, chunk_bytes: float) -> Cost:
+    def tree_double(self, num_bytes: float, chunk_bytes: float) -> CollectiveCost:
         """Return the cost of two trees that carry half of the bytes each, in chunks.
 
         The busiest rank sends (log2 N + 1) / 2 times all bytes, at most twice.
         """
         if self.size == 1:
-            return Cost()
+            return CollectiveCost()
         chunks = max(1, math.ceil(num_bytes / 2 / chunk_bytes))
         chunk = num_bytes / 2 / chunks
         busiest = min(2.0, (log2(self.size) + 1) / 2)
         following = (chunks - 1) * 2 * busiest * self._longest_hop_s(chunk)
         up_s = self._by_hops(chunk, self._adding(chunk))
         seconds = up_s + self._way_down(chunk) + following
-        return Cost(seconds, busiest * num_bytes, self._across(math.nan))
+        return CollectiveCost(seconds, busiest * num_bytes, self._across(math.nan))
 
-    def ring(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
+    def ring(self, num_bytes: float, chunk_bytes: float = math.inf) -> CollectiveCost:
         """Return the cost of 2(N-1) steps of an N-th each (Patarasuk and Yuan 2009), in pieces."""
         part, steps = num_bytes / self.size, 2 * (self.size - 1)
         pieces = max(1, math.ceil(part / chunk_bytes))
         wire_s = steps * pieces * self._longest_hop_s(part / pieces)
         added_s = self._adding(steps / 2 * part)
-        return Cost(wire_s + added_s, steps * part, self._across(steps * part))
+        return CollectiveCost(wire_s + added_s, steps * part, self._across(steps * part))
 
-    def star(self, num_bytes: float) -> Cost:
+    def star(self, num_bytes: float) -> CollectiveCost:
         """Return the cost of sending all to one rank and back, one rank after the other.
 
         Where a node's CPUs hold the weights, its ranks share the links to them instead.
@@ -139,7 +139,7 @@ class Network:
         if (server := self.hardware.server) and 1 < self.size == self.local:
             sharing = max(1.0, self.local / server.links_of(self.local))
             seconds = 2 * server.seconds(sharing * num_bytes)
-            return Cost(seconds, num_bytes, self._across(math.nan))
+            return CollectiveCost(seconds, num_bytes, self._across(math.nan))
         if self.rates:
             links = [(1, self.link(0, rank)) for rank in range(1, self.size)]
         else:
@@ -147,15 +147,15 @@ class Network:
         each_way = sum(count * link.seconds(num_bytes) for count, link in links)
         added_s = (self.size - 1) * self._adding(num_bytes)
         sent = (self.size - 1) * num_bytes
-        return Cost(2 * each_way + added_s, sent, self._across(math.nan))
+        return CollectiveCost(2 * each_way + added_s, sent, self._across(math.nan))
 
-    def all_reduce(self, num_bytes: float) -> Cost:
+    def all_reduce(self, num_bytes: float) -> CollectiveCost:
         """Return the cost of the library's all-reduce; no bytes cost nothing.
 
         Gloo uses a ring; NCCL the fastest of its algorithms and protocols.
         """
         if not num_bytes:
-            return Cost()
+            return CollectiveCost()
         ring = self.ring(num_bytes)
         if self.hardware.library == "nccl":
             ring = replace(ring, seconds=self._nccl_s(num_bytes, reduces=True))
@@ -207,35 +207,39 @@ class Network:
         part.slowest_factor = self.slowest_factor
         return part
 
-    def reduce_scatter(self, num_bytes: float) -> Cost:
+    def reduce_scatter(self, num_bytes: float) -> CollectiveCost:
         """Return the cost of a sum of `num_bytes` at each rank: over Gloo an all-to-all first."""
         if self.hardware.library == "nccl":
             gathered = self._gathered(num_bytes)
             return self._as_measured("reduce_scatter", self.size * num_bytes, gathered)
-        return self.all_to_all(num_bytes) + Cost(self._adding((self.size - 1) * num_bytes))
+        return self.all_to_all(num_bytes) + CollectiveCost(
+            self._adding((self.size - 1) * num_bytes)
+        )
 
-    def all_gather(self, num_bytes: float) -> Cost:
+    def all_gather(self, num_bytes: float) -> CollectiveCost:
         """Return the cost of a ring that carries `num_bytes` of each rank."""
         return self._as_measured("all_gather", self.size * num_bytes, self._gathered(num_bytes))
 
-    def _gathered(self, num_bytes: float) -> Cost:
+    def _gathered(self, num_bytes: float) -> CollectiveCost:
         steps = self.size - 1
         if self.hardware.library == "nccl":
             seconds = self._nccl_s(num_bytes, reduces=False)
         else:
             seconds = steps * self._longest_hop_s(num_bytes)
-        return Cost(seconds, steps * num_bytes, self._across(steps * num_bytes))
+        return CollectiveCost(seconds, steps * num_bytes, self._across(steps * num_bytes))
 
-    def all_to_all(self, num_bytes: float) -> Cost:
+    def all_to_all(self, num_bytes: float) -> CollectiveCost:
         """Return the cost of `num_bytes` between every two ranks; ranks share a node's links."""
         within, beyond = self.local - 1, self.size - self.local
         sharing = max(1.0, self.local / self.inter.links_of(self.num_nodes))
         outside = beyond * self.inter.seconds_both_ways(sharing * num_bytes)
         seconds = within * self.intra.seconds_both_ways(num_bytes) + outside
         across_bytes = self._across(self.local * beyond * num_bytes)
-        return Cost(seconds, (self.size - 1) * num_bytes, across_bytes)
+        return CollectiveCost(seconds, (self.size - 1) * num_bytes, across_bytes)
 
-    def _as_measured(self, operation: str, num_bytes: float, cost: Cost) -> Cost:
+    def _as_measured(
+        self, operation: str, num_bytes: float, cost: CollectiveCost
+    ) -> CollectiveCost:
         """Return the cost as many times longer as a log's collective takes than it is modelled.
 
         Of as many ranks and bytes as the log has, it takes as long as there. Beyond its sizes the
@@ -277,7 +281,7 @@ class Network:
             return 0.0
         rates = self.intra.rate_of(self.local), self.inter.rate_of(nodes)
         if self.hardware.nccl:
-            ranks = nccl.Ranks(self.hardware.nccl, self.local, nodes, *rates)
+            ranks = nccl.NvlinkRanks(self.hardware.nccl, self.local, nodes, *rates)
             if reduces:
                 return nccl.all_reduce(ranks, num_bytes).seconds
             # A last node that is not full counts as full, with as many bytes in all.

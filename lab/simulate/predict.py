@@ -52,7 +52,7 @@ EXTRAPOLATED = "extrapolated"  # the evidence of a cell that was not measured
 
 
 @dataclass(frozen=True)
-class OwnSettings:
+class PredictSettings:
     """The settings of lab.predict beside a grid's; hardware.KEY=... is read apart."""
 
     hardware: str = setting(
@@ -80,7 +80,7 @@ class OwnSettings:
 
 
 @dataclass(frozen=True)
-class Request:
+class PredictRequest:
     """The cells to predict, and their hardware.
 
     Attributes:
@@ -95,11 +95,11 @@ class Request:
     by_default: bool
     traced: Traced | None
     hardware: Hardware
-    own: OwnSettings
+    own: PredictSettings
     without: Mapping[str, Hardware] = field(default_factory=dict[str, Hardware])
 
 
-def read(arguments: Sequence[str], moving: Collection[str] = ()) -> Request:
+def read(arguments: Sequence[str], moving: Collection[str] = ()) -> PredictRequest:
     """Read the cells, profiles and hardware that a command line names.
 
     Args:
@@ -109,8 +109,8 @@ def read(arguments: Sequence[str], moving: Collection[str] = ()) -> Request:
         ConfigError: a setting is wrong.
     """
     traced, others = _traced(arguments)
-    texts, run = split(others, fields_of(OwnSettings))
-    own = parsed(OwnSettings, texts)
+    texts, run = split(others, fields_of(PredictSettings))
+    own = parsed(PredictSettings, texts)
     fit = own.fit
     cells = [cell for cell in read_grid([*run, "baselines=all"]).cells if cell.repeat == 0]
     if own.trace and len(cells) > 1:
@@ -142,7 +142,7 @@ def read(arguments: Sequence[str], moving: Collection[str] = ()) -> Request:
         with suppress(ValueError):  # the file lacks what this setting gives
             if key.startswith("hardware.") and not fit:
                 without[key] = _machine(own.hardware, rest, config_dir)
-    return Request(cells, profiles, by_default, traced, hardware, own, without)
+    return PredictRequest(cells, profiles, by_default, traced, hardware, own, without)
 
 
 def _machine(name: str, texts: Mapping[str, str], config_dir: str | None) -> Hardware:
@@ -244,7 +244,7 @@ def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Ma
         raise ConfigError(f"{lines}: {str(error).splitlines()[0]}") from None
 
 
-def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
+def predicted(request: PredictRequest) -> tuple[dict[str, Any], tuple[Span, ...]]:
     """Return the result, a row per cell and their hardware, and the spans of the last cell.
 
     Raises:
@@ -257,7 +257,7 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         raise ConfigError(str(error)) from None
 
 
-def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
+def _predicted(request: PredictRequest) -> tuple[dict[str, Any], tuple[Span, ...]]:
     sources = zip(request.cells, sources_of(request), strict=True)
     points = [(cell, source, strategy_of(request, cell, source)) for cell, source in sources]
     names = series_of(request.cells)
@@ -301,7 +301,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     return result, spans
 
 
-def unread(request: Request) -> list[str]:
+def unread(request: PredictRequest) -> list[str]:
     """List the settings of models, data and machines that are typed in vain beside profiles."""
     if None in request.profiles or request.own.fit or request.own.measured:
         return []
@@ -311,7 +311,9 @@ def unread(request: Request) -> list[str]:
 
 
 def _idle(
-    request: Request, points: Sequence[tuple[Cell, Source, Strategy]], steps_s: Sequence[float]
+    request: PredictRequest,
+    points: Sequence[tuple[Cell, Source, Strategy]],
+    steps_s: Sequence[float],
 ) -> list[str]:
     """List the values of hardware that a command line gives, and that move no step."""
 
@@ -327,7 +329,7 @@ def _idle(
     return idle
 
 
-def sources_of(request: Request) -> list[Source]:
+def sources_of(request: PredictRequest) -> list[Source]:
     """Return the source of each cell's times."""
     return [
         source_of(cell.config, profile, (_per_rank(cell), cell.batch_size))
@@ -335,7 +337,7 @@ def sources_of(request: Request) -> list[Source]:
     ]
 
 
-def strategy_of(request: Request, cell: Cell, source: Source) -> Strategy:
+def strategy_of(request: PredictRequest, cell: Cell, source: Source) -> Strategy:
     """Read a cell's strategy.
 
     What is counted includes the transform, which a profile cannot; and a trace the update.
@@ -391,7 +393,7 @@ def refuse_impossible(cell: Cell, strategy: Strategy) -> None:
         require_piecewise(settings, lambda weights: make(weights.parameters()))
 
 
-def groups_of(request: Request) -> tuple[Group, ...]:
+def groups_of(request: PredictRequest) -> tuple[Group, ...]:
     """Return the hardware to predict on: as its file says, or fitted."""
     hardware = request.hardware
     if fit := request.own.fit:

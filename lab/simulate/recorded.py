@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from lab.codec.base import DEFINING, Codec, Reference
 from lab.codec.kernels import Peers
-from lab.codec.layout import Layout
-from lab.distributed.comm import Collective, Comm, Done, Handle, Transfer, Window
+from lab.codec.layout import MessageLayout
+from lab.distributed.comm import Collective, Comm, Completed, Handle, Transfer, Window
 from lab.exchange.base import Exchange, iter_nested
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.compressed import Coded, TwoStage
 from lab.exchange.cost import Shape
 from lab.exchange.scatter import GATHERED, gather_bytes, scatter_of
-from lab.exchange.scatter import Layout as Columns
+from lab.exchange.scatter import ScatterLayout as Columns
 from lab.settings.errors import ConfigError
 from lab.settings.own_code import is_labs
 from lab.simulate.costs import Load, Stage
@@ -43,14 +43,14 @@ WRITES = ("copy_", "_foreach_copy_", "zero_", "fill_")  # read nothing of their 
 
 
 @dataclass
-class Moved:
+class MemoryTraffic:
     """Bytes of memory that are read and written."""
 
     num_bytes: float
     calls: int = 1
 
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.num_bytes + other.num_bytes, self.calls + other.calls)
+    def __add__(self, other: MemoryTraffic) -> MemoryTraffic:
+        return MemoryTraffic(self.num_bytes + other.num_bytes, self.calls + other.calls)
 
 
 class Collected(NamedTuple):
@@ -74,7 +74,7 @@ class Waited(NamedTuple):
     number: int
 
 
-Event = Moved | Collected | Posted | Waited
+Event = MemoryTraffic | Collected | Posted | Waited
 
 
 def add_stages(load: Load, exchange: Exchange, part: str = "whole") -> None:
@@ -103,7 +103,7 @@ def add_stages(load: Load, exchange: Exchange, part: str = "whole") -> None:
 
 def _add(events: Sequence[Event], load: Load) -> None:
     for event in events:
-        if isinstance(event, Moved):
+        if isinstance(event, MemoryTraffic):
             load.codec(event.num_bytes, event.calls)
         elif isinstance(event, Collected):
             load.wire(getattr(load.network, event.call)(event.num_bytes))
@@ -120,7 +120,7 @@ def _events(
     exchange: Exchange, shapes: tuple[Shape, ...], size: int, part: str, rank: int
 ) -> tuple[Event, ...]:
     """Record a step of a bucket, after one in which what stays is laid out."""
-    recorder = Recorder(rank, size)
+    recorder = RecordingComm(rank, size)
     try:
         own, first = deepcopy(exchange), _bucket(shapes, 0)
         for each in iter_nested(own):
@@ -141,7 +141,11 @@ def _events(
         ) from error
     joined = list[Event]()  # passes over memory that follow each other are one
     for event in recorder.events:
-        if isinstance(event, Moved) and joined and isinstance(before := joined[-1], Moved):
+        if (
+            isinstance(event, MemoryTraffic)
+            and joined
+            and isinstance(before := joined[-1], MemoryTraffic)
+        ):
             joined[-1] = before + event
         else:
             joined.append(event)
@@ -153,7 +157,7 @@ def _note_kernels(codec: Codec, events: list[Event]) -> None:
     codec.kernels = lambda device: kernels
 
 
-def _run(exchange: Exchange, bucket: GradBucket, comm: Recorder, part: str) -> None:
+def _run(exchange: Exchange, bucket: GradBucket, comm: RecordingComm, part: str) -> None:
     if part == "whole":
         exchange.average(bucket, comm)
     elif part == "scatter":
@@ -173,7 +177,7 @@ def _run(exchange: Exchange, bucket: GradBucket, comm: Recorder, part: str) -> N
 
 @lru_cache(maxsize=1000)
 def _gathered(num_values: int, size: int) -> tuple[Event, ...]:
-    codec, recorder, plans = deepcopy(GATHERED), Recorder(0, size), Plans()
+    codec, recorder, plans = deepcopy(GATHERED), RecordingComm(0, size), Plans()
     _note_kernels(codec, recorder.events)
     weights = torch.empty(size, num_values, device=META)
     gather_bytes(weights.view(-1), weights[0], recorder, plans, codec)
@@ -185,7 +189,7 @@ def add_gather(load: Load) -> None:
     _add(_gathered(load.n // load.N, load.N), load)
 
 
-class Recorder(Comm):
+class RecordingComm(Comm):
     """A rank among `size`, whose collectives are noted and move nothing."""
 
     backend = "none"
@@ -223,9 +227,9 @@ class Recorder(Comm):
     def _imeet(self, window: Window, num_bytes: int, last: bool) -> Collective:
         return self._noted("all_gather" if last else "all_to_all", num_bytes)
 
-    def _noted(self, call: str, num_bytes: float) -> Done:
+    def _noted(self, call: str, num_bytes: float) -> Completed:
         self.events.append(Collected(call, num_bytes))
-        return Done()
+        return Completed()
 
 
 class _Batch(NamedTuple):
@@ -255,7 +259,7 @@ class Passes(TorchDispatchMode):
         read = args[name in WRITES :], {k: v for k, v in (kwargs or {}).items() if k != "out"}
         passed = tree_leaves((read, args[:1] if out is None else out))
         moved = float(sum(each.nbytes for each in passed if isinstance(each, Tensor)))
-        self._events.append(Moved(moved, calls=0))  # few beside the kernels of a codec
+        self._events.append(MemoryTraffic(moved, calls=0))  # few beside the kernels of a codec
         return out
 
 
@@ -271,7 +275,7 @@ class Noting(Reference):
 
     def encode(
         self,
-        layout: Layout,
+        layout: MessageLayout,
         values: Tensor,
         residual: Tensor | None,
         message: Tensor,
@@ -282,7 +286,7 @@ class Noting(Reference):
         self._moved(moved, lambda write, read: (write + keeps * (read + 24)) * n)
 
     def add_up(
-        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+        self, layout: MessageLayout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
         n, count = layout.num_values, len(messages)
         moved = 4 * n + count * layout.num_bytes
@@ -290,7 +294,7 @@ class Noting(Reference):
 
     def reduce(
         self,
-        layout: Layout,
+        layout: MessageLayout,
         messages: Tensor | Peers,
         residual: Tensor | None,
         out: Tensor | Peers,
@@ -300,7 +304,9 @@ class Noting(Reference):
         self._moved(moved, lambda write, read: (count * (read + 12) + write) * n)
 
     def _moved(self, num_bytes: float, in_torch: Callable[[float, float], float]) -> None:
-        self._events.append(Moved(in_torch(*self._in_torch) if self._in_torch else num_bytes))
+        self._events.append(
+            MemoryTraffic(in_torch(*self._in_torch) if self._in_torch else num_bytes)
+        )
 
 
 def moved_in_torch(codec: Codec) -> tuple[float, float] | None:
@@ -320,7 +326,8 @@ def moved_in_torch(codec: Codec) -> tuple[float, float] | None:
         with Passes(reads):
             codec.read(header, payload, columns)
     write, read = (
-        sum(event.num_bytes for event in events if isinstance(event, Moved)) / values.numel()
+        sum(event.num_bytes for event in events if isinstance(event, MemoryTraffic))
+        / values.numel()
         for events in (writes, reads)
     )
     return write, read
@@ -366,7 +373,7 @@ def _advanced(number: int, rank: _Rank, posted: _Transfers, load: Load) -> bool:
             rank.now_s = max(rank.now_s, rank.ends_s[event.number])
         elif isinstance(event, Posted):
             posted.begin(number, event)
-        elif isinstance(event, Moved):
+        elif isinstance(event, MemoryTraffic):
             alone = Load(load.shapes, load.rate, load.network)
             alone.codec(event.num_bytes, event.calls)
             rank.now_s += alone.stages[0].seconds

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.charts import NothingToDraw
-from lab.analysis.places import Place, Where, columns_of, places_of
+from lab.analysis.places import MapPlace, Place, columns_of, places_of
 from lab.analysis.points import noise_floor, points_of
 from lab.analysis.records import commits_of, load_study
 from lab.draw.chart import GREY, GRID, WIDTH, Chart, LineStyle, alt, looks_of, order
@@ -205,7 +205,7 @@ def chart(card: Scorecard) -> Chart:
         for cell in exposed or cells
     )
     what = "exposed exchange" if exposed else "step"
-    places = columns_of(Where("", cell.conditions, 1, 1) for cell in exposed or cells)
+    places = columns_of(MapPlace("", cell.conditions, 1, 1) for cell in exposed or cells)
     panels = [_short(links) or card.study for links in places]
     columns = min(len(panels), MOST_COLUMNS)
     side = PANEL if columns > 1 else ALONE

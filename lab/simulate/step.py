@@ -41,7 +41,7 @@ SETTLING_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Compute:
+class LayerCompute:
     """The seconds that a layer computes."""
 
     name: str
@@ -50,7 +50,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class BucketExchange:
     """A bucket's stages, which begin once `layer` (its index in forward) has its gradient.
 
     An index past the last layer: they begin with the step, as they belong to the previous step.
@@ -136,7 +136,7 @@ class Beside:
     def __init__(self) -> None:
         self._ends_s: list[float] = []
 
-    def submit(self, exchange: Exchange, rank: Rank) -> None:
+    def submit(self, exchange: BucketExchange, rank: Rank) -> None:
         """Start the exchange of a full bucket; earlier buckets have been submitted."""
         ready_s = rank.now_s
         for stage in exchange.stages:
@@ -155,15 +155,15 @@ class Beside:
 
 
 @dataclass
-class _UnderWay:
-    exchange: Exchange
+class _InFlight:
+    exchange: BucketExchange
     stages: Iterator[Stage]
     job: int  # its position among all jobs, from 1
     stage: int = 0  # how many collectives it has begun
     done_s: float = 0.0  # when the collective under way ends
 
 
-class Turns:
+class OneThread:
     """Stages on backward's thread, while the library's threads communicate (TurnsWorker).
 
     Codecs delay backward, and a stage begins no sooner than the next gradient's hook, and not
@@ -171,13 +171,13 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[_InFlight] = deque()
         self._num_jobs = 0
 
-    def submit(self, exchange: Exchange, rank: Rank) -> None:
+    def submit(self, exchange: BucketExchange, rank: Rank) -> None:
         self.advance(rank)
         self._num_jobs += 1
-        job = _UnderWay(exchange, iter(exchange.stages), self._num_jobs)
+        job = _InFlight(exchange, iter(exchange.stages), self._num_jobs)
         self._under_way.append(job)
         self._go_on(job, rank)
 
@@ -194,7 +194,7 @@ class Turns:
             self._go_on(self._under_way[0], rank)
             self.advance(rank)
 
-    def _go_on(self, job: _UnderWay, rank: Rank) -> bool:
+    def _go_on(self, job: _InFlight, rank: Rank) -> bool:
         """Encode or decode until the next collective is under way; False: no stage is left."""
         for stage in job.stages:
             if stage.row == "exchange":
@@ -206,13 +206,15 @@ class Turns:
         return False
 
 
-Schedule = Beside | Turns  # the place where exchanges run: the workers of lab.distributed.worker
+Schedule = (
+    Beside | OneThread
+)  # the place where exchanges run: the workers of lab.distributed.worker
 
 
 def both_passes(
     rank: Rank,
-    layers: Sequence[Compute],
-    exchanges: Sequence[Exchange],
+    layers: Sequence[LayerCompute],
+    exchanges: Sequence[BucketExchange],
     schedule: Schedule,
     micro_batches: int = 1,
     begin: Callable[[int], None] = lambda place: None,
@@ -366,7 +368,7 @@ class _Scene:
         passing_s = passes / hardware.codec_bytes_per_s
         return Rank(hardware.contention, hardware.burst_s, hardware.codec_contention, passing_s)
 
-    def layers(self) -> list[Compute]:
+    def layers(self) -> list[LayerCompute]:
         """Return the layers' times on the slowest rank, of one micro-batch."""
         profile, network, hardware = self.profile, self.network, self.network.hardware
         micro_batch_size = self.per_rank_batch_size // self.strategy.accumulate
@@ -377,7 +379,7 @@ class _Scene:
         engaged = hardware.engage / self.strategy.pattern.every if self.by_kernels else 0.0
         slowest = network.slowest_factor * shared * (1 + engaged)
         return [
-            Compute(
+            LayerCompute(
                 layer.name,
                 slowest * profile.forward_s(layer, micro_batch_size),
                 slowest * profile.backward_s(layer, micro_batch_size),
@@ -441,12 +443,12 @@ def _mean_step(scene: _Scene) -> Step:
     return Step(step_s, payload_bytes, across_bytes, kinds[0][1].spans)
 
 
-def _step(scene: _Scene, planned: Sequence[Exchange]) -> Step:
+def _step(scene: _Scene, planned: Sequence[BucketExchange]) -> Step:
     """Simulate one step with the exchanges that run in it."""
     profile, strategy, network = scene.profile, scene.strategy, scene.network
     pattern = strategy.pattern
     in_turns = network.hardware.library == "gloo" and exchange_of(strategy.exchange).staged
-    schedule = Turns() if in_turns and pattern.overlaps else Beside()
+    schedule = OneThread() if in_turns and pattern.overlaps else Beside()
     rank, layers, besides_s = scene.rank(), scene.layers(), scene.besides_s
     stages = [stage for each in planned for stage in each.stages]
     least_s = scene.least_s(stages, num_buckets=sum(bool(each.stages) for each in planned))
@@ -455,7 +457,7 @@ def _step(scene: _Scene, planned: Sequence[Exchange]) -> Step:
         return Step.of(max(passes_s, least_s), stages, spans)
     both_passes(rank, layers, planned, schedule, strategy.accumulate)
     schedule.finish(rank)
-    back: Sequence[Exchange] = []  # exchanges of weights after the update
+    back: Sequence[BucketExchange] = []  # exchanges of weights after the update
     if Leg.WEIGHTS_FROM_ROOT in pattern.legs:  # the way that gradients came
         back = planned
     elif Leg.PARTS_OF_WEIGHTS in pattern.legs:  # in full, whatever type gradients had
@@ -494,7 +496,7 @@ def stages_of_step(profile: Profile, strategy: Strategy, network: Network) -> li
 
 def kinds_of_steps(
     profile: Profile, strategy: Strategy, network: Network
-) -> list[tuple[float, list[Exchange]]]:
+) -> list[tuple[float, list[BucketExchange]]]:
     """List the kinds of steps of a round: the share of each, and the exchanges that run in it.
 
     Exchanges within a step count as an equal share in each step of the round. Those that outlast
@@ -513,7 +515,7 @@ def kinds_of_steps(
 
 def exchanges(
     profile: Profile, strategy: Strategy, network: Network, planned: Sequence[Bucket]
-) -> list[Exchange]:
+) -> list[BucketExchange]:
     """Return the exchange of each bucket: its stages in one step."""
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
     pattern = strategy.pattern
@@ -538,13 +540,13 @@ def exchanges(
         else:
             load = Load(shapes, class_of(strategy.exchange), network)
             load.add(made, share=share)
-        found.append(Exchange(label, begins, load.stages))
+        found.append(BucketExchange(label, begins, load.stages))
     return found
 
 
 def steady(
-    layers: Sequence[Compute],
-    parts: Sequence[Exchange],
+    layers: Sequence[LayerCompute],
+    parts: Sequence[BucketExchange],
     schedule: Schedule,
     rank: Rank,
     besides_s: float,

@@ -54,7 +54,7 @@ class _Part:
 
     cells: list[Cell] = field(default_factory=list[Cell])
     outcomes: Counter[str] = field(default_factory=Counter[str])
-    likes: list[Measured | None] = field(default_factory=list["Measured | None"])
+    likes: list[FinishedCell | None] = field(default_factory=list["FinishedCell | None"])
 
     def row(self, name: str) -> list[str]:
         ranks = sorted({cell.world_size for cell in self.cells})
@@ -65,7 +65,7 @@ class _Part:
         return [name, *axes, *counts, *(needed if self.likes else ("", ""))]
 
 
-def _sum(likes: list[Measured | None]) -> str:
+def _sum(likes: list[FinishedCell | None]) -> str:
     known = [like for like in likes if like]
     if not likes:
         return "nothing to run"
@@ -78,7 +78,7 @@ def _sum(likes: list[Measured | None]) -> str:
     return text + (f"; for {number_of(rest, 'cell')}, {UNKNOWN}" if rest else "")
 
 
-def _needs(known: Sequence[Measured]) -> tuple[str, str] | None:
+def _needs(known: Sequence[FinishedCell]) -> tuple[str, str] | None:
     """Return the minutes and the MB that cells took together; None without cells."""
     seconds = sum(each.seconds for each in known)
     num_bytes = sum(each.num_bytes for each in known)
@@ -90,7 +90,7 @@ def _short(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class FinishedCell:
     """A cell that is done.
 
     Attributes:
@@ -103,7 +103,7 @@ class Measured:
     num_bytes: int
 
 
-def measured_in(root: Path) -> list[Measured]:
+def measured_in(root: Path) -> list[FinishedCell]:
     """Read the cells of a study that are done and know their duration; records alone count."""
     found = list[tuple[Record, int]]()
     for path in sorted(root.glob("*/record.json")):
@@ -116,12 +116,14 @@ def measured_in(root: Path) -> list[Measured]:
             found.append((record, sum(each.stat().st_size for each in files)))
     starts = Counter(record.started_at for record, _ in found if record.turns_s)
     return [
-        Measured(record, (record.duration_s or 0.0) / (starts[record.started_at] or 1), num_bytes)
+        FinishedCell(
+            record, (record.duration_s or 0.0) / (starts[record.started_at] or 1), num_bytes
+        )
         for record, num_bytes in found
     ]
 
 
-def most_similar(cell: Cell, measured: Iterable[Measured]) -> Measured | None:
+def most_similar(cell: Cell, measured: Iterable[FinishedCell]) -> FinishedCell | None:
     """Return the measured cell of the same work that is most like `cell`; None if there is none.
 
     Of those, the number of ranks counts first, then the batch, what is measured, the strategy, and

@@ -44,7 +44,7 @@ ENDED: dict[str, Status] = {
 
 
 @dataclass
-class Task:
+class ArrayTask:
     """One cell's place in a job array."""
 
     cell: Cell
@@ -89,7 +89,7 @@ def run_cells(
         )
     folder = root / ".slurm"
     shutil.rmtree(folder, ignore_errors=True)
-    tasks: list[Task] = []
+    tasks: list[ArrayTask] = []
     try:
         for size in sorted({cell.world_size for cell in cells}):
             group = [cell for cell in cells if cell.world_size == size]
@@ -110,7 +110,7 @@ def _jobs_of(root: Path) -> list[str]:
     return sorted({job for job, _, comment in jobs if comment == _comment(root)})
 
 
-def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
+def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[ArrayTask]:
     """Submit `cells`, all with the same number of ranks. Their jobs read files in `folder`."""
     folder.mkdir(parents=True)
     for number, cell in enumerate(cells, start=1):
@@ -138,10 +138,10 @@ def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
     )
     job = answer.partition(";")[0]  # the cluster's name may follow
     print(f"SLURM job {job}: world_size={size}, {len(cells)} to run", flush=True)
-    return [Task(cell, job, number) for number, cell in enumerate(cells, start=1)]
+    return [ArrayTask(cell, job, number) for number, cell in enumerate(cells, start=1)]
 
 
-def _ended(tasks: list[Task], timeout_s: float) -> Iterator[Task]:
+def _ended(tasks: list[ArrayTask], timeout_s: float) -> Iterator[ArrayTask]:
     """Yield each task when it has ended; cancel a task that runs for too long."""
     waiting = tasks
     began, shown = time.monotonic(), ""
@@ -160,7 +160,7 @@ def _ended(tasks: list[Task], timeout_s: float) -> Iterator[Task]:
             shown = counts
 
 
-def _counts(tasks: list[Task]) -> str:
+def _counts(tasks: list[ArrayTask]) -> str:
     """Count the tasks that run and those that wait, by reason."""
     names = [
         f"pending ({task.reason})" if task.state == "PENDING" else task.state.lower()
@@ -169,7 +169,7 @@ def _counts(tasks: list[Task]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(Counter(names).items()))
 
 
-def _look(tasks: list[Task]) -> None:
+def _look(tasks: list[ArrayTask]) -> None:
     """Update all states; they stay as they are while SLURM's controller does not answer."""
     try:
         listed = _ask(
@@ -183,7 +183,7 @@ def _look(tasks: list[Task]) -> None:
         task.update(state, reason)
 
 
-def _record(directory: Path, task: Task, timeout_s: float) -> Record:
+def _record(directory: Path, task: ArrayTask, timeout_s: float) -> Record:
     """Return the record of a task that has ended; make one if it left none."""
     deadline = time.monotonic() + FILES_S
     while task.state == "COMPLETED" and not (directory / "record.json").exists():
@@ -200,7 +200,7 @@ def _record(directory: Path, task: Task, timeout_s: float) -> Record:
     return record_of(directory, task.cell, ENDED[task.state], said)
 
 
-def _cancel(tasks: list[Task]) -> None:
+def _cancel(tasks: list[ArrayTask]) -> None:
     """Cancel the tasks that have not ended, and wait: SLURM kills those that do not stop."""
     jobs = sorted({task.job for task in tasks})
     if not jobs:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Collective, Comm, Done, Sent
+from lab.distributed.comm import Collective, Comm, Completed, Sent
 from lab.distributed.worker import Job, Worker, record_stream
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange, Staged
@@ -363,7 +363,7 @@ class Reached:
         self.lacked: list[str] = []  # on this rank, in the last step
         self._kept: dict[str, dict[str, Tensor]] = {}  # by kind and lacking parameter
         self._counts = self._all
-        self._adding: Collective = Done()  # of a CPU
+        self._adding: Collective = Completed()  # of a CPU
 
     def lacks(self, names: Sequence[str]) -> None:
         """Note parameters without a gradient on this rank, before their exchange begins."""

@@ -15,7 +15,7 @@ from lab.distributed.worker import HostCopy, Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.memory import fill_rows
-from lab.exchange.scatter import Layout
+from lab.exchange.scatter import ScatterLayout
 
 # Of what was due in a window. Error feedback leaves rounding (1e-4 at most), and a codec without it
 # that is meant to be used, as int8 or bf16, less than 5 %; a wrong scale, a residual that is lost
@@ -43,7 +43,7 @@ class Drift:
 
     def __init__(self, exchange: Exchange, comm: Comm, worker: Worker, every: int) -> None:
         self.exchange, self.comm, self.worker, self.every = exchange, comm, worker, every
-        self._findings = Findings(
+        self._findings = DriftFindings(
             f"exchange={type(exchange).__name__}", comm, f"in the {every} exchanges up to step"
         )
         self.restart()
@@ -117,7 +117,7 @@ class Drift:
         self._findings.add(f"bucket {self._name}", self._step, products(due, delivered))
 
 
-class Findings:
+class DriftFindings:
     """Comparisons of one run, read as they arrive, and the first alarm in words.
 
     Args:
@@ -200,10 +200,10 @@ class FsdpDrift:
         self._exchange, self._comm, self._every = exchange, comm, every
         self._turns = [(part, unit) for unit in units for part in parts]
         name, window = f"exchange={type(exchange).__name__}", f"in the {every} exchanges up to step"
-        self._of_gradients = Findings(
+        self._of_gradients = DriftFindings(
             name, comm, window, coarse=not (exchange.exact or exchange.keeps_residuals)
         )
-        self._of_weights = Findings("sync.all_gather=int8", comm, "in step")
+        self._of_weights = DriftFindings("sync.all_gather=int8", comm, "in step")
         self._due: Tensor | None = None
         self._delivered = torch.empty(0)
         self._done = False
@@ -222,7 +222,7 @@ class FsdpDrift:
         self._compare(self._of_weights, f"weights of unit {unit}", due, whole.clone())
         self._done = True
 
-    def giving(self, unit: str, gradients: Tensor, layout: Layout) -> None:
+    def giving(self, unit: str, gradients: Tensor, layout: ScatterLayout) -> None:
         """Add gradients [N, n] that are about to be scattered to what is due."""
         if not self._is_turn(GRADIENTS, unit):
             return
@@ -232,7 +232,7 @@ class FsdpDrift:
         if self._due is not None:  # it is, where a run resumes within a window
             self._due += gradients
 
-    def given(self, unit: str, total: Tensor, layout: Layout, comm: Comm) -> None:
+    def given(self, unit: str, total: Tensor, layout: ScatterLayout, comm: Comm) -> None:
         """Add this rank's part of a sum [n] to what is delivered; compare when a window is full."""
         if not self._is_turn(GRADIENTS, unit) or self._due is None:
             return
@@ -260,12 +260,12 @@ class FsdpDrift:
     def _is_turn(self, part: str, unit: str) -> bool:
         return self._turns[self._step // self._every % len(self._turns)] == (part, unit)
 
-    def _compare(self, findings: Findings, part: str, due: Tensor, delivered: Tensor) -> None:
+    def _compare(self, findings: DriftFindings, part: str, due: Tensor, delivered: Tensor) -> None:
         sums = products(due, delivered)
         self._comm.all_reduce(sums)
         findings.add(part, self._step, sums)
 
-    def _residual(self, gradients: Tensor, layout: Layout) -> Tensor:
+    def _residual(self, gradients: Tensor, layout: ScatterLayout) -> Tensor:
         copy = torch.zeros_like(gradients)
         kept = self._exchange.state_dict().get("residual", {})
         for name, at in layout.columns.items():

@@ -27,8 +27,8 @@ from lab.exchange.bucket import Plans
 from lab.exchange.layout import named
 from lab.exchange.memory import Columns
 from lab.exchange.scatter import (
-    Layout,
     Scatter,
+    ScatterLayout,
     TwoLevels,
     gather_bytes,
     require_no_residuals,
@@ -119,7 +119,7 @@ class FSDPSync(LibrarySync):
             if size not in (1, comm.size):  # else there is one level
                 second = self._second
                 fits = second and second.inside.size == size
-                levels = second if second and fits else Levels.of(comm, size)
+                levels = second if second and fits else RankGroups.of(comm, size)
                 make = partial(TwoLevels, inside=levels.inside, across=levels.across)
         return set_reduce_scatter(parts.model, parts.exchange, comm.traffic, comm, make)
 
@@ -267,14 +267,14 @@ def _padded_bytes(unit: FSDPModule, size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Levels:
+class RankGroups:
     """Groups of neighbouring ranks, and the ranks with one number in all of these."""
 
     inside: TorchComm
     across: TorchComm
 
     @classmethod
-    def of(cls, comm: Comm, size: int) -> Levels:
+    def of(cls, comm: Comm, size: int) -> RankGroups:
         """Split `comm` into groups of `size`, a divisor of its ranks. A collective call."""
         inside, across = comm.split(comm.rank // size), comm.split(comm.rank % size)
         assert isinstance(inside, TorchComm) and isinstance(across, TorchComm)
@@ -295,7 +295,7 @@ class SecondShards:
     for each unit; here all units share those of `levels`.
     """
 
-    def __init__(self, levels: Levels, units: Sequence[FSDPModule]) -> None:
+    def __init__(self, levels: RankGroups, units: Sequence[FSDPModule]) -> None:
         info = HSDPMeshInfo(levels.mesh(), shard_mesh_dim=1, replicate_mesh_dim=0)
         self._info, self._groups = info, [group for unit in units for group in groups_of(unit)]
         for group in self._groups:
@@ -311,17 +311,17 @@ class SecondShards:
             group.post_forward_mesh_info = self._info
 
 
-def _copies(shard_size: int | str | None, comm: TorchComm) -> Levels | None:
+def _copies(shard_size: int | str | None, comm: TorchComm) -> RankGroups | None:
     """Return the groups that hold a copy of the weights each; None: there is one copy."""
     size = sharing_ranks("shard_size", shard_size, comm.size, launcher.local_size)
-    return None if size == comm.size else Levels.of(comm, size)
+    return None if size == comm.size else RankGroups.of(comm, size)
 
 
-def _second_shards(reshard: int | str | None, comm: TorchComm) -> Levels | None:
+def _second_shards(reshard: int | str | None, comm: TorchComm) -> RankGroups | None:
     """Return the groups that keep a second shard; None: nothing does."""
     local = partial(ranks_of_a_host, f"sync.reshard={reshard}", comm.nodes)
     size = ranks_of_second_shard(reshard, comm.size, local)
-    return Levels.of(comm, size) if size else None
+    return RankGroups.of(comm, size) if size else None
 
 
 def ranks_of_a_host(key: str, nodes: Nodes) -> int:
@@ -429,7 +429,7 @@ class UnitReduceScatter(UnitHook):
         super().__init__(unit)
         self.scatter, self._traffic = scatter, traffic
         self._parameters, self._comm = parameters, comm
-        self._layout: Layout | None = None
+        self._layout: ScatterLayout | None = None
 
     def __call__(
         self,
@@ -458,7 +458,7 @@ class UnitReduceScatter(UnitHook):
         # FSDP hands over the gradients of parameters that are trained now.
         own = {n: p for n, p in self._parameters.items() if p.requires_grad and p.numel()}
         if self._layout is None or own.keys() != self._layout.columns.keys():
-            self._layout = Layout(_columns(own, size))
+            self._layout = ScatterLayout(_columns(own, size))
         layout = self._layout
         if self.drift:
             self.drift.giving(self.unit, gradients, layout)

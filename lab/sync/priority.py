@@ -60,7 +60,7 @@ class PrioritySync(GradSync):
         super().__init__(replace(parts, bucket_mb=chunk_mb), pattern)
         self._plan_overlap = partial(plan, parts.model, parts.bucket_mb, **self._plan.keywords)
         self.overlap, self.model = parts.overlap, parts.model
-        self.trial = Trial(trials, self._device)
+        self.trial = ScheduleTrial(trials, self._device)
         self._settled_at = 0
         self.needed: list[str] = []  # parameters in the order in which forward reads them
         self.sends: list[int] | None = None  # places among the parts, in the order of sending
@@ -281,7 +281,7 @@ class PrioritySync(GradSync):
         return [*map(float, every.amax(dim=0))]
 
 
-class Trial:
+class ScheduleTrial:
     """Times steps of two schedules: some of both that do not count, then some of each that do.
 
     Each has its steps in a row, because an exchange that outlasts its step runs into the next one;

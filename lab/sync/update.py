@@ -131,7 +131,7 @@ def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float, floa
     parameter = nn.Parameter(start)
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
         optimizer: Optimizer = make([parameter], **settings)
-        counter = _Counter()
+        counter = _UpdateCounter()
         for gradient in gradients:
             parameter.grad, counter.num_bytes, counter.operations = gradient, 0, 0
             with counter:
@@ -142,7 +142,7 @@ def _stepped(make: Any, settings: Mapping[str, Any]) -> tuple[float, float, floa
     return passes, copies, round(counter.operations / start.numel() / len(start), 2)
 
 
-class _Counter(TorchDispatchMode):
+class _UpdateCounter(TorchDispatchMode):
     """Counts bytes that operations read and write, and the operations of matrix products."""
 
     def __init__(self) -> None:

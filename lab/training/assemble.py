@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from lab.certificate.check import Check, check_of
+from lab.certificate.check import CertificateCheck, check_of
 from lab.cluster.settings import straggler_of
 from lab.data import Data
 from lab.distributed import replicas
@@ -25,7 +25,7 @@ from lab.exchange.gate import admit, require_values
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.exchange.layout import trainable
 from lab.problem import build_data, build_model, build_task, output_shapes, transformed
-from lab.settings.config import ConfigError, Settings, build, global_batch_size
+from lab.settings.config import ConfigError, RunSettings, build, global_batch_size
 from lab.settings.errors import SharedError, as_config_error, one_line
 from lab.sync.base import Sync, SyncParts
 from lab.sync.drift import GradientNoise
@@ -106,7 +106,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     sample = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=world.device)
     _check_outputs(task, model, data, shapes, sample)  # lazy modules get their weights here
     batch_size = global_batch_size(config, world.size)
-    settings = cast(Settings, config)
+    settings = cast(RunSettings, config)
     optim = Optim(config.optim, batch_size, config.graph)
     exchange: Exchange = build(config.exchange)
     with as_config_error():
@@ -146,7 +146,9 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         require_elementwise(optim.target, why, optim.optimizer, optim.prepare)
     require_like_gpus(world, exchange, sync)
     observe(sync, settings)
-    at_first = first_check(config, model, sync, world) if config.check == "first" else Check()
+    at_first = (
+        first_check(config, model, sync, world) if config.check == "first" else CertificateCheck()
+    )
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, at_first)
     _require_optimizer(config, sync, trainer.optimizer)
     _inject_delay(config, trainer)
@@ -171,7 +173,7 @@ def _inject_delay(config: DictConfig, trainer: Trainer) -> None:
         trainer.delay = Delay(straggler, trainer)
 
 
-def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> Check:
+def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> CertificateCheck:
     """Return the examination of a run's first exchanges, as check=first asks for it."""
     exchange: Any = OmegaConf.to_container(config.exchange, resolve=True)
     return check_of(model, sync, world.gather, world.size, exchange, config.strategy)
@@ -337,7 +339,7 @@ def compiled(model: nn.Module, config: DictConfig) -> nn.Module:
     return module
 
 
-def observe(sync: Sync, settings: Settings) -> None:
+def observe(sync: Sync, settings: RunSettings) -> None:
     """Attach what the settings ask to be observed of each exchange.
 
     Raises: ConfigError: the sync does not exchange what would be observed.
@@ -376,7 +378,9 @@ def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
     """Build everything that trains, and release it when the context ends."""
     watch = Watchdog(world, NEVER_S, lambda _: None)
     parts = assemble(config, world, watch)
-    parts.trainer.check = Check()  # a certificate is of a run, and its cost of no measurement
+    parts.trainer.check = (
+        CertificateCheck()
+    )  # a certificate is of a run, and its cost of no measurement
     yield parts
     watch.close()
     parts.worker.close()

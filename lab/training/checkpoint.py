@@ -37,7 +37,7 @@ from lab.distributed.world import World
 from lab.exchange.base import kept_state
 from lab.exchange.layout import named, trainable
 from lab.record.schema import decode
-from lab.settings.config import Settings
+from lab.settings.config import RunSettings
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.names import by_class
 from lab.settings.storage import read_json, write_atomically, write_json
@@ -53,7 +53,7 @@ Named = Iterable[tuple[str, nn.Parameter]]  # parameters
 
 
 @dataclass(frozen=True)
-class Done:
+class DoneFile:
     """The file DONE.
 
     Attributes:
@@ -90,7 +90,7 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
     if world.rank == 0:
         files = sorted(unfinished.glob("*.pt"))
         sizes = {path.name: path.stat().st_size for path in files}
-        done = Done(world.size, {path.name: _digest(path) for path in files}, sizes)
+        done = DoneFile(world.size, {path.name: _digest(path) for path in files}, sizes)
         write_json(unfinished / "DONE", asdict(done))
         final, replaced = root / f"step_{step:06d}", root / f".replaced_{step:06d}"
         if final.exists():  # of the same step; it stays until the new one is complete
@@ -140,7 +140,7 @@ def _names_in(path: Path) -> list[str]:
             "checkpoints/step_… that contains DONE"
         )
     try:
-        done = decode(Done, read_json(path / "DONE"), "")
+        done = decode(DoneFile, read_json(path / "DONE"), "")
         names = [f"rank_{rank:03d}.pt" for rank in range(len(done.files) - 1)]
         if {"shared.pt", *names} != {*done.files} or len(names) != done.world_size:
             raise ValueError("the files that DONE lists do not match its number of ranks")
@@ -154,7 +154,7 @@ def _names_in(path: Path) -> list[str]:
     return names
 
 
-def _was_changed(path: Path, done: Done) -> bool:
+def _was_changed(path: Path, done: DoneFile) -> bool:
     if not path.is_file():  # it is gone, or a pipe, which would never end
         return True
     size = path.stat().st_size
@@ -264,7 +264,7 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
     _restore_rank(trainer, ranks)
 
 
-def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
+def check_fit(config: RunSettings, shared: State, ranks: list[State]) -> None:
     """Refuse a checkpoint whose tensors would mean something else in a run with these settings.
 
     Momentum and residuals lie in memory order; residuals belong to the exchange that left them.

@@ -18,12 +18,12 @@ from omegaconf import DictConfig
 from lab.distributed import world as worlds
 from lab.distributed.launcher import end_process, run_as_process
 from lab.distributed.worker import Failure, Watchdog
-from lab.measure.statistics import Turns, least_warmup, order
+from lab.measure.statistics import InterleavedSteps, least_warmup, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join
 from lab.training.checkpoint import State, random_state, set_random_state
 from lab.training.recording import claim_directory
-from lab.training.run import Run, execute, tell
+from lab.training.run import TrainingRun, execute, tell
 
 
 class InTurns:
@@ -45,12 +45,14 @@ class InTurns:
         limit_s = max(config.exchange_timeout_s for config in configs)
         self.watch = Watchdog(self.world, limit_s, self._end_process)
         started_at = datetime.now(UTC)
-        self.runs: list[Run] = []
+        self.runs: list[TrainingRun] = []
         for config, arguments, each in zip(configs, lists, joined, strict=True):
             world = dataclasses.replace(each, waits=self.world.waits)  # the watchdog looks there
             directory = claim_directory(config, arguments, world)
             assert directory, "sweeps start no job that is done"
-            self.runs.append(Run(config, arguments, world, directory, self.watch, started_at))
+            self.runs.append(
+                TrainingRun(config, arguments, world, directory, self.watch, started_at)
+            )
         self._random: list[State] = []  # each run's state of random numbers
 
     def execute(self) -> int:
@@ -107,7 +109,7 @@ class InTurns:
         end_process(1)
 
 
-def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
+def planned(parts: list[Assembly], size: int) -> tuple[int, list[InterleavedSteps]]:
     """Return the number of turns, and what each run does before them.
 
     Raises: ConfigError: a run's rounds do not fit turns, or it has too few steps for one.
@@ -124,7 +126,7 @@ def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
                 f"turns and steps={trainer.total_steps} must be multiples of {every}, and turns "
                 f"must be larger than {every}"
             )
-        plan.append(Turns(alone, size, every))
+        plan.append(InterleavedSteps(alone, size, every))
     if num_turns < 1:
         shortest = trainers[after.index(min(after))]
         raise ConfigError(

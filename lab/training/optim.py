@@ -18,7 +18,7 @@ from lab.distributed.replicas import is_sharded
 from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.optim import OF_SCHEDULE, Schedule, schedule_of
+from lab.settings.optim import OF_SCHEDULE, LearningRate, schedule_of
 from lab.settings.own_code import blame, callable_at
 from lab.sync.update import way_of
 
@@ -142,7 +142,7 @@ class Optim:
         return self._make(groups, **self._settings)
 
 
-def rate(schedule: Schedule, peak: float, step: int, total_steps: int) -> float:
+def rate(schedule: LearningRate, peak: float, step: int, total_steps: int) -> float:
     """Return the learning rate of step `step` of `total_steps`, counted from 0."""
     warmup = schedule.warmup_steps
     if step < warmup:

@@ -31,11 +31,11 @@ from lab.measure.statistics import (
     whole_rounds,
 )
 from lab.record.run_directory import RunDirectory
-from lab.record.schema import Bucket, Compute, Record, StepSeconds, worded
+from lab.record.schema import Bucket, ComputeRecord, Record, StepSeconds, worded
 from lab.record.steps import STEPS, write_rows
 from lab.record.trace import TIMELINE, write_trace
 from lab.settings.checks import as_text
-from lab.settings.config import FIELDS, Settings
+from lab.settings.config import FIELDS, RunSettings
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import idle
@@ -215,7 +215,7 @@ def note_plan(loop: Loop, record: Record) -> None:
         record.idle += idle_on_cpus(config)
 
 
-def idle_on_cpus(config: Settings) -> list[str]:
+def idle_on_cpus(config: RunSettings) -> list[str]:
     """List what does nothing on a CPU. It is no error: one file of settings may serve both."""
     return [
         f"{key}={as_text(value)}: has an effect only on GPUs"
@@ -258,7 +258,7 @@ def _counted(loop: Loop, num_steps: int, warmup: int) -> np.ndarray:
     return loop.turns.counted(num_steps) if loop.turns else np.arange(num_steps) >= warmup
 
 
-def compute_of(config: DictConfig, trainer: Trainer, world: World) -> Compute:
+def compute_of(config: DictConfig, trainer: Trainer, world: World) -> ComputeRecord:
     """Count the run's operations, and look up the peak of the devices that it computes on."""
     flops, unknown = None, None
     try:
@@ -267,7 +267,7 @@ def compute_of(config: DictConfig, trainer: Trainer, world: World) -> Compute:
         unknown = str(error)
     peak = peak_of(world)
     rate = peak.flops_per_s.get(arithmetic_of(config.precision, config.tf32)) if peak else None
-    return Compute(flops, unknown, rate, peak.source if peak and rate else None)
+    return ComputeRecord(flops, unknown, rate, peak.source if peak and rate else None)
 
 
 def flops_per_sample(config: DictConfig, trainer: Trainer, world: World) -> float:

@@ -42,7 +42,7 @@ LONGEST = 10_000  # characters of an error's text
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
 
 
-class Run(Recording):
+class TrainingRun(Recording):
     """One rank of one run.
 
     Args: watch: of several runs that one start trains; None: this run has its own.
@@ -254,7 +254,7 @@ class Run(Recording):
 
 
 def execute(
-    runs: Sequence[Run], train: Callable[[], None], end_process: Callable[[Failure], None]
+    runs: Sequence[TrainingRun], train: Callable[[], None], end_process: Callable[[Failure], None]
 ) -> int:
     """Train the runs of one start; return the process's exit code, the first that is not 0.
 
@@ -298,7 +298,7 @@ def start(
         if directory is None:
             return 0
         begun(directory.path)
-        return Run(config, arguments, ranks, directory).execute()
+        return TrainingRun(config, arguments, ranks, directory).execute()
     finally:
         worlds.stop()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lab.certificate.check import Check
+from lab.certificate.check import CertificateCheck
 from lab.cluster.settings import Straggler
 from lab.data import Data, GlobalSampler
 from lab.distributed.comm import Sent
@@ -23,10 +23,10 @@ from lab.distributed.replicas import broadcast_buffers, local, whole
 from lab.distributed.worker import HostCopy, Watchdog
 from lab.distributed.world import World
 from lab.measure.clock import Clock, mark, seconds
-from lab.measure.memory import Memory
-from lab.measure.statistics import Turns, least_warmup
+from lab.measure.memory import PeakMemory
+from lab.measure.statistics import InterleavedSteps, least_warmup
 from lab.record.schema import Certificate
-from lab.settings.config import Settings, global_batch_size
+from lab.settings.config import RunSettings, global_batch_size
 from lab.sync.base import Exchanging, Sync
 from lab.task.base import Task, describe
 from lab.training.graph import StepGraph
@@ -55,7 +55,7 @@ class Progress:
 
 
 def total_steps(
-    config: Settings, num_train: int, batch_size: int, step: int = 0, samples: int = 0
+    config: RunSettings, num_train: int, batch_size: int, step: int = 0, samples: int = 0
 ) -> int:
     """Return the optimizer steps of the whole run.
 
@@ -70,7 +70,7 @@ def total_steps(
 S = TypeVar("S", bound=Exchanging, covariant=True)
 
 
-class Measured(Generic[S]):
+class RecordedLoop(Generic[S]):
     """One rank's training loop as its record shows it: the Trainer's, or a user's own.
 
     Attributes:
@@ -84,15 +84,15 @@ class Measured(Generic[S]):
     """
 
     def __init__(
-        self, config: Settings, world: World, model: nn.Module, sync: S, clock: Clock
+        self, config: RunSettings, world: World, model: nn.Module, sync: S, clock: Clock
     ) -> None:
         self.config, self.world, self.model, self.sync = config, world, model, sync
         self.batch_size = global_batch_size(config, world.size)
         self.progress, self.clock = Progress(total_steps=0), clock
-        self.memory, self.losses, self.traffic = Memory(world.device), Losses(), array("q")
+        self.memory, self.losses, self.traffic = PeakMemory(world.device), Losses(), array("q")
         self.sent_last: Sent = (0, 0, 0)
         self.first_step = 0
-        self.turns: Turns | None = None
+        self.turns: InterleavedSteps | None = None
         self._least_warmup = least_warmup(config.warmup_steps)
 
     @property
@@ -143,10 +143,10 @@ class Measured(Generic[S]):
         self.losses.read_last()
 
 
-Loop = Measured[Exchanging]
+Loop = RecordedLoop[Exchanging]
 
 
-class Trainer(Measured[Sync]):
+class Trainer(RecordedLoop[Sync]):
     """Data-parallel training on one rank.
 
     Args:
@@ -157,7 +157,7 @@ class Trainer(Measured[Sync]):
 
     def __init__(
         self,
-        config: Settings,
+        config: RunSettings,
         world: World,
         watch: Watchdog,
         data: Data,
@@ -165,7 +165,7 @@ class Trainer(Measured[Sync]):
         model: nn.Module,
         sync: Sync,
         optim: Optim,
-        check: Check,
+        check: CertificateCheck,
     ) -> None:
         clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
         super().__init__(config, world, model, sync, clock)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lab.analysis.charts import NothingToDraw
 from lab.analysis.points import Difference, Point, differences, floor_text
-from lab.analysis.records import CONTEXT, Study, identity
+from lab.analysis.records import CONTEXT, RecordedStudy, identity
 from lab.analysis.results import Results, load
 from lab.analysis.runs import timeline_of_run
 from lab.analysis.summary import shared_runs
@@ -67,7 +67,7 @@ class Contents:
         records: every record, as its file has it.
     """
 
-    study: Study
+    study: RecordedStudy
     points: Sequence[Point]
     floor: float
     finding: Finding
@@ -92,7 +92,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Compared:
+class OtherStudy:
     """The second study beside the first.
 
     Attributes:
@@ -190,7 +190,7 @@ def _charts(results: Results, prefix: str, left_out: list[str]) -> list[Drawing]
     return found
 
 
-def _timelines(study: Study, prefix: str, left_out: list[str]) -> list[Drawing]:
+def _timelines(study: RecordedStudy, prefix: str, left_out: list[str]) -> list[Drawing]:
     cells = [c for c in study.cells if c.repeat == 0 and (c.folder / TIMELINE).is_file()]
     charts = list[Drawing]()
     for number, cell in enumerate(cells[:MOST_TIMELINES]):
@@ -206,7 +206,7 @@ def _timelines(study: Study, prefix: str, left_out: list[str]) -> list[Drawing]:
     return charts
 
 
-def _facts(study: Study) -> dict[str, str]:
+def _facts(study: RecordedStudy) -> dict[str, str]:
     """List what was run, when and on what; values in which runs differ side by side."""
     cells = study.cells
     done = sum(cell.status == "done" for cell in cells)
@@ -223,7 +223,7 @@ def _facts(study: Study) -> dict[str, str]:
     return {key: text for key, text in facts.items() if text}
 
 
-def _troubles(study: Study, prefix: str) -> list[Table]:
+def _troubles(study: RecordedStudy, prefix: str) -> list[Table]:
     """Make tables of runs that failed, of settings without effect, and of steps others made."""
     several = [c for c in study.cells if c.world_size > 1]  # one rank exchanges nothing anyway
     idle = dict.fromkeys((c.series, line) for c in several for line in c.record.idle)
@@ -279,7 +279,7 @@ def _add_claims(to: Contents, prefix: str, _: object) -> None:
     to.tables.append(of_texts(f"{prefix}claims", title, lines[0], lines[1:]))
 
 
-def compare(first: Contents, second: Contents) -> Compared:
+def compare(first: Contents, second: Contents) -> OtherStudy:
     """Compare the points that two studies share."""
     known = [floor for floor in (first.floor, second.floor) if not math.isnan(floor)]
     found = differences(first.points, second.points, max(known, default=math.nan))
@@ -301,7 +301,7 @@ def compare(first: Contents, second: Contents) -> Compared:
         "; ".join(floors),
     ]
     told = [sentence(note) for note in notes if note]
-    return Compared(_compared_text(found, *names), told, _differences_table(found, *names))
+    return OtherStudy(_compared_text(found, *names), told, _differences_table(found, *names))
 
 
 def _apart(first: Sequence[Point], second: Sequence[Point]) -> list[str]:

@@ -34,7 +34,7 @@ SAFE_HEADERS = {
 
 
 @dataclass(frozen=True)
-class Progress:
+class SweepProgress:
     """How far a sweep is whose page is shown while it runs.
 
     Attributes:
@@ -90,12 +90,12 @@ class LivePage:
         with self._lock:
             return self._page
 
-    def progress(self) -> Progress:
+    def progress(self) -> SweepProgress:
         """Tell how far the sweep is."""
         run, left = self._num_ended - self._first, self._num_cells - self._num_ended
         spent_s = time.monotonic() - self._began
         eta = str(timedelta(seconds=round(spent_s / run * left))) if run else ""
-        return Progress(self._num_ended, self._num_cells, self._num_drawn, eta, self._stopping)
+        return SweepProgress(self._num_ended, self._num_cells, self._num_drawn, eta, self._stopping)
 
     def _draw(self) -> None:
         # Imported here: most sweeps need no pandas and no Altair.

@@ -25,9 +25,9 @@ from lab.settings.files import conf_dir
 from lab.settings.secrets import HIDDEN, is_secret, without_secrets
 from lab.settings.storage import read_json, write_text
 from lab.settings.streams import CONTROL
-from lab.web.contents import Compared, Contents, compare, contents_of
+from lab.web.contents import Contents, OtherStudy, compare, contents_of
 from lab.web.elements import Benched, Drawing, bundle, order_of, read_benched
-from lab.web.live import Progress
+from lab.web.live import SweepProgress
 
 ASSETS = Path(__file__).parent / "assets"
 # What `clean` hides, and does not.
@@ -49,7 +49,7 @@ class Parts:
     command: str
     studies: Sequence[Contents]
     benched: Sequence[Benched]
-    compared: Compared | None
+    compared: OtherStudy | None
 
 
 def parts_of(paths: Sequence[Path], command: str) -> Parts:
@@ -84,7 +84,7 @@ def _benched_in(folder: Path, left_out: list[str]) -> Iterator[Benched]:
             left_out.append(str(why))
 
 
-def render(parts: Parts, progress: Progress | None = None) -> str:
+def render(parts: Parts, progress: SweepProgress | None = None) -> str:
     """Write the page.
 
     Scripts and styles are inside, and a Content-Security-Policy admits them alone, by their

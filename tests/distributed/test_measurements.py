@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lab.distributed import world as worlds
-from lab.measure.memory import Memory
+from lab.measure.memory import PeakMemory
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Record
 from lab.settings.config import ConfigError, load
@@ -23,7 +23,7 @@ from tests.support.records import make_record
 BETWEEN_S, EVALUATION_S = 10.0, 1000.0  # far more than steps take, even on a busy machine
 
 
-class Noted(Memory):
+class Noted(PeakMemory):
     """Notes after how many steps it was told what."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def test_on_a_gpu_the_peak_is_that_of_steady_steps(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: max(peak))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 800)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 3000))
-    memory = Memory(torch.device("cuda"))
+    memory = PeakMemory(torch.device("cuda"))
     assert memory.sizes() == (0, 800, 2000)
     for in_use in (300, 500, 400):
         for _ in range(3):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lab.codec.layout import FLOAT_BYTES, RowBytes
 from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.signed_rows import Blocks
+from lab.exchange.signed_rows import RaggedBlocks
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -71,7 +71,7 @@ def deliver(
     return ledgers
 
 
-class Uncompressed(Blocks):
+class Uncompressed(RaggedBlocks):
     """Stands for Blocks where a test looks at all of an exchange but its signs."""
 
     name = "none"  # no kernels

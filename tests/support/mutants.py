@@ -22,9 +22,16 @@ from typing import Any
 from unittest.mock import patch
 
 from lab.claims.claims import Claim, Paper
-from lab.claims.findings import EVIDENCE, OTHERS, Verdict, counts_of_model, judge, verify_all
+from lab.claims.findings import EVIDENCE, OTHERS, ClaimVerdict, counts_of_model, judge, verify_all
 from lab.claims.metrics import delivered_error
-from lab.claims.predicted import Change, Predicted, hardware_of, preset_of, profile_of, strategy_of
+from lab.claims.predicted import (
+    Perturbation,
+    Predicted,
+    hardware_of,
+    preset_of,
+    profile_of,
+    strategy_of,
+)
 from lab.draw.text import in_words, markdown
 from lab.exchange import grouping
 from lab.exchange.base import Exchange
@@ -92,7 +99,7 @@ def reversed_groups(*arguments: Any) -> list[list[str]]:
 
 
 MUTANTS = (
-    *(Mutant(f"links x {f:g}", hardware=Change(links=f).of) for f in FACTORS),
+    *(Mutant(f"links x {f:g}", hardware=Perturbation(links=f).of) for f in FACTORS),
     *(
         Mutant(f"compute time x {f:g}", profile=lambda p, f=f: p.scaled(time_scale=f))
         for f in FACTORS
@@ -249,7 +256,7 @@ def evidence_table() -> list[str]:
     return markdown(header, [*rows, ["all", *_worth(every)]])
 
 
-def _worth(verdicts: Sequence[Verdict]) -> list[str]:
+def _worth(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     said = sum(each.claim.role == "statement" for each in verdicts)
     kinds = Counter(each.kind for each in verdicts)
     parts = (each.why.partition(" “") for each in verdicts if each.why)

@@ -31,7 +31,7 @@ from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
 from lab.training.recording import claim_directory
-from lab.training.run import Run
+from lab.training.run import TrainingRun
 from tests.support import HANG_S
 
 # Ranks fork from a process that has done their imports, and has started no threads.
@@ -153,7 +153,7 @@ def execute(arguments: list[str], config: DictConfig) -> Outcome:
     world = assemble.join(config)
     directory = claim_directory(config, arguments, world)
     assert directory is not None
-    run = Run(config, arguments, world, directory)
+    run = TrainingRun(config, arguments, world, directory)
     code = run.execute()
     assert run.parts is not None
     trainer = run.parts.trainer

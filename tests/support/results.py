@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lab.advice.score import Answer, Map, map_chart
-from lab.analysis.places import Lead, Place, Where
+from lab.advice.score import LeadAnswer, Map, map_chart
+from lab.analysis.places import Lead, MapPlace, Place
 from lab.analysis.results import load
 from lab.benchmarks.present import chart_of, is_result
 from lab.measure.statistics import Interval
@@ -69,10 +69,10 @@ def draw_maps(results: Path) -> list[Path]:
     return drawn
 
 
-def _answer(place: Mapping[str, Any]) -> Answer:
-    where = Where(*(place[key] for key in ("model", "links", "world_size", "batch_size")))
+def _answer(place: Mapping[str, Any]) -> LeadAnswer:
+    where = MapPlace(*(place[key] for key in ("model", "links", "world_size", "batch_size")))
     leads = (place[key] for key in ("measured", "predicted"))
-    return Answer(Place(where, place["steps_s"]), *(_lead(**lead) for lead in leads))
+    return LeadAnswer(Place(where, place["steps_s"]), *(_lead(**lead) for lead in leads))
 
 
 def _lead(name: str, others: list[str], factor: Mapping[str, float | None]) -> Lead:

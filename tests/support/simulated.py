@@ -16,7 +16,7 @@ from lab.settings.config import load
 from lab.settings.names import resolved, variant
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.predict import plain
-from lab.simulate.step import Compute, Exchange, Rank, Schedule, both_passes, simulate
+from lab.simulate.step import BucketExchange, LayerCompute, Rank, Schedule, both_passes, simulate
 from lab.simulate.strategy import Strategy
 from tests.support.records import leave, make_record
 
@@ -32,7 +32,10 @@ def strategy(name: str, *settings: str) -> Strategy:
 
 
 def run(
-    layers: Sequence[Compute], exchanges: Sequence[Exchange], schedule: Schedule, contention: float
+    layers: Sequence[LayerCompute],
+    exchanges: Sequence[BucketExchange],
+    schedule: Schedule,
+    contention: float,
 ) -> Rank:
     """Simulate forward, backward and all exchanges."""
     rank = Rank(contention)

@@ -13,7 +13,7 @@ import pytest
 from lab import score as command
 from lab.advice.advise import constant_of, verdict
 from lab.advice.score import Map, choices, map_chart, map_of, report, section, write_map
-from lab.analysis.places import Place, Where
+from lab.analysis.places import MapPlace, Place
 from lab.draw.chart import drawn
 from lab.model.profile import Profile, replayed
 from lab.settings.config import load
@@ -148,7 +148,7 @@ def found_of(steps_s: dict[str, dict[str, float]]) -> Map:
         cells += [Observation(n, model, strategy(n), 4, 32, (s,)) for n, s in seconds.items()]
         turns = {("begin", turn): 1 + 1e-4 * turn for turn in range(3)}
         repeats = {n: {key: s * f for key, f in turns.items()} for n, s in seconds.items()}
-        places.append(Place(Where(model.name, LINKS, 4, 128), repeats))
+        places.append(Place(MapPlace(model.name, LINKS, 4, 128), repeats))
     group = Group(LINKS, tuple(cells), SLOW, (replace(SLOW, contention=0.2),), fitted=False)
     return map_of(places, [group], math.nan)
 

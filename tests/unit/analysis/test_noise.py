@@ -9,7 +9,7 @@ import pytest
 
 from lab.analysis import summary
 from lab.analysis.points import leaders, noise_floor, points_of, table
-from lab.analysis.records import Study, load_study
+from lab.analysis.records import RecordedStudy, load_study
 from tests.support.records import leave, make_record
 
 EXACT = {"none": "NoExchange", "tree": "Tree", "ring": "Ring", "allreduce": "AllReduce"}
@@ -23,7 +23,7 @@ def leave_run(folder: Path, strategy: str, size: int, seconds: float, repeat: in
     leave(folder / f"{strategy}-{size}-{repeat}", record)
 
 
-def study_of(folder: Path, copies: dict[str, float], onebit: float, tree: float) -> Study:
+def study_of(folder: Path, copies: dict[str, float], onebit: float, tree: float) -> RecordedStudy:
     """A study with a run of each copy on one rank, and three of two strategies on two ranks."""
     for strategy, seconds in copies.items():
         leave_run(folder, strategy, 1, seconds)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from lab.analysis.places import Place, Where, against, behind, places_of, summary
+from lab.analysis.places import MapPlace, Place, against, behind, places_of, summary
 from lab.analysis.records import load_study
 from lab.plot import main
 from tests.support.commands import said
 from tests.support.records import leave, make_record
 from tests.support.svg import boxes_of, outside, overlapping
 
-HERE = Where("vgg", "", 4, 256)
+HERE = MapPlace("vgg", "", 4, 256)
 
 
 def place(**seconds: list[float]) -> Place:
@@ -51,8 +51,8 @@ def test_a_place_is_a_model_with_links_ranks_and_batch(study: Path) -> None:
     measured(study, "tree", "1gbit", 0.1, ranks=1)
     measured(study, "priority", "1gbit", 0.3, own={"sync.chunk_mb": "4"})
     fast, slow = sorted(places_of(load_study(study).cells), key=lambda one: one.where.links)
-    assert fast.where == Where("vgg", "cluster.rate=1gbit", 4, 256)
-    assert slow.where == Where("vgg", "cluster.rate=300mbit", 4, 256)
+    assert fast.where == MapPlace("vgg", "cluster.rate=1gbit", 4, 256)
+    assert slow.where == MapPlace("vgg", "cluster.rate=300mbit", 4, 256)
     assert [*fast.steps_s] == ["none", "overlap", "priority", "onebit", "auto"]
     assert slow.steps_s["onebit"] == pytest.approx({0: 0.2, 1: 0.2002, 2: 0.2004})
     measured(study, "priority", "1gbit", 0.2, own={"sync.chunk_mb": "8"})

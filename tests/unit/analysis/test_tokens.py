@@ -9,7 +9,7 @@ import pytest
 
 from lab.analysis import summary
 from lab.analysis.points import Point, table
-from lab.analysis.records import Study, load_study
+from lab.analysis.records import RecordedStudy, load_study
 from lab.analysis.results import Results
 from lab.analysis.runs import _few_ticks
 from lab.analysis.summary import prediction_of
@@ -20,7 +20,7 @@ from tests.support.svg import outside, overlapping
 TOKENS: dict[str, Any] = {"unit": "sequence", "prediction": "token", "predictions_per_sample": 128}
 
 
-def study_of(folder: Path, **more: Any) -> tuple[Study, list[Point]]:
+def study_of(folder: Path, **more: Any) -> tuple[RecordedStudy, list[Point]]:
     """Leave runs of 64 sequences in half a second, on one rank and on two."""
     for ranks in (1, 2):
         evaluations = [

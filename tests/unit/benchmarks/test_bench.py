@@ -309,7 +309,7 @@ def test_eager_baselines_quantise_as_their_formulas_say() -> None:
         torch.testing.assert_close(out, scale * torch.tensor([values]).float())
 
 
-class Broken(compressors.Messages):
+class Broken(compressors.LabCompressor):
     """A broken codec: the first bit is flipped, and one residual is wrong."""
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:

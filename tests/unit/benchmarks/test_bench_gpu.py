@@ -79,7 +79,7 @@ def test_codec_and_reference_take_turns_of_many_calls(monkeypatch: pytest.Monkey
     def run() -> None:
         gpu.kernel("encode", 2e-4, 1e-5)
 
-    encode = codec.Operation("onebit", "encode", run, 1, harness.NUM_CALLS)
+    encode = codec.TimedOperation("onebit", "encode", run, 1, harness.NUM_CALLS)
     encode.take_turn(lambda: gpu.kernel("copy", 1e-4), CUDA)
     assert encode.call_s == pytest.approx([2e-4]) and encode.reference_s == pytest.approx([1e-4])
     assert encode.host_s == pytest.approx([1e-5])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.certificate.examination import Examination
-from lab.certificate.traffic import SLACK_BYTES, Ledger, Moved, formula_bytes, moved
+from lab.certificate.traffic import SLACK_BYTES, ExchangeTraffic, Ledger, formula_bytes, moved
 from tests.support.cases import EXCHANGES, exchange_settings
 
 MB = 1_000_000
@@ -32,11 +32,11 @@ def test_what_interfaces_counted(
     of_ranks: list[list[int]], backend: str, counted: float | None, why: str
 ) -> None:
     rows = torch.tensor(of_ranks, dtype=torch.float64)
-    assert moved(rows, backend) == Moved((MB, MB), counted, why)
+    assert moved(rows, backend) == ExchangeTraffic((MB, MB), counted, why)
 
 
 def ledger(*counted: float | None, payload: int = MB) -> Ledger:
-    return Ledger(4 * MB, [Moved((payload, payload), each, "lo") for each in counted])
+    return Ledger(4 * MB, [ExchangeTraffic((payload, payload), each, "lo") for each in counted])
 
 
 @pytest.mark.parametrize(

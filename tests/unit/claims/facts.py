@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.claims.metrics import Facts, Missing, Point
+from lab.claims.metrics import ClaimPoint, Facts, Missing
 from lab.model.work import Counts
 
 
@@ -20,17 +20,17 @@ class Table:
     def __init__(self, tree: float = 1.0) -> None:
         self.factor = {"tree": tree}
 
-    def step_s(self, at: Point) -> float:
+    def step_s(self, at: ClaimPoint) -> float:
         try:
             milliseconds = self.STEP_MS[at.strategy, at.world_size]
             return self.factor.get(at.strategy, 1.0) * milliseconds / 1000
         except KeyError:
             raise Missing from None
 
-    def payload_bytes(self, at: Point) -> float:
+    def payload_bytes(self, at: ClaimPoint) -> float:
         return self.PAYLOAD[at.strategy]
 
-    def all_reduce_s(self, at: Point) -> float:
+    def all_reduce_s(self, at: ClaimPoint) -> float:
         raise Missing
 
     def counts(self) -> Counts:

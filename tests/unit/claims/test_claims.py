@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lab.claims.claims import Check, Claim, Paper
-from lab.claims.findings import CHANGES, KINDS, Verdict, judge, tally
-from lab.claims.metrics import Point
+from lab.claims.claims import Claim, Condition, Paper
+from lab.claims.findings import CHANGES, KINDS, ClaimVerdict, judge, tally
+from lab.claims.metrics import ClaimPoint
 from lab.claims.page import claims_tables
 from lab.claims.predicted import Predicted
 from lab.measure.statistics import UNKNOWN, Interval
@@ -26,28 +26,28 @@ from tests.unit.claims.facts import Repeated, Table
 @pytest.mark.parametrize(
     ("quantity", "at", "value"),
     [
-        ("step_s", Point("tree", 4), 0.23),
-        ("speedup", Point("tree", 4), 200 / 230),
-        ("gain_over_tree", Point("overlap", 4), 2.3),
-        ("weak_speedup", Point("tree", 4), 4 * 200 / 230),
-        ("weak_efficiency", Point("tree", 4), 200 / 230),
-        ("samples_per_s", Point("tree", 4, 230), 1000.0),
-        ("speedup", Point("tree", 4, over_ranks=2), 190 / 230),
-        ("added_s", Point("tree", 4), 0.18),
-        ("bus_gb_per_s", Point(world_size=4, num_bytes=100), None),
-        ("transfer_s", Point("tree", 4), 0.045),
-        ("transfers", Point("tree", 4), 4.0),
-        ("transfer_share", Point("tree", 4), 0.225),
-        ("byte_share", Point("onebit", 4), 1 / 32),
-        ("speedup", Point("onebit", 4), None),
-        ("gradient_bytes", Point(), 250e6),
-        ("fc_share", Point(), 0.95),
-        ("operations", Point(batch_size=2, layer="conv2"), 2000),
-        ("operations", Point(layer="conv9"), None),
+        ("step_s", ClaimPoint("tree", 4), 0.23),
+        ("speedup", ClaimPoint("tree", 4), 200 / 230),
+        ("gain_over_tree", ClaimPoint("overlap", 4), 2.3),
+        ("weak_speedup", ClaimPoint("tree", 4), 4 * 200 / 230),
+        ("weak_efficiency", ClaimPoint("tree", 4), 200 / 230),
+        ("samples_per_s", ClaimPoint("tree", 4, 230), 1000.0),
+        ("speedup", ClaimPoint("tree", 4, over_ranks=2), 190 / 230),
+        ("added_s", ClaimPoint("tree", 4), 0.18),
+        ("bus_gb_per_s", ClaimPoint(world_size=4, num_bytes=100), None),
+        ("transfer_s", ClaimPoint("tree", 4), 0.045),
+        ("transfers", ClaimPoint("tree", 4), 4.0),
+        ("transfer_share", ClaimPoint("tree", 4), 0.225),
+        ("byte_share", ClaimPoint("onebit", 4), 1 / 32),
+        ("speedup", ClaimPoint("onebit", 4), None),
+        ("gradient_bytes", ClaimPoint(), 250e6),
+        ("fc_share", ClaimPoint(), 0.95),
+        ("operations", ClaimPoint(batch_size=2, layer="conv2"), 2000),
+        ("operations", ClaimPoint(layer="conv9"), None),
     ],
 )
-def test_quantities(quantity: str, at: Point, value: float | None) -> None:
-    computed = Claim("says", "slide", quantity, Check(at_least=0), at=at).value(Table())
+def test_quantities(quantity: str, at: ClaimPoint, value: float | None) -> None:
+    computed = Claim("says", "slide", quantity, Condition(at_least=0), at=at).value(Table())
     assert computed == (value if value is None else pytest.approx(value))
 
 
@@ -76,7 +76,7 @@ def test_statements_over_a_grid(quantity: str, settings: Any, value: float | Non
 
 def test_a_rate_of_a_grid_is_that_of_its_links() -> None:
     facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
-    times = [facts.step_s(Point("overlap", 4, 128, rate_gbit=rate)) for rate in (1, 10, 100)]
+    times = [facts.step_s(ClaimPoint("overlap", 4, 128, rate_gbit=rate)) for rate in (1, 10, 100)]
     assert times[0] > 5 * times[1] > 5 * times[2]
 
 
@@ -102,7 +102,7 @@ def test_conditions_and_the_number_of_cells_are_printed() -> None:
 
 def test_parameters_of_a_profile_are_its_own() -> None:
     hardware = parse(read_file("hardware", "titanx_x4"))
-    share = Claim("says", "slide", "fc_share", Check(at_least=0))
+    share = Claim("says", "slide", "fc_share", Condition(at_least=0))
     vgg16 = Predicted("vgg16_p100", hardware)
     assert vgg16.counts().parameters == 138_357_544  # Simonyan and Zisserman say 138 million
     assert share.value(vgg16) == pytest.approx(123_642_856 / 138_357_544)
@@ -115,18 +115,18 @@ def test_without_layers_named_fc_their_share_is_unknown(monkeypatch: pytest.Monk
     hardware = parse(read_file("hardware", "titanx_x4"))
     measured_profile = Predicted("test_without_layers_named_fc", hardware)
     assert measured_profile.counts().parameters == 10
-    assert Claim("says", "slide", "fc_share", Check(at_least=0)).value(measured_profile) is None
+    assert Claim("says", "slide", "fc_share", Condition(at_least=0)).value(measured_profile) is None
 
 
 @pytest.mark.parametrize(
     ("check", "holds", "fails"),
     [
-        (Check(about=4, within=0.1), 4.39, 4.41),
-        (Check(at_least=1.1), 1.1, 1.0),
-        (Check(at_most=1), 1.0, 1.01),
+        (Condition(about=4, within=0.1), 4.39, 4.41),
+        (Condition(at_least=1.1), 1.1, 1.0),
+        (Condition(at_most=1), 1.0, 1.01),
     ],
 )
-def test_checks(check: Check, holds: float, fails: float) -> None:
+def test_checks(check: Condition, holds: float, fails: float) -> None:
     assert check.outcome(Interval(math.nan, holds, math.nan)) == "holds"
     assert check.outcome(Interval(math.nan, fails, math.nan)) == "fails"
     assert check.outcome(UNKNOWN) == "unknown"
@@ -145,7 +145,7 @@ def test_checks(check: Check, holds: float, fails: float) -> None:
 )
 def test_the_interval_decides(ends: tuple[float, float], outcome: str) -> None:
     lo, hi = ends
-    assert Check(about=4, within=0.1).outcome(Interval(lo, (lo + hi) / 2, hi)) == outcome
+    assert Condition(about=4, within=0.1).outcome(Interval(lo, (lo + hi) / 2, hi)) == outcome
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_what_is_no_claim_and_no_rate_is_named() -> None:
 
 def test_a_ratio_to_nothing_names_its_claim() -> None:
     facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
-    alone = Claim("small", "1", "byte_share", Check(at_most=1), at=Point("onebit", 1))
+    alone = Claim("small", "1", "byte_share", Condition(at_most=1), at=ClaimPoint("onebit", 1))
     with pytest.raises(ValueError, match="claim 'small': quantity=byte_share: would divide by 0"):
         alone.value(facts)
 
@@ -218,8 +218,10 @@ def test_a_wrong_key_of_a_reproduction_is_named(entry: dict[str, object], messag
 
 
 def test_repeats_give_an_interval_and_two_of_them_none() -> None:
-    at = Point("tree", 4)
-    claims = [Claim("s", "1", "speedup", Check(at_least=bound), at=at) for bound in (0.2, 0.8, 9)]
+    at = ClaimPoint("tree", 4)
+    claims = [
+        Claim("s", "1", "speedup", Condition(at_least=bound), at=at) for bound in (0.2, 0.8, 9)
+    ]
     verdicts = judge(Paper("t", tuple(claims), "p", "h"), Table(), Repeated(1.0, 1.1, 0.9))
     assert [verdict.outcome for verdict in verdicts] == ["holds", "within noise", "fails"]
     assert [verdict.num_repeats for verdict in verdicts] == [3] * 3
@@ -274,7 +276,7 @@ def test_a_claim_that_another_or_an_input_implies_is_arithmetic() -> None:
     assert kinds(given, share)[1].why == "follows from model inputs"
 
 
-def kinds(*entries: Any) -> tuple[Verdict, ...]:
+def kinds(*entries: Any) -> tuple[ClaimVerdict, ...]:
     """Judge claims on AlexNet over PCIe."""
     hardware = parse(read_file("hardware", "titanx_x4"))
     changed = [Predicted("alexnet_titanx", hardware, change=change) for change in CHANGES]
@@ -285,34 +287,36 @@ def kinds(*entries: Any) -> tuple[Verdict, ...]:
 @pytest.mark.parametrize(
     ("check", "value", "machine", "words"),
     [
-        (Check(about=1, within=0.1), 1.05, None, "predicted: agrees"),
-        (Check(about=1, within=0.1), 1.38, None, "model misses by 38 %"),
-        (Check(at_most=2), 3.0, None, "model misses by 50 %"),
-        (Check(at_most=2), 1.0, "emulated", "measured on an emulated cluster: agrees"),
-        (Check(at_most=2), 4.0, "gpu", "measured: differs by 100 %"),
-        (Check(at_most=2), math.nan, "gpu", "not testable here: not measured"),
+        (Condition(about=1, within=0.1), 1.05, None, "predicted: agrees"),
+        (Condition(about=1, within=0.1), 1.38, None, "model misses by 38 %"),
+        (Condition(at_most=2), 3.0, None, "model misses by 50 %"),
+        (Condition(at_most=2), 1.0, "emulated", "measured on an emulated cluster: agrees"),
+        (Condition(at_most=2), 4.0, "gpu", "measured: differs by 100 %"),
+        (Condition(at_most=2), math.nan, "gpu", "not testable here: not measured"),
     ],
 )
 def test_words_say_what_was_done(
-    check: Check, value: float, machine: str | None, words: str
+    check: Condition, value: float, machine: str | None, words: str
 ) -> None:
     measured = Interval(math.nan, value, math.nan) if machine else UNKNOWN
     one = Claim("s", "1", "speedup", check, published=check.about)
     predicted = None if machine else value
-    assert Verdict(one, predicted, measured=measured, machine=machine).words == words
+    assert ClaimVerdict(one, predicted, measured=measured, machine=machine).words == words
 
 
 def test_another_kind_of_device_decides_nothing() -> None:
-    one = Claim("s", "1", "speedup", Check(at_most=2))
-    elsewhere = Verdict(one, None, measured=Interval(4, 4, 4), machine="cpu", is_elsewhere=True)
+    one = Claim("s", "1", "speedup", Condition(at_most=2))
+    elsewhere = ClaimVerdict(
+        one, None, measured=Interval(4, 4, 4), machine="cpu", is_elsewhere=True
+    )
     assert elsewhere.outcome == "unknown"
     assert elsewhere.words == "wrong kind of device: not testable here"
     assert replace(elsewhere, predicted=1.0).words == "predicted: agrees"
 
 
 def test_kinds_have_tables_of_their_own() -> None:
-    one = Claim("s", "1", "speedup", Check(at_least=0.1))
-    found = [Verdict(one, 1.0, kind=kind) for kind in KINDS]
+    one = Claim("s", "1", "speedup", Condition(at_least=0.1))
+    found = [ClaimVerdict(one, 1.0, kind=kind) for kind in KINDS]
     lines = claims_tables(found)
     assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
     others = "1 arithmetic check, 1 model input and 1 of our own statements"
@@ -342,13 +346,13 @@ def test_sizes_are_claims_on_bus_bandwidth_of_which_some_are_fitted() -> None:
 
 def test_a_point_may_have_other_hardware_and_values_of_it() -> None:
     facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
-    there = Point("overlap", 8, 512, hardware="v100_x8")
-    assert facts.step_s(there) < facts.step_s(Point("overlap", 8, 512))
-    limited = Point("overlap", 8, 512, hardware="v100_x8", values=("input_samples_per_s=100",))
+    there = ClaimPoint("overlap", 8, 512, hardware="v100_x8")
+    assert facts.step_s(there) < facts.step_s(ClaimPoint("overlap", 8, 512))
+    limited = ClaimPoint("overlap", 8, 512, hardware="v100_x8", values=("input_samples_per_s=100",))
     assert facts.step_s(limited) == pytest.approx(5.12)
     for text in ("speed=1", "host.speed=1", "jitter=fast", "jitter"):
         with pytest.raises(ValueError, match=f"at.values={text}: must be KEY=VALUE, with a key"):
-            facts.step_s(Point("overlap", 8, 512, hardware="v100_x8", values=(text,)))
+            facts.step_s(ClaimPoint("overlap", 8, 512, hardware="v100_x8", values=(text,)))
 
 
 def test_linear_scaling_is_beside_each_claim_of_scaling() -> None:

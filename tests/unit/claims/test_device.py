@@ -10,7 +10,7 @@ import pytest
 
 from lab import verify
 from lab.claims.claims import Paper
-from lab.claims.device import Device, difference, exact, networks, ratio, total
+from lab.claims.device import DevicePaper, difference, exact, networks, ratio, total
 from lab.claims.findings import judge
 from lab.claims.findings import verify as verify_paper
 from lab.measure.statistics import Interval
@@ -86,12 +86,12 @@ COUNTERS, RATES = {"result": "counters"}, {"result": "throughput"}
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+def device(tmp_path_factory: pytest.TempPathFactory) -> DevicePaper:
     folder = tmp_path_factory.mktemp("results")
     where = {"environment": {"cpu": "c", "torch": "t"}, "git_commit": None, "command": "x"}
     for name, result in RESULTS.items():
         (folder / f"{name}.json").write_text(json.dumps({"bench": name, **where, **result}))
-    return Device(NETWORKS, {name: f"{name} model=x" for name in [*RESULTS, "absent"]}, folder)
+    return DevicePaper(NETWORKS, {name: f"{name} model=x" for name in [*RESULTS, "absent"]}, folder)
 
 
 def paper(claim: dict[str, Any]) -> Paper:
@@ -99,7 +99,7 @@ def paper(claim: dict[str, Any]) -> Paper:
     return Paper.parse({"title": "t", "claims": [right | claim]})
 
 
-def found(device: Device, quantity: str, at: dict[str, Any], **claim: Any) -> Interval | None:
+def found(device: DevicePaper, quantity: str, at: dict[str, Any], **claim: Any) -> Interval | None:
     (one,) = paper({"quantity": quantity, "at": at, **claim}).claims
     return one.found(device)
 
@@ -117,12 +117,12 @@ def found(device: Device, quantity: str, at: dict[str, Any], **claim: Any) -> In
         ("operations_per_output", {"algorithm": "direct", "kernel": 3}, 18),
     ],
 )
-def test_counts(device: Device, quantity: str, at: dict[str, Any], value: float) -> None:
+def test_counts(device: DevicePaper, quantity: str, at: dict[str, Any], value: float) -> None:
     counted = found(device, quantity, at)
     assert counted and counted == exact(counted.mid) and counted.mid == pytest.approx(value)
 
 
-def test_counts_that_are_refused_or_differ_elsewhere(device: Device) -> None:
+def test_counts_that_are_refused_or_differ_elsewhere(device: DevicePaper) -> None:
     assert found(device, "executed_share", {**CONV1, "algorithm": "winograd4x3"}) is None
     larger = found(device, "step_bytes", {**LENET, "batch_size": 64}, over={"batch_size": 8})
     assert larger and larger.mid > 1
@@ -154,13 +154,13 @@ def test_counts_that_are_refused_or_differ_elsewhere(device: Device) -> None:
     ],
 )
 def test_measured_quantities(
-    device: Device, quantity: str, at: dict[str, Any], ends: tuple[float, float, float]
+    device: DevicePaper, quantity: str, at: dict[str, Any], ends: tuple[float, float, float]
 ) -> None:
     value = found(device, quantity, at)
     assert value and (value.lo, value.mid, value.hi) == pytest.approx(ends)
 
 
-def test_a_ratio_to_elsewhere_is_as_wide_as_both(device: Device) -> None:
+def test_a_ratio_to_elsewhere_is_as_wide_as_both(device: DevicePaper) -> None:
     at = {**COUNTERS, "event": "instructions", "layers": "a", "batch": "4"}
     assert found(device, "counted_events", at, over={"batch": "2"}) == exact(2.0)
     rates = found(device, "bench_samples_per_s", {**RATES, "name": "2"}, over={"name": "1"})
@@ -183,7 +183,7 @@ def test_arithmetic_of_intervals() -> None:
     ],
 )
 def test_what_nothing_measured_is_unknown(
-    device: Device, quantity: str, at: dict[str, Any]
+    device: DevicePaper, quantity: str, at: dict[str, Any]
 ) -> None:
     (verdict,) = judge(paper({"quantity": quantity, "at": at}), None, None, device=device)
     assert verdict.outcome == "unknown"
@@ -200,7 +200,7 @@ def test_what_nothing_measured_is_unknown(
     ],
 )
 def test_a_wrong_argument_names_its_claim(
-    device: Device, quantity: str, at: dict[str, Any], message: str
+    device: DevicePaper, quantity: str, at: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         found(device, quantity, at)
@@ -209,7 +209,7 @@ def test_a_wrong_argument_names_its_claim(
 def test_a_file_of_another_benchmark_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"bench": "codec"}')
     with pytest.raises(ValueError, match="must be a result of lab.bench counters"):
-        Device(benches={"a": "counters model=x"}, folder=tmp_path).result("a")
+        DevicePaper(benches={"a": "counters model=x"}, folder=tmp_path).result("a")
 
 
 def test_a_study_measures_pairs_of_cells(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_study_measures_pairs_of_cells(tmp_path: Path) -> None:
 
 def test_a_wrong_table_names_its_network() -> None:
     with pytest.raises(ValueError, match="table: LSTM: 'tools'"):
-        networks({"LSTM": {"model": "lstm"}}, Device())
+        networks({"LSTM": {"model": "lstm"}}, DevicePaper())
     seconds = {"desktop": [1.0, None, 1.0, 1.0], "server": [1.0] * 6, "gpu": [1.0] * 3}
     for wrong, message in [
         ({"gpu": [1.0]}, r"LSTM: Torch: gpu=\[1.0\]: must have 3 entries, null for no figure"),
@@ -242,7 +242,7 @@ def test_a_wrong_table_names_its_network() -> None:
     ]:
         entry = {"model": "lstm", "batch_size": 4, "tools": {"Torch": seconds | wrong}}
         with pytest.raises(ValueError, match=message):
-            networks({"LSTM": entry}, Device())
+            networks({"LSTM": entry}, DevicePaper())
 
 
 def test_all_papers_are_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

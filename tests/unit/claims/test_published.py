@@ -13,7 +13,7 @@ from lab.claims.claims import Paper
 from lab.claims.findings import verify
 from lab.claims.predicted import Predicted, hardware_of, preset_of
 from lab.claims.published import (
-    Score,
+    FigureScore,
     _of_lines,
     figures,
     fitted,
@@ -118,7 +118,7 @@ def test_the_page_and_the_terms_are_those_of_today() -> None:
     for origin, each in fits.items():
         assert each.prior.means == pytest.approx(published(origin).means, abs=0.02), origin
     rows = held_out(given, fits)
-    score = Score.of(rows)
+    score = FigureScore.of(rows)
     line = next(line for line in PAGE.read_text().splitlines() if line.startswith("| **all**"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     inside = [sum(row.covered(level) for row in rows) / len(rows) for level in LEVELS]

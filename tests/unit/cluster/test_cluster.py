@@ -16,8 +16,8 @@ from lab.cluster import __main__ as command
 from lab.cluster import network, sandbox
 from lab.cluster.settings import (
     EMULATION,
-    Change,
     Cluster,
+    LinkChange,
     Straggler,
     bits_per_s,
     cluster_of,
@@ -75,7 +75,7 @@ def test_a_slow_host_takes_twice_as_long_unless_told_otherwise() -> None:
 def test_changes_are_in_order_of_time() -> None:
     assert cluster("hosts=2", "changes=null").changes == ()
     made = cluster("hosts=2", "changes=['20s h1 down','1.5s h0 10mbit']")
-    assert made.changes == (Change(1.5, 0, "10mbit"), Change(20, 1, "down"))
+    assert made.changes == (LinkChange(1.5, 0, "10mbit"), LinkChange(20, 1, "down"))
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_delay_and_loss_are_what_a_host_sends() -> None:
 
 
 def test_changes_of_a_link() -> None:
-    assert list(network.change_link(Change(1, 2, "down"))) == [
+    assert list(network.change_link(LinkChange(1, 2, "down"))) == [
         ["ip", "link", "set", "link2", "down"]
     ]
-    assert list(network.change_link(Change(1, 2, "1mbit"))) == list(network.limit(2, "1mbit"))
+    assert list(network.change_link(LinkChange(1, 2, "1mbit"))) == list(network.limit(2, "1mbit"))
 
 
 @pytest.mark.parametrize(

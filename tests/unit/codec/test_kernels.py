@@ -15,7 +15,7 @@ from torch import Tensor
 from lab.codec import build, kernels
 from lab.codec.base import Codec, Reference
 from lab.codec.codecs import Cast, Float8, Int4, Int8, OneBit, Signs
-from lab.codec.layout import Layout
+from lab.codec.layout import MessageLayout
 from tests.support.kernels import HERE, KINDS, LEVELS, close, of_codec, unaligned, values_of
 from tests.support.slow import some_of
 
@@ -70,7 +70,7 @@ class Ended(NamedTuple):
 
 def run(
     kernels: Reference,
-    layout: Layout,
+    layout: MessageLayout,
     gradients: Tensor,
     feedback: bool,
     kept: Tensor | None = None,
@@ -94,7 +94,7 @@ def run(
     return Ended(messages, residual, sums, owned, mean, finite)
 
 
-def assert_same_message(codec: Codec, layout: Layout, ours: Tensor, theirs: Tensor) -> None:
+def assert_same_message(codec: Codec, layout: MessageLayout, ours: Tensor, theirs: Tensor) -> None:
     """Compare payloads of rows that are finite bit by bit, and scales to rounding.
 
     A row that is not finite must only be read as such: the sum of two may be infinite or NaN.
@@ -143,7 +143,7 @@ def test_kernels_repeat_the_definition(
         assert close(*means) and ours.finite == theirs.finite
 
 
-def assert_same_messages(codec: Codec, layout: Layout, ours: Ended, theirs: Ended) -> None:
+def assert_same_messages(codec: Codec, layout: MessageLayout, ours: Ended, theirs: Ended) -> None:
     for one, other in zip(ours.messages, theirs.messages, strict=True):
         assert_same_message(codec, layout, one, other)
     assert_same_message(codec, layout, ours.sums, theirs.sums)

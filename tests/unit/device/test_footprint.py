@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from lab.device.footprint import KINDS, Step, footprint, largest_batch
+from lab.device.footprint import KINDS, StepSettings, footprint, largest_batch
 from lab.model.convnet import vgg16
 from lab.model.mlp import mlp
 from lab.transform.transforms import Checkpoint
@@ -27,7 +27,7 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters())
 
 
-STEP = Step((1, 8, 8), torch.float32, torch.tensor(0), F.cross_entropy, partial(sgd, 0.9))
+STEP = StepSettings((1, 8, 8), torch.float32, torch.tensor(0), F.cross_entropy, partial(sgd, 0.9))
 
 
 def small() -> nn.Module:

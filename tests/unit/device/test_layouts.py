@@ -13,7 +13,7 @@ from torch.nn.functional import conv2d
 
 from lab.convolution import Pass, Problem
 from lab.device.formats import (
-    Layout,
+    MemoryLayout,
     MixedLayouts,
     Primitive,
     calls_in,
@@ -63,22 +63,22 @@ another library's line, exec,cpu
 def test_all_layouts_compute_the_same_and_keep_their_layout(name: str) -> None:
     problem = PROBLEMS[name]
     tensors = problem.draw()
-    plain = calls_in(Layout.NCHW, problem, *tensors)
-    for layout in (Layout.NHWC, Layout.BLOCKED):
+    plain = calls_in(MemoryLayout.NCHW, problem, *tensors)
+    for layout in (MemoryLayout.NHWC, MemoryLayout.BLOCKED):
         calls = calls_in(layout, problem, *tensors, x_is_data=problem.channels == 3)
         for which in Pass:
             found = calls[which]()
             is_activation = which != Pass.BACKWARD_WEIGHTS
-            assert found.is_mkldnn == (layout is Layout.BLOCKED and is_activation)
-            if layout is Layout.NHWC:
+            assert found.is_mkldnn == (layout is MemoryLayout.BLOCKED and is_activation)
+            if layout is MemoryLayout.NHWC:
                 assert found.is_contiguous(memory_format=torch.channels_last)
             dense = found.to_dense() if found.is_mkldnn else found
             torch.testing.assert_close(dense, plain[which](), rtol=1e-4, atol=1e-4)
 
 
 def test_blocked_is_for_float32_on_cpus() -> None:
-    both = [Layout.NCHW, Layout.NHWC]
-    assert layouts_for(CPU, torch.float32) == [*both, Layout.BLOCKED]
+    both = [MemoryLayout.NCHW, MemoryLayout.NHWC]
+    assert layouts_for(CPU, torch.float32) == [*both, MemoryLayout.BLOCKED]
     assert layouts_for(CPU, torch.bfloat16) == both
     assert layouts_for(torch.device("cuda"), torch.float32) == both
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.device.profile import Measured, fixed_and_per_sample, profile_of, scaled_to
+from lab.device.profile import MeasuredSteps, fixed_and_per_sample, profile_of, scaled_to
 from lab.model.profile import ALL, REST
 
 ROUNDS = 12
 
 
-def steps_at(batch: int, noise: np.ndarray) -> Measured:
+def steps_at(batch: int, noise: np.ndarray) -> MeasuredSteps:
     """A step of two layers: 1 + b/10 and 2 ms forward, b/5 and 3 ms backward; 1 + b/50 around."""
     layers_ms = np.array([[1 + batch / 10, 2.0], [batch / 5, 3.0]]) * noise[:, None, None]
     pass_ms = layers_ms.sum(axis=(1, 2))
-    return Measured(batch, {"a": 5, "b": 7}, layers_ms, pass_ms, pass_ms + 1 + batch / 50)
+    return MeasuredSteps(batch, {"a": 5, "b": 7}, layers_ms, pass_ms, pass_ms + 1 + batch / 50)
 
 
 def test_the_lines_are_found_again_at_the_largest_batch() -> None:
@@ -39,11 +39,11 @@ def test_the_lines_are_found_again_at_the_largest_batch() -> None:
 def test_what_is_fixed_of_all_layers_is_the_sum_of_their_parts() -> None:
     """One layer's line begins at -2 ms, which counts as 0: that of the sum begins at 4, not 6."""
     noise = np.random.default_rng(0).normal(1.0, 0.01, (2, ROUNDS))
-    found = list[Measured]()
+    found = list[MeasuredSteps]()
     for batch, each in zip((80, 40), noise, strict=True):
         layers_ms = np.array([[batch / 10 - 2, 2.0], [batch / 5, 4.0]]) * each[:, None, None]
         pass_ms = layers_ms.sum(axis=(1, 2))
-        found.append(Measured(batch, {"a": 5, "b": 7}, layers_ms, pass_ms, pass_ms))
+        found.append(MeasuredSteps(batch, {"a": 5, "b": 7}, layers_ms, pass_ms, pass_ms))
     profile = profile_of(found, "mine", "made up", 1)
     fixed_ms = sum(each.fixed_forward_ms + each.fixed_backward_ms for each in profile.layers)
     assert fixed_ms == pytest.approx(6.0, rel=0.1)

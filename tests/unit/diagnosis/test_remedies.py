@@ -18,7 +18,7 @@ from PIL import Image
 
 from lab.analysis.results import load as load_results
 from lab.diagnosis.evidence import Evidence, gather
-from lab.diagnosis.rules import BY_VERDICT, Loss, Remedy, Verdict, remedies
+from lab.diagnosis.rules import BY_VERDICT, Explanation, Loss, Remedy, remedies
 from lab.distributed import world as worlds
 from lab.settings.config import ConfigError, check_batch, choices_of, load
 from lab.training import assemble
@@ -76,8 +76,8 @@ def remedies_of(study: Path, run: tuple[str, ...]) -> set[Remedy]:
     found = set()
     for number, payload_bytes in enumerate((10**9, 10**3)):
         evidence = evidence_of(study / str(number), run, payload_bytes)
-        verdicts = [Verdict((Loss(*key, 0.2, "is lost"),), True) for key in BY_VERDICT]
-        for verdict in [*verdicts, Verdict((), True)]:
+        verdicts = [Explanation((Loss(*key, 0.2, "is lost"),), True) for key in BY_VERDICT]
+        for verdict in [*verdicts, Explanation((), True)]:
             found |= {replace(remedy, why="", saves_s=0) for remedy in remedies(evidence, verdict)}
     return found
 
@@ -146,7 +146,7 @@ def test_remedies_for_slow_input_train(command: Callable[..., Finished], tmp_pat
     data = ("data=imagefolder", f"data.path={tmp_path}", "data.size=32", "data.workers=1")
     run = ("strategy=allreduce", *RUN, *data)
     evidence = evidence_of(tmp_path / "runs", run, 10**6)
-    verdict = Verdict((Loss("input", "input-bound", 0.2, "waits"),), True)
+    verdict = Explanation((Loss("input", "input-bound", 0.2, "waits"),), True)
     found = {remedy.switch: switched(run, remedy) for remedy in remedies(evidence, verdict)}
     assert sorted(found) == ["data.workers=2", "data=synthetic data.shape=[3,32,32]"]
     for settings in found.values():

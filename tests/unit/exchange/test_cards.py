@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.distributed.comm import Comm, Done, Transfer, run_ranks
+from lab.distributed.comm import Comm, Completed, Transfer, run_ranks
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.cost import Sizes
 from lab.settings.config import build, load
@@ -67,25 +67,25 @@ class EchoComm(Comm):
 
     backend = "threads"
 
-    def _iall_reduce(self, tensor: torch.Tensor) -> Done:
+    def _iall_reduce(self, tensor: torch.Tensor) -> Completed:
         tensor *= self.size
-        return Done()
+        return Completed()
 
-    def _iall_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Done:
+    def _iall_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Completed:
         output.view(self.size, *tensor.shape).copy_(tensor.expand(self.size, *tensor.shape))
-        return Done()
+        return Completed()
 
-    def _iall_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Done:
+    def _iall_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Completed:
         output.copy_(tensor)
-        return Done()
+        return Completed()
 
-    def _ibroadcast(self, tensor: torch.Tensor, source: int) -> Done:
-        return Done()
+    def _ibroadcast(self, tensor: torch.Tensor, source: int) -> Completed:
+        return Completed()
 
-    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Done:
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Completed:
         for tensor, _ in receives:
             tensor.zero_()
-        return Done()
+        return Completed()
 
 
 def allocated_bytes(make: Callable[[], Any], rank: int, size: int, trace: Path) -> int:

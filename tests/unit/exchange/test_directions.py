@@ -43,7 +43,7 @@ def test_without_signs_it_is_adam_with_a_variance_that_stays(
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lab.exchange.signed_rows.Blocks", Uncompressed)
+    monkeypatch.setattr("lab.exchange.signed_rows.RaggedBlocks", Uncompressed)
     given = of_like_sizes(last + 20, size, NUM)
     directions = deliver(make, ROWS, given)[0].directions.double()
     reference = adam(given.mean(dim=1), last, due=due)

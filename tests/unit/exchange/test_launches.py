@@ -11,7 +11,7 @@ from lab.claims.predicted import profile_of
 from lab.codec.base import Codec, Reference
 from lab.exchange import powersgd, randomk
 from lab.exchange.bucket import GradBucket
-from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
+from lab.simulate.recorded import META, Event, MemoryTraffic, Passes, RecordingComm
 from lab.simulate.strategy import buckets
 from tests.support.cases import maker
 from tests.support.kernels import LAUNCHED, Counter
@@ -54,7 +54,7 @@ def kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> Counter:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_of_a_step_are_as_many_as_pinned(name: str, kernels_of_triton: Counter) -> None:
     events, exchange = list[Event](), maker(name)()
-    comm, planned = Recorder(0, NUM_RANKS), list[GradBucket]()
+    comm, planned = RecordingComm(0, NUM_RANKS), list[GradBucket]()
     for shapes in ALEXNET:
         named = {key: torch.Size(shape) for key, shape in shapes.items()}
         flat = torch.empty(sum(shape.numel() for shape in named.values()), device=META)
@@ -65,5 +65,5 @@ def test_launches_of_a_step_are_as_many_as_pinned(name: str, kernels_of_triton: 
         with Passes(events):
             for bucket in planned:
                 exchange.average(bucket, comm)
-    in_torch = sum(isinstance(event, Moved) for event in events)
+    in_torch = sum(isinstance(event, MemoryTraffic) for event in events)
     assert (in_torch, kernels_of_triton.launches, len(comm.events)) == LAUNCHES[name]

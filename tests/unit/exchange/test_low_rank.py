@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.layout import Factors
-from lab.exchange.powersgd import HIGHEST_RANK, Native, Reference, factor_kernels
+from lab.exchange.powersgd import HIGHEST_RANK, LowRankReference, NativeLowRank, factor_kernels
 from tests.support.kernels import HERE, LEVELS, OnGPU, library_at
 from tests.support.slow import some_of
 
@@ -39,7 +39,9 @@ def alone(rows: int, columns: int, rank: int) -> Factors:
 def implementation(level: str) -> Any:
     if level == "triton":
         return OnGPU(pytest.importorskip("lab.codec.gpu_low_rank", reason="no triton here").made())
-    return Reference() if level == "reference" else Native(library_at(level, "low_rank"))
+    return (
+        LowRankReference() if level == "reference" else NativeLowRank(library_at(level, "low_rank"))
+    )
 
 
 def near(ours: Tensor, true: Tensor, sizes: Tensor, level: str) -> bool:

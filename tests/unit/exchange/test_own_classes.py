@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lab.codec.codecs import Int8
 from lab.distributed.comm import Collective, Comm, run_ranks
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange, Ranks, kept_state
+from lab.exchange.base import Exchange, RankOfSize, kept_state
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Lossy, TwoStage
 from lab.exchange.gate import admit
@@ -113,11 +113,11 @@ class Rounded(Exchange):
 class RoundedInParts(Rounded):
     """The same, and all that another exchange needs of them."""
 
-    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+    def add_residual(self, bucket: GradBucket, comm: RankOfSize) -> None:
         for name, start, stop in bucket.spans():
             bucket.flat[start:stop] += self.left.get(name, 0.0)
 
-    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: RankOfSize) -> None:
         self.add_residual(bucket, comm)
         for name in bucket.shapes:
             self.left.pop(name, None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.codec.layout import Draws
-from lab.exchange.randomk import Native, Reference, kernels, places
+from lab.exchange.randomk import NativeRandomK, RandomKReference, kernels, places
 from tests.support.kernels import (
     HERE,
     KINDS,
@@ -38,7 +38,9 @@ def implementation(level: str) -> Any:
     """Return kernels of a processor's level, or of GPUs, which Triton may interpret."""
     if level == "triton":
         return OnGPU(pytest.importorskip("lab.codec.gpu_randomk", reason="no triton here").made())
-    return Reference() if level == "reference" else Native(library_at(level, "randomk"))
+    return (
+        RandomKReference() if level == "reference" else NativeRandomK(library_at(level, "randomk"))
+    )
 
 
 def test_places_are_one_of_each_range_and_differ_by_seed() -> None:
@@ -62,7 +64,7 @@ def test_all_values_are_equally_probable() -> None:
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy's, interpreting
 @pytest.mark.parametrize(("level", "kind", "feedback"), CASES)
 def test_kernels_take_what_the_reference_takes(level: str, kind: str, feedback: bool) -> None:
-    fast, slow = implementation(level), Reference()
+    fast, slow = implementation(level), RandomKReference()
     interpreted = level == "triton"  # which is slow
     for length in (*LENGTHS[:-1:2], 9001) if interpreted else LENGTHS:
         for seed in SEEDS[:: 3 if interpreted else 1]:

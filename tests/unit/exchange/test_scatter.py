@@ -15,20 +15,20 @@ from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import Int4, Int8, OneBit
 from lab.exchange.powersgd import PowerSGD
-from lab.exchange.scatter import Columns, Layout, TwoLevels, scatter_of
+from lab.exchange.scatter import Columns, ScatterLayout, TwoLevels, scatter_of
 
 ROWS = {"w": (10, 7), "b": (5, 1), "e": (3, 4)}  # rows and inner values of three parameters
 ONEBIT = {"granularity": "block", "block_size": 16}
 
 
-def layout(size: int) -> tuple[Layout, int]:
+def layout(size: int) -> tuple[ScatterLayout, int]:
     """Return where FSDP puts ROWS on `size` ranks, and the values of a rank's part."""
     columns, start = dict[str, Columns](), 0
     for name, (rows, inner) in ROWS.items():
         stop = start + -(-rows // size) * inner
         columns[name] = Columns(start, stop, inner)
         start = stop
-    return Layout(columns), start
+    return ScatterLayout(columns), start
 
 
 def laid_out(values: dict[str, Tensor], size: int) -> Tensor:
@@ -90,7 +90,7 @@ def test_halves_are_summed_in_full_precision() -> None:
     # In bfloat16, 256 + 1 is 256.
     def rank_main(comm: Comm) -> float:
         output, own = torch.empty(1), torch.full((3, 1), [256.0, 1.0, 1.0][comm.rank])
-        scatter_of(AllReduce("bfloat16")).sum(output, own, comm, Layout({}))
+        scatter_of(AllReduce("bfloat16")).sum(output, own, comm, ScatterLayout({}))
         return float(output)
 
     assert run_ranks(3, rank_main) == [258.0] * 3

@@ -18,7 +18,7 @@ from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.compressed import Symmetric, TwoStage
 from lab.exchange.cost import Sizes
 from lab.exchange.memory import Memory
-from lab.simulate.recorded import META, Collected, Moved, Passes, Recorder
+from lab.simulate.recorded import META, Collected, MemoryTraffic, Passes, RecordingComm
 from tests.support import exact
 from tests.support.kernels import Counter, interpret
 from tests.support.slow import some_of
@@ -127,7 +127,7 @@ def test_a_step_launches_kernels_of_the_codec_and_nothing_else(
     monkeypatch.setattr(Codec, "kernels", lambda codec, _: gpu.Triton(codec.reading))
     shapes = {"a": torch.Size((64, 128))}
     bucket = GradBucket(shapes, torch.empty(64 * 128, device=META))
-    exchange, comm = Symmetric(CODECS[name], Memory()), Recorder(0, 8)
+    exchange, comm = Symmetric(CODECS[name], Memory()), RecordingComm(0, 8)
     for _ in range(2):
         counter.launches = 0
         comm.events.clear()
@@ -136,7 +136,7 @@ def test_a_step_launches_kernels_of_the_codec_and_nothing_else(
     assert counter.launches == num_kernels
     meetings = [event for event in comm.events if isinstance(event, Collected)]
     assert [event.call for event in meetings] == ["all_to_all", "all_gather"]
-    assert not any(isinstance(event, Moved) for event in comm.events)
+    assert not any(isinstance(event, MemoryTraffic) for event in comm.events)
 
 
 def test_a_window_has_a_message_and_all_sums() -> None:
@@ -144,7 +144,7 @@ def test_a_window_has_a_message_and_all_sums() -> None:
     exchange, made = Symmetric(Int8(1024), Memory(keeps=False)), list[int]()
     assert exchange.memory_bytes(sizes).kept == 2 * 10**6 * 1032 / 1024
 
-    class Noting(Recorder):
+    class Noting(RecordingComm):
         def window(self, num_bytes: int, device: torch.device) -> Window:
             made.append(num_bytes)
             return super().window(num_bytes, device)
@@ -165,7 +165,7 @@ def test_ranks_of_several_nodes_take_two_stages_and_one_line_says_so() -> None:
     assert ours[0][-1] == [{"path": "two_stage", "parameters": 4, "why": why}]
 
 
-class FullComm(Recorder):
+class FullComm(RecordingComm):
     """One that has memory for the first bucket alone."""
 
     num_asked = 0

@@ -18,7 +18,7 @@ import torch
 from lab.benchmarks.request import read
 from lab.gpu_report import __main__ as command
 from lab.gpu_report import measuring, page, run
-from lab.gpu_report.items import SMALL, Figure, Item, Sizes, chosen, items_of
+from lab.gpu_report.items import SMALL, BoundedFigure, Item, ReportSizes, chosen, items_of
 from lab.settings.errors import ConfigError
 from tests.support.commands import refusal, said
 from tests.support.slow import some_of
@@ -26,8 +26,8 @@ from tests.support.slow import some_of
 WORDS = ("codec", "codec=[onebit]", "num_values=256", "columns=64", "device=cpu", "rounds=1")
 
 
-def figure(result: dict[str, Any]) -> Iterator[Figure]:
-    yield Figure("rate", result["rate"], "GB/s", low=2.0)
+def figure(result: dict[str, Any]) -> Iterator[BoundedFigure]:
+    yield BoundedFigure("rate", result["rate"], "GB/s", low=2.0)
 
 
 def item(key: str, seconds: float = 10) -> Item:
@@ -156,7 +156,7 @@ def test_without_a_gpu_one_line_says_what_to_do(
 def test_a_figure_meets_its_bound_or_misses_it(
     bounds: dict[str, float], value: float | None, verdict: str
 ) -> None:
-    assert Figure("", value, "ms", **bounds).verdict == verdict
+    assert BoundedFigure("", value, "ms", **bounds).verdict == verdict
 
 
 def steps_result() -> dict[str, Any]:
@@ -167,7 +167,7 @@ def steps_result() -> dict[str, Any]:
 
 
 def test_steps_are_held_to_their_kernels_and_to_ddp() -> None:
-    by_key = {one.key: one for one in items_of(Sizes(pretended=False))}
+    by_key = {one.key: one for one in items_of(ReportSizes(pretended=False))}
     said = {
         each.name: (each.value and round(each.value, 3), each.verdict)
         for each in by_key["steps-alexnet-32"].figures(steps_result())
@@ -182,7 +182,7 @@ def test_steps_are_held_to_their_kernels_and_to_ddp() -> None:
 
 @pytest.mark.parametrize("pretended", some_of([False, True], also=[False]))
 def test_every_item_is_a_command_line_of_the_lab(pretended: bool) -> None:
-    items = items_of(Sizes(pretended))
+    items = items_of(ReportSizes(pretended))
     assert len({one.key for one in items}) == len(items) > 35
     assert sum(one.seconds for one in items) < 15 * 60
     assert {one.kind for one in items} == set(measuring.KINDS)

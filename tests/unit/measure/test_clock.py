@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lab.distributed.comm import Done
+from lab.distributed.comm import Completed
 from lab.measure import OWN
 from lab.measure import clock as clocks
 from lab.measure.clock import KEPT_STEPS, Clock
@@ -190,9 +190,9 @@ def a_step(clock: Clock, host: Host, tail: float = 0.0) -> None:
     """
     waited = [0.0]
 
-    def job() -> Iterator[Done]:
+    def job() -> Iterator[Completed]:
         host.work(4)
-        yield Done()
+        yield Completed()
         host.work(10)
         waited[0] += 8  # a wait within a stage, 2 s of it are work
         host.work(2)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lab.analysis.runs import timeline_of_step
-from lab.distributed.comm import Done
+from lab.distributed.comm import Completed
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.draw.chart import drawn
 from lab.measure import Span
@@ -120,9 +120,9 @@ def test_the_typical_step_is_the_one_of_median_length() -> None:
     assert set(typical.spans) == {*step(0, 20.0, 2, 2.0), *step(1, 20.0, 2, 2.0)}
 
 
-def stages() -> Iterator[Done]:
-    yield Done()
-    yield Done()
+def stages() -> Iterator[Completed]:
+    yield Completed()
+    yield Completed()
 
 
 @pytest.mark.parametrize("make", [InlineWorker, TurnsWorker, partial(ThreadWorker, CPU)])

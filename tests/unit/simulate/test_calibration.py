@@ -14,7 +14,7 @@ from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.simulate.calibration import (
     SEND_RECV,
-    Place,
+    CalibratedRanks,
     base_of,
     hardware_of,
     observation,
@@ -57,7 +57,7 @@ def truth() -> Hardware:
     return with_values(preset, keys, [*TRUE.values(), 2e9, 1e-4])
 
 
-def measured(truth: Hardware, ranks: int) -> Place:
+def measured(truth: Hardware, ranks: int) -> CalibratedRanks:
     """Return rows as they would be measured on such hardware."""
     rows: list[dict[str, Any]] = []
     for size in (2**12, 2**15, 2**18, 2**21, 2**24):
@@ -65,7 +65,7 @@ def measured(truth: Hardware, ranks: int) -> Place:
             row: dict[str, Any] = {"algorithm": name, "size_bytes": size, "shape": [size // 4]}
             seconds = collective_s(row, EXCHANGES.get(name), Network(truth, ranks))
             rows.append({**row, "time_s": {"median": seconds}})
-    return Place("inter", ranks, rows)
+    return CalibratedRanks("inter", ranks, rows)
 
 
 def steps_on(hardware: Hardware, ranks: int) -> list[Observation]:

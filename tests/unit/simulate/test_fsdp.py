@@ -19,7 +19,7 @@ from lab.simulate.costs import Stage
 from lab.simulate.fsdp import Sharded, Unit, costs_of_units, units_of
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
-from lab.simulate.step import Compute, Rank, simulate
+from lab.simulate.step import LayerCompute, Rank, simulate
 from lab.simulate.strategy import Strategy
 from lab.sync.base import SyncParts
 from lab.sync.fsdp_units import units
@@ -81,7 +81,7 @@ def test_an_exchange_without_a_reduce_scatter_is_refused() -> None:
 
 
 # Three layers of 1 s forward and 2 s backward, a unit each; gathers and scatters take 1 s.
-LAYERS = [Compute(name, 1.0, 2.0) for name in "abc"]
+LAYERS = [LayerCompute(name, 1.0, 2.0) for name in "abc"]
 WIRE, PACK = Stage("exchange", 1.0), Stage("codec", 0.0)
 UNITS = [
     Unit(layer.name, range(at, at + 1), [WIRE, PACK], [WIRE, PACK], [PACK, WIRE])

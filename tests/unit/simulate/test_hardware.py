@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lab.claims.predicted import MARGIN, Predicted, crossover_batch, crossover_rate, profile_of
-from lab.cluster.settings import Change, Cluster
+from lab.cluster.settings import Cluster, LinkChange
 from lab.model.profile import Layer, Profile
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, conf_dir, read_file
@@ -247,7 +247,7 @@ def test_hosts_may_have_rates_of_their_own_and_one_may_be_slow() -> None:
     [
         (Cluster(1, (None, None)), "cluster.rates: every link needs a rate"),
         (replace(GIGABIT, loss_percent=1.0), "cluster.loss_percent"),
-        (replace(GIGABIT, changes=(Change(1.0, 0, "down"),)), "cluster.changes"),
+        (replace(GIGABIT, changes=(LinkChange(1.0, 0, "down"),)), "cluster.changes"),
     ],
 )
 def test_what_has_no_cost_model_is_refused(other: Cluster, message: str) -> None:

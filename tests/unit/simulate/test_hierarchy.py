@@ -14,7 +14,7 @@ from lab.exchange.bucket import GradBucket
 from lab.simulate.costs import Stage, payload_bytes, stages_of
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
-from lab.simulate.step import Compute, Exchange, Turns, simulate
+from lab.simulate.step import BucketExchange, LayerCompute, OneThread, simulate
 from lab.simulate.strategy import buckets
 from tests.support.cases import exchange_settings, maker
 from tests.support.simulated import run, strategy
@@ -91,8 +91,8 @@ def test_over_gloo_a_bucket_is_inside_while_another_is_between(
         Stage("exchange", 1.0, 1),
         Stage("exchange", 1.0, 1, inside),
     ]
-    two = [Exchange("a", 0, stages), Exchange("b", 0, stages)]
-    rank = run([Compute("layer", 0.0, 0.0)], two, Turns(), contention=0.0)
+    two = [BucketExchange("a", 0, stages), BucketExchange("b", 0, stages)]
+    rank = run([LayerCompute("layer", 0.0, 0.0)], two, OneThread(), contention=0.0)
     assert rank.now_s == pytest.approx(expected_s)
 
 

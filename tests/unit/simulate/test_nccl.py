@@ -15,14 +15,14 @@ from lab.settings.files import read_file
 from lab.simulate import nccl
 from lab.simulate.collectives import read_log
 from lab.simulate.hardware import parse
-from lab.simulate.nccl import Ranks, all_gather, all_reduce
+from lab.simulate.nccl import NvlinkRanks, all_gather, all_reduce
 from lab.simulate.network import Network
 from lab.simulate.predict import read
 from lab.simulate.terms import drawn
 
 MIB = 2**20
-HOPPER = Ranks("hopper", 8, 1, 18 * 20.6e9, math.inf)
-AMPERE = Ranks("ampere", 8, 1, 12 * 20.0e9, math.inf)
+HOPPER = NvlinkRanks("hopper", 8, 1, 18 * 20.6e9, math.inf)
+AMPERE = NvlinkRanks("ampere", 8, 1, 12 * 20.0e9, math.inf)
 PUBLISHED = Paper.parse(read_file("claims", "nccl_tests"))
 
 
@@ -78,7 +78,7 @@ def test_small_messages_among_nodes_take_a_tree() -> None:
 def test_a_larger_message_takes_longer_and_more_ranks_do_too() -> None:
     sizes = [2**power for power in range(8, 35)]
     for generation in nccl.GENERATIONS:
-        ranks = [Ranks(generation, 8, nodes, 2e11, 1e11) for nodes in (1, 2, 3, 4, 64)]
+        ranks = [NvlinkRanks(generation, 8, nodes, 2e11, 1e11) for nodes in (1, 2, 3, 4, 64)]
         table = [[all_reduce(each, size).ranked_s for size in sizes] for each in ranks[2:]]
         assert all(row == sorted(row) for row in table)
         assert all(list(column) == sorted(column) for column in zip(*table, strict=True))

@@ -29,11 +29,11 @@ from lab.simulate.predict import read
 from lab.simulate.score import Observation
 from lab.simulate.step import (
     Beside,
-    Compute,
-    Exchange,
+    BucketExchange,
+    LayerCompute,
+    OneThread,
     Rank,
     Step,
-    Turns,
     predict,
     simulate,
     stages_of_step,
@@ -239,7 +239,7 @@ def test_costs_take_time_where_bytes_move(exchange: str) -> None:
     assert (sends > 0) == (exchange != "none")
 
 
-LAYERS = [Compute("a", 1.0, 2.0), Compute("b", 1.0, 2.0)]
+LAYERS = [LayerCompute("a", 1.0, 2.0), LayerCompute("b", 1.0, 2.0)]
 ENCODE, SEND, DECODE = Stage("codec", 0.5), Stage("exchange", 1.0), Stage("codec", 0.25)
 
 
@@ -248,8 +248,8 @@ def spans(*given: tuple[str, str, float, float]) -> list[Span]:
 
 
 def test_in_turns_codecs_hold_backward_up_and_go_on_at_hooks() -> None:
-    first, second = Exchange("x", 1, (ENCODE, SEND, DECODE)), Exchange("y", 0, (SEND,))
-    done = run(LAYERS, [first, second], Turns(), contention=0.0)
+    first, second = BucketExchange("x", 1, (ENCODE, SEND, DECODE)), BucketExchange("y", 0, (SEND,))
+    done = run(LAYERS, [first, second], OneThread(), contention=0.0)
     assert done.now_s == 7.75
     assert done.spans[2:] == spans(
         ("backward", "b", 2.0, 4.0),
@@ -262,7 +262,7 @@ def test_in_turns_codecs_hold_backward_up_and_go_on_at_hooks() -> None:
 
 
 def test_beside_backward_codecs_cost_it_nothing_but_contention() -> None:
-    exchange = Exchange("x", 1, (ENCODE, SEND, DECODE))
+    exchange = BucketExchange("x", 1, (ENCODE, SEND, DECODE))
     assert run(LAYERS, [exchange], Beside(), contention=0.0).now_s == 6.0
     slowed = run(LAYERS, [exchange], Beside(), contention=0.5)
     assert slowed.now_s == pytest.approx(6.0 + 1.75 * (1 - 1 / 1.5))
@@ -279,7 +279,7 @@ def test_kernels_slow_compute_as_fast_as_they_send_and_codecs_do_not() -> None:
 
 
 def test_blocking_exchanges_follow_backward() -> None:
-    each = [Exchange("x", 0, (ENCODE, SEND)), Exchange("y", 0, (SEND,))]
+    each = [BucketExchange("x", 0, (ENCODE, SEND)), BucketExchange("y", 0, (SEND,))]
     done = run(LAYERS, each, Beside(), contention=0.5)
     assert done.now_s == 8.5
     assert [span.start_s for span in done.spans[4:]] == [6.0, 6.5, 7.5]

@@ -14,7 +14,7 @@ from lab.distributed.worker import TurnsWorker
 from lab.model.profile import Profile
 from lab.settings.files import read_file
 from lab.simulate.hardware import Hardware, parse, with_value
-from lab.simulate.step import Compute, Exchange, Stage, Turns, simulate
+from lab.simulate.step import BucketExchange, LayerCompute, OneThread, Stage, simulate
 from lab.simulate.strategy import Strategy
 from lab.simulate.terms import learned
 from tests.support.cases import ALL_STRATEGIES, LIBRARIES
@@ -60,7 +60,7 @@ def collectives(clock: Clock, stages: list[Stage]) -> Iterator[Collective]:
             yield Sent(clock, clock.free_s)
 
 
-def on_worker(layers: list[Compute], exchanges: list[list[Stage]]) -> float:
+def on_worker(layers: list[LayerCompute], exchanges: list[list[Stage]]) -> float:
     """Return when backward and all exchanges, one of each layer, end in the real worker's order."""
     clock, worker = Clock(), TurnsWorker()
     clock.now_s += sum(layer.forward_s for layer in layers)
@@ -75,15 +75,15 @@ def on_worker(layers: list[Compute], exchanges: list[list[Stage]]) -> float:
 @pytest.mark.parametrize("seed", range(20))
 def test_turns_are_those_of_the_worker(seed: int) -> None:
     chance = random.Random(seed)
-    layers = [Compute(str(place), 1.0, chance.uniform(0.1, 1.0)) for place in range(8)]
+    layers = [LayerCompute(str(place), 1.0, chance.uniform(0.1, 1.0)) for place in range(8)]
 
     def some_stages() -> list[Stage]:
         rows = chance.choice((["exchange"], [*3 * ["codec", "exchange"], "codec"]))
         return [Stage(row, chance.uniform(0.1, 2.0)) for row in rows]
 
     stages = [some_stages() for _ in layers]
-    planned = [Exchange(str(7 - at), 7 - at, each) for at, each in enumerate(stages)]
-    simulated = run(layers, planned, Turns(), contention=0.0)
+    planned = [BucketExchange(str(7 - at), 7 - at, each) for at, each in enumerate(stages)]
+    simulated = run(layers, planned, OneThread(), contention=0.0)
     assert simulated.now_s == pytest.approx(on_worker(layers, stages))
 
 

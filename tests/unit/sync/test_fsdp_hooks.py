@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lab.distributed.comm import Comm, run_ranks
 from lab.exchange.bucket import Plans
 from lab.exchange.compressed import Int4, Int8, OneBit
-from lab.exchange.scatter import Layout, Scatter, scatter_of
+from lab.exchange.scatter import Scatter, ScatterLayout, scatter_of
 from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
 from lab.sync.fsdp import UnitAllGather, UnitReduceScatter, ranks_of_a_host
 from lab.sync.fsdp_units import groups_of
@@ -82,7 +82,7 @@ class WrongScale(Scatter):
     def __init__(self, scatter: Scatter) -> None:
         self._scatter = scatter
 
-    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: ScatterLayout) -> None:
         self._scatter.sum(output, gradients, comm, layout)
         output *= 2
 

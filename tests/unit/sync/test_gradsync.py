@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Collective, Comm, Done, run_ranks
+from lab.distributed.comm import Collective, Comm, Completed, run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
@@ -287,7 +287,7 @@ def test_a_sparse_gradient_that_grows_after_its_bucket_has_left_is_refused() -> 
         run_ranks(1, rank_main)
 
 
-class Later(Done):
+class Later(Completed):
     """A collective that notes when it is waited for."""
 
     def __init__(self, log: list[str], name: str) -> None:

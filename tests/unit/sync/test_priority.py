@@ -23,7 +23,7 @@ from lab.measure import OWN, PHASES
 from lab.measure.clock import Clock
 from lab.sync import priority
 from lab.sync.base import SyncParts
-from lab.sync.priority import COLD, PrioritySync, Trial
+from lab.sync.priority import COLD, PrioritySync, ScheduleTrial
 from tests.support.cases import maker
 from tests.support.steps import made
 
@@ -346,7 +346,7 @@ class Standing:
 
 
 def test_first_steps_of_each_row_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, tried, rows = Standing(monkeypatch), Trial(2, CPU), list[bool]()
+    clock, tried, rows = Standing(monkeypatch), ScheduleTrial(2, CPU), list[bool]()
     rows_s = [(False, [9.0] * (PLANNED + COLD)), (True, [9.0] * COLD)]
     rows_s += [(False, [9.0, 1.0, 3.0]), (True, [9.0, 1.0, 1.0])]
     costs = None
@@ -361,7 +361,7 @@ def test_first_steps_of_each_row_do_not_count(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_in_which_other_work_ran_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, tried = Standing(monkeypatch), Trial(1, CPU)
+    clock, tried = Standing(monkeypatch), ScheduleTrial(1, CPU)
     num_steps = 0
     while (costs := tried.end_step()) is None:
         num_steps += 1
@@ -374,6 +374,6 @@ def test_a_step_in_which_other_work_ran_is_made_again(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("costs", "second"), [([1.0, 0.99], False), ([1.0, 0.97], True)])
 def test_the_second_has_to_gain_more_than_noise(costs: list[float], second: bool) -> None:
-    tried = Trial(3, CPU)
+    tried = ScheduleTrial(3, CPU)
     tried.costs = costs
     assert tried.second == second

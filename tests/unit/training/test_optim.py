@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.settings.config import ConfigError, load
-from lab.settings.optim import Schedule
+from lab.settings.optim import LearningRate
 from lab.sync.refusals import require_piecewise
 from lab.training.optim import Optim, rate
 
@@ -267,7 +267,7 @@ def test_others_are_refused_in_a_line(settings: tuple[str, ...], message: str) -
 
 
 def rates(steps: int = 104, **settings: Any) -> list[float]:
-    schedule = Schedule(warmup_steps=4, **settings)
+    schedule = LearningRate(warmup_steps=4, **settings)
     return [rate(schedule, 0.1, step, total_steps=104) for step in range(steps + 1)]
 
 
@@ -299,8 +299,8 @@ def test_the_course_after_warm_up(settings: dict[str, Any], course: dict[int, fl
 
 
 def test_linear_scaling_multiplies_the_peak() -> None:
-    assert Schedule(linear_scaling=True).peak(0.1, batch_size=512) == pytest.approx(0.4)
-    assert Schedule().peak(0.1, batch_size=512) == 0.1
+    assert LearningRate(linear_scaling=True).peak(0.1, batch_size=512) == pytest.approx(0.4)
+    assert LearningRate().peak(0.1, batch_size=512) == 0.1
 
 
 @pytest.mark.parametrize(
@@ -322,4 +322,4 @@ def test_linear_scaling_multiplies_the_peak() -> None:
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"optim.{message}"):
-        Schedule(**settings)
+        LearningRate(**settings)

@@ -15,8 +15,8 @@ import torch
 from lab.distributed.world import World
 from lab.measure.operations import Uncountable
 from lab.measure.peaks import Peak
-from lab.record.schema import Compute, read_record
-from lab.settings.config import Settings, load
+from lab.record.schema import ComputeRecord, read_record
+from lab.settings.config import RunSettings, load
 from lab.sync.drift import GradientNoise
 from lab.sync.gradsync import GradSync
 from lab.training import outcome
@@ -24,7 +24,7 @@ from lab.training.outcome import flops_per_sample, note_rates, peak_of
 from lab.training.recording import ProgressBar, summary
 from tests.support.records import leave, make_record
 
-COUNTED = Compute(2e9, None, 1e12, "estimated: a core")
+COUNTED = ComputeRecord(2e9, None, 1e12, "estimated: a core")
 
 
 def test_mfu_is_the_share_of_the_peak_that_the_model_needs(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_without_a_peak_there_are_operations_but_no_share() -> None:
     assert "compute         0.256 TFLOP/s\n" in text
 
 
-@pytest.mark.parametrize("known", [None, Compute(None, "why", 1e12, "a source")])
-def test_what_is_not_counted_has_no_rate(known: Compute | None) -> None:
+@pytest.mark.parametrize("known", [None, ComputeRecord(None, "why", 1e12, "a source")])
+def test_what_is_not_counted_has_no_rate(known: ComputeRecord | None) -> None:
     record = make_record("none", 1, 0.5, compute=known)
     note_rates(record)
     assert (record.flops_per_s, record.mfu) == (None, None)
@@ -60,7 +60,7 @@ def test_what_is_not_counted_has_no_rate(known: Compute | None) -> None:
 
 def test_settings_of_gpus_are_noted_on_cpus() -> None:
     assert outcome.idle_on_cpus(
-        cast(Settings, load(["tf32=true", "benchmark_limit=10", "share_gpus=true"]))
+        cast(RunSettings, load(["tf32=true", "benchmark_limit=10", "share_gpus=true"]))
     ) == [
         "tf32=true: has an effect only on GPUs",
         "share_gpus=true: has an effect only on GPUs",

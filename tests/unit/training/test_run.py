@@ -22,7 +22,7 @@ from lab.settings.config import load
 from lab.task.tasks import Classification
 from lab.training import in_turns
 from lab.training.assemble import assembled, join
-from lab.training.run import Run, failure_of, start
+from lab.training.run import TrainingRun, failure_of, start
 from tests.support.ranks import CREW, train
 
 
@@ -51,7 +51,7 @@ def test_a_stopped_run_has_its_record_before_its_checkpoint(
     seen, goes_on = list[str | None](), iter([True, True, False])
     monkeypatch.setattr(Watchdog, "listen_to_signals", lambda _: None)
     monkeypatch.setattr(Watchdog, "begin_step", lambda _: next(goes_on))
-    monkeypatch.setattr(Run, "save", lambda run, _: seen.append(run.directory.status()))
+    monkeypatch.setattr(TrainingRun, "save", lambda run, _: seen.append(run.directory.status()))
     words = [f"runs_dir={tmp_path}", "steps=5", "model=mlp", "model.hidden=[8]", "device=cpu"]
     assert start(load(words), words) == EXIT_INTERRUPTED
     assert seen == ["interrupted"]
