@@ -1,4 +1,4 @@
-"""Read the run directories of a study into one `RecordedCell` per run, and tell its series apart."""
+"""Read the run directories of a study, a `RecordedCell` for each run, and tell series apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CertificateCheck: what a training loop calls to have its first exchanges examined, by its sync's promise."""
+"""CertificateCheck: a training loop calls it to have its first exchanges examined."""
 
 from __future__ import annotations
 
