@@ -62,7 +62,7 @@ def main(line: CommandLine) -> int:
         card = scorecard.of_study(Path(line.word), profile, hardware)
         advised = advice.report(advice.choices(card.groups))
         sections = ["## Advice", "", *advised, ""] if advised else []
-        mapped = advice.map_of(card.places, card.groups, card.floor)
+        mapped = advice.map_of(card.places, card.groups, card.noise_floor)
         sections += advice.section(mapped)
         print("\n".join([*scorecard.summary(card), "", *sections]))
         if out := own.out:

@@ -203,7 +203,7 @@ class Map:
     """
 
     answers: tuple[LeadAnswer, ...]
-    floor: float
+    noise_floor: float
     summaries: dict[str, Summary]
 
 
@@ -308,7 +308,7 @@ def data_of(found: Map) -> dict[str, Any]:
         for answer in found.answers
     ]
     summaries = {name: asdict(each) for name, each in found.summaries.items()}
-    return {"noise_floor": found.floor, "summaries": summaries, "places": places}
+    return {"noise_floor": found.noise_floor, "summaries": summaries, "places": places}
 
 
 def _name(key: Hashable) -> str:
@@ -400,7 +400,7 @@ def _constant_lines(answers: Sequence[LeadAnswer]) -> list[str]:
 
 def _map_row(found: Map, answer: LeadAnswer) -> list[str]:
     place, measured, predicted = answer.place, answer.measured, answer.predicted
-    least = 0.0 if math.isnan(found.floor) else found.floor
+    least = 0.0 if math.isnan(found.noise_floor) else found.noise_floor
     return [
         *_where(place.where),
         *(measured.name, f"{measured.factor:.2f}", ", ".join(measured.others)),

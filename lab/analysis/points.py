@@ -58,14 +58,14 @@ class Point:
     Attributes:
         cells: the runs, finished ones first.
         base: the point of one rank that speedup is measured from.
-        alone: the point of one rank of this series: its own, or if that was not measured one of
+        single_rank: the point of one rank of this series: its own, or if that was not measured, of
             another series that computes the same there.
         ceiling: the point that does the same work without any exchange.
     """
 
     cells: tuple[RecordedCell, ...]
     base: Point | None = None
-    alone: Point | None = None
+    single_rank: Point | None = None
     ceiling: Point | None = None
 
     @property
@@ -139,8 +139,8 @@ class Point:
 
     @property
     def one_rank(self) -> str:
-        """The series of `alone`; empty if there is none."""
-        return self.alone.series if self.alone else ""
+        """The series of `single_rank`; empty if there is none."""
+        return self.single_rank.series if self.single_rank else ""
 
     @cached_property
     def speedups(self) -> Mapping[int, float]:
@@ -268,7 +268,7 @@ def table(study: RecordedStudy, baseline: str | None = None) -> list[Point]:
     return [
         replace(
             point,
-            alone=own_baseline(points, point),
+            single_rank=own_baseline(points, point),
             base=_baseline(points, point, named),
             ceiling=(
                 same_work(points, point, CEILING, point.world_size)

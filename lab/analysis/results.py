@@ -80,7 +80,7 @@ class Results:
         return table(self.study, self._baseline)
 
     @cached_property
-    def floor(self) -> float:
+    def noise_floor(self) -> float:
         """The noise floor (lab.analysis.points); NaN if unknown."""
         return noise_floor(self.points)
 
@@ -120,7 +120,7 @@ class Results:
         summary["label"] = [point.label for point in self.points]
         summary["usual"] = ", ".join(f"{k}={v}" for k, v in self.study.usual.items())
         summary["fixed_batch_size"] = [point.fixed_batch_size for point in self.points]
-        first = [(group, set(leaders(group, self.floor))) for group in together(self.points)]
+        first = [(group, set(leaders(group, self.noise_floor))) for group in together(self.points)]
         leading = {
             point.place for group, names in first for point in group if point.series in names
         }
@@ -158,7 +158,7 @@ class Results:
         if name == convergence.__name__:
             return convergence(self.study.cells, wanted, self.looks, width)
         if name == map_of_strategies.__name__:
-            return map_of_strategies(self.study.cells, self.floor, width)
+            return map_of_strategies(self.study.cells, self.noise_floor, width)
         if commands:
             summary = summary.assign(command=[commands.get(p.place, "") for p in self.points])
         return CHARTS[name](summary[summary["scaling"] == wanted], self.looks, width)
@@ -175,7 +175,7 @@ class Results:
         lines = [
             " · ".join([f"study {self.study.name}", *about]),
             "; ".join(f"machine on={label}: {text}" for label, text in machines.items()),
-            floor_text(self.floor),
+            floor_text(self.noise_floor),
             shared_runs(p for p in self.points if p.scaling == scaling),
         ]
         return [line for line in lines if line]
@@ -311,7 +311,7 @@ def _report_study(results: Results, sink: Sink, target: float | None) -> None:
     out = _made(sink.out or _folder_of(study))
     write_csv(points, out / "summary.csv")
     write_records(results.frame, out)
-    print(text(points, study, results.floor), end="\n\n")
+    print(text(points, study, results.noise_floor), end="\n\n")
     if target is not None:
         print(target_table(points, target), end="\n\n")
     for scaling in results.scalings:

@@ -81,7 +81,7 @@ from lab.simulate.network import Network
 from lab.simulate.predict import plain
 from lab.simulate.score import NONE
 from lab.simulate.strategy import Strategy
-from lab.training.recording import surroundings
+from lab.training.recording import benchmark_environment
 
 # Shares of the time; what remains is for starting, joining, and what has a fixed number of rounds.
 COLLECTIVES_SHARE, STEPS_SHARE, SPREAD_SHARE = 0.4, 0.35, 0.05
@@ -125,7 +125,7 @@ def measure(request: BenchRequest) -> dict[str, Any] | None:
     host_s = _host_seconds("cuda" if on_gpu else "cpu") if is_first_rank() else {}
     with joined(configs[0]) as world:
         found = _measured(request, world, 60 * request.own["minutes"])
-        found |= surroundings(world, *configs)
+        found |= benchmark_environment(world, *configs)
         found |= {"world_size": world.size, "backend": world.comm.backend}
         return _concluded(request, world, found, host_s) if world.rank == 0 else None
 

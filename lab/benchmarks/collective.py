@@ -171,7 +171,7 @@ def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
         size = flat.numel()
         # Residuals are kept by a parameter's name, so each size is a parameter of its own.
         shapes = {f"tensor of {size}": torch.Size(shape_of(size))}
-        bucket = GradBucket(shapes, flat, divided=exchange.takes_divided, plans=plans[size])
+        bucket = GradBucket(shapes, flat, divided=exchange.accepts_prescaled, plans=plans[size])
         exchange.average(bucket, comm)
 
     return run
@@ -183,9 +183,9 @@ def shape_of(num_values: int) -> tuple[int, ...]:
 
 
 def _result_of(exchange: Exchange) -> Callable[[list[Tensor], int], Tensor] | None:
-    if not exchange.exact and not exchange.takes_divided:  # a cast to half leaves whole numbers
+    if not exchange.exact and not exchange.accepts_prescaled:  # a cast to half leaves whole numbers
         return None
-    reduce = torch.sum if exchange.takes_divided else torch.mean
+    reduce = torch.sum if exchange.accepts_prescaled else torch.mean
     return lambda everyones, _rank: reduce(torch.stack(everyones), dim=0)
 
 

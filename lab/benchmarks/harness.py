@@ -35,7 +35,7 @@ from lab.measure.statistics import Interval, of_level, order, student
 from lab.settings.errors import as_config_error
 from lab.settings.streams import progress
 from lab.training.assemble import join
-from lab.training.recording import surroundings
+from lab.training.recording import benchmark_environment
 
 T = TypeVar("T")
 Times = Sequence[float] | NDArray[np.float64]
@@ -87,7 +87,7 @@ def on_ranks(
             found = measure(request, world)
             if names_ranks:
                 found |= {"world_size": world.size, "backend": world.comm.backend}
-            found |= surroundings(world, *configs)
+            found |= benchmark_environment(world, *configs)
             return found if world.rank == 0 else None
 
     return measure_jointly

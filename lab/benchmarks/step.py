@@ -151,7 +151,7 @@ def in_turns(
         warm_up(trainer, loop)
     num_turns, turns = _planned(trainers)
     for trainer, loop in zip(trainers, loops, strict=True):
-        _advance(loop, turns.alone - trainer.progress.step)
+        _advance(loop, turns.num_warmup - trainer.progress.step)
         trainer.end_turn()
     align, num_counted = harness.aligner(world), turns.size - turns.every
 
@@ -167,7 +167,7 @@ def in_turns(
     takes = [partial(turn_s, *each) for each in zip(trainers, loops, strict=True)]
     taken = harness.take_turns(takes, num_turns, shows and world.rank == 0)
     steps = torch.from_numpy(np.stack([each.clock.step_seconds() for each in trainers]))
-    counted = turns.counted(steps.shape[1])
+    counted = turns.steady_mask(steps.shape[1])
     of_steps = [
         turns.seconds(round_means(each[:, counted], 0, turns.every))
         for each in world.gather(steps).transpose(0, 1).numpy()

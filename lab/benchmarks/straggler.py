@@ -22,7 +22,7 @@ from lab.measure.statistics import Interval, least_warmup, wilson
 from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
 from lab.settings.config import ConfigError
 from lab.settings.streams import progress
-from lab.sync.pattern import alike, pattern_of
+from lab.sync.pattern import comparable_phases, pattern_of
 from lab.training.assemble import assembled
 
 SEED = 0
@@ -60,10 +60,10 @@ class DelayTrial:
 def measure(request: BenchRequest, world: World) -> dict[str, Any]:
     config = request.config
     can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
-    phases = [phase for phase in PHASES if phase in can and phase in alike(config)]
+    phases = [phase for phase in PHASES if phase in can and phase in comparable_phases(config)]
     draws = draw(request.own["runs"], world.size, phases)
     trials = [
-        DelayTrial(delay, step_s, stragglers(own_s, step_s, alike(config)))
+        DelayTrial(delay, step_s, stragglers(own_s, step_s, comparable_phases(config)))
         for injected in progress(draws, "run", world.rank == 0)
         for delay in (injected, None)
         for own_s, step_s in [_run(_with(config, delay), world)]

@@ -41,7 +41,7 @@ class Observer:
         if self._tells:
             self._tells.before_exchange = self._leave
         watch.bounded = 0 < about.error_bound(1.0, about.size) < math.inf
-        self.odometer = ByteCounter()
+        self.byte_counter = ByteCounter()
         self.buckets: list[Bucket] = []
         self._kept: Tensor | None = None  # before the exchange
         self._begun = False
@@ -49,9 +49,9 @@ class Observer:
 
     def begin(self) -> None:
         """Note what is kept, and counted, before an exchange."""
-        self._kept = self.watch.kept(self._sync.exchange, self._sync.comm)
+        self._kept = self.watch.residual_images(self._sync.exchange, self._sync.comm)
         self.buckets = self._sync.bucket_values()
-        self.odometer.start(self._sync.sent()[0])
+        self.byte_counter.start(self._sync.sent()[0])
         self._begun = True
 
     def seen(self, factor: float, kept_factor: float = 1.0) -> Seen:
@@ -66,14 +66,14 @@ class Observer:
         assert self._kept is not None
         watch = self.watch
         start = watch.no_start() if self.examination.num_exchanges else watch.start()
-        after = watch.kept(self._sync.exchange, self._sync.comm)
+        after = watch.residual_images(self._sync.exchange, self._sync.comm)
         return watch.seen(start, kept_factor * self._kept, kept_factor * after, factor)
 
     def sent(self) -> Tensor:
         """Return the bytes since `begin`, for Examination.add."""
         if not self.buckets:  # a hook knows them afterwards
             self.buckets = self._sync.bucket_values()
-        return self.odometer.stop(self._sync.sent()[0])
+        return self.byte_counter.stop(self._sync.sent()[0])
 
     def add(self, seen: Seen) -> None:
         """Have the exchange judged, and get ready for the next one. A collective call.

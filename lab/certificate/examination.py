@@ -170,7 +170,7 @@ class Examination:
             return unchecked("no exchange of finite gradients was seen")
         unused, alike = (
             [names[index] for index in which.nonzero().flatten().tolist()]
-            for which in (verdict.unused, verdict.alike)
+            for which in (verdict.unused, verdict.undecided)
         )
         proven, why = int(verdict.proven.sum()), self._why_alike()
         sent, counted_factor, bytes_finding = self._bytes()
@@ -345,7 +345,7 @@ class StepVerdict:
     unused: Tensor
 
     @property
-    def alike(self) -> Tensor:
+    def undecided(self) -> Tensor:
         """Parameters whose right gradient cannot be told from a wrong one [P]."""
         return ~(self.proven | self.unused | self.wrong.any(dim=0))
 

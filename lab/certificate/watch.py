@@ -215,11 +215,11 @@ class Watch:
         else:
             self._take(name, [gradient])
 
-    def kept(self, exchange: Exchange, comm: Comm) -> Tensor:
+    def residual_images(self, exchange: Exchange, comm: Comm) -> Tensor:
         """Return the images of the compression errors that this rank keeps: [P, H, K]."""
         images = {name: self._zero() for name in self.parameters}
         shapes = {name: travel_shape(parameter) for name, parameter in self.parameters.items()}
-        for name, start, values in exchange.kept(shapes, comm):
+        for name, start, values in exchange.residuals(shapes, comm):
             images[name] += self._sketch.image(values, start, self.head_only)
         return torch.stack(list(images.values()))
 

@@ -36,7 +36,7 @@ from lab.settings.files import located, read_file
 from lab.settings.overrides import own_choices
 from lab.settings.streams import progress
 from lab.simulate.fit import fitted_groups
-from lab.simulate.hardware import draws, places
+from lab.simulate.hardware import places, uncertainty_samples
 from lab.simulate.score import ScoredCell, scored_cell
 from lab.simulate.terms import drawn
 
@@ -446,7 +446,7 @@ def _find(
     hardware = hardware_of(paper.hardware, paper.origin)
     on = partial(Predicted, paper.profile, network=counts, origin=paper.origin)
     predicted = on(hardware)
-    open_ = enumerate(zip(drawn(draws(hardware)), places(), strict=True))
+    open_ = enumerate(zip(drawn(uncertainty_samples(hardware)), places(), strict=True))
     others = [on(each, place=place, number=number) for number, (each, place) in open_]
     measured = None
     if runs:

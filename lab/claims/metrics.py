@@ -57,9 +57,9 @@ class ClaimPoint:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "batch_size", "over_ranks"):
-            checks.whole(f"at.{name}", getattr(self, name), 1)
+            checks.integer(f"at.{name}", getattr(self, name), 1)
         if self.num_bytes is not None:
-            checks.whole("at.num_bytes", self.num_bytes, 1)
+            checks.integer("at.num_bytes", self.num_bytes, 1)
         if self.rate_gbit is not None:
             checks.number("at.rate_gbit", self.rate_gbit, above=0)
 

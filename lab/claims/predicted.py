@@ -18,7 +18,7 @@ from lab.model.work import Counts
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.overrides import own_choices
-from lab.simulate.hardware import Hardware, draws, parse, with_rate, with_value
+from lab.simulate.hardware import Hardware, parse, uncertainty_samples, with_rate, with_value
 from lab.simulate.network import Network
 from lab.simulate.step import simulate
 from lab.simulate.strategy import Strategy
@@ -160,7 +160,7 @@ def hardware_of(name: str, origin: str | None = None) -> Hardware:
 @cache
 def _draw(hardware: Hardware, number: int) -> Hardware:
     """Draw what a file and the learned terms leave open; draws are numbered from 0."""
-    return next(islice(drawn(draws(hardware)), number, None))
+    return next(islice(drawn(uncertainty_samples(hardware)), number, None))
 
 
 def with_texts(hardware: Hardware, texts: Sequence[str]) -> Hardware:

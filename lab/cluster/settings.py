@@ -168,7 +168,7 @@ def emulated(
     world_size: int | None = None,
 ) -> Cluster:
     """Build a Cluster from conf/cluster/emulated.yaml; ValueErrors name the wrong setting."""
-    checks.whole("cluster.ranks_per_host", ranks_per_host, 1, 1024)
+    checks.integer("cluster.ranks_per_host", ranks_per_host, 1, 1024)
     num_hosts = _number_of_hosts(hosts, ranks_per_host, world_size)
     for key, value in (("rates", rates), ("changes", changes)):
         if isinstance(value, str) or not isinstance(value, Sequence | None):
@@ -220,7 +220,7 @@ def _number_of_hosts(hosts: int | None, ranks_per_host: int, world_size: int | N
         if world_size is None:
             raise ValueError("cluster.hosts=null: must be a number of hosts, as in cluster.hosts=4")
         hosts = world_size // ranks_per_host or 1
-    checks.whole("cluster.hosts", hosts, 1, MOST_HOSTS)
+    checks.integer("cluster.hosts", hosts, 1, MOST_HOSTS)
     if world_size not in (None, hosts * ranks_per_host):
         raise ValueError(
             f"cluster.hosts={hosts}: with cluster.ranks_per_host={ranks_per_host} the hosts have "
@@ -280,8 +280,8 @@ def straggler_of(config: DictConfig, world_size: int) -> Straggler | None:
 
 def planted(rank: int, phase: str, delay_ms: float, every: int) -> Straggler:
     """Build a Straggler from conf/straggler/planted.yaml."""
-    checks.whole("straggler.rank", rank, 0)
-    checks.whole("straggler.every", every, 1)
+    checks.integer("straggler.rank", rank, 0)
+    checks.integer("straggler.every", every, 1)
     checks.one_of("straggler.phase", phase, PHASES)
     checks.number("straggler.delay_ms", delay_ms, above=0, at_most=60_000)
     return Straggler(rank, phase, delay_ms / 1e3, every)

@@ -64,7 +64,7 @@ class Float8(Codec):
     name = "float8"
 
     def __init__(self, block_size: int = 128) -> None:
-        self.block_size = checks.whole("exchange.block_size", block_size, 8)
+        self.block_size = checks.integer("exchange.block_size", block_size, 8)
         unit = 1 if block_size % 4 else 4
         self.reading = Reading("float8", unit, unit, block=block_size)
 
@@ -168,8 +168,8 @@ class OneBit(Codec):
     ) -> None:
         self.threshold = checks.one_of("exchange.threshold", threshold, THRESHOLDS)
         self.granularity = checks.one_of("exchange.granularity", granularity, GRANULARITIES)
-        self.block_size = checks.whole("exchange.block_size", block_size, 8)
-        self.min_columns = checks.whole("exchange.min_columns", min_columns, 1)
+        self.block_size = checks.integer("exchange.block_size", block_size, 8)
+        self.min_columns = checks.integer("exchange.min_columns", min_columns, 1)
         if granularity == "column" and block_size != BLOCK_SIZE:
             raise ValueError(f"exchange.block_size={block_size}: needs granularity=block")
         self.option = int(threshold == "mean")
@@ -218,7 +218,7 @@ class Signs(Codec):
     reading = Reading("signs", 8)
 
     def __init__(self, min_values: int = 4096) -> None:
-        self.min_values = checks.whole("exchange.min_values", min_values, 1)
+        self.min_values = checks.integer("exchange.min_values", min_values, 1)
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
         for _, start, stop in spans(shapes):

@@ -96,7 +96,7 @@ class GlobalSampler:
         seed: int,
         start: int = 0,
     ) -> None:
-        checks.whole("num_samples", num_samples, 1)
+        checks.integer("num_samples", num_samples, 1)
         if batch_size % world_size:
             raise ValueError(
                 f"batch_size={batch_size}: must be a multiple of {world_size}, the number of ranks"

@@ -148,7 +148,7 @@ def _check_shapes(root: Path, part: Part) -> None:
 
 
 def _check_ids(root: Path, inputs: np.ndarray, vocabulary: object) -> None:
-    vocabulary = checks.whole("data.vocabulary", vocabulary, 1)
+    vocabulary = checks.integer("data.vocabulary", vocabulary, 1)
     smallest, largest = inputs.min(), inputs.max()
     if inputs.dtype.kind not in "iu" or smallest < 0 or largest >= vocabulary:
         raise ValueError(

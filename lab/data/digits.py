@@ -62,7 +62,7 @@ def rotated_digits(
 
 def _load(size: object) -> tuple[Tensor, Tensor, int]:
     """Read resized images float32 [n, 1, size, size], classes int64 [n], and how many are tests."""
-    size = checks.whole("data.size", size, NATIVE_PX, MOST_PX)
+    size = checks.integer("data.size", size, NATIVE_PX, MOST_PX)
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         pixels, classes, num_test = file["pixels"], file["classes"], int(file["num_test"])
     images = torch.from_numpy(pixels).float().unsqueeze(1)

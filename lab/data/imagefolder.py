@@ -61,8 +61,8 @@ class ImageFolder:
         workers: int = 2,
         augment: bool = True,
     ) -> None:
-        checks.whole("data.size", size, 1)
-        checks.whole("data.workers", workers, 0)
+        checks.integer("data.size", size, 1)
+        checks.integer("data.workers", workers, 0)
         checks.truth("data.augment", augment)
         train, test, self.num_classes = find_files(path)
         self.train_images = ImageFiles(train, size, seed if augment else None)

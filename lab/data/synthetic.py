@@ -30,8 +30,8 @@ def synthetic(
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(sizes) != 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise ValueError(f"data.shape={shape}: must be three integers [C, H, W], each at least 1")
-    checks.whole("data.num_classes", num_classes, 1)
-    checks.whole("data.num_images", num_images, 1)
+    checks.integer("data.num_classes", num_classes, 1)
+    checks.integer("data.num_images", num_images, 1)
     num_test = max(1, num_images // 8)
     total = num_images + num_test
     generator = torch.Generator(device).manual_seed(seed)
@@ -55,9 +55,9 @@ def synthetic_tokens(
         context: ids of a sequence.
         num_sequences: to train on.
     """
-    checks.whole("data.vocabulary", vocabulary, 1)
-    checks.whole("data.context", context, 1)
-    checks.whole("data.num_sequences", num_sequences, 1)
+    checks.integer("data.vocabulary", vocabulary, 1)
+    checks.integer("data.context", context, 1)
+    checks.integer("data.num_sequences", num_sequences, 1)
     generator = np.random.default_rng(seed)
     train, test = (
         generator.integers(vocabulary, size=number * context + 1, dtype=np.int64)

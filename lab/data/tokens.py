@@ -54,7 +54,7 @@ class Windows:
         device: torch.device,
         source: str,
     ) -> None:
-        checks.whole("data.context", context, 1)
+        checks.integer("data.context", context, 1)
         for part, ids in (("train", train), ("test", test)):
             if len(ids) <= context:
                 raise ValueError(
@@ -156,7 +156,7 @@ def tokens(
     return Windows(
         *(train, test),
         context=context,
-        vocabulary=checks.whole("data.vocabulary", vocabulary, 1),
+        vocabulary=checks.integer("data.vocabulary", vocabulary, 1),
         device=device,
         source=f"{len(train) + len(test):,} tokens of {root}",
     )

@@ -34,7 +34,7 @@ from lab.draw.plots import BAR, GAP, bars
 from lab.settings import storage
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
-from lab.training.recording import surroundings
+from lab.training.recording import benchmark_environment
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what these libraries may use
 PROGRAM = (sys.executable, "-m", "lab.device.callgrind")
@@ -71,7 +71,7 @@ def measure(request: BenchRequest) -> dict[str, Any]:
             f"recorded with {RECORDING}"
         )
     with joined(configs[0]) as world:
-        around = surroundings(world, *configs)
+        around = benchmark_environment(world, *configs)
     began = time.perf_counter()
     rows, own = _counted(request), request.own
     return {

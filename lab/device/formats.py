@@ -111,7 +111,10 @@ def moves(call: Callable[[], object], device: torch.device) -> Moves:
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     executed: list[Primitive] = []
-    with printed(2), profile(activities=activities) as profiler:  # it announces itself there
+    with (
+        captured_stdout(2),
+        profile(activities=activities) as profiler,
+    ):  # it announces itself there
         if on_gpu:
             call()
             torch.cuda.synchronize(device)
@@ -215,7 +218,7 @@ class Primitive:
 
 def primitives(call: Callable[[], object]) -> list[Primitive]:
     """Return what oneDNN executed during a call, in order; empty: it was not asked."""
-    with printed(1) as log, torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+    with captured_stdout(1) as log, torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
         call()
     return parsed(log.getvalue())
 
@@ -242,7 +245,7 @@ def parsed(log: str) -> list[Primitive]:
 
 
 @contextmanager
-def printed(descriptor: int) -> Iterator[StringIO]:
+def captured_stdout(descriptor: int) -> Iterator[StringIO]:
     """Send what the process prints meanwhile to a buffer, which is filled when the context ends.
 
     Args:

@@ -21,7 +21,7 @@ from lab.measure.statistics import round_means
 from lab.measure.stragglers import Slow, Times, stragglers
 from lab.record.run_directory import SETTINGS, read_settings
 from lab.record.trace import TIMELINE, read_trace
-from lab.sync.pattern import Pattern, alike, pattern_of
+from lab.sync.pattern import Pattern, comparable_phases, pattern_of
 
 OWN_WORK = ("data_s", "forward_s", "backward_s", "update_s")  # columns of steps.parquet
 OF_SLOW = ("delay_s", "share", "floor_s")  # figures of a slow rank, beside where it is slow
@@ -67,7 +67,7 @@ class Evidence:
     slow: Sequence[Slow] = ()
     backward_s: float = math.nan
     codec_s: float = math.nan
-    floor: float = math.nan
+    noise_floor: float = math.nan
     payload_bytes: float = math.nan
     messages: float = math.nan
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def gather(results: Results, cell: RecordedCell) -> Evidence:
         slow=tuple(slow or ()),
         backward_s=scale * _phase_s(telling, "backward"),
         codec_s=scale * _codec_s(breakdowns, pattern.every),
-        floor=results.floor,
+        noise_floor=results.noise_floor,
         payload_bytes=max(cell.payload_bytes_per_step, default=math.nan),
         messages=max(cell.record.messages_per_step or (), default=math.nan),
         settings=settings,
@@ -337,7 +337,7 @@ def slow_ranks(runs: Sequence[RecordedCell], settings: Mapping[str, Any]) -> lis
         steps = run.steps()
         if steps is not None and f"own_{OWN[0]}_s" in steps.columns:
             times = own_times(steps, pattern_of(settings).every)
-            same = alike(settings, run.payload_bytes_per_step)
+            same = comparable_phases(settings, run.payload_bytes_per_step)
             found.append(stragglers(times, run.step_s, same))
     if not found:
         return None

@@ -88,7 +88,9 @@ class Explanation:
 def judge(evidence: Evidence) -> Explanation:
     """Apply the rules."""
     known = [loss for loss in _losses(evidence) if not math.isnan(loss.seconds)]
-    least = evidence.step_s * max(LOSS_SHARE, 0 if math.isnan(evidence.floor) else evidence.floor)
+    least = evidence.step_s * max(
+        LOSS_SHARE, 0 if math.isnan(evidence.noise_floor) else evidence.noise_floor
+    )
     counting = [loss for loss in known if loss.seconds >= least]
     if math.isnan(evidence.exposed_s):  # own times tell a slow rank without it
         counting = [loss for loss in counting if loss.part == "straggler" and evidence.slow]

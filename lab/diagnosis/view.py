@@ -150,7 +150,7 @@ def _evidence_lines(e: Evidence) -> Lines:
         yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute that did not shrink"
     for line in e.one.record.idle:
         yield "no effect", line
-    if floor := floor_text(e.floor):
+    if floor := floor_text(e.noise_floor):
         yield "noise", floor
     if emulated := worded(e.one.record.emulation):
         yield "emulated", emulated

@@ -345,7 +345,7 @@ class Comm(ABC):
         self._count_pairs(num_bytes)
         return self._begin(self._imeet, window, num_bytes, last)
 
-    def beside(self, name: str) -> Comm:
+    def dup(self, name: str) -> Comm:
         """Return a Comm of the same ranks over connections of its own, the same for each `name`.
 
         It is made at the first call, which waits for all ranks. A comm that is not `asynchronous`

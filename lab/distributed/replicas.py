@@ -19,15 +19,15 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def whole(value: Any) -> Any:
+def gathered(value: Any) -> Any:
     """Return `value` with all sharded tensors in it, also in dicts and lists, gathered.
 
     All ranks call this together if any tensor is sharded.
     """
     if isinstance(value, dict):
-        return {key: whole(each) for key, each in value.items()}
+        return {key: gathered(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [whole(each) for each in value]
+        return [gathered(each) for each in value]
     if isinstance(value, Tensor) and is_sharded(value):
         if not value.numel():  # DTensor mistakes the shape of a part
             return torch.empty_like(local(value)).reshape(value.shape)
@@ -102,7 +102,7 @@ def replica_hash(model: nn.Module, world: World) -> str:
         ReplicaMismatch: names the first parameter that differs, and the ranks.
     """
     names = [name for name, _ in model.named_parameters()]
-    digests = [_digest(whole(parameter)) for parameter in model.parameters()]
+    digests = [_digest(gathered(parameter)) for parameter in model.parameters()]
     hashes = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
     all_hashes = world.gather(hashes)  # [ranks, parameters, 32]
     for index, name in enumerate(names):

@@ -25,7 +25,7 @@ class AllReduce(Staged):
             values become infinite, smaller zero.
     """
 
-    takes_divided = True
+    accepts_prescaled = True
     steady_from = 0
 
     def __init__(self, dtype: str = "float32") -> None:

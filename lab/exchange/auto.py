@@ -65,7 +65,7 @@ class Auto(Composite):
         _check(candidates, among)
         super().__init__({name: candidates[name] for name in among}, "exchange.candidates.")
         self.exact = False
-        self.rounds = checks.whole("exchange.rounds", rounds, 1)
+        self.rounds = checks.integer("exchange.rounds", rounds, 1)
         self.tolerance = checks.number("exchange.tolerance", tolerance, at_least=0, below=1)
         self.chosen: dict[str, str] = {}  # names, by the bucket's first parameter
         self.tried: dict[str, float] = {}  # seconds of a step in each configuration
@@ -113,7 +113,7 @@ class Auto(Composite):
         if not now:
             exchange.average(bucket, comm)
             return
-        yield from exchange.stages(bucket, comm.beside(name) if len(now) > 1 else comm)
+        yield from exchange.stages(bucket, comm.dup(name) if len(now) > 1 else comm)
 
     def _try(self, bucket: GradBucket, comm: Comm) -> str:
         """Return the exchange that is tried. A turn ends when the first bucket comes again."""

@@ -16,7 +16,7 @@ from lab.exchange.cost import Costs, Needs, Sizes
 from lab.settings.own_code import is_labs
 
 Shapes = Mapping[str, torch.Size]
-Kept = tuple[str, int, Tensor]  # a parameter, the place of the first value, and values [n]
+ResidualPart = tuple[str, int, Tensor]  # a parameter, the place of the first value, and values [n]
 COMPRESSED = frozenset({torch.float32})  # dtypes that codecs read
 ADDED = COMPRESSED | {torch.float64, torch.bfloat16, torch.float16}  # those that libraries add
 
@@ -52,7 +52,7 @@ class Exchange(ABC):
     keeps_replicas_equal = True
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
-    takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
+    accepts_prescaled = False  # accepts gradients of a loss divided by N: saves a pass
     keeps_residuals = False  # what codecs leave out of gradients is kept for later steps
     staged = False  # over Gloo it takes turns with backward on one thread; others have their own
     steady_from: int | None = None
@@ -66,7 +66,7 @@ class Exchange(ABC):
         super().__init_subclass__(**kwargs)
         own = vars(cls)
         if not cls.__module__.startswith("lab.") and not {"average", "stages"}.isdisjoint(own):
-            cls.takes_divided = own.get("takes_divided", False)
+            cls.accepts_prescaled = own.get("accepts_prescaled", False)
 
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
@@ -117,17 +117,17 @@ class Exchange(ABC):
         for child in self.children():
             child.flush_residual(bucket, comm)
 
-    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+    def residuals(self, shapes: Shapes, comm: Comm) -> Iterator[ResidualPart]:
         """Yield the compression errors that this rank keeps for later steps; most keep none.
 
         With these, lab.certificate checks any lossy exchange: summed over the ranks, N * delivered
-        means + kept = true sums at any time.
+        means + residuals = true sums at any time.
 
         Args:
             shapes: of the parameters that are exchanged, by name.
         """
         for child in self.children():
-            yield from child.kept(shapes, comm)
+            yield from child.residuals(shapes, comm)
 
     def add_cost(self, costs: Costs) -> bool:
         """Add the stages of a bucket to `costs`; False: they are recorded from `average`.
@@ -141,7 +141,7 @@ class Exchange(ABC):
         return Needs(kept=math.nan)
 
     def error_bound(self, largest: float, size: int) -> float:
-        """Bound the distance of a delivered value from the mean, besides rounding and `kept`.
+        """Bound the distance of a delivered value from the mean, besides rounding and `residuals`.
 
         Args:
             largest: magnitude that no gradient of any rank exceeds.
@@ -280,7 +280,7 @@ def require_known_residuals(key: str, exchange: Exchange) -> None:
     """
     kind = type(exchange)
     keeps_state = not exchange.exact and kind.state_dict is not Exchange.state_dict
-    if not (keeps_state or exchange.keeps_residuals or kind.kept is not Exchange.kept):
+    if not (keeps_state or exchange.keeps_residuals or kind.residuals is not Exchange.residuals):
         return
     needed = ("state_dict", "load_state_dict", "add_residual", "flush_residual")
     lacking = [name for name in needed if getattr(kind, name) is getattr(Exchange, name)]

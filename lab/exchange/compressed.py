@@ -21,7 +21,7 @@ from lab.codec.kernels import Peers
 from lab.codec.layout import MessageLayout
 from lab.codec.trial import require_sound
 from lab.distributed.comm import Collective, Comm, NoWindow, Window
-from lab.exchange.base import Exchange, Kept, RankOfSize, Shapes, Staged
+from lab.exchange.base import Exchange, RankOfSize, ResidualPart, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes
 from lab.exchange.memory import Memory
@@ -81,8 +81,8 @@ class Lossy(Staged):
         self.memory.flush_to(bucket)
         bucket.plans.pop(self, None)
 
-    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
-        return self.memory.kept()
+    def residuals(self, shapes: Shapes, comm: Comm) -> Iterator[ResidualPart]:
+        return self.memory.residuals()
 
     def error_bound(self, largest: float, size: int) -> float:
         return 0.0 if self.keeps_residuals else math.inf
@@ -386,7 +386,7 @@ class OneBit(TwoStage):
     ) -> None:
         self._rows = codecs.OneBit(threshold, granularity, block_size, min_columns)
         super().__init__(self._rows, Memory(error_feedback))
-        self.warmup_steps = checks.whole("exchange.warmup_steps", warmup_steps, 0)
+        self.warmup_steps = checks.integer("exchange.warmup_steps", warmup_steps, 0)
         self.steady_from = self.warmup_steps
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:

@@ -48,7 +48,7 @@ class Direction(Exchange):
 
     exact = False
     delivers = "direction"
-    takes_divided = True
+    accepts_prescaled = True
     kinds: tuple[str, ...]
 
     def __init__(self, betas: Sequence[float], eps: float) -> None:

@@ -20,8 +20,8 @@ from lab.distributed.launcher import Nodes, each_alone
 from lab.distributed.worker import record_stream
 from lab.exchange.base import (
     Exchange,
-    Kept,
     RankOfSize,
+    ResidualPart,
     Shapes,
     Staged,
     require_part,
@@ -67,7 +67,7 @@ class Hierarchical(Staged):
                 f"exchange.inter={name} already has two levels; choose an exchange with one level"
             )
         self.inter = inter
-        self.exact, self.takes_divided = inter.exact, inter.takes_divided
+        self.exact, self.accepts_prescaled = inter.exact, inter.accepts_prescaled
         self.dtypes, self.staged = inter.dtypes, inter.staged
         self.steady_from = inter.steady_from
         self.needs_send_recv = inter.needs_send_recv
@@ -88,7 +88,7 @@ class Hierarchical(Staged):
         parts = [[part_shape(s, rail, rails) for s in costs.shapes] for rail in range(rails)]
         part = max(parts, key=lambda shapes: sum(map(math.prod, shapes)))
         copied = 2 * costs.num_bytes * (len(costs.shapes) > 1)  # into blocks, and back
-        node, block_bytes = network.inside(), 4 * sum(map(math.prod, part))
+        node, block_bytes = network.intra_node(), 4 * sum(map(math.prod, part))
         costs.codec(copied, calls=bool(copied))
         costs.wire(node.reduce_scatter(block_bytes), inside=True)
         rail = network.rail(rails)
@@ -234,7 +234,7 @@ class Hierarchical(Staged):
         for name in bucket.shapes:
             self.carried.pop(name, None)
 
-    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+    def residuals(self, shapes: Shapes, comm: Comm) -> Iterator[ResidualPart]:
         of_inter = (values for kind in self.inter.state_dict().values() for values in kind.values())
         like = next(chain(self.carried.values(), of_inter), None)
         if like is not None:

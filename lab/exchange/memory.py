@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.distributed.worker import record_stream
-from lab.exchange.base import Kept
+from lab.exchange.base import ResidualPart
 from lab.exchange.bucket import GradBucket
 from lab.settings import checks
 
@@ -166,7 +166,7 @@ class Memory:
             if bound := self._bound.pop(name, None):
                 bound.current = False
 
-    def kept(self) -> Iterator[Kept]:
+    def residuals(self) -> Iterator[ResidualPart]:
         """Yield residuals: a parameter, the place of the first value, and values [n]."""
         for name, values in self._own.items():
             yield name, 0, values.view(-1)

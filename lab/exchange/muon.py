@@ -65,7 +65,7 @@ class Muon(Staged, MatrixDirection):
         super().__init__(adam, matrices, betas, eps)
         self.momentum = checks.number("exchange.momentum", momentum, at_least=0, below=1)
         self.nesterov = checks.truth("exchange.nesterov", nesterov)
-        self.steps = checks.whole("exchange.steps", steps, 1)
+        self.steps = checks.integer("exchange.steps", steps, 1)
         self.dtype = DTYPES[checks.one_of("exchange.dtype", dtype, DTYPES)]
         self._sizes: dict[str, int] = {}  # of the whole model
         self._matrices: dict[str, Matrix] = {}

@@ -85,10 +85,10 @@ class OneBitAdam(SignedDirection):
         signs_of: str = "momentum",
     ) -> None:
         super().__init__(betas, eps, block_size)
-        checks.whole("exchange.least_steps", least_steps, 1)
-        checks.whole("exchange.rate_warmup", rate_warmup, 0)
+        checks.integer("exchange.least_steps", least_steps, 1)
+        checks.integer("exchange.rate_warmup", rate_warmup, 0)
         if freeze_at is not None:
-            checks.whole("exchange.freeze_at", freeze_at, 1)
+            checks.integer("exchange.freeze_at", freeze_at, 1)
         self.of_momentum = checks.one_of("exchange.signs_of", signs_of, SIGNS_OF) == "momentum"
         self.freeze_at = freeze_at
         self.criterion = FreezeCriterion(settle_every, settle_below, least_steps + rate_warmup)
@@ -235,7 +235,7 @@ class FreezeCriterion:
     """
 
     def __init__(self, every: int, below: float, least: int) -> None:
-        self.every = checks.whole("exchange.settle_every", every, 2)
+        self.every = checks.integer("exchange.settle_every", every, 2)
         self.below = checks.number("exchange.settle_below", below, above=0, below=1)
         self.least = least
         self.ratio: float | None = None
@@ -523,8 +523,8 @@ class IntervalSchedule:
     """
 
     def __init__(self, each: int, longest: int) -> None:
-        self._each = checks.whole("exchange.updates_per_interval", each, 1, 10**5)
-        checks.whole("exchange.longest_interval", longest, 1, 2**30)
+        self._each = checks.integer("exchange.updates_per_interval", each, 1, 10**5)
+        checks.integer("exchange.longest_interval", longest, 1, 2**30)
         if longest & (longest - 1):
             raise ValueError(f"exchange.longest_interval={longest}: must be a power of two")
         doublings = range(longest.bit_length())

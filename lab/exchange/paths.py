@@ -68,7 +68,7 @@ class Path(Exchange):
 
     dtypes = ADDED
     needs_send_recv = True
-    takes_divided = True
+    accepts_prescaled = True
     steady_from = 0
 
     def __init__(self, chunk_mb: ChunkMB = 4) -> None:
@@ -77,7 +77,7 @@ class Path(Exchange):
         self._chunks = Plans()  # those that arrive, of buckets of any size
 
 
-class Rooted(Path):
+class ReduceBroadcast(Path):
     """An exchange in two halves: reduce to rank 0, then broadcast.
 
     Attributes:
@@ -99,7 +99,7 @@ class Rooted(Path):
         """Replace `flat` by rank 0's on all ranks."""
 
 
-class Star(Rooted):
+class Star(ReduceBroadcast):
     """An exchange in which rank 0 receives all gradients, adds in rank order and returns the mean.
 
     As Torch7's nn.DataParallelTable does (accGradParameters onto the first GPU). Rank 0 moves N-1
@@ -134,7 +134,7 @@ class Star(Rooted):
             comm.send(flat, to)
 
 
-class Tree(Rooted):
+class Tree(ReduceBroadcast):
     """Reduce up a binomial tree, divide at the root, broadcast down the same tree.
 
     Store and forward of whole buckets: the critical path is 2*ceil(log2 N) transfers of the bucket

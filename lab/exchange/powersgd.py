@@ -50,7 +50,7 @@ class PowerSGD(Lossy):
 
     def __init__(self, rank: int = 2, error_feedback: bool = True) -> None:
         super().__init__(Memory(error_feedback))
-        self.rank = checks.whole("exchange.rank", rank, 1)
+        self.rank = checks.integer("exchange.rank", rank, 1)
         self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
 
     def add_cost(self, costs: Costs) -> bool:
@@ -70,7 +70,7 @@ class PowerSGD(Lossy):
         return Needs(kept=4 * sizes.n * self.memory.keeps)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        plan, second = self.planned(bucket, comm, _MatrixPlan), comm.beside("second stage")
+        plan, second = self.planned(bucket, comm, _MatrixPlan), comm.dup("second stage")
         kernels, factors, flat = plan.kernels, plan.factors, bucket.flat
         exact = [flat[part] for part in plan.exact]
         if exact:

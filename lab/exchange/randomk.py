@@ -49,7 +49,7 @@ class RandomK(Lossy):
     def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(Memory(error_feedback))
         self.ratio = checks.number("exchange.ratio", ratio, above=0, at_most=1)
-        self.seed = checks.whole("exchange.seed", seed, 0)
+        self.seed = checks.integer("exchange.seed", seed, 0)
 
     def add_cost(self, costs: Costs) -> bool:
         n, sent = costs.n, sum(num_sent(shape, self.ratio) for shape in costs.shapes)

@@ -110,7 +110,7 @@ class SignedDirection(Staged, Direction):
 
     def __init__(self, betas: Sequence[float], eps: float, block_size: int) -> None:
         super().__init__(betas, eps)
-        self.codec = RaggedBlocks(checks.whole("exchange.block_size", block_size, 8))
+        self.codec = RaggedBlocks(checks.integer("exchange.block_size", block_size, 8))
         self._rows: Moments = {}  # indices of active rows
 
     def memory_bytes(self, sizes: Sizes) -> Needs:

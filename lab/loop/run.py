@@ -34,7 +34,7 @@ from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import count, require_alike
 from lab.training.outcome import measured
-from lab.training.recording import Curves, Recording, claim
+from lab.training.recording import Curves, Recording, acquire_run_dir
 from lab.training.run import failure_of
 from lab.training.trainer import RecordedLoop
 
@@ -147,7 +147,7 @@ class Run(Recording):
             node = load([f"recorder={recorder}"]).recorder
             chosen = build(node) if node else None
         self.loop = self._loop = OwnLoop(config, world, module, sync)
-        directory = claim(world, config, run_name(arguments, config.strategy, world.size))
+        directory = acquire_run_dir(world, config, run_name(arguments, config.strategy, world.size))
         assert directory  # a new one is not done
         super().__init__(config, arguments, world, directory, unit=unit, **known)
         self.curves = Curves(chosen)

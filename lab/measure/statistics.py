@@ -309,13 +309,13 @@ class InterleavedSteps:
         every: steps of a round, from one exchange to the next.
     """
 
-    alone: int
+    num_warmup: int
     size: int
     every: int
 
-    def counted(self, num_steps: int) -> NDArray[np.bool_]:
+    def steady_mask(self, num_steps: int) -> NDArray[np.bool_]:
         """Tell which of a run's steps count, [steps]."""
-        place = np.arange(num_steps) - self.alone
+        place = np.arange(num_steps) - self.num_warmup
         return (place >= 0) & (place % self.size >= self.every)
 
     def seconds(self, round_s: NDArray[np.float64]) -> list[float]:

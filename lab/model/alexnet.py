@@ -104,7 +104,7 @@ def alexnet_small(
         hidden: width of both hidden FC layers.
         dropout: probability that an input of a hidden FC layer is dropped.
     """
-    checks.whole("model.width", width, 1)
+    checks.integer("model.width", width, 1)
     require_size("alexnet_small", input_shape, SMALL_SMALLEST_PX)
     features = stacked(
         input_shape[0],

@@ -87,7 +87,7 @@ def with_fc_head(
     head: list[nn.Module] = [nn.Flatten()]
     width = math.prod(shape)
     for hidden_width in hidden:
-        checks.whole("model.hidden", hidden_width, 1)
+        checks.integer("model.hidden", hidden_width, 1)
         layers = [nn.Linear(width, hidden_width), nn.ReLU()]
         dropped = [nn.Dropout(dropout)] if dropout else []
         head += [*layers, *dropped] if dropout_after else [*dropped, *layers]

@@ -36,8 +36,8 @@ class LSTM(nn.Module):
     ) -> None:
         super().__init__()
         num_ids = require_tokens("lstm", vocabulary)
-        checks.whole("model.layers", layers, 1)
-        checks.whole("model.hidden", hidden, 1)
+        checks.integer("model.layers", layers, 1)
+        checks.integer("model.hidden", hidden, 1)
         require_dropout(dropout)
         checks.number("model.init_scale", init_scale, above=0)
         self.embedding = nn.Embedding(num_ids, hidden)

@@ -62,7 +62,7 @@ class Layer:
     """
 
     name: str
-    parameters: Annotated[int, partial(checks.whole, at_least=0)]
+    parameters: Annotated[int, partial(checks.integer, at_least=0)]
     forward_ms: AtLeast0
     backward_ms: AtLeast0
     fixed_forward_ms: float = 0.0

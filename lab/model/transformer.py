@@ -179,7 +179,7 @@ def _checked_size(
     given = {"layers": layers, "heads": heads, "width": width}
     for key, value in given.items():
         if value is not None:
-            checks.whole(f"model.{key}", value, 1)
+            checks.integer(f"model.{key}", value, 1)
     chosen = SIZES[size]._replace(**{k: value for k, value in given.items() if value is not None})
     if chosen.width % chosen.heads:
         raise ValueError(

@@ -37,7 +37,7 @@ class RunDirectory:
         self._above: list[Path] = []  # folders made for this one: of the study, and of all runs
 
     @classmethod
-    def claim(
+    def acquire(
         cls,
         parent: Path,
         cell: str | None,

@@ -44,7 +44,7 @@ def _end(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.16g}"
 
 
-def whole(
+def integer(
     key: str, value: object, at_least: float | None = None, at_most: float | None = None
 ) -> int:
     """Return an integer.
@@ -116,7 +116,7 @@ def as_text(value: Any) -> str:
 # Types of a dataclass' fields, with the checks that `made` calls.
 AtLeast0 = Annotated[float, partial(number, at_least=0)]
 AtLeast1 = Annotated[float, partial(number, at_least=1)]
-Count = Annotated[int, partial(whole, at_least=1)]
+Count = Annotated[int, partial(integer, at_least=1)]
 Flag = Annotated[bool, truth]
 
 

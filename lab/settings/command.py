@@ -25,9 +25,9 @@ from lab.settings.errors import ConfigError, Failed, OutputLost, lacks_memory, o
 from lab.settings.fields import columns, fields_of
 from lab.settings.files import is_folder
 from lab.settings.hints import OF_HYDRA, hint
-from lab.settings.own_code import blame
-from lab.settings.secrets import kept_words, without_secrets
-from lab.settings.streams import drop_output, safe_streams, visible, visible_output
+from lab.settings.own_code import user_traceback
+from lab.settings.secrets import redacted_words, without_secrets
+from lab.settings.streams import drop_output, escape_controls, safe_streams, visible_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -174,7 +174,7 @@ def answer(
             return 2
         # A file that cannot be written or read, or a lack of memory, is no bug of the lab's.
         is_known = lacks_memory(error) or (isinstance(error, OSError) and error.filename)
-        if not (is_known or blame(error)):
+        if not (is_known or user_traceback(error)):
             raise
         report_error(command.name, error)
         return 1
@@ -254,7 +254,7 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
         raise ConfigError(f"{asked} {number} {command.word}; --help has examples")
     if lonely := [flag for flag in OF_CFG if flag in flags and "--cfg" not in flags]:
         raise ConfigError(f"{lonely[0]}: needs --cfg job")
-    if kept_words(settings) != settings:
+    if redacted_words(settings) != settings:
         from lab.settings.overrides import handed_over
 
         line = dataclasses.replace(line, settings=handed_over(settings))
@@ -290,7 +290,7 @@ def show(configs: Iterable[DictConfig], flags: Mapping[str, str]) -> int:
 
 def report_error(command: str, error: Exception) -> None:
     """Print an error as one line on stderr; before it, the traceback of the user's own code."""
-    found, line = blame(error), str(error)
+    found, line = user_traceback(error), str(error)
     if lacks_memory(error):
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         line = f"{rank}{type(error).__name__}: {one_line(error)}"
@@ -305,7 +305,7 @@ def report_error(command: str, error: Exception) -> None:
 
 def say_error(line: str) -> None:
     """Print the one line of an error, and hand it to torchrun, whose own report ends with it."""
-    line = visible(without_secrets(line)).replace("\n", "\\n")
+    line = escape_controls(without_secrets(line)).replace("\n", "\\n")
     print(line, file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}

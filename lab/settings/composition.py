@@ -167,7 +167,7 @@ def _validate(config: DictConfig) -> None:
         if choices:
             checks.one_of(name, value, choices)
         elif checks.is_whole(value):
-            checks.whole(name, value, limits.at_least, limits.at_most)
+            checks.integer(name, value, limits.at_least, limits.at_most)
         elif isinstance(value, float):
             checks.number(name, value, **dataclasses.asdict(limits))
         elif value == "":

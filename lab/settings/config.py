@@ -18,7 +18,7 @@ from lab.settings.fields import INTEGER, fields_of, number_of, setting
 from lab.settings.files import choices_of, no_choice
 from lab.settings.names import DIRECTORY, flat
 from lab.settings.own_code import asked_for, callable_at, check_names, reason_of
-from lab.settings.secrets import kept, without_secrets
+from lab.settings.secrets import redacted, without_secrets
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -262,7 +262,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     """Return a run's settings, nested as they are composed, without secrets."""
     from omegaconf import OmegaConf
 
-    return kept(OmegaConf.to_container(config, resolve=True))
+    return redacted(OmegaConf.to_container(config, resolve=True))
 
 
 def global_batch_size(config: DictConfig | RunSettings, world_size: int) -> int:

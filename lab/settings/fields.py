@@ -191,7 +191,7 @@ def number_of(key: str, text: str, kind: type, limits: Limits) -> float:
     """Return the number of type int or float that a text is. ConfigError: it is none in range."""
     if kind is int:
         value = int(text) if INTEGER.fullmatch(text) else text
-        return checks.whole(key, value, limits.at_least, limits.at_most)
+        return checks.integer(key, value, limits.at_least, limits.at_most)
     value = number(text)
     if not checks.is_number(value) or not limits.hold(value):
         raise ConfigError(f"{key}={text}: must be a number{limits}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lab.settings.checks import as_text
-from lab.settings.secrets import is_secret, kept_words
+from lab.settings.secrets import is_secret, redacted_words
 from lab.settings.storage import mapped
 
 AXES = ("strategy", "world_size", "batch_size", "scaling", "repeat", "measure")
@@ -66,7 +66,7 @@ def variant(arguments: Sequence[str]) -> dict[str, str]:
 
     `+key=value` is kept under its key, `~key` under that with the tilde and without a value.
     """
-    texts = _by_key(kept_words(arguments))
+    texts = _by_key(redacted_words(arguments))
     return {key: value for key, value in texts.items() if not _is_apart(key)}
 
 

@@ -43,8 +43,8 @@ class LearningRate:
 
     def __post_init__(self) -> None:
         checks.one_of("optim.schedule", self.schedule, SCHEDULES)
-        checks.whole("optim.warmup_steps", self.warmup_steps, 0)
-        checks.whole("optim.base_batch_size", self.base_batch_size, 1)
+        checks.integer("optim.warmup_steps", self.warmup_steps, 0)
+        checks.integer("optim.base_batch_size", self.base_batch_size, 1)
         checks.number("optim.final_share", self.final_share, at_least=0, at_most=1)
         checks.number("optim.step_factor", self.step_factor, at_least=0, at_most=1)
         checks.truth("optim.linear_scaling", self.linear_scaling)
@@ -53,7 +53,7 @@ class LearningRate:
                 f"optim.final_share={self.final_share}: needs optim.schedule=cosine or linear"
             )
         if self.schedule == "step":
-            checks.whole("optim.step_every", self.step_every, 1)
+            checks.integer("optim.step_every", self.step_every, 1)
         else:
             self._refuse_set("optim.schedule=step", "step_every", "step_factor")
         if not self.linear_scaling:

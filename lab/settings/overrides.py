@@ -15,7 +15,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.fields import INTEGER
 from lab.settings.files import choices_of, is_folder
 from lab.settings.hints import OF_HYDRA, lonely_hint, number
-from lab.settings.secrets import kept_words
+from lab.settings.secrets import redacted_words
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -68,7 +68,7 @@ def handed_over(arguments: Sequence[str]) -> list[str]:
 
     So they are in no list of processes of the ranks that it starts, and in no file that keeps it.
     """
-    return [word if kept_words([word]) == [word] else _handed_over(word) for word in arguments]
+    return [word if redacted_words([word]) == [word] else _handed_over(word) for word in arguments]
 
 
 def _handed_over(word: str) -> str:

@@ -291,7 +291,7 @@ def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
 
 
 def _import_failed(error: BaseException, setting: str) -> ConfigError:
-    found = blame(error)
+    found = user_traceback(error)
     place = f"{found.place}: " if found else ""
     cause = f"{type(error).__name__}: {one_line(error)}"
     return ConfigError(f"{setting}: cannot be imported: {place}{cause}")
@@ -381,7 +381,7 @@ def _hash(content: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class Blame:
+class UserTraceback:
     """An error that the user's code raised, or a library that this code called.
 
     Attributes:
@@ -395,7 +395,7 @@ class Blame:
     traceback: str
 
 
-def blame(error: BaseException) -> Blame | None:
+def user_traceback(error: BaseException) -> UserTraceback | None:
     """Return what the user's code has to do with an error; None if nothing.
 
     The user's code is all that belongs neither to the lab nor to Python nor to an installed
@@ -406,7 +406,7 @@ def blame(error: BaseException) -> Blame | None:
         if isinstance(each, ConfigError):  # a message, made to be shown alone
             continue
         if place := _place(each):
-            return Blame(each, place, _text(each))
+            return UserTraceback(each, place, _text(each))
     return None
 
 
@@ -416,7 +416,7 @@ def reason_of(error: Exception, target: object) -> Exception:
     That is the user's own error; or a ConfigError if an argument was refused or nothing is found
     under that name; or else the error that the constructor raised.
     """
-    found = blame(error)
+    found = user_traceback(error)
     cause = error if isinstance(error, ValueError | TypeError) else error.__cause__
     if found and isinstance(found.error, Exception):
         return found.error

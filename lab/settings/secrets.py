@@ -1,7 +1,7 @@
 """Keep of settings, command lines, variables and texts everything but secrets.
 
 Records, names of directories, logs, pages and trackers are shown and sent to others. Whatever goes
-there passes through `kept` or `without_secrets`. Every pattern takes time linear in the text.
+there passes through `redacted` or `without_secrets`. Every pattern takes time linear in the text.
 """
 
 from __future__ import annotations
@@ -67,27 +67,27 @@ def without_secrets(text: str) -> str:
     return SHAPES.sub(HIDDEN, _without_values(text))
 
 
-def kept(value: Any, name: str = "") -> Any:
+def redacted(value: Any, name: str = "") -> Any:
     """Return what may be kept of a value, nested as JSON or YAML is, that is known by `name`."""
     if isinstance(value, Mapping):
-        return {key: kept(each, str(key)) for key, each in value.items()}
+        return {key: redacted(each, str(key)) for key, each in value.items()}
     if name and is_secret(name) and value not in (None, "") and not isinstance(value, bool):
         return HIDDEN
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [kept(each, name) for each in value]
+        return [redacted(each, name) for each in value]
     return value
 
 
-def kept_words(arguments: Sequence[str]) -> list[str]:
+def redacted_words(arguments: Sequence[str]) -> list[str]:
     """Return what may be kept of a command line of `key=value` words.
 
     Values that were handed over (lab.settings.overrides) are shown as they were given.
     """
     given = (HANDED.sub(lambda found: os.environ.get(found[1], HIDDEN), w) for w in arguments)
     return [
-        f"{key}={kept(value, key.lstrip('+~'))}" if equals else without_secrets(key)
+        f"{key}={redacted(value, key.lstrip('+~'))}" if equals else without_secrets(key)
         for key, equals, value in (word.partition("=") for word in given)
     ]
 

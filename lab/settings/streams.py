@@ -116,22 +116,22 @@ def _told() -> Iterator[None]:
         raise OutputLost(f"standard output: {error.strerror}") from None
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Write characters that control a terminal, or the direction of text, as escapes."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class VisibleOutput(Output):
+class EscapedOutput(Output):
     """Standard output that shows controls instead of passing them on."""
 
     def write(self, text: str) -> int:
-        return super().write(visible(text))
+        return super().write(escape_controls(text))
 
 
 @contextmanager
 def visible_output() -> Iterator[None]:
     """Show controls on standard output while the context lasts."""
-    with redirect_stdout(VisibleOutput(sys.stdout)):  # pyright: ignore[reportArgumentType]
+    with redirect_stdout(EscapedOutput(sys.stdout)):  # pyright: ignore[reportArgumentType]
         yield
 
 

@@ -19,7 +19,7 @@ from lab.model.profile import replayed
 from lab.settings.files import read_file
 from lab.simulate.costs import stages_of
 from lab.simulate.fit import collective_s, fit, fit_collectives, get, link_keys
-from lab.simulate.hardware import CODEC_RATES, Hardware, draws, parse
+from lab.simulate.hardware import CODEC_RATES, Hardware, parse, uncertainty_samples
 from lab.simulate.network import Network
 from lab.simulate.score import (
     LARGEST_FITTED,
@@ -266,7 +266,7 @@ def waiting(hardware: Hardware) -> Hardware:
 def predicted_steps(steps: Iterable[Observation], hardware: Hardware) -> list[Node]:
     """Return a row for each strategy and number of ranks: measured, predicted, and intervals."""
     own = waiting(hardware)
-    group = Group("", tuple(steps), own, tuple(draws(own)), fitted=False)
+    group = Group("", tuple(steps), own, tuple(uncertainty_samples(own)), fitted=False)
     return [_row(group, each) for each in group.observations]
 
 

@@ -21,7 +21,7 @@ from lab.settings.config import build, choices_of
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import read_file
 from lab.settings.names import class_name
-from lab.settings.own_code import blame, is_labs, targets
+from lab.settings.own_code import is_labs, targets, user_traceback
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import CollectiveCost, Network
 
@@ -59,7 +59,7 @@ class Stage:
     row: str
     seconds: float
     payload_bytes: float = 0.0
-    inside: bool = False
+    intra_node: bool = False
     codec: str = ""
     across_bytes: float = 0.0
     calls: float = 0
@@ -72,7 +72,7 @@ class Stage:
             self.row,
             self.seconds * share,
             self.payload_bytes * share,
-            self.inside,
+            self.intra_node,
             self.codec,
             self.across_bytes * share,
             self.calls * share,
@@ -280,7 +280,7 @@ def blamed(path: str) -> Iterator[None]:
     except ConfigError:  # which says more
         raise
     except Exception as error:
-        if (found := blame(error)) is None:
+        if (found := user_traceback(error)) is None:
             raise
         why = f"{type(found.error).__name__}: {one_line(found.error)} ({found.place})"
         raise ConfigError(f"exchange={path}: fails in a prediction: {why}") from None

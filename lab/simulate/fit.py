@@ -22,7 +22,7 @@ from lab.settings.overrides import own_choices
 from lab.settings.storage import read_json
 from lab.simulate.costs import exchange_of, longest_phase, stages_of
 from lab.simulate.hardware import CODEC_RATES, DRAWS, LINK, Hardware, with_value
-from lab.simulate.hardware import draws as draws_of
+from lab.simulate.hardware import uncertainty_samples as draws_of
 from lab.simulate.network import Network
 from lab.simulate.score import LARGEST_FITTED, Group, Observation, used_by_fit
 from lab.simulate.step import stages_of_step

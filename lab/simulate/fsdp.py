@@ -121,13 +121,13 @@ class Sharded:
         """Run stages one after the other, the first not before `end_s`; return when they end."""
         for stage in stages:
             if not self.blocks:  # the host of a GPU runs ahead
-                end_s = self.rank.beside(stage, unit.name, end_s, stage.inside)
+                end_s = self.rank.beside(stage, unit.name, end_s, stage.intra_node)
             elif stage.row == "codec":
                 self.rank.compute(stage.row, unit.name, stage.seconds)
                 end_s = self.rank.now_s
             else:  # on CPUs it begins a collective now at the earliest
                 earliest_s = max(end_s, self.rank.now_s)
-                end_s = self.rank.beside(stage, unit.name, earliest_s, stage.inside)
+                end_s = self.rank.beside(stage, unit.name, earliest_s, stage.intra_node)
                 self.rank.wait_until(end_s)
         return end_s
 
@@ -159,7 +159,7 @@ class Groups:
         """
         sharers = ranks_of_a_copy(strategy.pattern, network)
         sharing = network.neighbours(sharers)
-        copies = network.across(sharers) if sharers < network.size else None
+        copies = network.inter_node(sharers) if sharers < network.size else None
         reshard, levels = strategy.pattern.reshard, False
         node = partial(_ranks_of_a_node, f"sync.reshard={reshard}", network)
         second = ranks_of_second_shard(reshard, network.size, node)
@@ -169,7 +169,7 @@ class Groups:
         kept = network.neighbours(second) if second else None
         return cls(network, sharing, kept, copies, levels)
 
-    def inside(self, group: Network) -> bool:
+    def is_intra_node(self, group: Network) -> bool:
         """Return whether a group leaves the links between nodes alone, where there are some."""
         return group.size <= self.world.local < self.world.size
 
@@ -227,12 +227,14 @@ def costs_of_units(profile: Profile, strategy: Strategy, network: Network) -> li
 def _with_stages(unit: Unit, shapes: list[Shape], strategy: Strategy, groups: Groups) -> Unit:
     """Return a unit of padded shapes with its stages."""
     sharing, second = groups.sharing, groups.second
-    inside = groups.inside(sharing)
+    inside = groups.is_intra_node(sharing)
     if strategy.pattern.all_gather == "int8":
         whole = _in_bytes(shapes, sharing, inside)
     else:
         whole = _in_float32(shapes, sharing, inside)
-    again = _in_float32(shapes, second, groups.inside(second), second=True) if second else whole
+    again = (
+        _in_float32(shapes, second, groups.is_intra_node(second), second=True) if second else whole
+    )
     scatter = Load(shapes, FSDP, sharing)
     scatter.codec(2 * scatter.num_bytes)  # gradients to the message
     scattered = Load(shapes, class_of(strategy.exchange), sharing)
@@ -240,7 +242,7 @@ def _with_stages(unit: Unit, shapes: list[Shape], strategy: Strategy, groups: Gr
         _in_two_levels(scattered, strategy)
     else:
         add_scatter(scattered, strategy.exchange)
-    scatter.stages += [replace(s, inside=s.inside or inside) for s in scattered.stages]
+    scatter.stages += [replace(s, inside=s.intra_node or inside) for s in scattered.stages]
     if groups.copies:
         scatter.wire(groups.copies.all_reduce(scatter.num_bytes / sharing.size))
     return replace(unit, gather=whole, again=again, scatter=scatter.stages)
@@ -282,7 +284,7 @@ def _in_two_levels(load: Load, strategy: Strategy) -> None:
     """
     network = load.network
     Load(load.shapes, FSDP, network, load.stages).codec(2 * load.num_bytes)
-    first = Load(load.shapes, load.rate, network.inside())
+    first = Load(load.shapes, load.rate, network.intra_node())
     add_scatter(first, strategy.exchange)
     load.stages += [replace(stage, inside=True) for stage in first.stages]
     sums = [(load.n // network.local,)]

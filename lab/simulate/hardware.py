@@ -346,7 +346,7 @@ def parse(node: Mapping[str, Any]) -> Hardware:
     return replace(hardware, assumed=assumed)
 
 
-def draws(hardware: Hardware, number: int = DRAWS) -> Iterator[Hardware]:
+def uncertainty_samples(hardware: Hardware, number: int = DRAWS) -> Iterator[Hardware]:
     """Draw each assumed value anew, `number` times: logarithms evenly over their range.
 
     The draws are the same each time, so that two strategies meet the same machines. Those of the
@@ -366,7 +366,7 @@ def draws(hardware: Hardware, number: int = DRAWS) -> Iterator[Hardware]:
 
 
 def places(number: int = DRAWS) -> list[float]:
-    """Draw where in its range a profile's assumed value lies, as `draws` does."""
+    """Draw where in its range a profile's assumed value lies, as `uncertainty_samples` does."""
     chance = random.Random(1)
     return [chance.random() for _ in range(number)]
 
@@ -401,7 +401,7 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
             f"{name}: intra=null: must be the link between the {hardware.ranks_per_node} ranks of "
             "a node"
         )
-    checks.whole(f"{name}: num_slow", hardware.num_slow, 0)
+    checks.integer(f"{name}: num_slow", hardware.num_slow, 0)
     if (hardware.num_slow > 0) != (hardware.slow_factor > 1):
         raise ValueError(
             f"{name}: num_slow={hardware.num_slow} slow_factor={hardware.slow_factor:g}: slows no "
@@ -444,7 +444,7 @@ def _link(where: str, figures: Mapping[str, Any]) -> Link:
         if not links or links[0][0] != 2:
             raise ValueError(f"{where}.num_links={dict(links)}: must begin with 2 ranks")
     for count in [count for _, count in links] if isinstance(links, tuple) else [links]:
-        checks.whole(f"{where}.num_links", count, 1)
+        checks.integer(f"{where}.num_links", count, 1)
     return made(Link, {**figures, "num_links": links}, f"{where}.")
 
 

@@ -161,7 +161,7 @@ class Network:
             ring = replace(ring, seconds=self._nccl_s(num_bytes, reduces=True))
         return self._as_measured("all_reduce", num_bytes, ring)
 
-    def inside(self) -> Network:
+    def intra_node(self) -> Network:
         """Return the ranks of one node."""
         return self.neighbours(self.local)
 
@@ -173,7 +173,7 @@ class Network:
         """Return one rank of each node, while those of `rails` rails share the nodes' links."""
         return self._sharing(self.num_nodes, 1, rails)
 
-    def across(self, stride: int) -> Network:
+    def inter_node(self, stride: int) -> Network:
         """Return one of every `stride` ranks, which divide all, while all others do the same."""
         rails = min(stride, self.local)
         return self._sharing(self.size // stride, self.local // rails, rails)

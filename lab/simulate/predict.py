@@ -23,7 +23,7 @@ from lab.settings.storage import escaped
 from lab.simulate.collectives import read_log
 from lab.simulate.costs import class_of, exchange_of, phases_of, refuse_unknown_rates
 from lab.simulate.estimate import ESTIMATE, Estimate, Source, profile_on, source_of
-from lab.simulate.hardware import Hardware, draws, places
+from lab.simulate.hardware import Hardware, places, uncertainty_samples
 from lab.simulate.hardware import parse as parse_hardware
 from lab.simulate.idle import idle_of, refuse_idle
 from lab.simulate.score import (
@@ -408,7 +408,7 @@ def groups_of(request: PredictRequest) -> tuple[Group, ...]:
         except (ValueError, OSError) as error:
             why = str(error).removeprefix(f"fit={fit}: ").removeprefix(f"{fit}: ")
             raise ConfigError(f"fit={fit}: {why}") from None
-    return (Group("", (), hardware, tuple(drawn(draws(hardware))), fitted=False),)
+    return (Group("", (), hardware, tuple(drawn(uncertainty_samples(hardware))), fitted=False),)
 
 
 def machines(group: Group, source: Source) -> list[tuple[Profile, Hardware]]:

@@ -128,7 +128,7 @@ def _events(
                 _note_kernels(each.codec, recorder.events)
         second = _bucket(shapes, 1)
         second.plans, second.flat = first.plans, first.flat
-        second.divided = own.takes_divided
+        second.divided = own.accepts_prescaled
         for bucket in (first, second):
             recorder.events.clear()
             with Passes(recorder.events):

@@ -253,7 +253,7 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
         predicted_s=cell.predicted_s(group.hardware),
         alone_s=(
             baseline.step_s if baseline else math.nan,
-            cell.predicted_s(group.hardware, cell.strategy.alone()),
+            cell.predicted_s(group.hardware, cell.strategy.without_exchange()),
         ),
         evidence=group.evidence(cell),
         overlaps=cell.strategy.pattern.overlaps,
@@ -265,7 +265,7 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
 def _linear_s(group: Group, cell: Observation) -> float:
     if alone := group.observed(cell.profile, NONE, 1, cell.batch_size):
         return alone.step_s / cell.world_size
-    alone = cell.strategy.alone()
+    alone = cell.strategy.without_exchange()
     alone_s = simulate(cell.profile, group.hardware, alone, 1, cell.batch_size).step_s
     return alone_s / cell.world_size
 

@@ -79,12 +79,12 @@ class Scorecard:
     commits: tuple[str, ...]
     groups: tuple[Group, ...]
     cells: tuple[ScoredCell, ...]
-    floor: float
+    noise_floor: float
 
     @property
     def least_exposed(self) -> float:
         """Share of a step below which exposed exchange is not scored."""
-        return 0.0 if math.isnan(self.floor) else self.floor
+        return 0.0 if math.isnan(self.noise_floor) else self.noise_floor
 
 
 def of_study(folder: Path, profile: Mapping[str, Any], hardware: Mapping[str, Any]) -> Scorecard:
@@ -122,7 +122,7 @@ def summary(card: Scorecard) -> list[str]:
     if with_exposed(cells, card.least_exposed):
         scored = (
             f"{EXPOSED}scored only in cells where it exceeds the study's noise floor, "
-            f"{100 * card.floor:.1f} % of the step time."
+            f"{100 * card.noise_floor:.1f} % of the step time."
             if card.least_exposed
             else f"{EXPOSED}scored wherever it is above zero, because the study's noise floor is "
             "unknown."
@@ -185,7 +185,12 @@ def data(card: Scorecard) -> dict[str, Any]:
     hardware = [
         {"conditions": g.conditions, "fitted": g.fitted, **asdict(g.hardware)} for g in card.groups
     ]
-    return {"study": card.study, "noise_floor": card.floor, "hardware": hardware, "cells": cells}
+    return {
+        "study": card.study,
+        "noise_floor": card.noise_floor,
+        "hardware": hardware,
+        "cells": cells,
+    }
 
 
 def chart(card: Scorecard) -> Chart:

@@ -111,7 +111,7 @@ class Rank:
         """
         free_s = self.free_s[inside]
         start_s = max(earliest_s, free_s)
-        shaped = stage.payload_bytes and not stage.inside
+        shaped = stage.payload_bytes and not stage.intra_node
         saved_s = min(self.burst_s, start_s - free_s) if shaped else 0.0
         self.free_s[inside] = start_s + max(0.0, stage.seconds - saved_s)
         sending = self.passing_s * stage.payload_bytes / stage.seconds if stage.seconds else 0.0
@@ -199,7 +199,7 @@ class OneThread:
         for stage in job.stages:
             if stage.row == "exchange":
                 job.stage += 1
-                job.done_s = rank.beside(stage, job.exchange.name, rank.now_s, stage.inside)
+                job.done_s = rank.beside(stage, job.exchange.name, rank.now_s, stage.intra_node)
                 return True
             rank.compute(stage.row, job.exchange.name, stage.seconds)
         self._under_way.remove(job)
@@ -305,7 +305,7 @@ def predict(
     """
     per_rank_batch_size = batch_size // world_size
     step = simulate(profile, hardware, strategy, world_size, per_rank_batch_size)
-    no_exchange = strategy.alone()
+    no_exchange = strategy.without_exchange()
     ceiling = simulate(profile, hardware, no_exchange, world_size, per_rank_batch_size)
     alone = simulate(profile, hardware, no_exchange, 1, per_rank_batch_size if weak else batch_size)
     if not alone.step_s:

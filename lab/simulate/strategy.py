@@ -69,7 +69,7 @@ class Strategy:
         """Whether several ranks exchange anything."""
         return self.pattern.gathers_units or self.exchange != NONE
 
-    def alone(self) -> Strategy:
+    def without_exchange(self) -> Strategy:
         """Return the same steps without any exchange."""
         return replace(CEILING, accumulate=self.accumulate, update=self.update)
 
@@ -95,9 +95,9 @@ class Strategy:
             for _, way in phases_of(exchange):
                 made = exchange_of(way)
                 if Leg.WEIGHTS_FROM_ROOT in pattern.legs:
-                    from lab.sync.zero1 import rooted  # with torch, as above
+                    from lab.sync.zero1 import require_reduce_broadcast  # with torch, as above
 
-                    rooted(made)
+                    require_reduce_broadcast(made)
         elif class_name(exchange["_target_"]) != "NoExchange":
             from lab.exchange import scatter  # with torch, as above
 
@@ -177,7 +177,7 @@ def parameters(profile: Profile) -> Bucket:
 def _chunks(profile: Profile, strategy: Strategy, on_gpu: bool) -> list[Bucket]:
     """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it."""
     planned = buckets(profile, strategy.chunk_mb, on_gpu)
-    if not exchange_of(strategy.exchange).takes_divided:  # it does more than add values
+    if not exchange_of(strategy.exchange).accepts_prescaled:  # it does more than add values
         return planned
     chunks: list[Bucket] = []
     for bucket in planned:

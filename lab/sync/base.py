@@ -251,7 +251,7 @@ class Sync(Exchanging, ABC):
         """Return why the host must see values of steps such as the last one; empty: it need not."""
         return ""
 
-    def idle(self) -> list[str]:
+    def ineffective(self) -> list[str]:
         """List this sync's settings that change nothing in the run; see lab.sync.pattern."""
         return []
 

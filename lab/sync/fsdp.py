@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lab.distributed import launcher
 from lab.distributed.comm import Comm, Traffic
 from lab.distributed.launcher import Nodes
-from lab.distributed.replicas import whole
+from lab.distributed.replicas import gathered
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import Plans
@@ -82,13 +82,13 @@ class FSDPSync(LibrarySync):
         super().__init__("fsdp", parts, pattern, 0)
         comm = _checked(parts, all_gather)
         self._copies = _copies(shard_size, comm)
-        self._sharers = self._copies.inside if self._copies else comm
+        self._sharers = self._copies.intra_node if self._copies else comm
         self._second = _second_shards(reshard, comm)
         self._num_micro_batches = 0
         self._wrap(parts, comm)
         self._gathers = list[UnitAllGather]()
         if all_gather == "int8":
-            inside = self._second.inside if self._second else None
+            inside = self._second.intra_node if self._second else None
             self._gathers = set_all_gather(parts.model, self._sharers, inside)
         self._scatters = list[UnitReduceScatter]()
         if reduce_scatter != "torch":
@@ -118,9 +118,9 @@ class FSDPSync(LibrarySync):
             size = ranks_of_a_host("sync.reduce_scatter=two_levels", comm.nodes)
             if size not in (1, comm.size):  # else there is one level
                 second = self._second
-                fits = second and second.inside.size == size
+                fits = second and second.intra_node.size == size
                 levels = second if second and fits else RankGroups.of(comm, size)
-                make = partial(TwoLevels, inside=levels.inside, across=levels.across)
+                make = partial(TwoLevels, inside=levels.intra_node, across=levels.inter_node)
         return set_reduce_scatter(parts.model, parts.exchange, comm.traffic, comm, make)
 
     def observe_drift(self, every: int) -> None:
@@ -177,7 +177,7 @@ class FSDPSync(LibrarySync):
         # Gloo, whose own is an all-reduce of which a part is kept.
         sharers = self._sharers
         if not self._gathers:
-            again = self._second.inside if self._second else sharers
+            again = self._second.intra_node if self._second else sharers
             for comm in [sharers] if unit is self._root else [sharers, again]:
                 sent = (comm.size - 1) * num_bytes // comm.size
                 comm.count_ring(self._num_micro_batches * sent, comm.size - 1)
@@ -187,7 +187,7 @@ class FSDPSync(LibrarySync):
         elif not self._scatters:
             sharers.count_all_reduce(num_bytes)
         if self._copies:
-            self._copies.across.count_all_reduce(num_bytes // sharers.size)
+            self._copies.inter_node.count_all_reduce(num_bytes // sharers.size)
 
     def drift_found(self) -> list[dict[str, Any]] | None:
         return self._drift.results() if self._drift else None
@@ -197,7 +197,7 @@ class FSDPSync(LibrarySync):
         return "forward", "backward"
 
     def norm(self, own: Tensor) -> Tensor:
-        return whole(own)
+        return gathered(own)
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -219,7 +219,7 @@ class FSDPSync(LibrarySync):
         if self._second_shards:
             self._second_shards.use()
 
-    def idle(self) -> list[str]:
+    def ineffective(self) -> list[str]:
         here = "all ranks are on one host"
         does_nothing = {
             f"sync.shard_size=node: {here}, so there is one copy, as with strategy=fsdp": (
@@ -270,8 +270,8 @@ def _padded_bytes(unit: FSDPModule, size: int) -> int:
 class RankGroups:
     """Groups of neighbouring ranks, and the ranks with one number in all of these."""
 
-    inside: TorchComm
-    across: TorchComm
+    intra_node: TorchComm
+    inter_node: TorchComm
 
     @classmethod
     def of(cls, comm: Comm, size: int) -> RankGroups:
@@ -282,8 +282,10 @@ class RankGroups:
 
     def mesh(self) -> DeviceMesh:
         """Return torch's mesh [groups, ranks of a group]."""
-        ranks = torch.arange(self.inside.size * self.across.size).view(-1, self.inside.size)
-        groups, device = [self.across.group, self.inside.group], self.inside.device.type
+        ranks = torch.arange(self.intra_node.size * self.inter_node.size).view(
+            -1, self.intra_node.size
+        )
+        groups, device = [self.inter_node.group, self.intra_node.group], self.intra_node.device.type
         names = "replicate", "shard"
         return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 

@@ -289,7 +289,7 @@ class GradSync(Sync):
         self.exchange.setup(parts.model)
         self.worker = parts.worker
         self._during_backward = self.pattern.begins is Begin.DURING_BACKWARD
-        self.divides_loss = self.exchange.takes_divided and is_linear(parts.model)
+        self.divides_loss = self.exchange.accepts_prescaled and is_linear(parts.model)
         self.order: list[str] | None = None
         self.noise: GradientNoise | None = None  # set to observe it
         self.drift: Drift | None = None  # the same

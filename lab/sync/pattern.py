@@ -183,7 +183,7 @@ def gradsync(overlap: bool, *legs: Leg) -> Pattern:
 def priority(overlap: bool, chunk_mb: float = 8, trials: int = 3) -> Pattern:
     """Average gradients in every step; with `overlap` the next forward waits, layer by layer."""
     checks.number("sync.chunk_mb", chunk_mb, above=0)
-    checks.whole("sync.trials", trials, 0, 10**6)
+    checks.integer("sync.trials", trials, 0, 10**6)
     pattern = replace(gradsync(overlap), no_auto="sync=priority also chooses by measurement")
     if not overlap:
         return pattern
@@ -194,7 +194,7 @@ def priority(overlap: bool, chunk_mb: float = 8, trials: int = 3) -> Pattern:
 
 def local(every: int) -> Pattern:
     """Average weights after every `every` steps."""
-    checks.whole("sync.every", every, 1)
+    checks.integer("sync.every", every, 1)
     return Pattern(
         Begin.AFTER_UPDATE,
         (Leg.MEAN_OF_CHANGES,),
@@ -207,10 +207,10 @@ def local(every: int) -> Pattern:
 
 def streaming(every: int, fragments: int, order: str, delay: int) -> Pattern:
     """Average the weights of one fragment after another, or (`delay`) during the next steps."""
-    checks.whole("sync.every", every, 1)
-    checks.whole("sync.fragments", fragments, 1, every)
+    checks.integer("sync.every", every, 1)
+    checks.integer("sync.fragments", fragments, 1, every)
     checks.one_of("sync.fragment_order", order, ORDERS)
-    checks.whole("sync.delay", delay, 0, every // fragments)  # until the next one's begins
+    checks.integer("sync.delay", delay, 0, every // fragments)  # until the next one's begins
     parts = {"fragments": fragments, "fragment_order": order, "delay": delay}
     if not delay:
         no_overlap = "must be false with sync.delay=0; weights are exchanged after the update"
@@ -225,7 +225,7 @@ def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
     if second_every is not None:
         periods["second_every"] = second_every
     for key, period in periods.items():
-        checks.whole(f"sync.{key}", period, 1)
+        checks.integer(f"sync.{key}", period, 1)
     whole = math.lcm(*periods.values())
     num_exchanges = sum(whole // period for period in periods.values())
     return replace(
@@ -450,7 +450,7 @@ def send_order(
     return order
 
 
-def idle(
+def ineffective(
     pattern: Pattern,
     *,
     strategy: str,
@@ -492,7 +492,9 @@ def idle(
     return lines
 
 
-def alike(settings: Mapping[str, Any], payload_bytes: Sequence[float] = ()) -> list[str]:
+def comparable_phases(
+    settings: Mapping[str, Any], payload_bytes: Sequence[float] = ()
+) -> list[str]:
     """List those of OWN in which a rank that takes longer is slow, and does not merely do more.
 
     Args:

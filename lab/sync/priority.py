@@ -55,7 +55,7 @@ class PrioritySync(GradSync):
             )
         scale = getattr(parts.model, "bytes_scale", 1.0)
         exchange = parts.exchange
-        cuts = exchange.takes_divided and exchange.delivers == "mean"  # it only sums
+        cuts = exchange.accepts_prescaled and exchange.delivers == "mean"  # it only sums
         self._cut = partial(cut, bucket_mb=chunk_mb if cuts else None, bytes_scale=scale)
         super().__init__(replace(parts, bucket_mb=chunk_mb), pattern)
         self._plan_overlap = partial(plan, parts.model, parts.bucket_mb, **self._plan.keywords)

@@ -163,13 +163,13 @@ def _trained(
     make: Callable[[nn.ParameterList], Optimizer], parameters: Sequence[Tensor], piecewise: bool
 ) -> list[Tensor]:
     """Return copies' weights after some steps of random gradients, the same for both ways."""
-    copies, optimizer = trial(make, parameters)
+    copies, optimizer = small_copies(make, parameters)
     for seed in range(NUM_STEPS):
         step_at_random(copies, optimizer, seed, piecewise)
     return list(copies.parameters())
 
 
-def trial(
+def small_copies(
     make: Callable[[nn.ParameterList], Optimizer], parameters: Iterable[Tensor]
 ) -> tuple[nn.ParameterList, Optimizer]:
     """Return small copies of the first two parameters of each number of dimensions, and a run's

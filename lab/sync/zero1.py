@@ -14,7 +14,7 @@ from lab.distributed.comm import Collective
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.exchange.layout import is_rows_first, travelling
-from lab.exchange.paths import Rooted
+from lab.exchange.paths import ReduceBroadcast
 from lab.exchange.scatter import InCodec, scatter_of
 from lab.sync.base import Shard, SyncParts, SyncState
 from lab.sync.gradsync import GradSync
@@ -38,7 +38,7 @@ class RootUpdate(GradSync):
     """
 
     def __init__(self, parts: SyncParts) -> None:
-        self.path = rooted(parts.exchange)
+        self.path = require_reduce_broadcast(parts.exchange)
         super().__init__(parts, root_update(parts.overlap))
 
     def finish(self) -> Tensor | None:
@@ -72,9 +72,9 @@ class RootUpdate(GradSync):
         yield from ()
 
 
-def rooted(exchange: Exchange) -> Rooted:
+def require_reduce_broadcast(exchange: Exchange) -> ReduceBroadcast:
     """Return an exchange that passes through rank 0. ValueError: it does not."""
-    if not isinstance(exchange, Rooted) or not exchange.in_halves:
+    if not isinstance(exchange, ReduceBroadcast) or not exchange.in_halves:
         raise ValueError(
             f"exchange={type(exchange).__name__}: only the root updates, so an exchange "
             "must send to the root and back; use tree (with exchange.chunk_mb=null) or star"

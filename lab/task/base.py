@@ -76,7 +76,7 @@ class Task(ABC):
                 f"gives {once:.4g}, the same one twice {twice:.4g}); it must be their mean"
             )
 
-    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def checked_sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return `sums` of a batch.
 
         Raises: ValueError: a user's has another shape, so that it would not add up.

@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.replicas import broadcast_buffers, like, local, whole
+from lab.distributed.replicas import broadcast_buffers, gathered, like, local
 from lab.distributed.world import World
 from lab.exchange.base import kept_state
 from lab.exchange.layout import named, trainable
@@ -42,7 +42,7 @@ from lab.settings.errors import ConfigError, one_line
 from lab.settings.names import by_class
 from lab.settings.storage import read_json, write_atomically, write_json
 from lab.sync.base import Shard
-from lab.sync.refusals import step_at_random, trial
+from lab.sync.refusals import small_copies, step_at_random
 from lab.training.optim import Optim
 from lab.training.trainer import Progress, Trainer, overflow, total_steps
 
@@ -210,10 +210,10 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     tensors = [*model.named_parameters(), *of_sync]
     if not all(local(tensor).isfinite().all() for _, tensor in tensors):  # even if no loss was not
         raise overflow(trainer.progress.step - 1, tensors)
-    replica: State = {"model": whole(model.state_dict())}
+    replica: State = {"model": gathered(model.state_dict())}
     if not sync.shards:
         names = names_of(trainer.optimizer, named(model).items())
-        replica |= {"optimizer": whole(trainer.optimizer.state_dict()), "names": names}
+        replica |= {"optimizer": gathered(trainer.optimizer.state_dict()), "names": names}
     shared = {
         "sync": sync_state,
         "progress": asdict(trainer.progress) | {"seconds": trainer.training_seconds()},
@@ -447,10 +447,10 @@ def require_resumable(config: DictConfig, model: nn.Module, batch_size: int) -> 
     with torch.random.fork_rng(devices=[]):
         try:
             make = Optim(config.optim, batch_size).optimizer
-            copies, optimizer = trial(make, trainable(model).values())
+            copies, optimizer = small_copies(make, trainable(model).values())
             for seed in (0, 1):
                 step_at_random(copies, optimizer, seed)
-            again, other = trial(make, trainable(model).values())
+            again, other = small_copies(make, trainable(model).values())
             again.load_state_dict(copies.state_dict())
         except ConfigError:
             raise

@@ -70,7 +70,7 @@ class InTurns:
             part.trainer.turns = turns
             loops.append(run.steps(part, shown=False))
         for at, turns in enumerate(plan):
-            self._advance(at, parts[at], loops[at], turns.alone)
+            self._advance(at, parts[at], loops[at], turns.num_warmup)
             trainer = parts[at].trainer
             if trainer.settled_at is None and not self.watch.stop_signal:
                 raise RuntimeError(  # turns would include trials of other choices

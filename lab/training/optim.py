@@ -19,7 +19,7 @@ from lab.exchange.layout import is_fusible
 from lab.settings import checks
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.optim import OF_SCHEDULE, LearningRate, schedule_of
-from lab.settings.own_code import blame, callable_at
+from lab.settings.own_code import callable_at, user_traceback
 from lab.sync.update import way_of
 
 
@@ -82,7 +82,7 @@ class Optim:
         try:
             optimizer = self._construct(groups)
         except (ValueError, TypeError) as error:
-            if blame(error):
+            if user_traceback(error):
                 raise
             raise ConfigError(f"optim={self.target}: {one_line(error)}") from None
         if not isinstance(optimizer, Optimizer):

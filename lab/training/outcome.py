@@ -38,7 +38,7 @@ from lab.settings.checks import as_text
 from lab.settings.config import FIELDS, RunSettings
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
-from lab.sync.pattern import idle
+from lab.sync.pattern import ineffective
 from lab.training.trainer import Loop, Trainer
 
 OF_GPUS = ("tf32", "benchmark_limit", "share_gpus")  # settings without an effect on a CPU
@@ -202,7 +202,7 @@ def note_plan(loop: Loop, record: Record) -> None:
     if isinstance(sync, GradSync):
         record.buckets = [Bucket(each.nbytes, " ".join(each.shapes)) for each in sync.buckets]
     record.choices = [*record.choices, *sync.choices()]
-    record.idle += sync.idle() + idle(
+    record.idle += sync.ineffective() + ineffective(
         sync.pattern,
         strategy=record.strategy,
         world_size=record.world_size,
@@ -231,7 +231,7 @@ def warmup_in(loop: Loop, step_s: np.ndarray) -> Warmup:
             f"until it took turns of {turns.size} steps with other runs; the first {first} not "
             "count in each turn"
         )
-        return Warmup(turns.alone, reason)
+        return Warmup(turns.num_warmup, reason)
     unlike = {} if loop.captured_at is None else {"why": "no graph was replayed"}
     # The first steps are unlike later ones as exchanges try others, or no graph is captured yet.
     settled_at = loop.progress.step if loop.settled_at is None else loop.settled_at
@@ -243,7 +243,7 @@ def _after_warmup(loop: Loop, values: np.ndarray, warmup: int) -> tuple[np.ndarr
     """Return the `values` [ranks, steps, ...] after warm-up, the number of the first step, and
     steps per round.
     """
-    counted = values[:, _counted(loop, values.shape[1], warmup)]
+    counted = values[:, _steady_mask(loop, values.shape[1], warmup)]
     return counted, loop.first_step + warmup, loop.sync.every
 
 
@@ -253,9 +253,9 @@ def _timed(loop: Loop, num_steps: int, warmup: int) -> np.ndarray:
     return np.isin(places, whole_rounds(*_after_warmup(loop, places[None], warmup)))
 
 
-def _counted(loop: Loop, num_steps: int, warmup: int) -> np.ndarray:
+def _steady_mask(loop: Loop, num_steps: int, warmup: int) -> np.ndarray:
     """Tell which steps are no warm-up, [steps]."""
-    return loop.turns.counted(num_steps) if loop.turns else np.arange(num_steps) >= warmup
+    return loop.turns.steady_mask(num_steps) if loop.turns else np.arange(num_steps) >= warmup
 
 
 def compute_of(config: DictConfig, trainer: Trainer, world: World) -> ComputeRecord:

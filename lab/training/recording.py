@@ -33,7 +33,7 @@ from lab.record.schema import Emulation, Record, worded
 from lab.settings.config import ConfigError, global_batch_size, settings_of
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.own_code import fingerprint
-from lab.settings.secrets import kept_words
+from lab.settings.secrets import redacted_words
 from lab.settings.storage import from_here
 from lab.task import metrics_of, shown
 from lab.training.outcome import note_progress
@@ -152,12 +152,12 @@ class Recording:
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
-    """Claim the directory of a run of the lab's own trainer; see `claim`."""
+    """Claim the directory of a run of the lab's own trainer; see `acquire_run_dir`."""
     name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
-    return claim(world, config, name, launcher.launch_id(kept_words(arguments)))
+    return acquire_run_dir(world, config, name, launcher.launch_id(redacted_words(arguments)))
 
 
-def claim(
+def acquire_run_dir(
     world: World, config: DictConfig, name: str, launch: str | None = None
 ) -> RunDirectory | None:
     """Claim a run's directory on rank 0, and tell the others its path, or why there is none.
@@ -172,7 +172,7 @@ def claim(
         nonlocal claimed
         parent = Path(config.runs_dir).absolute() / config.study
         cell, resume = config.get("cell"), config.get("resume")  # not of a loop of one's own
-        claimed = RunDirectory.claim(parent, cell, name, resume, launch)
+        claimed = RunDirectory.acquire(parent, cell, name, resume, launch)
         return f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
 
     verdict, _, text = decided(world, of_rank_0).partition(" ")
@@ -199,7 +199,7 @@ def decided(world: World, decide: Callable[[], str]) -> str:
     return text
 
 
-def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
+def benchmark_environment(world: World, *configs: DictConfig) -> dict[str, Any]:
     """Describe machine, software and emulation of runs, for the result of a benchmark."""
     return {
         "emulation": worded(emulation(world, *configs)) or "none",
@@ -216,12 +216,10 @@ def emulation(world: World, *configs: DictConfig) -> list[Emulation]:
     num_gpus, threads = torch.cuda.device_count(), num_ranks * torch.get_num_threads()
     found = [Emulation("hosts", hosts)] if hosts else []
     if world.device.type == "cuda" and num_ranks > num_gpus:
-        found.append(
-            Emulation("shared_gpus", f"{num_ranks} ranks share {counted(num_gpus, 'GPU')}")
-        )
+        found.append(Emulation("shared_gpus", f"{num_ranks} ranks share {plural(num_gpus, 'GPU')}"))
     if world.device.type == "cpu" and threads > num_cores():
-        cores = counted(num_cores(), "CPU core")
-        detail = f"{threads} threads of {counted(num_ranks, 'rank')} share {cores}"
+        cores = plural(num_cores(), "CPU core")
+        detail = f"{threads} threads of {plural(num_ranks, 'rank')} share {cores}"
         found.append(Emulation("shared_cores", detail))
     profiles = dict.fromkeys(c.profile.get("name") for c in configs if "profile" in c.model)
     found += [Emulation("replay", f"compute replayed from profile {name}") for name in profiles]
@@ -333,14 +331,14 @@ class Curves:
 
 def summary(record: Record, path: Path) -> str:
     """Return what a person wants to know of a run, and what to do next; the record has the rest."""
-    ranks = counted(record.world_size, "rank")
+    ranks = plural(record.world_size, "rank")
     emulated, skipped = worded(record.emulation), record.num_skipped_steps
     metrics = record.final.items()
     lines = [
         f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
-        f"{record.device}), {counted(record.num_steps, 'step')} of "
-        f"{counted(record.batch_size, record.unit)}",
-        *([f"skipped         {counted(skipped, 'step')} that overflowed fp16"] if skipped else []),
+        f"{record.device}), {plural(record.num_steps, 'step')} of "
+        f"{plural(record.batch_size, record.unit)}",
+        *([f"skipped         {plural(skipped, 'step')} that overflowed fp16"] if skipped else []),
         *(
             f"{name:<15} {shown(name, value)} on test data"
             for name, value in metrics
@@ -364,7 +362,7 @@ def summary(record: Record, path: Path) -> str:
     return "\n".join([*lines, f"next            what limits its speed? {explain}"])
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """Return "1 step", "2 steps" and so on."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -377,8 +375,8 @@ def _few(value: float) -> str:
 def _step_lines(record: Record) -> Iterator[str]:
     if record.step_s and record.wall_samples_per_s and record.warmup:
         step, warmup, count = record.step_s, record.warmup, record.step_s.num_stalls or 0
-        after = counted(warmup.num_steps, "step")
-        stalls = f"; {counted(count, 'stall')}" if count else ""
+        after = plural(warmup.num_steps, "step")
+        stalls = f"; {plural(count, 'stall')}" if count else ""
         yield (
             f"step            {_few(1e3 * step.median)} ms, median after {after} of warm-up; "
             f"95 % of steps take at most {_few(1e3 * step.p95)} ms{stalls}"
@@ -414,7 +412,7 @@ def _observed_lines(record: Record) -> Iterator[str]:
         if largest is None:
             yield "drift           – no window was full; see drift_every"
         else:
-            windows = f"{counted(len(alarms), 'alarm')} in {counted(len(record.drift), 'window')}"
+            windows = f"{plural(len(alarms), 'alarm')} in {plural(len(record.drift), 'window')}"
             yield (
                 f"drift           {windows}; the largest error is "
                 f"{100 * largest['error']:.2g} %: {largest['bucket']}"

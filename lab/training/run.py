@@ -24,8 +24,8 @@ from lab.settings.command import EXIT_INTERRUPTED, say_error
 from lab.settings.config import ConfigError, build
 from lab.settings.errors import lacks_memory
 from lab.settings.names import class_name
-from lab.settings.own_code import blame
-from lab.settings.secrets import kept_words, without_secrets
+from lab.settings.own_code import user_traceback
+from lab.settings.secrets import redacted_words, without_secrets
 from lab.task import metrics_of
 from lab.training import checkpoint, outcome
 from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
@@ -62,7 +62,7 @@ class TrainingRun(Recording):
             arguments,
             world,
             directory,
-            launcher.launch_id(kept_words(arguments)),
+            launcher.launch_id(redacted_words(arguments)),
             started_at,
             model=class_name(config.model["_target_"]),
             data=class_name(config.data["_target_"]),
@@ -150,7 +150,7 @@ class TrainingRun(Recording):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            if blame(error):  # of the user's own exchange, which shall see where
+            if user_traceback(error):  # of the user's own exchange, which shall see where
                 raise
             raise ConfigError(f"resume={path}: not a checkpoint of a run: {error!r:.200}") from None
         step = trainer.progress.step
@@ -322,7 +322,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         return Failure("timeout", line)
     if isinstance(error, ConnectionError) or says(LOST_PEER):
         return Failure("failed", f"rank {rank}: lost another rank: {text.rstrip(': ')[:200]}")
-    found = blame(error)
+    found = user_traceback(error)
     if found:
         return Failure("failed", f"{line} ({found.place})", found.traceback)
     return Failure("failed", line)

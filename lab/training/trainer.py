@@ -19,7 +19,7 @@ from lab.certificate.check import CertificateCheck
 from lab.cluster.settings import Straggler
 from lab.data import Data, GlobalSampler
 from lab.distributed.comm import Sent
-from lab.distributed.replicas import broadcast_buffers, local, whole
+from lab.distributed.replicas import broadcast_buffers, gathered, local
 from lab.distributed.worker import HostCopy, Watchdog
 from lab.distributed.world import World
 from lab.measure.clock import Clock, mark, seconds
@@ -221,7 +221,7 @@ class Trainer(RecordedLoop[Sync]):
                 inputs, targets = batch
                 with self._autocast():
                     outputs = self.model(self._layout(inputs))
-                sums += self.task.counted(outputs, targets)
+                sums += self.task.checked_sums(outputs, targets)
         self.model.train()
         metrics = self.task.evaluation(self.world.gather(sums).sum(dim=0))
         if not math.isfinite(metrics["loss"]):
@@ -564,5 +564,5 @@ def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
     The host waits: the update depends on it.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
-    finite = whole(torch.stack(norms).isfinite().all())
+    finite = gathered(torch.stack(norms).isfinite().all())
     return bool(finite if exchanged is None else finite & exchanged)

@@ -123,7 +123,7 @@ class Fc1x1:
 
     def __init__(self, mode: str = "substitution", width_divisor: int = 4) -> None:
         self.mode = checks.one_of("transform.mode", mode, MODES)
-        self.width_divisor = checks.whole("transform.width_divisor", width_divisor, 1)
+        self.width_divisor = checks.integer("transform.width_divisor", width_divisor, 1)
 
     def __call__(self, model: nn.Module) -> ConvNet:
         """Return a ConvNet with the features of `model` (shared, not copied) under another head.

@@ -69,7 +69,7 @@ class Contents:
 
     study: RecordedStudy
     points: Sequence[Point]
-    floor: float
+    noise_floor: float
     finding: Finding
     about: str
     facts: dict[str, str]
@@ -115,7 +115,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         ValueError: the study cannot be read.
     """
     results, left_out = load(folder), list[str]()
-    study, points, floor = results.study, results.points, results.floor
+    study, points, floor = results.study, results.points, results.noise_floor
     explained = {e.point.place: (e, judge(e)) for e in _evidence(results, left_out)}
     found, facts = finding(points, floor, explained), _facts(study)
     why = explained.get(found.best.place) if found.best else None
@@ -124,7 +124,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
     made = Contents(
         study=study,
         points=points,
-        floor=floor,
+        noise_floor=floor,
         finding=found,
         about=" · ".join(
             [
@@ -281,12 +281,12 @@ def _add_claims(to: Contents, prefix: str, _: object) -> None:
 
 def compare(first: Contents, second: Contents) -> OtherStudy:
     """Compare the points that two studies share."""
-    known = [floor for floor in (first.floor, second.floor) if not math.isnan(floor)]
+    known = [floor for floor in (first.noise_floor, second.noise_floor) if not math.isnan(floor)]
     found = differences(first.points, second.points, max(known, default=math.nan))
     names = [contents.study.folder.name for contents in (first, second)]
     floors = [
         f"noise floor of {name}: " + ("unknown" if math.isnan(floor) else f"{100 * floor:.1f} %")
-        for name, floor in zip(names, (first.floor, second.floor), strict=True)
+        for name, floor in zip(names, (first.noise_floor, second.noise_floor), strict=True)
     ]
     alone = [
         f"{number_of(count, 'point')} of {name}"

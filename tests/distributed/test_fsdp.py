@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import lab
 from lab.codec.base import Codec
 from lab.codec.codecs import Int4, Int8
-from lab.distributed.replicas import whole
+from lab.distributed.replicas import gathered
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import stop
 from lab.sync.fsdp_units import units
@@ -55,7 +55,7 @@ def gradients(exchanges: list[str | None]) -> list[tuple[dict[str, Tensor], int]
         options = {"exchange.block_size": 64} if exchange == "int8" else {}
         made = lab.fsdp_reduce_scatter(net, exchange, **options) if exchange else None
         net(inputs(comm.rank)).square().mean().backward()
-        found = {name: whole(p.grad) for name, p in net.named_parameters()}
+        found = {name: gathered(p.grad) for name, p in net.named_parameters()}
         results.append((found, made.traffic.payload_bytes if made else 0))
         if exchange == "onebit" and made:
             made.load_state_dict(made.state_dict())

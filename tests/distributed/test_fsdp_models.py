@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import lab
 from lab.distributed.comm import Comm
-from lab.distributed.replicas import whole
+from lab.distributed.replicas import gathered
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker
 from lab.distributed.world import stop
@@ -252,7 +252,7 @@ def sharded(
             sync.update(optimizer)
     except (ValueError, RuntimeError) as error:
         return str(error)
-    return {name: whole(p.detach()) for name, p in net.named_parameters()}
+    return {name: gathered(p.detach()) for name, p in net.named_parameters()}
 
 
 def train_all(names: list[str], *settings: str) -> dict[str, dict[str, Tensor] | str]:
@@ -347,7 +347,7 @@ def in_a_loop(comm: Comm, exchange: str) -> tuple[float, bool]:
         loss_of(net, own_batch, step, comm.rank).backward()
         for name, parameter in net.named_parameters():
             if parameter.grad is not None:
-                delivered[name] += comm.size * whole(parameter.grad)
+                delivered[name] += comm.size * gathered(parameter.grad)
         none = none and net.rare.weight.grad is None and net.own.grad is None
         net.zero_grad()
     residuals = scatters.state_dict().get("residual", {})

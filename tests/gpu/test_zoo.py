@@ -80,7 +80,7 @@ def faults_under(strategy: str, net: nn.Module, model: Model) -> list[str]:
                     change = change - travelling(own, parameter).double()
                     off[name] = off.get(name, 0) + change
         shapes = {n: travel_shape(p) for n, p in trainable(net).items() if p.numel()}
-        for name, start, values in sync.exchange.kept(shapes, sync.comm):
+        for name, start, values in sync.exchange.residuals(shapes, sync.comm):
             if name in off:
                 off[name][start : start + values.numel()] += values.double().view(-1)
         every = (g for each in true for g in each.values() if g is not None and g.numel())

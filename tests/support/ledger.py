@@ -52,7 +52,7 @@ class Ledger:
         """Return what this rank keeps: float64 [values]."""
         spans = {name: start for name, start, _ in GradBucket(SHAPES, torch.zeros(1)).spans()}
         out = torch.zeros(NUM_VALUES, dtype=torch.float64)
-        for name, at, values in self.exchange.kept(SHAPES, self.comm):
+        for name, at, values in self.exchange.residuals(SHAPES, self.comm):
             out[spans[name] + at : spans[name] + at + values.numel()] += values.flatten()
         return out
 

@@ -167,7 +167,7 @@ class ForgetsResidual(OneBit):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from super().stages(bucket, comm)
-        for _, _, values in self.memory.kept():
+        for _, _, values in self.memory.residuals():
             values[: len(values) // 8].zero_()
 
 

@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lab.distributed import world as worlds
-from lab.distributed.replicas import whole
+from lab.distributed.replicas import gathered
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
@@ -157,7 +157,7 @@ def execute(arguments: list[str], config: DictConfig) -> Outcome:
     code = run.execute()
     assert run.parts is not None
     trainer = run.parts.trainer
-    weights = {n: whole(p.detach()) for n, p in trainer.model.named_parameters()}
+    weights = {n: gathered(p.detach()) for n, p in trainer.model.named_parameters()}
     worlds.stop()
     return Outcome(code, run.record.to_json(), weights, trainer.sync.exchange.state_dict())
 

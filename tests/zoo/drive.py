@@ -388,7 +388,7 @@ def _take_residuals(result: Result, run: Tested, right: Truth) -> None:
         exchange, comm = handle.parts
         named = handle.net.named_parameters()
         shapes = {n.replace(COMPILED, ""): travel_shape(p) for n, p in named}
-        result.kept.append([(n, at, v.clone()) for n, at, v in exchange.kept(shapes, comm)])
+        result.kept.append([(n, at, v.clone()) for n, at, v in exchange.residuals(shapes, comm)])
         steps = right.ranks[0].own[place]
         given = [g for step in steps for one in step for g in one.values() if g is not None]
         sizes = [float(g.abs().max()) for g in given if g.numel()]

@@ -463,7 +463,7 @@ def test_a_turn_is_some_steps_of_which_the_first_round_does_not_count(
     assert step_s.tolist() == [[1.0] * num_turns] * 2
     assert with_host_s.shape == (2, num_turns)
     for part in parts:
-        assert part.trainer.progress.step == turns.alone + num_turns * turn <= total_steps
+        assert part.trainer.progress.step == turns.num_warmup + num_turns * turn <= total_steps
         assert part.trainer.step_s.count(100.0) == 1 + num_turns
 
 

@@ -25,7 +25,7 @@ from lab.settings.names import computation
 from lab.simulate.costs import payload_bytes, stages_of
 from lab.simulate.network import Network
 from lab.simulate.strategy import sync_bytes
-from lab.sync.pattern import OF_CLASS, UNKNOWN, alike, pattern_of
+from lab.sync.pattern import OF_CLASS, UNKNOWN, comparable_phases, pattern_of
 from tests.conftest import ROOT
 from tests.support import cases, strategy_table
 from tests.support.cases import (
@@ -75,7 +75,7 @@ def test_a_users_exchange_is_never_taken_for_the_labs(name: str) -> None:
         with pytest.raises(ValueError, match=rf"^exchange=mine\.{name} is neither one of the lab"):
             stages_of([(8, 8)], exchange, Network(LINKS, 4))
         assert formula_bytes(exchange, [([(8, 8)], 4)], 4) is None
-        assert "exchange" not in alike({"exchange": exchange, "sync": {}})
+        assert "exchange" not in comparable_phases({"exchange": exchange, "sync": {}})
     sync = {"_target_": "lab.sync.gradsync.GradSync"}
     kept = sync_bytes(Sizes(64, 64, 64, 0, 2), {"sync": sync, "exchange": mine})
     assert math.isnan(kept)

@@ -17,12 +17,12 @@ from lab.device.formats import (
     MixedLayouts,
     Primitive,
     calls_in,
+    captured_stdout,
     copies,
     implementation,
     layouts_for,
     moves,
     parsed,
-    printed,
     reorders_among,
     transposes,
 )
@@ -171,7 +171,7 @@ def test_what_this_machine_executes_is_in_the_log() -> None:
 def test_what_is_printed_from_c_goes_to_a_buffer_and_then_as_before(
     descriptor: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(RuntimeError), printed(descriptor) as text:
+    with pytest.raises(RuntimeError), captured_stdout(descriptor) as text:
         os.write(descriptor, b"inside")
         raise RuntimeError
     os.write(descriptor, b"after")

@@ -41,7 +41,7 @@ def found_in(folder: Path, times: Times) -> Finding:
     several = [p for p in results.points if p.world_size > 1]
     known = [gather(results, p.one) for p in several]
     explained = {e.point.place: (e, judge(e)) for e in known}
-    return finding(results.points, results.floor, explained)
+    return finding(results.points, results.noise_floor, explained)
 
 
 def test_a_leader_is_named_with_its_speedup_its_gain_and_its_limit(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 def test_breakdowns_alone_have_finished_but_judge_nothing(tmp_path: Path) -> None:
     leave(tmp_path / "tree", make_record("tree", 2, 0.1, measure="breakdown"))
     results = load(tmp_path)
-    found = finding(results.points, results.floor, {})
+    found = finding(results.points, results.noise_floor, {})
     assert found.verdict == "No throughput run has finished."
 
 

@@ -240,7 +240,7 @@ def test_a_flushed_residual_stays_until_the_side_stream_has_read_it(
 
     (flat,) = run_ranks(1, flush)
     assert flat.tolist() == [3.0] * 64
-    assert not [*top_k.memory.kept(), *one_bit.memory.kept()]
+    assert not [*top_k.memory.residuals(), *one_bit.memory.residuals()]
     assert [residual.kept_for for residual in residuals] == [["side stream of cpu"]] * 3
 
 

@@ -102,7 +102,7 @@ def steps(exchange: Exchange, gradients: Tensor, comm: Comm, first: int = 0) -> 
 
 def kept(exchange: Exchange, comm: Comm) -> Tensor:
     values = {"v": torch.zeros(560), "w": torch.zeros(640), "bias": torch.zeros(8)}
-    for name, start, own in exchange.kept(SHAPES, comm):
+    for name, start, own in exchange.residuals(SHAPES, comm):
         values[name][start : start + len(own)] += own
     return torch.cat(list(values.values())).double()
 

@@ -58,7 +58,7 @@ def test_launches_of_a_step_are_as_many_as_pinned(name: str, kernels_of_triton: 
     for shapes in ALEXNET:
         named = {key: torch.Size(shape) for key, shape in shapes.items()}
         flat = torch.empty(sum(shape.numel() for shape in named.values()), device=META)
-        planned.append(GradBucket(named, flat, divided=exchange.takes_divided))
+        planned.append(GradBucket(named, flat, divided=exchange.accepts_prescaled))
     for _ in range(2):
         kernels_of_triton.launches, comm.events[:] = 0, []
         events.clear()

@@ -154,7 +154,7 @@ def test_delivered_and_residuals_are_the_true_sum(make: type[Exchange], levels: 
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         exchange, given, delivered = steps(make, comm, 3, levels)
         kept, starts = torch.zeros(306), {"w": 0, "b": 300}
-        for name, first, values in exchange.kept(SHAPES, comm):
+        for name, first, values in exchange.residuals(SHAPES, comm):
             kept[starts[name] + first :][: len(values)] += values
         return given, delivered, kept * (2 if make is VoteAtOnce else 1)
 
@@ -187,7 +187,7 @@ def test_an_own_average_gets_no_gradients_that_are_divided_for_a_sum() -> None:
         return model.weight.grad
 
     for make in (AllReduce, Gathered, VoteAtOnce):
-        assert make.takes_divided == (make is AllReduce)
+        assert make.accepts_prescaled == (make is AllReduce)
     for make in (AllReduce, Gathered):
         assert all(g.eq(1).all() for g in run_ranks(4, partial(gradient, make)))
 

@@ -62,7 +62,7 @@ def test_ternary_delivers_each_gradient_in_time_and_the_same_in_every_run(mine: 
         given, delivered = trained(exchange, comm, 5)
         kept = torch.zeros(NUM_VALUES)
         at = {name: start for name, start, _ in spans(SHAPES)}
-        for name, first, values in exchange.kept(SHAPES, comm):
+        for name, first, values in exchange.residuals(SHAPES, comm):
             kept[at[name] + first :][: len(values)] += values
         return torch.stack(given).sum(dim=0), torch.stack(delivered).sum(dim=0), kept
 

@@ -101,15 +101,15 @@ def test_too_few_steps_or_noise_alone_say_nothing() -> None:
 
 
 def test_the_first_round_of_a_turn_and_steps_made_alone_do_not_count() -> None:
-    counted = InterleavedSteps(alone=2, size=3, every=1).counted(8)
+    counted = InterleavedSteps(num_warmup=2, size=3, every=1).steady_mask(8)
     assert counted.tolist() == [False, False, False, True, True, False, True, True]
-    by_rounds = InterleavedSteps(alone=2, size=6, every=2).counted(8)
+    by_rounds = InterleavedSteps(num_warmup=2, size=6, every=2).steady_mask(8)
     assert by_rounds.tolist() == [False] * 4 + [True] * 4
 
 
 def test_a_turn_lasts_as_long_as_the_median_round_of_the_slowest_rank() -> None:
     round_s = np.array([[1.0, 2.0, 9.0, 4.0], [3.0, 1.0, 2.0, 4.0]])
-    assert InterleavedSteps(alone=0, size=3, every=1).seconds(round_s) == [2.5, 6.5]
+    assert InterleavedSteps(num_warmup=0, size=3, every=1).seconds(round_s) == [2.5, 6.5]
 
 
 def test_orders_are_permutations_that_differ_between_rounds() -> None:

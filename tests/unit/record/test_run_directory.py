@@ -20,7 +20,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def claim(parent: Path, cell: str | None = "a", **options: Any) -> RunDirectory:
-    return RunDirectory.claim(parent, cell, "name", options.pop("resume", None), **options)
+    return RunDirectory.acquire(parent, cell, "name", options.pop("resume", None), **options)
 
 
 def take(parent: Path, **options: Any) -> RunDirectory:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab.settings.storage import DamagedFile, read_json, read_yaml
-from lab.settings.streams import visible
+from lab.settings.streams import escape_controls
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)
@@ -60,8 +60,8 @@ def test_anchors_and_interpolations_stay_what_they_are(tmp_path: Path) -> None:
 
 
 def test_controls_are_shown_instead_of_obeyed() -> None:
-    assert visible("a\ud800") == "a\\ud800"
-    assert visible("a\x1b[31mb\u202ec\x07\td\n") == "a\\x1b[31mb\\u202ec\\x07\td\n"
+    assert escape_controls("a\ud800") == "a\\ud800"
+    assert escape_controls("a\x1b[31mb\u202ec\x07\td\n") == "a\\x1b[31mb\\u202ec\\x07\td\n"
 
 
 @pytest.mark.parametrize("digits", [20, 401, 5000])

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lab.settings.config import ConfigError, load
 from lab.settings.names import of_all_ranks
 from lab.settings.overrides import handed_over
-from lab.settings.secrets import is_secret, kept, kept_words, without_secrets
+from lab.settings.secrets import is_secret, redacted, redacted_words, without_secrets
 
 SECRETS = [
     "model.api_token",
@@ -34,14 +34,14 @@ KEPT = ["num_tokens", "tokens", "data.key", "pass", "forward_pass", "signature",
 @pytest.mark.parametrize("name", SECRETS)
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
-    assert kept({name: "hunter2"}) == {name: "…"}
-    assert "hunter2" not in str(kept({name: ["hunter2"]}))
+    assert redacted({name: "hunter2"}) == {name: "…"}
+    assert "hunter2" not in str(redacted({name: ["hunter2"]}))
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_names_that_are_none(name: str) -> None:
     assert not is_secret(name)
-    assert kept({name: "3"}) == {name: "3"}
+    assert redacted({name: "3"}) == {name: "3"}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_value_of_a_secret_variable_is_hidden_wherever_it_stands(
 
 def test_words_of_a_command_line_keep_their_keys() -> None:
     words = ["model.api_token=hunter2", "+model.secret=hunter2", "steps=3"]
-    assert kept_words(words) == ["model.api_token=…", "+model.secret=…", "steps=3"]
+    assert redacted_words(words) == ["model.api_token=…", "+model.secret=…", "steps=3"]
 
 
 def test_secrets_are_handed_to_other_processes_by_the_environment(
@@ -91,7 +91,9 @@ def test_secrets_are_handed_to_other_processes_by_the_environment(
     assert words[0] == "model.api_token='${oc.env:LAB_MODEL_API_TOKEN_0}'"
     assert words[1:] == ["steps=3", "model.password='${oc.env:PW}'"]
     assert os.environ == {"LAB_MODEL_API_TOKEN_0": "hunter2"}
-    assert kept_words(words) == kept_words(given)  # so names of runs are those of lab.train alone
+    assert redacted_words(words) == redacted_words(
+        given
+    )  # so names of runs are those of lab.train alone
 
 
 @pytest.mark.parametrize(

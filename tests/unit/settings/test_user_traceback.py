@@ -17,7 +17,7 @@ from lab.settings import command as commands
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
 from lab.settings.names import resolved
-from lab.settings.own_code import Blame, blame
+from lab.settings.own_code import UserTraceback, user_traceback
 
 BUGS = "tests.support.bugs"
 
@@ -30,13 +30,13 @@ class Odd(dict[str, Any]):
         raise KeyError("odd")
 
 
-def raised(call: Callable[[], Any]) -> tuple[BaseException, Blame | None]:
+def raised(call: Callable[[], Any]) -> tuple[BaseException, UserTraceback | None]:
     """Return the error as lab code would catch it, which this test's own frames do not enclose."""
     try:
         call()
     except Exception as error:
         assert error.__traceback__ is not None
-        return error, blame(error.with_traceback(error.__traceback__.tb_next))
+        return error, user_traceback(error.with_traceback(error.__traceback__.tb_next))
     raise AssertionError("nothing was raised")
 
 

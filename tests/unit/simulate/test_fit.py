@@ -16,7 +16,7 @@ from lab.settings.files import read_file
 from lab.simulate import view
 from lab.simulate.costs import stages_of
 from lab.simulate.fit import fit, fit_result
-from lab.simulate.hardware import Hardware, draws, parse
+from lab.simulate.hardware import Hardware, parse, uncertainty_samples
 from lab.simulate.network import Network
 from lab.simulate.predict import predicted, read
 from lab.simulate.score import Observation
@@ -64,7 +64,7 @@ def test_collectives_give_the_link_that_they_used_and_leave_all_other_terms(
     assert rate == pytest.approx(slower.bandwidth_bytes_per_s, rel=0.02)
     gone = {"wire"} if way == "intra" else set[str]()  # which is of links inside a node
     assert {*keys_of(found)} == {*keys_of(PRESET)} - gone
-    machines = [*drawn(draws(found))]
+    machines = [*drawn(uncertainty_samples(found))]
     assert {getattr(each, way).bandwidth_bytes_per_s for each in machines} == {rate}
     other = "inter" if way == "intra" else "intra"
     assert getattr(found, other) == getattr(PRESET, other)

@@ -104,10 +104,10 @@ def test_a_rank_of_each_node_shares_the_nodes_links_with_the_others() -> None:
     linked = replace(nodes(4), library="nccl", inter=link)
     network = Network(linked, 16)
     for stride, size, local, width in ((4, 4, 1, 0.5), (2, 8, 2, 1.0), (8, 2, 1, 0.5)):
-        across = network.across(stride)
+        across = network.inter_node(stride)
         assert (across.size, across.local) == (size, local)
         assert across.inter.bandwidth_bytes_per_s == width * 1e9
-    slow = Network(replace(linked, node_rates=(1e9, 1e9, 1e8, 1e9)), 16).across(8)
+    slow = Network(replace(linked, node_rates=(1e9, 1e9, 1e8, 1e9)), 16).inter_node(8)
     assert slow.rates == (0.5 * 1e8, 0.5 * 1e8)  # the groups of the slowest node count
 
 
@@ -185,7 +185,7 @@ def test_codecs_take_their_time_and_second_shards_stay_inside() -> None:
     n = first.gather[-2].seconds * 1e9 / (4 + BYTE * 4)  # values that are decoded
     encoded = first.gather[0].seconds * 1e9
     assert encoded == pytest.approx((4 + BYTE * 4) * n / 4, rel=0.01)
-    assert [(s.row, s.inside, s.across_bytes) for s in first.again] == [
+    assert [(s.row, s.intra_node, s.across_bytes) for s in first.again] == [
         ("exchange", True, 0),
         ("codec", False, 0),
     ]
@@ -193,7 +193,7 @@ def test_codecs_take_their_time_and_second_shards_stay_inside() -> None:
     # Each is encoded and half of them decoded inside a host, then half as many between hosts.
     encoding, decoding = 4 + 4 * HALF, 4 / 2 + 4 * HALF
     assert four_bits == pytest.approx(1.5 * (encoding + decoding) * n / 1e9, rel=0.01)
-    wires = [(s.inside, s.across_bytes > 0) for s in first.scatter if s.row == "exchange"]
+    wires = [(s.intra_node, s.across_bytes > 0) for s in first.scatter if s.row == "exchange"]
     assert wires == [(True, False), (False, True)]
 
 

@@ -17,7 +17,15 @@ from lab.model.profile import Layer, Profile
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, conf_dir, read_file
 from lab.simulate.fit import over_links
-from lab.simulate.hardware import PROTOCOLS, Hardware, Host, Link, draws, parse, with_rate
+from lab.simulate.hardware import (
+    PROTOCOLS,
+    Hardware,
+    Host,
+    Link,
+    parse,
+    uncertainty_samples,
+    with_rate,
+)
 from lab.simulate.network import Network, slowest_factor
 from lab.simulate.step import predict, simulate, stages_of_step
 from lab.simulate.strategy import CEILING
@@ -41,13 +49,13 @@ H200 = {"name": "NVIDIA H200"}
 
 def test_draws_cover_the_ranges_and_are_the_same_each_time() -> None:
     hardware = parse(NODE)
-    drawn = list(draws(hardware, 400))
+    drawn = list(uncertainty_samples(hardware, 400))
     rates = sorted(each.intra.bandwidth_bytes_per_s for each in drawn if each.intra)
     assert 1e8 <= rates[0] < 1.2e8 and 0.8e10 < rates[-1] <= 1e10
     assert rates[200] == pytest.approx(1e9, rel=0.3)  # even in the logarithm
     assert {each.codec_bytes_per_s for each in drawn} == {1e9}
     assert all(0 <= each.contention <= 0.2 for each in drawn)
-    assert drawn == list(draws(hardware, 400))
+    assert drawn == list(uncertainty_samples(hardware, 400))
 
 
 @pytest.mark.parametrize("name", choices_of("hardware"))
@@ -327,7 +335,7 @@ def test_a_codec_on_the_device_delays_its_compute() -> None:
 
 def test_open_terms_are_drawn() -> None:
     hardware = parse(read_file("hardware", "h100_x8"))
-    found = {each.host.codec_s for each in draws(hardware) if each.host}
+    found = {each.host.codec_s for each in uncertainty_samples(hardware) if each.host}
     assert len(found) > 30 and 1e-5 <= min(found) < max(found) <= 1e-4
 
 

@@ -76,7 +76,7 @@ def test_adapters_of_a_node_are_shared_by_its_rails() -> None:
         for links in (1, 8)
     )
     slow, fast = (
-        sum(s.seconds for s in stages_of([shape], settings, network) if not s.inside)
+        sum(s.seconds for s in stages_of([shape], settings, network) if not s.intra_node)
         for network in (one, eight)
     )
     assert slow == pytest.approx(8 * fast, rel=0.01)
@@ -98,8 +98,8 @@ def test_over_gloo_a_bucket_is_inside_while_another_is_between(
 
 def test_a_share_of_a_stage_stays_inside_its_node() -> None:
     """Of zero1's two legs, or in a round of local_sgd, each stage is scaled."""
-    stage = Stage("exchange", 2.0, 8, inside=True)
-    assert stage.scaled(0.5) == Stage("exchange", 1.0, 4, inside=True)
+    stage = Stage("exchange", 2.0, 8, intra_node=True)
+    assert stage.scaled(0.5) == Stage("exchange", 1.0, 4, intra_node=True)
 
 
 def test_two_levels_overlap_in_a_predicted_step() -> None:

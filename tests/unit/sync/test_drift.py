@@ -99,7 +99,7 @@ class LosesResidual(OneBit):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from super().stages(bucket, comm)
-        for _, _, values in self.memory.kept():
+        for _, _, values in self.memory.residuals():
             values.zero_()
 
 

@@ -28,11 +28,11 @@ from lab.sync.pattern import (
     Begin,
     Leg,
     Pattern,
-    alike,
+    comparable_phases,
     ddp,
     double_buffer,
     gradsync,
-    idle,
+    ineffective,
     local,
     none,
     pattern_of,
@@ -200,7 +200,7 @@ def test_what_does_nothing_is_named(
 ) -> None:
     facts: dict[str, Any] = {"strategy": "mine", "world_size": 2, "num_steps": 100}
     facts |= {"bucket_mb": 25.0, "accumulate": 1, "bucket_bytes": [1_000_000, 4_000_000]}
-    assert idle(pattern, **(facts | changes)) == [expected] * bool(expected)
+    assert ineffective(pattern, **(facts | changes)) == [expected] * bool(expected)
     assert len(group(MLP, 25)) == 1 < len(group(MLP, 0.077))
 
 
@@ -297,7 +297,7 @@ ALIKE = ("overlap", "ring", "onebit", "ddp", "local_sgd", "zero1", "hierarchical
     ],
 )
 def test_ranks_that_have_more_to_do_are_not_compared(settings: str, unlike: set[str]) -> None:
-    assert set(alike(load(f"strategy={settings}".split()))) == set(OWN) - unlike
+    assert set(comparable_phases(load(f"strategy={settings}".split()))) == set(OWN) - unlike
 
 
 def test_ranks_of_uneven_nodes_are_not_compared() -> None:
@@ -311,5 +311,5 @@ def test_ranks_of_uneven_nodes_are_not_compared() -> None:
 
     uneven = run_ranks(4, rank_main, [[0], [1, 2, 3]])
     even = run_ranks(4, rank_main, [[0, 1], [2, 3]])
-    assert set(alike(config, uneven)) == set(OWN) - {"exchange"}
-    assert set(alike(config, even)) == set(OWN)
+    assert set(comparable_phases(config, uneven)) == set(OWN) - {"exchange"}
+    assert set(comparable_phases(config, even)) == set(OWN)

@@ -55,7 +55,7 @@ class Net(nn.Module):
 class Noting(AllReduce):
     """An all-reduce that notes the names in each bucket, and the optimizer step it belongs to."""
 
-    takes_divided = True
+    accepts_prescaled = True
 
     def __init__(self) -> None:
         super().__init__()

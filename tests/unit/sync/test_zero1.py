@@ -236,7 +236,7 @@ def test_what_codecs_leave_out_is_kept(
                 for name, values in drawn.items():
                     true[name] += values
         kept = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-        for name, start, values in exchange.kept({}, comm):
+        for name, start, values in exchange.residuals({}, comm):
             kept[name].view(-1)[start : start + len(values)] += values
         return {name: before[name] - p for name, p in weights(net).items()}, kept, true
 

@@ -238,7 +238,7 @@ def test_metrics_that_no_record_holds_are_refused(metrics: Any, found: str) -> N
 def test_sums_that_do_not_add_up_are_refused(sums: Any, found: str) -> None:
     line = rf"^task=regression: sums returns {found}; it must return a tensor \[3\]"
     with pytest.raises(ValueError, match=line):
-        Own(sums=sums).counted(torch.zeros(1), torch.zeros(1))
+        Own(sums=sums).checked_sums(torch.zeros(1), torch.zeros(1))
 
 
 class Nameless(Task):
