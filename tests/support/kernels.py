@@ -64,7 +64,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for kind, name in product((module.Triton, module.TopK), ("encode", "reduce", "add_up")):
+    for kind, name in product((module.Triton, module.TritonTopK), ("encode", "reduce", "add_up")):
         monkeypatch.setattr(kind, name, alone(getattr(kind, name)))
     monkeypatch.setattr(module, "SPAN", module.TILE)
     monkeypatch.setattr(Codec, "kernels", lambda codec, _: module.made(codec.reading))
