@@ -142,7 +142,7 @@ class Advice:
 
     Attributes:
         prediction: the cells to choose from, their profiles and hardware.
-        knee, top: see OwnSettings.
+        knee, top: see AdviseSettings.
     """
 
     prediction: PredictRequest
@@ -169,7 +169,8 @@ def read(arguments: Sequence[str]) -> Advice:
                 "timeline of a cell"
             )
     own = parsed(AdviseSettings, texts)
-    target, request = Target.of(own), _with_grid(run)
+    target = Target.of(own)
+    request = _with_grid(run, target)
     keeps = _trains_together if "strategy" in _texts(run) else _divides_ranks
     kept = [keeps(request, cell) for cell in request.cells]
     if not any(kept):
@@ -179,6 +180,12 @@ def read(arguments: Sequence[str]) -> Advice:
         )
     cells, profiles = ([*compress(each, kept)] for each in (request.cells, request.profiles))
     request = replace(request, cells=cells, profiles=profiles)
+    _require_samples(target, request)
+    return Advice(request, target, own.knee, own.top)
+
+
+def _require_samples(target: Target, request: PredictRequest) -> None:
+    """Raise ConfigError if a training's hours are asked for, and nothing says how long it is."""
     for cell in request.cells:
         epochs, steps = cell.config.epochs, cell.config.steps
         if target.text == "hours" and target.total_samples(epochs, steps, 1) is None:
@@ -186,7 +193,6 @@ def read(arguments: Sequence[str]) -> Advice:
             raise ConfigError(
                 f"{given}: needs samples=, the number of samples in an epoch, or steps="
             )
-    return Advice(request, target, own.knee, own.top)
 
 
 def _read(run: Sequence[str]) -> PredictRequest:
@@ -194,7 +200,7 @@ def _read(run: Sequence[str]) -> PredictRequest:
     return prediction.read(run, (*OF_COMMANDS, "precision=fp16"))  # which some strategies refuse
 
 
-def _with_grid(run: list[str]) -> PredictRequest:
+def _with_grid(run: list[str], target: Target) -> PredictRequest:
     given = _texts(run)
     if {"strategy", "world_size", "batch_size"} <= given.keys():
         return _read(run)
@@ -208,6 +214,7 @@ def _with_grid(run: list[str]) -> PredictRequest:
         # What is wrong with any strategy is refused at once: to compose them all takes seconds.
         others = [word for word in run if not _is_of_strategy(word)]
         first = _read([*others, "strategy=allreduce", *one, *batch])
+        _require_samples(target, first)
         run = [*run, f"strategy={','.join(_strategies([*run, *batch]))}"]
     if {"world_size", "batch_size"} <= given.keys():
         return _read(run)

@@ -36,7 +36,7 @@ class Bench:
 
     Attributes:
         text: describes it in a line.
-        own: settings of OwnSettings that it takes, besides out.
+        own: settings of BenchSettings that it takes, besides out.
         group: the setting that it compares, unless another setting has the list.
         default: choices of that group, if none are given.
         num_variants: least number of variants.

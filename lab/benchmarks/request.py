@@ -80,18 +80,23 @@ class BenchSettings:
         None,
         "aa, host, hook, step: number of starts; null: 3, or 1 under a launcher",
         at_least=1,
+        at_most=1000,
     )
     order_seed: int = setting(0, "seed for the order of candidates", at_least=0)
     aa: bool = setting(False, "step: true runs the aa benchmark")
-    pairs: int = setting(200, "aa: number of pairs", at_least=1)
+    pairs: int = setting(200, "aa: number of pairs", at_least=1, at_most=10**6)
     runs: int = setting(
-        100, "straggler: number of runs with an injected delay, and of runs without one", at_least=1
+        100,
+        "straggler: number of runs with an injected delay, and of runs without one",
+        at_least=1,
+        at_most=10**6,
     )
     rounds: int = setting(
         20,
         "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
         "throughput: number of rounds",
         at_least=1,
+        at_most=10**6,
     )
     minutes: float = setting(
         5.0, "calibrate: approximate total time", above=0, at_most=600, unit="min"

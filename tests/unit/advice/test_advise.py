@@ -301,6 +301,14 @@ def test_a_wrong_setting_is_one_line(words: list[str], message: str) -> None:
     assert message in refusal(command.main, *words)
 
 
+def test_missing_samples_are_refused_before_all_strategies_are_composed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request, "_strategies", lambda _: pytest.fail("this takes seconds"))
+    line = refusal(command.main, "target=hours", "hardware=eth10g", "world_size=4", "model=mlp")
+    assert "target=hours: needs samples=" in line
+
+
 def test_an_option_has_the_interval_of_its_prediction(tmp_path: Path) -> None:
     words = ["profile=resnet50_p100", "hardware=eth25g", "world_size=8", "batch_size=512"]
     (row,) = advice(tmp_path, *words, "strategy=overlap")["rows"]

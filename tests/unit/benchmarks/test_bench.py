@@ -82,6 +82,8 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
         (["hook", "aa=true"], "aa=true is not used by hook; allowed: world_size"),
         (["codec", "codec.block_size=8"], "codec.block_size=8 is not used by codec; allowed:"),
         (["codec", "threads=1000000"], "threads=1000000: must be an integer from 1 to 1024"),
+        (["codec", "rounds=1000000000"], "rounds=1000000000: must be an integer from 1 to 1000000"),
+        (["host", "starts=1000000000"], "starts=1000000000: must be an integer from 1 to 1000"),
         *(
             (
                 ["host", f"strategy={name}"],
