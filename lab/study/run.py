@@ -273,9 +273,20 @@ def read(arguments: Sequence[str]) -> tuple[Study, str]:
     if not saved or not asks_by_name or sets_a_grid:
         beside = f", in addition to {len(saved)} saved in {runs_dir}/{name}/{FILE}" if saved else ""
         return read_grid(arguments), f"{where} this command{beside}"
-    grids = [read_grid([*grid, *arguments]) for grid in saved]
+    grids = [_saved(grid, arguments, Path(runs_dir) / name / FILE) for grid in saved]
     several = f"{len(saved)} grids" if len(saved) > 1 else "grid"
     return _joined(grids), f"study={name}: the {several} saved in {runs_dir}/{name}/{FILE}"
+
+
+def _saved(grid: Sequence[str], arguments: Sequence[str], path: Path) -> Study:
+    try:
+        return read_grid([*grid, *arguments])
+    except ConfigError:
+        try:
+            read_grid(grid)
+        except ConfigError as error:  # what is wrong was not typed now
+            raise ConfigError(f"{path}: {error}; edit or delete this file") from None
+        raise
 
 
 def load(root: Path) -> list[list[str]]:

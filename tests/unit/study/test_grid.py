@@ -194,6 +194,9 @@ def test_a_file_that_holds_no_grids_is_named(tmp_path: Path) -> None:
         (tmp_path / "mine/study.json").write_text(wrong)
         with pytest.raises(ConfigError, match=r"mine/study\.json: not a list"):
             run.read([f"runs_dir={tmp_path}", "study=mine"])
+    (tmp_path / "mine/study.json").write_text(json.dumps({"grids": [{"arguments": ["gone=3"]}]}))
+    with pytest.raises(ConfigError, match=r"mine/study\.json: gone=3: no such setting"):
+        run.read([f"runs_dir={tmp_path}", "study=mine"])
 
 
 def test_a_new_name_alone_is_no_study(tmp_path: Path) -> None:
