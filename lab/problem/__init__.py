@@ -17,7 +17,7 @@ from lab.data import Data
 from lab.data.own import as_data
 from lab.settings.config import build
 from lab.settings.errors import ConfigError, as_config_error
-from lab.settings.own_code import callable_at, of_loss
+from lab.settings.own_code import callable_at, values_of
 from lab.task.base import Task
 from lab.task.tasks import OwnLoss
 
@@ -98,7 +98,7 @@ def build_task(node: DictConfig) -> Task:
     Raises: ConfigError: a setting is wrong.
     """
     target = callable_at(node._target_, f"task={node._target_}")
-    if of_loss(target):
+    if values_of(target, "task"):
         settings = {str(key): value for key, value in node.items() if key != "_target_"}
         return OwnLoss(node._target_, functools.partial(target, **settings))
     made = build(node)
@@ -117,22 +117,26 @@ def build_task(node: DictConfig) -> Task:
 
 
 def transformed(node: DictConfig, model: nn.Module) -> tuple[nn.Module, str]:
-    """Return a model after its transform, and the name of the transform's class.
+    """Return a model after its transform, and the name of the transform's class or function.
 
     Raises:
         ConfigError: a setting is wrong, or a user's transform does not take or return a module.
         ValueError: the transform refuses the model.
     """
-    transform = build(node)
-    if not callable(transform):
+    transform = callable_at(node._target_, f"transform={node._target_}")
+    name = getattr(transform, "__name__", node._target_)
+    if values_of(transform, "transform"):
+        made = build(node, model)
+    elif callable(transform := build(node)):
+        made, name = transform(model), type(transform).__name__
+    else:
         raise ConfigError(f"transform={node._target_}: its instances must take a model to return")
-    made = transform(model)
     if not isinstance(made, nn.Module):
         raise ConfigError(
             f"transform={node._target_}: returns type {type(made).__name__}; it must return a "
             "torch.nn.Module"
         )
-    return made, type(transform).__name__
+    return made, name
 
 
 def output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:

@@ -131,7 +131,9 @@ def check_choices(config: DictConfig, arguments: Sequence[str]) -> dict[str, str
             if path and not path.startswith("lab.") and path not in _chosen(group):
                 offered = names if part is whole else ()
                 if group == "exchange":
-                    _refuse_misplaced(path, part, key)
+                    place = _checked_place(path, part, key)
+                    if part is whole and place == "path":  # codec=, memory= are beside it
+                        key, offered = place, (*offered, "codec", "memory")
                 hashes |= _check_code(path, part, key or group, offered)
     return hashes
 
@@ -143,13 +145,15 @@ def _check_code(
     function = callable_at(path, f"{key}={path}")
     if key != "optim" and "_partial_" not in settings:  # optim's are also the schedule's
         own = [str(name) for name in settings if not str(name).startswith("_")]
-        passed = (*offered, *(of_loss(function) if key == "task" else ()))
+        passed = (*offered, *values_of(function, key))
         check_arguments(function, own, passed, key)
     return source_hashes(function)
 
 
-def _refuse_misplaced(path: str, settings: Mapping[Any, Any], key: str) -> None:
-    """Refuse a codec, memory, path or exchange of the user's in the place of another of these.
+def _checked_place(path: str, settings: Mapping[Any, Any], key: str) -> str:
+    """Return the group that the user chose `path` for: codec, memory, path or exchange.
+
+    Refuses one of these in the place of another. ConfigError: names its place.
 
     A path is an exchange whose constructor takes a codec.
     """
@@ -166,6 +170,7 @@ def _refuse_misplaced(path: str, settings: Mapping[Any, Any], key: str) -> None:
     if part != place:
         article = "an" if part == "exchange" else "a"
         raise ConfigError(f"{place}={path}: is {article} {part}; use {part}={path}")
+    return place
 
 
 def is_labs(kind: type, *names: str) -> bool:
@@ -210,16 +215,19 @@ def _tell(group: str, path: str) -> None:
         print(f"lab: a file sets {group}, which imports {path} from {where}", file=sys.stderr)
 
 
-def of_loss(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the parameters of a loss function that get outputs and targets; of others, none."""
-    if inspect.isclass(function):
+def values_of(function: Callable[..., Any], group: str) -> tuple[str, ...]:
+    """Return the parameters that get values of a run: of a loss function (group "task") its outputs
+    and targets, of a function that is a transform the model. Classes and others have none.
+    """
+    number = {"task": 2, "transform": 1}.get(group, 0)
+    if inspect.isclass(function) or not number:
         return ()
     needed = [
         name
         for name, parameter in (_parameters(function) or {}).items()
         if parameter.default is Parameter.empty and parameter.kind in POSITIONAL
     ]
-    return (needed[0], needed[1]) if len(needed) >= 2 else ()
+    return tuple(needed[:number]) if len(needed) >= number else ()
 
 
 def check_arguments(

@@ -33,6 +33,9 @@ class Ternary:
     def __init__(self, levels=3):
         self.levels = levels
 
+class Star:
+    def __init__(self, codec, memory, root=0): ...
+
 size = 3
 """
 
@@ -74,6 +77,7 @@ def test_arguments_that_take_anything_are_not_filled_in(project: Path) -> None:
         (["model=nets.Net", "model.widht=4"], "model.widht: no such argument; allowed: "),
         (["model=nets.Needs"], "model.width has no default"),
         (["codec=nets.Ternary", "codec.lvels=4"], "codec.lvels: no such argument; allowed: codec"),
+        (["path=nets.Star", "path.num=2"], "path.num: no such argument; allowed: path.root"),
         (["codec=nets.Ternery"], "codec=nets.Ternery: nets has no Ternery; did you mean Ternary?"),
         (["memory=nets.Needs"], "memory.width has no default"),
         (["model=nets.Nets"], "model=nets.Nets: nets has no Nets; did you mean Net?"),

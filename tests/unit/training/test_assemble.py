@@ -229,6 +229,19 @@ class Nothing:
 class NoFunction: ...
 
 
+def frozen(model: nn.Module, *, bias: bool = False) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias") == bias)
+    return model
+
+
+def test_a_function_of_a_model_is_a_transform() -> None:
+    words = (f"model={__name__}.Scores", *ONE_STEP, f"transform={__name__}.frozen")
+    for own, left in (((), "weight"), (("transform.bias=true",), "bias")):
+        made = blueprint(load([*words, *own])).model
+        assert [name for name, p in made.named_parameters() if p.requires_grad] == [left]
+
+
 ONE_STEP = ("data=synthetic", "data.num_images=8", "batch_size=4", "steps=1", "strategy=none")
 
 
