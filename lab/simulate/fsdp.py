@@ -242,7 +242,7 @@ def _with_stages(unit: Unit, shapes: list[Shape], strategy: Strategy, groups: Gr
         _in_two_levels(scattered, strategy)
     else:
         add_scatter(scattered, strategy.exchange)
-    scatter.stages += [replace(s, inside=s.intra_node or inside) for s in scattered.stages]
+    scatter.stages += [replace(s, intra_node=s.intra_node or inside) for s in scattered.stages]
     if groups.copies:
         scatter.wire(groups.copies.all_reduce(scatter.num_bytes / sharing.size))
     return replace(unit, gather=whole, again=again, scatter=scatter.stages)
@@ -272,7 +272,7 @@ def _in_bytes(shapes: Sequence[Shape], network: Network, inside: bool) -> list[S
 
     load = Load(shapes, "Int8", network)  # at the rate of that codec
     recorded.add_gather(load)
-    stages = [replace(s, inside=inside and s.row == "exchange") for s in load.stages]
+    stages = [replace(s, intra_node=inside and s.row == "exchange") for s in load.stages]
     Load(shapes, FSDP, network, stages).codec(2 * (load.num_bytes / load.N + load.num_bytes))
     return stages
 
@@ -286,7 +286,7 @@ def _in_two_levels(load: Load, strategy: Strategy) -> None:
     Load(load.shapes, FSDP, network, load.stages).codec(2 * load.num_bytes)
     first = Load(load.shapes, load.rate, network.intra_node())
     add_scatter(first, strategy.exchange)
-    load.stages += [replace(stage, inside=True) for stage in first.stages]
+    load.stages += [replace(stage, intra_node=True) for stage in first.stages]
     sums = [(load.n // network.local,)]
     rail = network.rail(network.local)
     add_scatter(Load(sums, load.rate, rail, load.stages), strategy.exchange)
