@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lab.data import Data
 from lab.data.own import as_data
@@ -63,6 +64,11 @@ def blueprint(config: DictConfig) -> Blueprint:
     if "_target_" in config.transform:
         with as_config_error():
             model, _ = transformed(config.transform, model)
+    if lazy := [p for p in model.parameters() if is_lazy(p)]:  # a forward pass gives them shapes
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=lazy[0].device))
+        model.train()
     return Blueprint(data, task, model)
 
 

@@ -229,6 +229,16 @@ class Nothing:
 class NoFunction: ...
 
 
+class Lazy(nn.Sequential):
+    def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
+        super().__init__(nn.Flatten(), nn.LazyLinear(output_size), nn.BatchNorm1d(output_size))
+
+
+def test_lazy_modules_have_their_shapes_in_predictions() -> None:
+    model = blueprint(load([f"model={__name__}.Lazy", *ONE_STEP])).model
+    assert model.training and cast(Any, model)[1].weight.shape == (10, 3072)
+
+
 def frozen(model: nn.Module, *, bias: bool = False) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias") == bias)
