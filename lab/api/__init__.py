@@ -28,7 +28,8 @@ from lab.simulate import view as prediction_view
 from lab.study.grid import SweepSettings
 from lab.study.run import sweep as run_study
 
-Setting = str | int | float | bool | None | Sequence["str | int | float | bool | None"]
+Scalar = str | int | float | bool | Path | None
+Setting = Scalar | Sequence[Scalar]
 Settings = Mapping[str, Setting]
 
 
@@ -169,6 +170,6 @@ def explain(path: str | Path) -> Answer:
 def _words(settings: Settings) -> list[str]:
     """Write settings as a command line has them."""
     return [
-        f"{key}={as_text(value if isinstance(value, str | int | float | None) else tuple(value))}"
+        f"{key}={as_text(value if isinstance(value, Scalar) else tuple(value))}"
         for key, value in settings.items()
     ]

@@ -55,7 +55,14 @@ def test_wrong_settings_are_those_of_the_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "null"), (True, "true"), (0.1, "0.1"), ([1, "a", None], "1,a,null")]
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (0.1, "0.1"),
+        (Path("a/b"), "a/b"),
+        ([1, "a", None, Path("c")], "1,a,null,c"),
+    ],
 )
 def test_values_are_written_as_a_command_line_has_them(value: api.Setting, text: str) -> None:
     assert api._words({"key": value}) == [f"key={text}"]
