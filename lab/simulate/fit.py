@@ -52,7 +52,10 @@ MEASURED_CODEC = "onebit"  # codec_bytes_per_s is the rate of this codec
 
 
 def fit(
-    preset: Hardware, cells: Sequence[Observation], prior: float = PRIOR
+    preset: Hardware,
+    cells: Sequence[Observation],
+    prior: float = PRIOR,
+    before: Group | None = None,
 ) -> tuple[Hardware, tuple[Hardware, ...]]:
     """Fit the hardware to cells of at most two ranks.
 
@@ -62,6 +65,8 @@ def fit(
     Args:
         prior: share of a step by which a prediction may miss before a value of the preset changes
             by a factor of e.
+        before: an earlier fit, to other cells of the same hosts, whose values the preset has: the
+            surer it was of one, the more it takes to change it.
 
     Returns:
         The best, and draws from the values that fit as well.
@@ -85,7 +90,7 @@ def fit(
     def errors(hardware: Hardware) -> np.ndarray:
         return ([cell.predicted_s(hardware) for cell in used] - measured) / typical
 
-    best, covariance = _search(preset, keys, errors, prior)
+    best, covariance = _search(preset, keys, errors, _weights(keys, before, prior))
     chance = np.random.default_rng(0)
     drawn = chance.multivariate_normal(best, covariance, DRAWS, method="eigh")
     drawn = np.clip(drawn, best - 1, best + 1)  # at most a factor of e away
@@ -94,6 +99,23 @@ def fit(
         with_values(machine, keys, np.exp(x))
         for machine, x in zip(draws_of(known), drawn, strict=True)
     )
+
+
+def _weights(keys: Sequence[str], before: Group | None, prior: float) -> np.ndarray:
+    """Return the prior of each value, as `fit` has it; of one that is known from `before`, an error
+    as large as that fit's weighs as much as a change by the value's standard deviation there.
+    """
+    weights = np.full(len(keys), prior)
+    if before is None:
+        return weights
+    used = used_by_fit(before.observations)
+    missed = np.std([cell.predicted_s(before.hardware) / cell.step_s - 1 for cell in used])
+    known = {*NAMES, *(f"{CODEC_RATES}.{name}" for name, _ in before.hardware.codec_rates)}
+    for place, key in enumerate(keys):
+        if key in known:
+            spread = np.std([np.log(get(machine, key) or 1.0) for machine in before.draws])
+            weights[place] = max(prior, missed / spread) if spread else prior
+    return weights
 
 
 def _codecs(cells: Iterable[Observation], hardware: Hardware) -> set[str]:
@@ -129,13 +151,17 @@ def link_keys(hardware: Hardware, world_size: int = 2) -> list[str]:
 
 
 def _search(
-    preset: Hardware, keys: Sequence[str], errors: Callable[[Hardware], np.ndarray], prior: float
+    preset: Hardware,
+    keys: Sequence[str],
+    errors: Callable[[Hardware], np.ndarray],
+    prior: float | np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the logarithms of values by least squares of `errors`, and their covariance.
 
     Args:
         keys: of the values, as `get` takes them.
-        prior: an error that weighs as much as a change of a preset's value by a factor of e.
+        prior: an error that weighs as much as a change of a preset's value by a factor of e; one
+            for all values, or for each its own.
     """
     start = np.log([get(preset, key) or START[key.rpartition(".")[2]] for key in keys])
 
@@ -288,8 +314,9 @@ def _groups(
     ]
     groups = dict[str, Group]()
     for name in sorted(fitted or cells, key=lambda name: _ranks_per_host(cells[name])):
-        start = _with_hosts(preset, cells[name], [(groups[g], cells[g]) for g in groups])
-        groups[name] = _fitted(name, cells[name], profile, start)
+        others = [(groups[g], cells[g]) for g in groups]
+        start, before = _with_hosts(preset, cells[name], others)
+        groups[name] = _fitted(name, cells[name], profile, start, before)
     for name in cells.keys() - groups.keys():
         alike = [g for g in fitted if _ranks_per_host(cells[g]) == _ranks_per_host(cells[name])]
         if len(alike) != 1:
@@ -304,32 +331,41 @@ def _groups(
 
 def _with_hosts(
     preset: Hardware, cells: list[RecordedCell], others: Sequence[tuple[Group, list[RecordedCell]]]
-) -> Hardware:
-    """Return what a fit starts from, with as many ranks on a node as the cells have on a host.
+) -> tuple[Hardware, Group | None]:
+    """Return what a fit starts from, with as many ranks on a node as the cells have on a host, and
+    the fit that told its values, if one did.
 
     Of several on a host, two ranks tell the links within it alone. Those between hosts are known
     from a group with one rank on each, or else as the preset says.
     """
     local = _ranks_per_host(cells)
     if local == 1 or preset.ranks_per_node > 1:
-        return preset
+        return preset, None
     if preset.intra is None:
         raise ValueError(
             f"cluster.ranks_per_host={local}: hardware={preset.name} has no intra link"
         )
-    start = preset
+    start, before = preset, None
     if known := next((pair for pair in others if _ranks_per_host(pair[1]) == 1), None):
         start = over_links(known[0].hardware, _cluster(known[1]), _cluster(cells))
-    return replace(start, ranks_per_node=local, intra=preset.intra, assumed=preset.assumed)
+        before = known[0]
+    start = replace(start, ranks_per_node=local, intra=preset.intra, assumed=preset.assumed)
+    return start, before
 
 
-def _fitted(name: str, cells: list[RecordedCell], profile: Profile, preset: Hardware) -> Group:
+def _fitted(
+    name: str,
+    cells: list[RecordedCell],
+    profile: Profile,
+    preset: Hardware,
+    before: Group | None,
+) -> Group:
     observations = _observations(cells, profile)
     num_cores = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
     if preset.num_cores and num_cores:  # emulated, on the machine on which these cells ran
         preset = replace(preset, num_cores=min(num_cores))
     try:
-        return Group(name, tuple(observations), *fit(preset, observations))
+        return Group(name, tuple(observations), *fit(preset, observations, before=before))
     except ValueError as error:
         raise ValueError(f"{name}: {error}" if name else str(error)) from None
 

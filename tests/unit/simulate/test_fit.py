@@ -16,14 +16,14 @@ from lab.settings.files import read_file
 from lab.simulate import view
 from lab.simulate.costs import stages_of
 from lab.simulate.fit import fit, fit_result
-from lab.simulate.hardware import Hardware, parse, uncertainty_samples
+from lab.simulate.hardware import Hardware, Link, parse, uncertainty_samples
 from lab.simulate.network import Network
 from lab.simulate.predict import predicted, read
-from lab.simulate.score import Observation
+from lab.simulate.score import Group, Observation
 from lab.simulate.step import simulate
 from lab.simulate.terms import drawn, learned
 from tests.support.commands import said
-from tests.support.simulated import leave_study, strategy
+from tests.support.simulated import TRUE, leave_study, strategy
 
 PRESET = learned(parse(read_file("hardware", "h100x8_ndr")))
 PROFILE = Profile.parse(read_file("profile", "alexnet_h100"))
@@ -114,3 +114,34 @@ def test_a_study_replaces_the_terms_of_which_two_ranks_tell(tmp_path: Path) -> N
         *("profile=alexnet_h100", f"fit={tmp_path}/study"),
     )
     assert "terms learned from published scaling (jitter" in text and "engage=0.099" in text
+
+
+def test_what_another_fit_tells_is_kept_beside_few_cells() -> None:
+    """Ranks of a host tell the link inside; one of their steps is a fifth too long by accident."""
+    profile = replace(Profile.parse(read_file("profile", "alexnet_titanx")), bytes_scale=0.02)
+    one_a_host = replace(TRUE, codec_s=1e-4)
+    two_a_host = replace(one_a_host, ranks_per_node=2, intra=Link(3e-4, 5e8))
+
+    def step_s(name: str, hardware: Hardware, size: int) -> float:
+        return simulate(profile, hardware, strategy(name), size, 64).step_s
+
+    def cells(hardware: Hardware, errors: dict[tuple[str, int], float]) -> list[Observation]:
+        return [
+            Observation(
+                name, profile, strategy(name), size, 64, (by * step_s(name, hardware, size),)
+            )
+            for (name, size), by in errors.items()
+        ]
+
+    apart = {("none", 1): 1.0, ("none", 2): 1.01, ("allreduce", 2): 0.99, ("overlap", 2): 1.0}
+    many = cells(one_a_host, {**apart, ("onebit", 2): 1.01, ("int8", 2): 0.99})
+    before = Group("one", tuple(many), *fit(TRUE, many))
+    preset = replace(before.hardware, ranks_per_node=2, intra=Link(1e-4, 1e9))
+    names = {("none", 2): 1.0, ("hierarchical", 2): 1.0, ("hierarchical_onebit", 2): 1.2}
+    few = cells(two_a_host, names)
+    true_s = step_s("hierarchical_onebit", two_a_host, 4)
+    errors = [
+        abs(step_s("hierarchical_onebit", fit(preset, few, before=known)[0], 4) / true_s - 1)
+        for known in (before, None)
+    ]
+    assert errors[0] < 0.02 < errors[1]
