@@ -114,11 +114,11 @@ def test_faults_are_recorded(
 
 def test_a_hang_ends_the_run_in_one_line(train: Train, tmp_path: Path) -> None:
     settings = ("exchange._target_=tests.support.faults.HangsOnRank1", "cell=bad")
-    done = train(2, *QUICK, *settings, "exchange_timeout_s=3")
+    done = train(2, *QUICK, *settings, "exchange_timeout_s=8")
     assert done.code != 0
     result = record(tmp_path / "runs/default/bad")
     assert result["status"] == "timeout"
-    waits = r"exchange_timeout_s=3: .*rank 0 waits in HangsOnRank1 of bucket \S+ and \d more"
+    waits = r"exchange_timeout_s=8: .*rank 0 waits in HangsOnRank1 of bucket \S+ and \d more"
     assert re.search(waits, result["error"])
     assert done.error_lines == [f"lab.train: error: {result['error']}"]
 

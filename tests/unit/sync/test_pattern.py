@@ -226,8 +226,8 @@ def test_the_most_urgent_of_those_ready_leaves(
 
 
 CPU = torch.device("cpu")
-LATE, LATE_S = 1, 0.06
-SHORT_S = 0.04  # work without a delay takes less, waiting for it more
+LATE, LATE_S = 1, 0.2
+SHORT_S = 0.15  # work without a delay takes less, waiting for it more
 NUM_LATE = 4  # steps, of which the shortest counts: threads keep each other from work
 
 

@@ -28,7 +28,7 @@ from tests.support.cases import maker
 from tests.support.steps import made
 
 CPU = torch.device("cpu")
-LATE_S = 0.08
+LATE_S = 0.2
 WIDE = 2048  # the last layer's weight has 16 KiB: two parts of at most CHUNK_MB
 CHUNK_MB = 8 / 1024
 NUM_STEPS = 7
