@@ -20,7 +20,8 @@ from lab.distributed.replicas import local
 from lab.distributed.world import World
 from lab.draw.chart import SKY
 from lab.draw.plots import bars
-from lab.exchange.cost import Sizes
+from lab.exchange.cost import Sizes, of_buckets
+from lab.exchange.layout import travel_shape
 from lab.measure.memory import CLEAR, STATUS, peak_bytes, reset_peak
 from lab.settings.config import ConfigError
 from lab.simulate.predict import plain
@@ -103,13 +104,12 @@ def sizes_of(sync: Any, world: World) -> Sizes:
         sync: GradSync, or a library's sync, whose buckets are unknown.
     """
     planned = sync.buckets if isinstance(sync, GradSync) else []
-    buckets = [bucket.parameters.values() for bucket in planned]
-    counts = [sum(p.numel() for p in parameters) for parameters in buckets]
+    gathered, largest = of_buckets([bucket.shapes for bucket in planned])
     choices = sync.exchange.choices() if isinstance(sync, GradSync) else []
     return Sizes(
-        n=sum(p.numel() for p in sync.module.parameters() if p.requires_grad),
-        gathered=sum(n for n, of in zip(counts, buckets, strict=True) if len(of) > 1),
-        largest=max(counts, default=0),
+        n=sum(travel_shape(p).numel() for p in sync.module.parameters() if p.requires_grad),
+        gathered=gathered,
+        largest=largest,
         rank=world.rank,
         N=world.size,
         backend=world.comm.backend,

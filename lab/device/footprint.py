@@ -36,13 +36,13 @@ from lab.device.callgrind import filled, output_of
 from lab.draw.chart import BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.draw.plots import bars
 from lab.exchange.bucket import plan
-from lab.exchange.cost import Sizes
+from lab.exchange.cost import Sizes, of_buckets
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.problem import Blueprint, blueprint
 from lab.settings.config import ConfigError, check_batch, load
 from lab.settings.errors import as_config_error
 from lab.settings.names import class_name
-from lab.simulate.strategy import sync_bytes
+from lab.simulate.strategy import most_sync_bytes
 from lab.training.optim import Optim
 from lab.training.trainer import AUTOCAST
 
@@ -111,21 +111,17 @@ def exchange_bytes(model: nn.Module, config: DictConfig, num_ranks: int) -> int:
     """
     if num_ranks == 1:
         return 0
-    buckets = [each.parameters.values() for each in plan(model, config.bucket_mb)]
-    counts = [sum(each.numel() for each in of) for of in buckets]
-    gathered = sum(n for n, of in zip(counts, buckets, strict=True) if len(of) > 1)
+    buckets = plan(model, config.bucket_mb)
+    of_model = sum(bucket.num_values for bucket in buckets)
     backend = "nccl" if config.device == "cuda" else "gloo"
     settings: Any = OmegaConf.to_container(config, resolve=True)
-    found = [
-        sync_bytes(
-            Sizes(sum(counts), gathered, max(counts), rank, num_ranks, backend, local=num_ranks),
-            settings,
-        )
-        for rank in (0, num_ranks - 1)  # a root, and a rank that is none
-    ]
-    if math.isnan(max(found)):
+    sent = of_buckets([bucket.shapes for bucket in buckets])
+    found = most_sync_bytes(
+        Sizes(of_model, *sent, 0, num_ranks, backend, local=num_ranks), settings
+    )
+    if math.isnan(found):
         raise ConfigError(f"strategy={config.strategy}: its memory cannot be computed")
-    return round(max(found))
+    return round(found)
 
 
 def _resident(settings: tuple[str, ...]) -> int:

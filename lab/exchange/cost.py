@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,3 +129,10 @@ class Sizes:
         """Count the bytes of the chunks that arrive from `num_children` ranks at the same time."""
         limit = chunk_bytes(chunk_mb, self.backend)
         return LAG * num_children * min(4 * num_values, limit)
+
+
+def of_buckets(buckets: Sequence[Mapping[str, Shape]]) -> tuple[int, int]:
+    """Return `gathered` and `largest` of `Sizes`, of buckets of parameters' shapes by name."""
+    counts = [(len(bucket), sum(map(math.prod, bucket.values()))) for bucket in buckets]
+    gathered = sum(size for number, size in counts if number > 1)
+    return gathered, max((size for _, size in counts), default=0)

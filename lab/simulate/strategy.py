@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lab.exchange.cost import Shape, Sizes
+from lab.exchange.cost import Shape, Sizes, of_buckets
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.settings.errors import ConfigError
@@ -269,6 +269,12 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
     return needed
 
 
+def most_sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
+    """Return `sync_bytes` of the rank that needs most, whichever rank `sizes` is of."""
+    first_and_last = {0, sizes.N - 1}  # a root, and a rank that is none
+    return max(sync_bytes(replace(sizes, rank=rank), settings) for rank in first_and_last)
+
+
 def rank_bytes(
     profile: Profile,
     strategy: Strategy,
@@ -282,21 +288,12 @@ def rank_bytes(
         settings: of the run, composed; `optim`, `sync` and `exchange` are read.
         hardware: over whose library ranks talk, and whose nodes they share.
     """
-    counts = [
-        (len(bucket), sum(map(math.prod, bucket.values())))
-        for bucket in buckets(profile, strategy.bucket_mb, hardware.on_gpu)
-    ]
     values = profile.gradient_bytes // VALUE_BYTES
     of_model = VALUE_BYTES * values * (2 + state_copies(settings["optim"]))
-    gathered = sum(size for number, size in counts if number > 1)
-    largest = max(size for _, size in counts)
-    first_and_last = {0, world_size - 1}  # a root, and a rank that is none
+    sent = buckets(profile, strategy.bucket_mb, hardware.on_gpu)
     local = min(world_size, hardware.ranks_per_node)
-    ranks = (
-        Sizes(values, gathered, largest, r, world_size, hardware.library, local=local)
-        for r in first_and_last
-    )
-    return of_model + max(sync_bytes(sizes, settings) for sizes in ranks)
+    sizes = Sizes(values, *of_buckets(sent), 0, world_size, hardware.library, local=local)
+    return of_model + most_sync_bytes(sizes, settings)
 
 
 def state_copies(optim: Mapping[str, Any]) -> float:
