@@ -96,8 +96,8 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
 
 def _refusal(config: DictConfig) -> str:
     """Return why a strategy is no average of gradients in every step; empty if it is."""
-    if class_of(config) != "GradSync":
-        return "does not average gradients once in every step"
+    if (sync := class_of(config)) != "GradSync":
+        return f"has a sync of its own ({sync}), which only lab.train runs"
     if "_target_" in config.transform:
         return "also rewrites the model"
     return "exchanges nothing" if class_name(config.exchange._target_) == "NoExchange" else ""

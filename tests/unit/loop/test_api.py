@@ -75,6 +75,7 @@ def test_a_users_exchange_may_have_any_name(
     [
         ("twobit", {}, "strategy=twobit: there is no such strategy or exchange; in your own loop"),
         ("overlap", {"exchange": "none"}, "strategy=overlap: exchanges nothing; in your own"),
+        ("ddp", {}, "strategy=ddp: has a sync of its own (DDPSync), which only lab.train runs; in"),
         (
             "onebit",
             {"optim.lr": 1},
