@@ -79,7 +79,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """See Cell.label."""
+        """See RecordedCell.label."""
         return self.one.label
 
     @property
@@ -96,7 +96,7 @@ class Point:
 
     @property
     def fixed_batch_size(self) -> int:
-        """See Cell.fixed_batch_size."""
+        """See RecordedCell.fixed_batch_size."""
         return self.one.fixed_batch_size
 
     @property
@@ -195,7 +195,7 @@ class Point:
         return {name: sum(c.status == name for c in self.cells) for name in STATUSES}
 
     def median(self, value: str) -> float:
-        """Return the median over finished runs of a value of Cell."""
+        """Return the median over finished runs of a value of RecordedCell."""
         return _median(getattr(cell, value) for cell in self.done("throughput").values())
 
     @staticmethod

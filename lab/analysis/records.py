@@ -57,7 +57,7 @@ class RecordedCell:
         adds_nothing: its exchange and sync do nothing on one rank (lab.settings.names).
         series: the strategy, and the settings in which runs of the study differ.
         label: the same in short (labels_of_series), for charts: without the values that most
-            series share (Study.usual).
+            series share (RecordedStudy.usual).
         conditions: of these settings, those that no strategy brings with it.
         profile: the one whose layers model=replay waits for; empty for a real model.
         settings: the settings typed or differing, and the context that runs must share to be

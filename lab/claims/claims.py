@@ -28,7 +28,7 @@ OF_DEVICE: Mapping[str, Quantity] = {**COUNTED, **BENCHED, **SWEPT}
 
 
 @dataclass(frozen=True)
-class Condition:
+class Bounds:
     """A condition on a value: within a share of `about`, `at_least` or `at_most`."""
 
     about: float | None = None
@@ -93,7 +93,7 @@ class Claim:
     says: str
     source: str
     quantity: str
-    check: Condition
+    check: Bounds
     role: str = "statement"
     at: ClaimPoint = field(default_factory=ClaimPoint)
     published: float | None = None
@@ -256,7 +256,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     if not isinstance(entry, Mapping):
         raise ValueError(f"claims: {entry}: must have the keys of a claim")
     try:
-        check, at = Condition(**entry["check"]), _frozen(entry.get("at", {}))
+        check, at = Bounds(**entry["check"]), _frozen(entry.get("at", {}))
         of_device = entry["quantity"] in OF_DEVICE
         where = {"at": ClaimPoint(), "arguments": at} if of_device else {"at": ClaimPoint(**at)}
         grid = _frozen(entry.get("grid", {}))

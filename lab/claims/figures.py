@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lab.claims.claims import Condition
+from lab.claims.claims import Bounds
 from lab.claims.device import GPUS, PaperNetwork
 from lab.claims.findings import EVIDENCE, KINDS, ClaimVerdict, Reproduced, tally
 from lab.claims.predicted import rate_speedups
@@ -372,7 +372,7 @@ def _line(verdict: ClaimVerdict) -> dict[str, Any]:
     }
 
 
-def _unit(check: Condition) -> float:
+def _unit(check: Bounds) -> float:
     """Return what the claim says: its figure, or its one bound; 1 where that is 0."""
     return next(x for x in (check.about, check.at_least, check.at_most) if x is not None) or 1.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lab.claims.claims import Claim, Condition, Paper
+from lab.claims.claims import Bounds, Claim, Paper
 from lab.claims.findings import CHANGES, KINDS, ClaimVerdict, judge, tally
 from lab.claims.metrics import ClaimPoint
 from lab.claims.page import claims_tables
@@ -47,7 +47,7 @@ from tests.unit.claims.facts import Repeated, Table
     ],
 )
 def test_quantities(quantity: str, at: ClaimPoint, value: float | None) -> None:
-    computed = Claim("says", "slide", quantity, Condition(at_least=0), at=at).value(Table())
+    computed = Claim("says", "slide", quantity, Bounds(at_least=0), at=at).value(Table())
     assert computed == (value if value is None else pytest.approx(value))
 
 
@@ -102,7 +102,7 @@ def test_conditions_and_the_number_of_cells_are_printed() -> None:
 
 def test_parameters_of_a_profile_are_its_own() -> None:
     hardware = parse(read_file("hardware", "titanx_x4"))
-    share = Claim("says", "slide", "fc_share", Condition(at_least=0))
+    share = Claim("says", "slide", "fc_share", Bounds(at_least=0))
     vgg16 = Predicted("vgg16_p100", hardware)
     assert vgg16.counts().parameters == 138_357_544  # Simonyan and Zisserman say 138 million
     assert share.value(vgg16) == pytest.approx(123_642_856 / 138_357_544)
@@ -115,18 +115,18 @@ def test_without_layers_named_fc_their_share_is_unknown(monkeypatch: pytest.Monk
     hardware = parse(read_file("hardware", "titanx_x4"))
     measured_profile = Predicted("test_without_layers_named_fc", hardware)
     assert measured_profile.counts().parameters == 10
-    assert Claim("says", "slide", "fc_share", Condition(at_least=0)).value(measured_profile) is None
+    assert Claim("says", "slide", "fc_share", Bounds(at_least=0)).value(measured_profile) is None
 
 
 @pytest.mark.parametrize(
     ("check", "holds", "fails"),
     [
-        (Condition(about=4, within=0.1), 4.39, 4.41),
-        (Condition(at_least=1.1), 1.1, 1.0),
-        (Condition(at_most=1), 1.0, 1.01),
+        (Bounds(about=4, within=0.1), 4.39, 4.41),
+        (Bounds(at_least=1.1), 1.1, 1.0),
+        (Bounds(at_most=1), 1.0, 1.01),
     ],
 )
-def test_checks(check: Condition, holds: float, fails: float) -> None:
+def test_checks(check: Bounds, holds: float, fails: float) -> None:
     assert check.outcome(Interval(math.nan, holds, math.nan)) == "holds"
     assert check.outcome(Interval(math.nan, fails, math.nan)) == "fails"
     assert check.outcome(UNKNOWN) == "unknown"
@@ -145,7 +145,7 @@ def test_checks(check: Condition, holds: float, fails: float) -> None:
 )
 def test_the_interval_decides(ends: tuple[float, float], outcome: str) -> None:
     lo, hi = ends
-    assert Condition(about=4, within=0.1).outcome(Interval(lo, (lo + hi) / 2, hi)) == outcome
+    assert Bounds(about=4, within=0.1).outcome(Interval(lo, (lo + hi) / 2, hi)) == outcome
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_what_is_no_claim_and_no_rate_is_named() -> None:
 
 def test_a_ratio_to_nothing_names_its_claim() -> None:
     facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
-    alone = Claim("small", "1", "byte_share", Condition(at_most=1), at=ClaimPoint("onebit", 1))
+    alone = Claim("small", "1", "byte_share", Bounds(at_most=1), at=ClaimPoint("onebit", 1))
     with pytest.raises(ValueError, match="claim 'small': quantity=byte_share: would divide by 0"):
         alone.value(facts)
 
@@ -219,9 +219,7 @@ def test_a_wrong_key_of_a_reproduction_is_named(entry: dict[str, object], messag
 
 def test_repeats_give_an_interval_and_two_of_them_none() -> None:
     at = ClaimPoint("tree", 4)
-    claims = [
-        Claim("s", "1", "speedup", Condition(at_least=bound), at=at) for bound in (0.2, 0.8, 9)
-    ]
+    claims = [Claim("s", "1", "speedup", Bounds(at_least=bound), at=at) for bound in (0.2, 0.8, 9)]
     verdicts = judge(Paper("t", tuple(claims), "p", "h"), Table(), Repeated(1.0, 1.1, 0.9))
     assert [verdict.outcome for verdict in verdicts] == ["holds", "within noise", "fails"]
     assert [verdict.num_repeats for verdict in verdicts] == [3] * 3
@@ -287,16 +285,16 @@ def kinds(*entries: Any) -> tuple[ClaimVerdict, ...]:
 @pytest.mark.parametrize(
     ("check", "value", "machine", "words"),
     [
-        (Condition(about=1, within=0.1), 1.05, None, "predicted: agrees"),
-        (Condition(about=1, within=0.1), 1.38, None, "model misses by 38 %"),
-        (Condition(at_most=2), 3.0, None, "model misses by 50 %"),
-        (Condition(at_most=2), 1.0, "emulated", "measured on an emulated cluster: agrees"),
-        (Condition(at_most=2), 4.0, "gpu", "measured: differs by 100 %"),
-        (Condition(at_most=2), math.nan, "gpu", "not testable here: not measured"),
+        (Bounds(about=1, within=0.1), 1.05, None, "predicted: agrees"),
+        (Bounds(about=1, within=0.1), 1.38, None, "model misses by 38 %"),
+        (Bounds(at_most=2), 3.0, None, "model misses by 50 %"),
+        (Bounds(at_most=2), 1.0, "emulated", "measured on an emulated cluster: agrees"),
+        (Bounds(at_most=2), 4.0, "gpu", "measured: differs by 100 %"),
+        (Bounds(at_most=2), math.nan, "gpu", "not testable here: not measured"),
     ],
 )
 def test_words_say_what_was_done(
-    check: Condition, value: float, machine: str | None, words: str
+    check: Bounds, value: float, machine: str | None, words: str
 ) -> None:
     measured = Interval(math.nan, value, math.nan) if machine else UNKNOWN
     one = Claim("s", "1", "speedup", check, published=check.about)
@@ -305,7 +303,7 @@ def test_words_say_what_was_done(
 
 
 def test_another_kind_of_device_decides_nothing() -> None:
-    one = Claim("s", "1", "speedup", Condition(at_most=2))
+    one = Claim("s", "1", "speedup", Bounds(at_most=2))
     elsewhere = ClaimVerdict(
         one, None, measured=Interval(4, 4, 4), machine="cpu", is_elsewhere=True
     )
@@ -315,7 +313,7 @@ def test_another_kind_of_device_decides_nothing() -> None:
 
 
 def test_kinds_have_tables_of_their_own() -> None:
-    one = Claim("s", "1", "speedup", Condition(at_least=0.1))
+    one = Claim("s", "1", "speedup", Bounds(at_least=0.1))
     found = [ClaimVerdict(one, 1.0, kind=kind) for kind in KINDS]
     lines = claims_tables(found)
     assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
