@@ -46,7 +46,7 @@ class MapPlace:
 
     Attributes:
         model: name of its profile if it is replayed, and by which of its settings runs differ.
-        links: as RecordedCell.circumstances: the settings of links, and others by which runs differ.
+        links: settings of links, and others by which runs differ: RecordedCell.circumstances.
         batch_size: global.
     """
 
