@@ -18,7 +18,7 @@ from lab.settings.overrides import config_dir_of
 from lab.settings.streams import progress
 from lab.simulate import predict as prediction
 from lab.simulate.fsdp import Groups
-from lab.simulate.idle import OF_COMMANDS
+from lab.simulate.ineffective import OF_COMMANDS
 from lab.simulate.network import Network
 from lab.simulate.predict import PredictRequest, plain
 from lab.simulate.strategy import Strategy

@@ -25,7 +25,7 @@ from lab.simulate.costs import class_of, exchange_of, phases_of, refuse_unknown_
 from lab.simulate.estimate import ESTIMATE, Estimate, Source, profile_on, source_of
 from lab.simulate.hardware import Hardware, places, uncertainty_samples
 from lab.simulate.hardware import parse as parse_hardware
-from lab.simulate.idle import idle_of, refuse_idle
+from lab.simulate.ineffective import ineffective_settings, refuse_ineffective
 from lab.simulate.score import (
     Group,
     ScoredCell,
@@ -103,7 +103,7 @@ def read(arguments: Sequence[str], moving: Collection[str] = ()) -> PredictReque
     """Read the cells, profiles and hardware that a command line names.
 
     Args:
-        moving: settings that change the caller's result, but no prediction; see `refuse_idle`.
+        moving: settings that change the result of the caller, but no prediction.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -134,7 +134,7 @@ def read(arguments: Sequence[str], moving: Collection[str] = ()) -> PredictReque
         )
     if not (fit or own.measured):  # whose cells ran with all their settings
         moving = {*moving, *_moving(cells, profiles)}
-        refuse_idle(run, config_dir, moving)
+        refuse_ineffective(run, config_dir, moving)
     by_default = not traced and not any(map(_is_given, cells))
     without = dict[str, Hardware]()
     for key in texts.keys() - {LOG}:
@@ -285,7 +285,7 @@ def _predicted(request: PredictRequest) -> tuple[dict[str, Any], tuple[Span, ...
         "open_profiles": [name for name, profile in known.items() if profile.is_open],
         "sources": {name: profile.source for name, profile in known.items()},
         "updates": [*filter(None, updates)],
-        "idle": unread(request) + _idle(request, points, [row["step_s"] for row in rows]),
+        "idle": unread(request) + _ineffective(request, points, [row["step_s"] for row in rows]),
         "by_default": request.by_default,
         "logs": [f"from the log: {curve}" for curve in request.hardware.measured]
         + [f"from the trace: {traced}" for traced in (request.traced,) if traced],
@@ -305,12 +305,12 @@ def unread(request: PredictRequest) -> list[str]:
     """List the settings of models, data and machines that are typed in vain beside profiles."""
     if None in request.profiles or request.own.fit or request.own.measured:
         return []
-    idle = idle_of(word for cell in request.cells for word in cell.arguments)
+    idle = ineffective_settings(word for cell in request.cells for word in cell.arguments)
     replays = idle and any(replayed(plain(cell.config)) for cell in request.cells)
     return [] if replays else idle
 
 
-def _idle(
+def _ineffective(
     request: PredictRequest,
     points: Sequence[tuple[Cell, Source, Strategy]],
     steps_s: Sequence[float],

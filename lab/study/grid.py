@@ -233,7 +233,7 @@ def _points(
         for strategy in strategies
     ]
     # A study's file may have conditions for cells that a narrower grid leaves out.
-    refuse_idle([condition for condition in conditions if condition.text in typed], plain)
+    refuse_unmet([condition for condition in conditions if condition.text in typed], plain)
     # A setting that a condition replaces would otherwise give the same cell twice.
     points = dict.fromkeys(
         (under_it, size)
@@ -338,7 +338,7 @@ def under(
     return [(*kept, *chosen) for chosen in itertools.product(*(c.settings for c in met))]
 
 
-def refuse_idle(
+def refuse_unmet(
     conditions: Sequence[Condition], points: Sequence[tuple[tuple[str, ...], int]]
 ) -> None:
     """Refuse a condition that no cell meets.

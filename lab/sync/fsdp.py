@@ -37,6 +37,7 @@ from lab.exchange.scatter import (
 from lab.settings.errors import one_line
 from lab.sync.base import SyncParts
 from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
+from lab.sync.first_use import Reads
 from lab.sync.fsdp_units import (
     FreedReads,
     WholeGradients,
@@ -50,7 +51,6 @@ from lab.sync.fsdp_units import (
 )
 from lab.sync.library import LibrarySync
 from lab.sync.pattern import fsdp, ranks_of_second_shard, sharing_ranks
-from lab.sync.reads import Reads
 
 
 class FSDPSync(LibrarySync):

@@ -22,7 +22,7 @@ from lab.exchange.gate import sharing
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.exchange.layout import named
 from lab.sync.base import Outside
-from lab.sync.reads import NO_FORWARD, Reads
+from lab.sync.first_use import NO_FORWARD, Reads
 
 MODEL = "(the model's own)"  # name of the last unit
 SCATTERED = (torch.float32, torch.bfloat16, torch.float16)

@@ -22,9 +22,9 @@ from lab.exchange.grouping import cut
 from lab.exchange.layout import is_compiled
 from lab.measure.clock import Clock, Mark, mark, seconds
 from lab.sync.base import SyncParts, SyncState, all_finite
+from lab.sync.first_use import FirstReads, after, before
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import priority, send_order
-from lab.sync.reads import FirstReads, after, before
 from lab.sync.update import update_some
 
 COLD = 2  # first steps of each schedule in a trial, up to 40 % slower: buffers are new

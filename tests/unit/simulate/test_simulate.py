@@ -23,7 +23,7 @@ from lab.settings.files import read_file
 from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.fit import fit, fit_result
 from lab.simulate.hardware import PROTOCOLS, Link, slowest, with_rate
-from lab.simulate.idle import INSTEAD
+from lab.simulate.ineffective import INSTEAD
 from lab.simulate.network import Network
 from lab.simulate.predict import read
 from lab.simulate.score import Observation

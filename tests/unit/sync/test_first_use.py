@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lab.sync.reads import FirstReads
+from lab.sync.first_use import FirstReads
 
 
 class Tied(nn.Module):

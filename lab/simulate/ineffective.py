@@ -44,7 +44,9 @@ DEFAULTS = {key: default_text(each) for key, each in (FIELDS | fields_of(SweepSe
 DEFAULTS |= {"comm": "torch", "recorder": "local", "cluster": "none", "straggler": "none"}
 
 
-def refuse_idle(words: Sequence[str], config_dir: str | None, moving: Collection[str]) -> None:
+def refuse_ineffective(
+    words: Sequence[str], config_dir: str | None, moving: Collection[str]
+) -> None:
     """Refuse a typed setting that can move no prediction, if it is not the default.
 
     A study's file has settings for its runs; a command line may narrow them.
@@ -66,7 +68,7 @@ def refuse_idle(words: Sequence[str], config_dir: str | None, moving: Collection
             raise ConfigError(f"{key}={text}: has no effect on a prediction; {instead}")
 
 
-def idle_of(words: Iterable[str]) -> list[str]:
+def ineffective_settings(words: Iterable[str]) -> list[str]:
     """List the settings of a model and a machine that do not move predictions from profiles.
 
     Args:
