@@ -112,9 +112,13 @@ def test_a_program_of_ones_own_trains_on_two_ranks(
     ):
         lab.run(config, world_size=3)
     config.optim.lr = -1
+    with pytest.raises(lab.ConfigError, match="optim.lr=-1: must be a number of at least 0"):
+        lab.run(config)
+    config.optim.lr, config.runs_dir = 0.01, "taken"
+    Path("taken").touch()
     with pytest.raises(RuntimeError, match="did not begin"):
         lab.run(config)
-    config.optim.lr = 0.01
+    config.runs_dir = "runs"
     record = lab.run(config, world_size=2)
     assert (record.status, record.world_size, record.study) == ("done", 2, "mine")
     assert (tmp_path / "runs/mine" / record.cell / "record.json").is_file()
