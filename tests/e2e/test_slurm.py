@@ -161,7 +161,7 @@ def test_cells_that_fail_or_are_killed_are_recorded_and_the_others_run(
     process = start_sweep(environment, tmp_path, *grid)
     runs = tmp_path / "runs/s"
     wait_for(lambda: list(runs.glob("*size_16*1000000*/config.yaml")))
-    kill_rank(f"runs_dir={tmp_path}/runs", "steps=1000000", "data.size=16")
+    kill_rank(f"runs_dir='{tmp_path}/runs'", "steps=1000000", "data.size=16")
     out, _ = process.communicate(timeout=HANG_S)
     assert "1 of 4 cells done" in out
     found = records(runs)
