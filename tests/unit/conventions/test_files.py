@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,15 @@ def test_docstrings_say_what_a_thing_is_or_does_and_do_not_ask() -> None:
     python = [path for path in SOURCES if path.suffix == ".py"]
     asking = [f"{path}: {text}" for path in python for text in docstrings(path)]
     assert [line for line in asking if re.match(r"\S+: What\b", line)] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """A codec and the exchange that sends by it are known by one name, as in `strategy=int8`."""
+    python = [path for path in SOURCES if path.suffix == ".py"]
+    nodes = (node for path in python for node in ast.parse(path.read_text()).body)
+    times = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    several = {name for name, number in times.items() if number > 1}
+    assert several == {"Int4", "Int8", "OneBit", "TopK"}
 
 
 def without_encoding(path: Path) -> Iterator[str]:
