@@ -311,7 +311,7 @@ def _may_be_chosen(cell: Cell) -> bool:
         prediction.refuse_impossible(cell, strategy)
     except ValueError:
         return False
-    return class_of(settings) not in FRAMEWORKS and bool(strategy.pattern.legs)
+    return class_of(settings) not in FRAMEWORKS and bool(strategy.pattern.transfers)
 
 
 def _batches(first: PredictRequest, sizes: Sequence[int], accumulate: int) -> list[int]:

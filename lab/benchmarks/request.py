@@ -30,7 +30,7 @@ from lab.settings.hints import choice_hint
 from lab.settings.names import root_of
 from lab.settings.overrides import config_dir_of, listed, parse_overrides
 from lab.settings.storage import write_json
-from lab.sync.pattern import Leg, pattern_of
+from lab.sync.pattern import Transfer, pattern_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -296,7 +296,9 @@ def _refuse_unlike(name: str, bench: Bench, variants: list[Variant]) -> None:
     for variant in variants:
         pattern = pattern_of(variant.config)
         goes_on = pattern.outlasts_step or pattern.waits_in_forward
-        if name == "host" and (goes_on or not {Leg.MEAN_OF_GRADIENTS}.issuperset(pattern.legs)):
+        if name == "host" and (
+            goes_on or not {Transfer.MEAN_OF_GRADIENTS}.issuperset(pattern.transfers)
+        ):
             raise ConfigError(
                 f"strategy={variant.config.strategy}: lab.bench host measures exchanges that give "
                 "all ranks the mean of gradients before the update; use lab.bench step or lab.sweep"

@@ -19,7 +19,7 @@ from lab.sync.base import Exchanging, Sync
 from lab.sync.ddp import HookState
 from lab.sync.gradsync import GradSync
 from lab.sync.local import LocalSync
-from lab.sync.pattern import Begin, Leg
+from lab.sync.pattern import Begin, Transfer
 from lab.sync.priority import PrioritySync
 
 
@@ -305,7 +305,7 @@ def check_of(
     if num_launched == 1:
         return CertificateCheck()
     name = type(sync.exchange).__name__
-    if not pattern.legs or (pattern.takes_exchanges and name == "NoExchange"):
+    if not pattern.transfers or (pattern.takes_exchanges and name == "NoExchange"):
         return _unchecked(f"strategy={strategy} exchanges nothing")
     if pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal:
         return _unchecked(f"exchange={name} does not keep replicas equal")
@@ -325,13 +325,13 @@ def check_of(
         nodes=sync.comm.nodes,
         exchange=None if pattern.by_library else sync.exchange,
     )
-    if pattern.legs == (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT):
+    if pattern.transfers == (Transfer.GRADIENTS_TO_ROOT, Transfer.WEIGHTS_FROM_ROOT):
         return RootCheck(model, sync, replace(about, promise="gradients averaged once at the root"))
     if type(sync) is LocalSync:  # others send fragments, or moments, at times of their own
         return ChangeCheck(model, sync, replace(about, promise="weight changes averaged once"))
     if isinstance(sync, PrioritySync):
         return HeldCheck(model, sync, about)
-    if pattern.legs == (Leg.MEAN_OF_GRADIENTS,):
+    if pattern.transfers == (Transfer.MEAN_OF_GRADIENTS,):
         if pattern.begins is Begin.NEXT_STEP:
             late = replace(about, promise="gradients averaged once, a step late,")
             return LateCheck(model, sync, late)

@@ -80,7 +80,7 @@ class Evidence:
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of the run's sync: when it exchanged, and in which legs."""
+        """The pattern of the run's sync: when it exchanged, and in which transfers."""
         return pattern_of(self.settings)
 
     @property

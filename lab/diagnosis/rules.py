@@ -26,7 +26,7 @@ from lab.diagnosis.evidence import Evidence
 from lab.draw.text import number_of, short_text
 from lab.measure.stragglers import Slow
 from lab.record.schema import SHARED, worded
-from lab.sync.pattern import Begin, Leg, local
+from lab.sync.pattern import Begin, Transfer, local
 
 # Kinds of own work that are no phase of a step, in words.
 WHERE = {"between": "between steps", "input": "to load its input", "update": "to update"}
@@ -242,7 +242,9 @@ def _for_latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     exchange, comm = (e.settings.get(x, {}).get("_target_", "") for x in ("exchange", "comm"))
     from_gpus = e.one.settings.get("device") == "cuda" and e.settings.get("backend") == "gloo"
     can_send = "horovod" not in comm and not from_gpus
-    sums_alone = Leg.PARTS_OF_GRADIENTS in e.pattern.legs  # which its sync scatters itself
+    sums_alone = (
+        Transfer.PARTS_OF_GRADIENTS in e.pattern.transfers
+    )  # which its sync scatters itself
     takes_tree = e.pattern.takes_exchanges and not sums_alone and can_send
     if size >= MANY_RANKS and takes_tree and not exchange.endswith("Tree"):
         steps = 2 * math.ceil(math.log2(size))
@@ -258,7 +260,9 @@ def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:
     why = f"ranks exchange weights every {every} steps{then}"
     if e.pattern.own_replicas:
         yield Remedy(f"sync.every={every}", why, seconds / 2)
-    elif e.pattern.legs and not (e.settings.get("precision") == "fp16" and local(every).no_fp16):
+    elif e.pattern.transfers and not (
+        e.settings.get("precision") == "fp16" and local(every).no_fp16
+    ):
         yield from _strategy(e, "local_sgd", why, seconds * (1 - 1 / every))
 
 

@@ -65,7 +65,7 @@ class Stage:
     calls: float = 0
 
     def scaled(self, share: float) -> Stage:
-        """Return a share of the stage, as of one step or one leg."""
+        """Return a share of the stage, as of one step or one transfer."""
         if share == 1.0:
             return self
         return Stage(  # in a third of the time of dataclasses.replace

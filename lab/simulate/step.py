@@ -34,7 +34,7 @@ from lab.simulate.strategy import (
     ranks_of_a_copy,
     update_beside,
 )
-from lab.sync.pattern import MOMENTUM, Begin, Leg, gradsync, send_order
+from lab.sync.pattern import MOMENTUM, Begin, Transfer, gradsync, send_order
 
 # Of PrioritySync: the second begins with an exchange under way; two more for it to settle.
 SETTLING_STEPS = 4
@@ -458,9 +458,9 @@ def _step(scene: _Scene, planned: Sequence[BucketExchange]) -> Step:
     both_passes(rank, layers, planned, schedule, strategy.accumulate)
     schedule.finish(rank)
     back: Sequence[BucketExchange] = []  # exchanges of weights after the update
-    if Leg.WEIGHTS_FROM_ROOT in pattern.legs:  # the way that gradients came
+    if Transfer.WEIGHTS_FROM_ROOT in pattern.transfers:  # the way that gradients came
         back = planned
-    elif Leg.PARTS_OF_WEIGHTS in pattern.legs:  # in full, whatever type gradients had
+    elif Transfer.PARTS_OF_WEIGHTS in pattern.transfers:  # in full, whatever type gradients had
         (buckets,) = messages_of_fragments(profile, strategy, network.hardware.on_gpu)
         back = exchanges(profile, replace(strategy, exchange=EXACT), network, buckets)
     for exchange in back:
@@ -520,9 +520,9 @@ def exchanges(
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
     pattern = strategy.pattern
     steps = pattern.delay if pattern.begins is Begin.NEXT_STEPS else pattern.every
-    share = pattern.num_exchanges / (max(1, len(pattern.legs)) * steps)
+    share = pattern.num_exchanges / (max(1, len(pattern.transfers)) * steps)
     made = exchange_of(strategy.exchange)
-    in_parts = Leg.PARTS_OF_GRADIENTS in pattern.legs and not made.exact
+    in_parts = Transfer.PARTS_OF_GRADIENTS in pattern.transfers and not made.exact
     # Layer 0 is the last to have a gradient; past the last layer is the previous step.
     after = len(places) if pattern.outlasts_step else 0
     found = []

@@ -28,8 +28,8 @@ from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 from lab.sync.pattern import (
     MOMENTUM,
-    Leg,
     Pattern,
+    Transfer,
     Update,
     class_of,
     fragments,
@@ -94,7 +94,7 @@ class Strategy:
         if not pattern.gathers_units:
             for _, way in phases_of(exchange):
                 made = exchange_of(way)
-                if Leg.WEIGHTS_FROM_ROOT in pattern.legs:
+                if Transfer.WEIGHTS_FROM_ROOT in pattern.transfers:
                     from lab.sync.zero1 import require_reduce_broadcast  # with torch, as above
 
                     require_reduce_broadcast(made)

@@ -44,7 +44,7 @@ class LibrarySync(Sync):
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        return bool(self.pattern.legs)
+        return bool(self.pattern.transfers)
 
     def finish(self) -> Tensor | None:
         """Unscale, and count what the library sent. Call it when the library is done."""

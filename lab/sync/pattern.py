@@ -38,8 +38,8 @@ class Begin(Enum):
     NEXT_STEPS = "after the update, and runs during the next steps"
 
 
-class Leg(Enum):
-    """One transfer between ranks. An exchange has one leg, or several of equal size."""
+class Transfer(Enum):
+    """The data that moves between ranks at once. An exchange has one or several, of equal size."""
 
     MEAN_OF_GRADIENTS = "mean of gradients to all ranks"
     MEAN_OF_CHANGES = "mean of weight changes to all ranks"
@@ -58,14 +58,14 @@ class Pattern:
 
     Attributes:
         begins: when an exchange starts.
-        legs: in the order in which they run.
+        transfers: in the order in which they run.
         every: steps from one exchange to the next, of the same parameters; the steps of a round.
         num_exchanges: in `every` steps, each as large as the model.
         fragments: parts of the model that are exchanged at different steps of `every`.
         fragment_order: how parameters are divided among them, see lab.sync.pattern.
         delay: steps during which an exchange runs, if it begins with NEXT_STEPS.
-        shard_size: ranks that share a copy of the weights, where WEIGHTS_OF_UNITS is a leg; None:
-            all; "node": those of a host.
+        shard_size: ranks that share a copy of the weights, where WEIGHTS_OF_UNITS are transferred;
+            None: all; "node": those of a host.
         all_gather, reduce_scatter, reshard: of FSDP2's units; see conf/sync/fsdp.yaml.
         by_library: another library exchanges the gradients, on a schedule of its own.
         waits_in_backward: backward returns when the exchange is done, so it includes its time.
@@ -80,7 +80,7 @@ class Pattern:
     """
 
     begins: Begin
-    legs: tuple[Leg, ...]
+    transfers: tuple[Transfer, ...]
     every: int = 1
     num_exchanges: int = 1
     fragments: int = 1
@@ -115,28 +115,28 @@ class Pattern:
     @property
     def gathers_units(self) -> bool:
         """True if weights are gathered where they are used, and freed afterwards."""
-        return Leg.WEIGHTS_OF_UNITS in self.legs
+        return Transfer.WEIGHTS_OF_UNITS in self.transfers
 
     @property
     def parts_the_update(self) -> bool:
         """True if each rank updates its part of the weights, and keeps that of the state."""
-        return not {Leg.PARTS_OF_WEIGHTS, Leg.WEIGHTS_OF_UNITS}.isdisjoint(self.legs)
+        return not {Transfer.PARTS_OF_WEIGHTS, Transfer.WEIGHTS_OF_UNITS}.isdisjoint(self.transfers)
 
     @property
     def own_replicas(self) -> bool:
         """True if each rank has its own weights and momentum between exchanges."""
-        return not {Leg.MEAN_OF_CHANGES, Leg.MEAN_OF_STATES}.isdisjoint(self.legs)
+        return not {Transfer.MEAN_OF_CHANGES, Transfer.MEAN_OF_STATES}.isdisjoint(self.transfers)
 
     @property
     def takes_exchanges(self) -> bool:
         """True if one of the lab's exchanges moves the data."""
-        return bool(self.legs) and not self.by_library
+        return bool(self.transfers) and not self.by_library
 
     @property
     def takes_any_exchange(self) -> bool:
         """True if any exchange that averages will do; False if the sync needs one of a kind."""
-        choosy = {Leg.WEIGHTS_FROM_ROOT, Leg.PARTS_OF_GRADIENTS}
-        return self.takes_exchanges and choosy.isdisjoint(self.legs)
+        choosy = {Transfer.WEIGHTS_FROM_ROOT, Transfer.PARTS_OF_GRADIENTS}
+        return self.takes_exchanges and choosy.isdisjoint(self.transfers)
 
 
 def refuse(pattern: Pattern, overlap: bool, precision: str) -> None:
@@ -174,10 +174,10 @@ class Update:
 MOMENTUM = Update(5.0, 11.0, 1.0)  # of SGD, which optim=sgd is
 
 
-def gradsync(overlap: bool, *legs: Leg) -> Pattern:
+def gradsync(overlap: bool, *transfers: Transfer) -> Pattern:
     """Average gradients in every step."""
     begins = Begin.DURING_BACKWARD if overlap else Begin.AFTER_BACKWARD
-    return Pattern(begins, legs or (Leg.MEAN_OF_GRADIENTS,), no_graph="")
+    return Pattern(begins, transfers or (Transfer.MEAN_OF_GRADIENTS,), no_graph="")
 
 
 def priority(overlap: bool, chunk_mb: float = 8, trials: int = 3) -> Pattern:
@@ -197,7 +197,7 @@ def local(every: int) -> Pattern:
     checks.integer("sync.every", every, 1)
     return Pattern(
         Begin.AFTER_UPDATE,
-        (Leg.MEAN_OF_CHANGES,),
+        (Transfer.MEAN_OF_CHANGES,),
         every,
         no_overlap="must be false; weights are exchanged after the update",
         no_fp16="each rank would skip different steps",
@@ -230,7 +230,7 @@ def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
     num_exchanges = sum(whole // period for period in periods.values())
     return replace(
         local(whole),
-        legs=(Leg.MEAN_OF_STATES,),
+        transfers=(Transfer.MEAN_OF_STATES,),
         num_exchanges=num_exchanges,
         only_exact="second moments need an exact exchange",
     )
@@ -239,7 +239,7 @@ def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
 def root_update(overlap: bool) -> Pattern:
     """Reduce gradients to the root, which updates, and broadcast its weights."""
     return replace(
-        gradsync(overlap, Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
+        gradsync(overlap, Transfer.GRADIENTS_TO_ROOT, Transfer.WEIGHTS_FROM_ROOT),
         no_fp16="only the root would know which steps to skip",
         no_graph="emulates a framework that had no CUDA graphs",
         only_sgd="emulates a framework that updates with SGD on the root",
@@ -248,7 +248,7 @@ def root_update(overlap: bool) -> Pattern:
 
 def zero1(overlap: bool) -> Pattern:
     """Send each rank its part of the mean gradient, which updates that part and sends it to all."""
-    pattern = gradsync(overlap, Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS)
+    pattern = gradsync(overlap, Transfer.PARTS_OF_GRADIENTS, Transfer.PARTS_OF_WEIGHTS)
     return replace(pattern, only_elementwise="each rank updates slices of parameters")
 
 
@@ -261,7 +261,7 @@ def double_buffer(buffered: bool) -> Pattern:
         no_graph = "an exchange ends only during the next step (sync.double_buffer=true)"
         return Pattern(
             Begin.NEXT_STEP,
-            (Leg.MEAN_OF_GRADIENTS,),
+            (Transfer.MEAN_OF_GRADIENTS,),
             needs_overlap="must be true, because sync.double_buffer is true",
             no_fp16=no_fp16,
             no_graph=no_graph,
@@ -277,7 +277,7 @@ def ddp(hook: str) -> Pattern:
 
     Its hook "noop" moves nothing; "lab" hands its buckets to one of the lab's exchanges.
     """
-    legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
+    transfers = () if hook == "noop" else (Transfer.MEAN_OF_GRADIENTS,)
     no_graph = f"torch's hook continues in separate threads (sync.hook={hook})"
     if hook == "lab":
         no_graph = (
@@ -285,7 +285,7 @@ def ddp(hook: str) -> Pattern:
         )
     return Pattern(
         Begin.DURING_BACKWARD,
-        legs,
+        transfers,
         by_library=hook != "lab",
         waits_in_backward=True,
         no_graph="" if hook in ("none", "noop") else no_graph,
@@ -306,10 +306,10 @@ def fsdp(
             f"sync.reshard={reshard}: sync.shard_size={shard_size} already gathers within groups; "
             "set only one of them"
         )
-    among_copies = () if shard_size is None else (Leg.MEAN_OF_PARTS,)
+    among_copies = () if shard_size is None else (Transfer.MEAN_OF_PARTS,)
     return Pattern(
         Begin.DURING_BACKWARD,
-        (Leg.WEIGHTS_OF_UNITS, Leg.PARTS_OF_GRADIENTS, *among_copies),
+        (Transfer.WEIGHTS_OF_UNITS, Transfer.PARTS_OF_GRADIENTS, *among_copies),
         shard_size=shard_size,
         all_gather=all_gather,
         reduce_scatter=reduce_scatter,
@@ -325,7 +325,7 @@ def horovod() -> Pattern:
     """Leave gradients to Horovod's DistributedOptimizer."""
     no_graph = "a Horovod thread sends the gradients, outside the graph"
     return Pattern(
-        Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_graph=no_graph
+        Begin.DURING_BACKWARD, (Transfer.MEAN_OF_GRADIENTS,), by_library=True, no_graph=no_graph
     )
 
 
@@ -341,7 +341,7 @@ def _of(sync: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 # A user's own sync is treated as one with its own schedule.
 UNKNOWN = Pattern(
-    Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_overlap="unknown"
+    Begin.AFTER_BACKWARD, (Transfer.MEAN_OF_GRADIENTS,), by_library=True, no_overlap="unknown"
 )
 
 # Keyed by the names of the lab's classes, in configurations and records of any age.
@@ -465,7 +465,7 @@ def ineffective(
     Args:
         bucket_bytes: size of each bucket; empty if a library plans them.
     """
-    if not pattern.legs:  # none: it exchanges nothing on purpose
+    if not pattern.transfers:  # none: it exchanges nothing on purpose
         return []
     if world_size == 1:
         return [f"one rank: strategy={strategy} has nothing to exchange"]
@@ -504,7 +504,7 @@ def comparable_phases(
     """
     pattern = pattern_of(settings)
     unlike = set[str]()
-    if Leg.WEIGHTS_FROM_ROOT in pattern.legs:
+    if Transfer.WEIGHTS_FROM_ROOT in pattern.transfers:
         unlike |= {"exchange", "update"}  # the root alone updates
     if pattern.gathers_units:
         unlike |= {"update"}  # ranks have whole rows: of a small matrix some have none

@@ -97,7 +97,7 @@ def test_over_gloo_a_bucket_is_inside_while_another_is_between(
 
 
 def test_a_share_of_a_stage_stays_inside_its_node() -> None:
-    """Of zero1's two legs, or in a round of local_sgd, each stage is scaled."""
+    """Of zero1's two transfers, or in a round of local_sgd, each stage is scaled."""
     stage = Stage("exchange", 2.0, 8, intra_node=True)
     assert stage.scaled(0.5) == Stage("exchange", 1.0, 4, intra_node=True)
 

@@ -26,8 +26,8 @@ from lab.sync.pattern import (
     OF_CLASS,
     UNKNOWN,
     Begin,
-    Leg,
     Pattern,
+    Transfer,
     comparable_phases,
     ddp,
     double_buffer,
@@ -67,33 +67,35 @@ def test_a_sync_has_the_pattern_that_its_settings_tell(sync: str) -> None:
     assert pattern == pattern_of(load([setting]))
 
 
-MEAN, PARTS = Leg.MEAN_OF_GRADIENTS, Leg.PARTS_OF_GRADIENTS
-BY_ROOT = (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT)
-HSDP = (Leg.WEIGHTS_OF_UNITS, PARTS, Leg.MEAN_OF_PARTS)
+MEAN, PARTS = Transfer.MEAN_OF_GRADIENTS, Transfer.PARTS_OF_GRADIENTS
+BY_ROOT = (Transfer.GRADIENTS_TO_ROOT, Transfer.WEIGHTS_FROM_ROOT)
+HSDP = (Transfer.WEIGHTS_OF_UNITS, PARTS, Transfer.MEAN_OF_PARTS)
 
 
 @pytest.mark.parametrize(
-    ("settings", "begins", "legs", "every"),
+    ("settings", "begins", "transfers", "every"),
     [
         ("strategy=allreduce", Begin.AFTER_BACKWARD, (MEAN,), 1),
         ("strategy=overlap", Begin.DURING_BACKWARD, (MEAN,), 1),
         ("strategy=cntk sync.double_buffer=true", Begin.NEXT_STEP, (MEAN,), 1),
-        ("strategy=streaming_diloco", Begin.NEXT_STEPS, (Leg.MEAN_OF_CHANGES,), 10),
-        ("strategy=des_loc", Begin.AFTER_UPDATE, (Leg.MEAN_OF_STATES,), 60),
-        ("strategy=diloco sync.every=5", Begin.AFTER_UPDATE, (Leg.MEAN_OF_CHANGES,), 5),
+        ("strategy=streaming_diloco", Begin.NEXT_STEPS, (Transfer.MEAN_OF_CHANGES,), 10),
+        ("strategy=des_loc", Begin.AFTER_UPDATE, (Transfer.MEAN_OF_STATES,), 60),
+        ("strategy=diloco sync.every=5", Begin.AFTER_UPDATE, (Transfer.MEAN_OF_CHANGES,), 5),
         ("strategy=tensorflow", Begin.DURING_BACKWARD, BY_ROOT, 1),
         ("strategy=priority", Begin.DURING_BACKWARD, (MEAN,), 1),
         ("strategy=priority overlap=false", Begin.AFTER_BACKWARD, (MEAN,), 1),
-        ("strategy=zero1", Begin.DURING_BACKWARD, (PARTS, Leg.PARTS_OF_WEIGHTS), 1),
+        ("strategy=zero1", Begin.DURING_BACKWARD, (PARTS, Transfer.PARTS_OF_WEIGHTS), 1),
         ("strategy=hsdp", Begin.DURING_BACKWARD, HSDP, 1),
         ("strategy=none", Begin.NEVER, (), 1),
         ("strategy=ddp sync.hook=noop", Begin.DURING_BACKWARD, (), 1),
         ("strategy=onebit sync=ddp sync.hook=lab", Begin.DURING_BACKWARD, (MEAN,), 1),
     ],
 )
-def test_patterns(settings: str, begins: Begin, legs: tuple[Leg, ...], every: int) -> None:
+def test_patterns(
+    settings: str, begins: Begin, transfers: tuple[Transfer, ...], every: int
+) -> None:
     pattern = pattern_of(load(settings.split()))
-    assert (pattern.begins, pattern.legs, pattern.every) == (begins, legs, every)
+    assert (pattern.begins, pattern.transfers, pattern.every) == (begins, transfers, every)
 
 
 class Noting(AllReduce):
