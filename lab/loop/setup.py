@@ -90,7 +90,7 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
         chosen = ["strategy=overlap", f"exchange={strategy}"]
     if chosen and not (reason := _refusal(config := load([*chosen, *words]))):
         return config
-    names = ", ".join(exchanges)
+    names = ", ".join(("overlap", *exchanges))
     raise ConfigError(f"strategy={strategy}: {reason}; in your own loop, use any of {names}")
 
 
