@@ -53,12 +53,14 @@ def refuses_misuse(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def require_module(key: str, value: object) -> None:
-    """Refuse what is no module, such as a list of modules or of parameters."""
+    """Refuse what is no module, such as a list of parameters, and a call in inference mode."""
     if not isinstance(value, nn.Module):
         raise ConfigError(
             f"{key}: has type {type(value).__name__}; must be an nn.Module; to pass several, "
             "combine them in nn.ModuleList(…)"
         )
+    if torch.is_inference_mode_enabled():  # training may change no tensor that is made in it
+        raise ConfigError(f"{key}: passed in torch.inference_mode(); pass it outside of it")
 
 
 def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = ()) -> DictConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -65,6 +66,10 @@ ANY: Any = lab  # misused, which pyright would see
         (
             lambda: ANY.Run(study="a", model=NET, batch_size=8, sync="onebit"),
             "sync='onebit': must be what lab.attach or lab.grad_sync returned, or None",
+        ),
+        (
+            lambda: torch.inference_mode()(ANY.grad_sync)(NET, "onebit"),
+            "model: passed in torch.inference_mode(); pass it outside of it",
         ),
         (
             lambda: ANY.run({"seed": 1}),
