@@ -92,7 +92,7 @@ def speedup_bars(summary: Frame, looks: Looks, width: int = WIDTH) -> Chart:
         alt.Chart().mark_rule(color=INK).encode(alt.YDatum(1)),
     ).properties(data=data, width=wide, height=high)
     header = alt.Header(labelExpr="split(datum.value, '|')", labelPadding=4)
-    body = in_rows(panel, "series", [*titles.values()], columns, header)
+    body = in_rows(panel, "series", [*titles.values()], columns, header=header)
     about = [f"Speedup over {baselines(points)}, {_scaling(points)}. {repeats(points)}."]
     notes = _notes(points, "Pale")
     return Chart("speedup_bars", _fastest(points), about, body, width, notes)

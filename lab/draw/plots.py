@@ -370,14 +370,12 @@ def _in_panels(chart: Any, data: Frame, panels: Callable[[Any], str] | None, col
     return in_rows(chart.properties(data=data), "panel", list(texts.values()), columns)
 
 
-def in_rows(
-    chart: Any, field: str, values: list[str], columns: int, header: Any = alt.Undefined
-) -> Any:
+def in_rows(chart: Any, field: str, values: list[str], columns: int, **look: Any) -> Any:
     """Draw `chart` once for each value of a field, in rows of so many columns.
 
     A last row that is not full has axes of its own: shared ones would stand below empty places.
     """
-    facet = alt.Facet(f"{field}:N", title=None, sort=values, header=header)
+    facet = alt.Facet(f"{field}:N", title=None, sort=values, **look)
     panels = chart.facet(facet=facet, columns=columns, spacing=GAP)
     is_ragged = len(values) > columns and len(values) % columns
     return panels.resolve_axis(x="independent") if is_ragged else panels

@@ -92,3 +92,17 @@ def test_help_and_settings_need_no_torch() -> None:
     check = f"import importlib, sys\nfor name in {modules}: {each}"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr  # or the first with torch, and on
+
+
+def test_a_machine_that_only_measures_needs_nothing_that_draws() -> None:
+    program = """
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys(("altair", "vl_convert", "PIL")))  # None: cannot be imported
+for package in ("benchmarks", "device", "gpu_report"):
+    for module in pkgutil.iter_modules([f"lab/{package}"]):
+        if module.name != "__main__":
+            importlib.import_module(f"lab.{package}.{module.name}")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=LAB.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
