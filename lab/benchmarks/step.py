@@ -30,6 +30,7 @@ from lab.draw.plots import dots
 from lab.measure.statistics import InterleavedSteps, least_warmup, round_means
 from lab.settings.config import ConfigError
 from lab.training.assemble import Assembly, assembled
+from lab.training.graph import leave_default_stream
 from lab.training.trainer import Trainer
 
 BASELINE, REFERENCE = "none", "ddp"  # without communication, and torch's own
@@ -78,6 +79,8 @@ def in_order(
         The parts, the turns and the seconds, as `in_turns` returns them, in the order given.
     """
     drawn = harness.places(len(configs), seed)
+    if any(config.graph for config in configs):
+        leave_default_stream(worlds[0].device)
     with ExitStack() as stack:
         parts = [stack.enter_context(assembled(configs[at], worlds[at])) for at in drawn]
         turns, turn_s, step_s = in_turns(parts, worlds[0], shows)

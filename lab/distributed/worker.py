@@ -258,8 +258,10 @@ class StreamWorker(Worker):
     def captured(self) -> Iterator[None]:
         # Nobody may ask a captured event whether it has passed: that would end the capture.
         self._queued = deque()
-        yield
-        self._queued = self._watched
+        try:
+            yield
+        finally:
+            self._queued = self._watched
 
     def watch_stream(self, label: str) -> None:
         if not self._queued:
@@ -276,8 +278,11 @@ class StreamWorker(Worker):
         return self._watched[0][0], time.monotonic() - self._head_since
 
     def wait(self, left: int = 0) -> None:
-        if len(self._queued) > left:  # else the device has finished the others
-            torch.cuda.current_stream(self._device).wait_event(self._queued[-1 - left][1])
+        try:
+            _, ended = self._queued[-1 - left]
+        except IndexError:  # the watchdog's thread has seen the device finish the others
+            return
+        torch.cuda.current_stream(self._device).wait_event(ended)
 
 
 def make_worker(overlap: bool, device: torch.device, backend: str, asynchronous: bool) -> Worker:

@@ -5,6 +5,7 @@ torch is imported only to measure.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import time
@@ -22,6 +23,7 @@ KIND = "gpu_report"
 DONE, ABSENT, FAILED, SKIPPED = "done", "not available", "failed", "skipped"
 ORDER = (SKIPPED, DONE, ABSENT, FAILED)  # of measuring again: one that failed may end the process
 KEPT = 4000  # characters of a traceback's end
+HANGS, HANGS_S = 3, 60  # an item hangs that takes so many times what is estimated, and seconds
 Report = dict[str, Any]
 
 
@@ -116,7 +118,10 @@ def measure(
             # Stands there if the process ends meanwhile.
             report["items"][item.key] = _failed("the process ended during this item")
             write_json(path, report)
+            if not report["pretended"]:  # a launch or a collective that hangs ends by nothing else
+                faulthandler.dump_traceback_later(HANGS * item.seconds + HANGS_S, exit=True)
             entry = _entry(item, report["pretended"], take)
+            faulthandler.cancel_dump_traceback_later()
             entry["seconds"] = time.monotonic() - began
         commit = report["git_commit"]["commit"]
         report["items"][item.key] = {"about": item.about, "commit": commit, **entry}
@@ -150,11 +155,12 @@ def _failed(line: str) -> dict[str, Any]:
 
 
 def _is_alive() -> bool:
-    """Tell whether the GPU, if there is one, still answers this process."""
+    """Tell whether the GPU, if there is one, still computes for this process."""
     import torch
 
     try:
         if torch.cuda.is_initialized():
+            torch.rand(1, device="cuda")  # after a graph that failed, it may draw no numbers
             torch.cuda.synchronize()
     except RuntimeError:
         return False

@@ -54,6 +54,12 @@ class Assembly:
     worker: Worker
     sizes: dict[str, Any]
 
+    def close(self) -> None:
+        """Release threads, streams and the graph; call this before the ranks leave."""
+        self.worker.close()
+        if self.trainer.graph:
+            self.trainer.graph.close()
+
 
 def join(config: DictConfig) -> World:
     """Join the ranks that were started with this one, and set their arithmetic by `config`.
@@ -94,10 +100,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     Raises: ConfigError: a setting does not fit the data, devices or files.
     """
     seed = config.seed + config.repeat
-    if config.graph and world.device.type == "cuda":
-        # The default stream cannot be captured. Backward accumulates a gradient on the stream on
-        # which its parameter was first used, so all of a run is on one.
-        torch.cuda.set_stream(torch.cuda.Stream(world.device))
+    if config.graph:
+        graph.leave_default_stream(world.device)
     torch.manual_seed(seed)
     data = build_data(config.data, seed, world.device)
     task = build_task(config.task)
@@ -377,13 +381,14 @@ def observe_drift(sync: Sync, every: int, precision: str) -> None:
 def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
     """Build everything that trains, and release it when the context ends."""
     watch = Watchdog(world, NEVER_S, lambda _: None)
-    parts = assemble(config, world, watch)
-    parts.trainer.check = (
-        CertificateCheck()
-    )  # a certificate is of a run, and its cost of no measurement
-    yield parts
-    watch.close()
-    parts.worker.close()
+    try:
+        parts = assemble(config, world, watch)
+        # A certificate is of a run, and its cost of no measurement.
+        parts.trainer.check = CertificateCheck()
+        yield parts
+    finally:
+        watch.close()
+    parts.close()
 
 
 def check(config: DictConfig) -> None:

@@ -31,16 +31,49 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Call `work`, whose kernels are noted and do not run; return what it returns."""
-        # Other threads may go on meanwhile: NCCL's and the lab's watchdog ask for their events.
-        with torch.cuda.graph(
-            self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
-            return work()
+        """Call `work`, whose kernels are noted and do not run; return what it returns.
+
+        Raises: RuntimeError: of `work`, or of the capture's end.
+        """
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before, cause = generator.clone_state(), None
+        try:
+            # Other threads may go on meanwhile: NCCL's and the lab's watchdog ask for their events.
+            with torch.cuda.graph(
+                self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ):
+                try:
+                    return work()
+                except RuntimeError as error:
+                    cause = error
+                    raise
+        except RuntimeError as error:
+            # The generator would think that the capture goes on, and draw nothing outside of it.
+            generator.graphsafe_set_state(before)
+            raise cause or error from None  # after a failure, the end fails too, and tells less
 
     def replay(self) -> None:
         """Run the work. It reads and writes the same memory as each time."""
         self._graph.replay()
+
+    def close(self) -> None:
+        """Free the graph. NCCL ends no communicator whose collectives are in one."""
+        self._graph.reset()
+
+
+def leave_default_stream(device: torch.device) -> None:
+    """Make another stream of a GPU current for this thread, if the default one is.
+
+    The default stream cannot be captured. Backward accumulates a gradient on the stream on which
+    its parameter was first used, so all that runs of a process do must be on one.
+    """
+    if device.type != "cuda":
+        return
+    default = torch.cuda.default_stream(device)
+    if torch.cuda.current_stream(device) == default:
+        other = torch.cuda.Stream(device)
+        other.wait_stream(default)
+        torch.cuda.set_stream(other)
 
 
 class Refusal(NamedTuple):
@@ -173,6 +206,10 @@ class StepGraph:
             trainer.watch.worker.watch_stream("a step's graph")
         trainer.check_last_step()  # while this one runs
         return self._loss
+
+    def close(self) -> None:
+        """Free what was captured."""
+        self._graph.close()
 
     def _is_steady(self) -> bool:
         trainer = self._trainer

@@ -22,6 +22,7 @@ from lab.measure.statistics import InterleavedSteps, least_warmup, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join
 from lab.training.checkpoint import State, random_state, set_random_state
+from lab.training.graph import leave_default_stream
 from lab.training.recording import claim_directory
 from lab.training.run import TrainingRun, execute, tell
 
@@ -61,6 +62,8 @@ class InTurns:
 
     def _train(self) -> None:
         parts: list[Assembly] = []
+        if any(run.config.graph for run in self.runs):
+            leave_default_stream(self.world.device)
         for run in self.runs:
             parts.append(run.begin())
             self._random.append(random_state(self.world.device))

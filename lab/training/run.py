@@ -133,7 +133,7 @@ class TrainingRun(Recording):
         self.directory.release()
         self.watch.close()
         if self.parts:
-            self.parts.worker.close()
+            self.parts.close()
 
     def _resumed(self) -> Path | None:
         """Return the checkpoint from which all ranks continue, if any."""

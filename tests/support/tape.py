@@ -170,6 +170,9 @@ class TapeGraph(CudaGraph):
         self._lies = self.tape.lies(self._result)
         return self._result
 
+    def close(self) -> None:
+        self.tape = Tape()
+
     def replay(self) -> None:
         memory = self.tape.run()
         self._result.copy_(tensor_at(memory, self._lies))

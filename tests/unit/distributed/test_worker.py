@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -290,3 +291,25 @@ def test_nobody_asks_about_jobs_that_a_graph_captures(monkeypatch: pytest.Monkey
     one.watch_stream("a replay")
     oldest = one.oldest()
     assert oldest and oldest[0] == "a replay"
+
+
+def test_a_job_that_ends_while_others_are_counted_is_waited_for_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ending(deque[Any]):
+        """The watchdog's thread removes a job as soon as this one has counted the jobs."""
+
+        def __len__(self) -> int:
+            count = super().__len__()
+            self.clear()
+            return count
+
+    main = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
+    one = StreamWorker(GPU_3)
+    one._queued = Ending([("a job", main.record_event())])
+    one.wait()
+    one._queued.clear()
+    one.wait()
+    assert len(main.waited_for) <= 1

@@ -110,15 +110,27 @@ def test_another_start_measures_what_is_missing_and_last_what_failed(path: Path)
 
 
 def test_a_lost_gpu_ends_the_process_s_part(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost() -> None:
+    def lost(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(torch, "rand", lost)
     machine = Machine(path, b=RuntimeError("CUDA error"))
     report = run.begun(path, "python", pretended=True)
     assert not machine.measure(report, [item(key) for key in "abc"], 100)
     assert machine.taken == ["a", "b"] and list(read_items(path)) == ["a", "b"]
+
+
+def test_an_item_that_hangs_ends_the_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = list[Any]()
+    watch = SimpleNamespace(
+        dump_traceback_later=lambda seconds, exit: limits.append((seconds, exit)),
+        cancel_dump_traceback_later=lambda: limits.append("ended"),
+    )
+    monkeypatch.setattr(run, "faulthandler", watch)
+    machine, report = Machine(path, a=KeyError("a")), run.begun(path, "python", pretended=True)
+    machine.measure(report | {"pretended": False}, [item("a", 20)], 100)
+    assert limits == [(120, True), "ended"]
 
 
 def test_a_file_of_another_machine_or_of_no_report_is_refused(path: Path) -> None:

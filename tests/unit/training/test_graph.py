@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lab.settings.config import ConfigError, build, load
 from lab.sync.base import Sync
 from lab.sync.pattern import pattern_of
 from lab.training import graph
+from lab.training.assemble import Assembly
 from lab.training.optim import Optim
 from lab.training.trainer import LossScale, Progress
 from tests.support import refused, refusing
@@ -92,3 +97,71 @@ def test_a_rate_on_the_device_changes_in_place() -> None:
     assert float(first) == 0.125
     optim.prepare(optimizer, 1, 10)
     assert group["lr"] is first and float(first) == 0.25
+
+
+class Generator:
+    """Of a GPU: it remembers which of its states it has."""
+
+    def __init__(self, state: str = "before") -> None:
+        self.state = state
+
+    def clone_state(self) -> Generator:
+        return Generator(self.state)
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.state = other.state
+
+
+@pytest.mark.parametrize("cause", [RuntimeError("item() waits"), None])
+def test_a_capture_that_fails_names_its_cause_and_leaves_random_numbers(
+    cause: RuntimeError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = Generator()
+
+    @contextmanager
+    def capturing(*_: Any, **__: Any) -> Iterator[None]:
+        generator.state = "capturing"
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+    def work() -> Tensor:
+        if cause:
+            raise cause
+        return torch.zeros(())
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
+    with pytest.raises(RuntimeError, match="waits" if cause else "invalidated"):
+        graph.CudaGraph().capture(work)
+    assert generator.state == "before"
+
+
+def test_a_run_frees_its_graph_when_it_closes() -> None:
+    closed = list[str]()
+    parts: dict[str, Any] = {
+        name: SimpleNamespace(close=partial(closed.append, name)) for name in ("worker", "graph")
+    }
+    trainer: Any = SimpleNamespace(graph=parts["graph"])
+    Assembly(trainer, parts["worker"], {}).close()
+    assert closed == ["worker", "graph"]
+
+
+def test_runs_of_a_process_share_one_stream_which_is_not_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, now, order = torch.device("cuda", 3), ["default"], list[str]()
+    other = SimpleNamespace(wait_stream=order.append)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: "default")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: other)
+    monkeypatch.setattr(torch.cuda, "set_stream", now.append)
+    graph.leave_default_stream(torch.device("cpu"))
+    assert now == ["default"]
+    for _ in range(2):
+        graph.leave_default_stream(device)
+    assert now == ["default", other] and order == ["default"]
